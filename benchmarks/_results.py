@@ -22,8 +22,8 @@ from benchmarks._gpu_queue import is_stale
 from benchmarks._harness import RESULTS, ROOT, text_of
 from benchmarks._report import PEAK, Result, Row, cells, shapes
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
-from storage_ops.loss import plan, planner
-from storage_ops.loss.devices import GPUS
+from storage_ops.loss.planning import plan, planner
+from storage_ops.loss.planning.devices import GPUS
 from storage_ops.quantities import readable
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -33,14 +33,14 @@ from benchmarks._harness import (
     skip,
 )  # fmt: skip
 from benchmarks._loss_peers import Loss, Task, peers
-from storage_ops.loss import planner
 from storage_ops.loss.call import Call
-from storage_ops.loss.devices import rates_of
-from storage_ops.loss.head import problem_of
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.engine.head import problem_of
+from storage_ops.loss.engine.ranks import Ranks
+from storage_ops.loss.engine.tokens import tokens_of
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.devices import rates_of
+from storage_ops.loss.planning.problem import Problem
 from storage_ops.loss.row_function import CrossEntropyRows
-from storage_ops.loss.tokens import tokens_of
 
 # Tokens, width, classes.
 SHAPES = {"S1": (2048, 768, 50257), "S2": (1024, 2048, 32000), "S3": (512, 1024, 128256)}

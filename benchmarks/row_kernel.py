@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._harness import expect, finish, interleave, milliseconds, parser, ratios
-from storage_ops.loss.problem import padded
-from storage_ops.loss.schedule import GRADIENT, UPDATE
+from storage_ops.loss.planning.problem import padded
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE
 
 SHAPES = {
     "cpu": {"512 x 50257": (512, 50257), "128 x 128256": (128, 128256)},

@@ -16,8 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import storage_ops
 from benchmarks._pictures import COLORS, INK, OURS, PAPER
 from storage_ops import matmul
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.schedule import RUNNING_RESCALE, TOKEN_CHUNKED, VOCAB_SLICED, Schedule
+from storage_ops.loss.planning.problem import Problem
+from storage_ops.loss.planning.schedule import (
+    RUNNING_RESCALE,
+    TOKEN_CHUNKED,
+    VOCAB_SLICED,
+    Schedule,
+)
 from storage_ops.memory import measure, plot_timelines
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "drawings"

@@ -53,7 +53,7 @@ else:
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import linear_cross_entropy
     from storage_ops.loss.module import LinearCrossEntropyLoss
-    from storage_ops.loss.plan import plan
+    from storage_ops.loss.planning.plan import plan
     from storage_ops.storage.storage import (
         DiscardedTensorError,
         check_discarded,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from storage_ops import _library
-from storage_ops.loss.devices import has_row_kernel
+from storage_ops.loss.planning.devices import has_row_kernel
 from storage_ops.matmul import packed
 
 

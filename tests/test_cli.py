@@ -12,7 +12,7 @@ import torch
 
 import storage_ops
 from storage_ops import cli, matmul
-from storage_ops.loss.devices import DEFAULT_GPU, named
+from storage_ops.loss.planning.devices import DEFAULT_GPU, named
 from storage_ops.simulate.rates import rates_for
 
 
@@ -166,7 +166,7 @@ def test_plan_without_a_device_is_for_the_default_gpu(device, capsys, monkeypatc
 
 
 def test_plan_for_cuda_is_for_the_gpu_that_torch_finds(capsys, monkeypatch):
-    monkeypatch.setattr("storage_ops.loss.plan.default_device", lambda: "a100")
+    monkeypatch.setattr("storage_ops.loss.planning.plan.default_device", lambda: "a100")
     assert cli.main([*PLAN[:-2], "--device", "cuda"]) == 0
     assert "rates              A100" in capsys.readouterr().out
 

@@ -16,8 +16,8 @@ from storage_ops import _autograd, _schemas
 from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.divergence import reference as divergence_reference
 from storage_ops.divergence import rows
-from storage_ops.loss import ranks
 from storage_ops.loss import reference as loss_reference
+from storage_ops.loss.engine import ranks
 from storage_ops.matmul import reference as products
 from storage_ops.storage import reference
 

@@ -15,8 +15,9 @@ from storage_ops.checkpoint.selective import policies
 from storage_ops.divergence import checks
 from storage_ops.fitting import actions
 from storage_ops.integrations import transformers
-from storage_ops.loss import names
-from storage_ops.loss.options import CallOptions, ModuleOptions
+from storage_ops.loss import call
+from storage_ops.loss.call import CallOptions, ModuleOptions
+from storage_ops.loss.planning import problem
 from storage_ops.losses import options as of_losses
 from storage_ops.losses import sequences
 
@@ -92,12 +93,12 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
 @pytest.mark.parametrize(
     ("type_", "function", "given", "option"),
     [
-        (names.Reduction, so.linear_cross_entropy, (X, W, TARGET), {"reduction": "?"}),
-        (names.InputGrad, so.linear_cross_entropy, (X, W, TARGET), {"input_grad": "?"}),
-        (names.Result, so.linear_cross_entropy, (X, W, TARGET), {"returns": ("?",)}),
-        (names.Reduction, so.plan, (8, 4, 16), {"reduction": "?", "device": "h100"}),
-        (names.Grad, so.plan, (8, 4, 16), {"grads": ("?",), "device": "h100"}),
-        (names.Reduction, so.linear_kl_div, (X, W, X, W), {"reduction": "?"}),
+        (problem.Reduction, so.linear_cross_entropy, (X, W, TARGET), {"reduction": "?"}),
+        (call.InputGrad, so.linear_cross_entropy, (X, W, TARGET), {"input_grad": "?"}),
+        (call.Result, so.linear_cross_entropy, (X, W, TARGET), {"returns": ("?",)}),
+        (problem.Reduction, so.plan, (8, 4, 16), {"reduction": "?", "device": "h100"}),
+        (problem.Grad, so.plan, (8, 4, 16), {"grads": ("?",), "device": "h100"}),
+        (problem.Reduction, so.linear_kl_div, (X, W, X, W), {"reduction": "?"}),
         (checks.Divergence, so.linear_kl_div, (X, W, X, W), {"divergence": "?"}),
         (checks.Tail, so.linear_kl_div, (X, W, X, W), {"teacher_tail": "?"}),
         (of_losses.LossType, so.losses.dpo, (X, W, TARGET), {"loss_type": "?"}),

@@ -11,9 +11,9 @@ from torch import Tensor
 from storage_ops import matmul
 from storage_ops.autochunk.program import Output, Slice
 from storage_ops.autochunk.values import are_one
-from storage_ops.loss.devices import device_kind, on_gpu
-from storage_ops.loss.problem import parts
-from storage_ops.loss.schedule import unpadded
+from storage_ops.loss.planning.devices import device_kind, on_gpu
+from storage_ops.loss.planning.problem import parts
+from storage_ops.loss.planning.schedule import unpadded
 from storage_ops.matmul import aten, packed, scratch
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -25,7 +25,7 @@ from storage_ops.autochunk.inductor import mended
 from storage_ops.autochunk.log import Words, log, warn
 from storage_ops.autochunk.recognise import NOTHING, Recognised, recognise
 from storage_ops.autochunk.values import returned
-from storage_ops.loss import devices
+from storage_ops.loss.planning import devices
 from storage_ops.quantities import parse_bytes
 
 GraphT = TypeVar("GraphT", bound=fx.GraphModule | fx.Graph)

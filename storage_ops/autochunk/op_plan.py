@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from storage_ops.autochunk.values import hint, name_of
-from storage_ops.loss import cost, planner
-from storage_ops.loss.call import Call
-from storage_ops.loss.devices import rates_of
-from storage_ops.loss.head import problem_of
+from storage_ops.loss.call import Call, tensors_of, with_tensors
+from storage_ops.loss.engine.head import problem_of
+from storage_ops.loss.engine.ranks import ranks_of
+from storage_ops.loss.engine.tokens import tokens_of
 from storage_ops.loss.op import call_of_backward
-from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.loss.ranks import ranks_of
-from storage_ops.loss.tokens import tokens_of
+from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning.devices import rates_of
+from storage_ops.loss.planning.problem import Problem, padded, parts
 
 EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
 
@@ -32,7 +32,7 @@ def budget_of(size: int, given: int | None) -> int:
 def _problem(call: Call) -> Problem:
     """What a call with fake tensors depends on; symbolic sizes count as their hints."""
     with call.input.fake_mode:  # type: ignore[attr-defined]
-        call = call.with_tensors(tuple(map(_hinted, call.tensors())))
+        call = with_tensors(call, tuple(map(_hinted, tensors_of(call))))
         classes = len(call.weight)
         tokens = tokens_of(call, ranks_of(call.group), 0, classes)
         # Which tokens are ignored is not known: as if there were some.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import output
-from storage_ops.loss.plan import dtype_name
+from storage_ops.loss.planning.plan import dtype_name
 from storage_ops.optional import required
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.loss.devices import DEFAULT_GPU, DEVICES
+from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES
 from storage_ops.optional import check_drawable
 
 

@@ -13,11 +13,11 @@ from rich.text import Text
 
 import storage_ops
 from storage_ops.cli import output
-from storage_ops.loss import plan as plans
-from storage_ops.loss import planner, schedule
-from storage_ops.loss.devices import DEFAULT_GPU, Rates, named
-from storage_ops.loss.planner import Plan
-from storage_ops.loss.problem import Problem, padded
+from storage_ops.loss.planning import plan as plans
+from storage_ops.loss.planning import planner, schedule
+from storage_ops.loss.planning.devices import DEFAULT_GPU, Rates, named
+from storage_ops.loss.planning.planner import Plan
+from storage_ops.loss.planning.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
 from storage_ops.tables import Grid
 

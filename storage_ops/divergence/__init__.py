@@ -4,11 +4,11 @@
                                                   |           `---> Matmul (storage_ops/matmul)
                         Problem -> plan -> Schedule           `---> Sums of the gradients
 
-`Run`, `Schedule` and `Sums` are those of `storage_ops.loss`; `row_function` has DivergenceRows.
-`rows` is plain torch on a tile of each head, or a native kernel.
-
-Tokens, tiles, schedules, sums and budgets are those of `storage_ops.loss`; what is said there of
-gradients that are made in the forward holds here. What differs:
+`Run`, `Schedule`, `Sums` and the backward are those of `storage_ops.loss`, in its folders `engine`
+and `planning`. What is said there of tokens, tiles, budgets and gradients that are made in the
+forward holds here. `api` is the public function, `call` the arguments of the op, `checks` the rules
+of the options and the checks of the tensors. `row_function` has DivergenceRows, `rows` plain torch
+on a tile of each head, which a native kernel replaces. What differs:
 
 * A step forms a tile of each head: the student's, which the gradient overwrites, and the teacher's.
 * *Statistics* are made of whole rows of logits, never of parts: the divergence of a row needs both

@@ -11,15 +11,16 @@ from storage_ops import _autograd
 from storage_ops.divergence import op
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.checks import (
+    OP,
     Divergence,
     Tail,
     check_call,
     check_options,
     check_types,
 )
-from storage_ops.loss import ranks
 from storage_ops.loss.checks import budget_of, class_indices, group_of
-from storage_ops.loss.names import Reduction
+from storage_ops.loss.engine import ranks
+from storage_ops.loss.planning.problem import Reduction
 
 
 def linear_kl_div(
@@ -148,12 +149,15 @@ def linear_kl_div(
          "teacher_bias": teacher_bias, "token_weight": token_weight, "target": target},
         teacher_topk,
     )  # fmt: skip
-    process_group = group_of(process_group, "linear_kl_div")
-    check_options(
-        divergence, beta, temperature, reduction, shift, teacher_tail, max_valid, valid_classes,
-        softcap, teacher_softcap, process_group, target_weight, scale_by_temperature,
-    )  # fmt: skip
-    memory_budget = budget_of(memory_budget, "linear_kl_div")
+    process_group = group_of(process_group, OP)
+    check_options({
+        "divergence": divergence, "beta": beta, "temperature": temperature,
+        "scale_by_temperature": scale_by_temperature, "reduction": reduction, "shift": shift,
+        "teacher_tail": teacher_tail, "valid_classes": valid_classes, "max_valid": max_valid,
+        "softcap": softcap, "teacher_softcap": teacher_softcap, "process_group": process_group,
+        "target_weight": target_weight,
+    })  # fmt: skip
+    memory_budget = budget_of(memory_budget, OP)
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse" if beta else "forward"
     if token_weight is not None and not token_weight.is_floating_point():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from storage_ops.loss import call as loss_call
-from storage_ops.loss.call import arithmetic, tensors_among
-from storage_ops.loss.cost import STATE_ROWS
+from storage_ops.loss.call import arithmetic
+from storage_ops.loss.planning.cost import STATE_ROWS
 
 IGNORED = -100
 
@@ -52,16 +51,6 @@ class DivergenceCall(NamedTuple):
     grad_mask: tuple[bool, ...] = (True, True, False)
     target: Tensor | None = None
     target_weight: float = 0.0
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments that are tensors, or None."""
-        return tuple(getattr(self, name) for name in TENSORS)
-
-    def with_tensors(self, tensors: Sequence[Tensor | None] | None = None) -> DivergenceCall:
-        """The call with others; without any, it keeps no memory."""
-        tensors = (None,) * len(TENSORS) if tensors is None else tensors
-        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**named)
 
     @property
     def own_rows(self) -> int:
@@ -107,6 +96,3 @@ class DivergenceCall(NamedTuple):
     def wide(self) -> torch.dtype:
         """The dtype of everything but matrix products."""
         return arithmetic(self.input.dtype)
-
-
-TENSORS = tensors_among(DivergenceCall)

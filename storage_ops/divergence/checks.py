@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -10,90 +10,94 @@ import torch
 from torch import Tensor
 
 from storage_ops.divergence.call import DivergenceCall
-from storage_ops.loss.checks import FLOATS, INDICES, check_head, check_layout
-from storage_ops.loss.names import REDUCTIONS
+from storage_ops.loss.call import (
+    MAX_VALID,
+    REDUCTION,
+    VALID_CLASSES,
+    Rule,
+    is_number,
+    one_of,
+    true_or_false,
+)
+from storage_ops.loss.checks import (
+    FLOATS,
+    INDICES,
+    check_devices,
+    check_group,
+    check_head,
+    check_layout,
+    check_needs_none,
+    check_rules,
+    check_shapes,
+    check_tensors,
+    wrong,
+)
 
 Divergence = Literal["forward", "reverse", "jsd", "tvd", "cosine"]
 Tail = Literal["bucket", "renormalize"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 TAILS: tuple[Tail, ...] = get_args(Tail)
-_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+OP = "linear_kl_div"
+_wrong = functools.partial(wrong, op=OP)
+_LEAST = torch.finfo(torch.float32).tiny
 
 
-def _wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
-    return kind(f"linear_kl_div: {argument} {found}; expected {expected}")
+def _is_cap(value: object) -> bool:
+    return value is None or is_number(value)
+
+
+def _in_range(cap: Any) -> bool:
+    return cap is None or _LEAST <= float(cap) <= 1 / _LEAST
+
+
+RULES = (
+    one_of("divergence", DIVERGENCES),
+    REDUCTION,
+    one_of("teacher_tail", TAILS),
+    Rule("beta", is_number, "a number", TypeError),
+    Rule("beta", lambda beta: 0 <= beta <= 1, "a number from 0 to 1"),
+    Rule("temperature", is_number, "a number", TypeError),
+    Rule("temperature", lambda t: 0 < t < float("inf"), "a positive number"),
+    Rule("target_weight", is_number, "a number", TypeError),
+    Rule("target_weight", lambda w: 0 <= w < float("inf"), "a number of at least 0"),
+    Rule("softcap", _is_cap, "a number or None", TypeError),
+    Rule("softcap", _in_range, "a positive number or None"),
+    Rule("teacher_softcap", _is_cap, "a number or None", TypeError),
+    Rule("teacher_softcap", _in_range, "a positive number or None"),
+    true_or_false("shift"),
+    true_or_false("scale_by_temperature"),
+    MAX_VALID,
+    VALID_CLASSES,
+)
 
 
 def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
     """Raise a TypeError for what is no tensor, or for a stored teacher that is no pair of them."""
+    check_tensors(OP, given, ("input", "linear_weight"))
     for name, value in given.items():
-        required = name in ("input", "linear_weight")
-        if not (isinstance(value, Tensor) or (value is None and not required)):
-            kind = "None" if value is None else f"a {type(value).__name__}"
-            raise _wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
-        if isinstance(value, Tensor):
-            check_layout("linear_kl_div", name, value)
         if hasattr(value, "device_mesh"):
             rule = "its part on this rank, of a head that is sharded with process_group"
             raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
-    pair = isinstance(teacher_topk, (tuple, list)) and len(teacher_topk) == 2
-    if teacher_topk is None or (pair and all(isinstance(t, Tensor) for t in teacher_topk)):  # type: ignore[attr-defined]
-        for t in teacher_topk or ():  # type: ignore[attr-defined]
-            check_layout("linear_kl_div", "teacher_topk", t)
+    if teacher_topk is None:
         return
-    rule = "a pair of tensors: log-probabilities and class indices"
-    raise _wrong(TypeError, "teacher_topk is", f"a {type(teacher_topk).__name__}", rule)
+    pair = isinstance(teacher_topk, (tuple, list)) and len(teacher_topk) == 2
+    if not pair or not all(isinstance(t, Tensor) for t in teacher_topk):  # type: ignore[attr-defined]
+        rule = "a pair of tensors: log-probabilities and class indices"
+        raise _wrong(TypeError, "teacher_topk is", f"a {type(teacher_topk).__name__}", rule)
+    for t in teacher_topk:  # type: ignore[attr-defined]
+        check_layout(OP, "teacher_topk", t)
 
 
-def check_options(
-    divergence: str, beta: Any, temperature: Any, reduction: str, shift: bool, teacher_tail: str,
-    max_valid: Any, valid_classes: Any, softcap: Any, teacher_softcap: Any, process_group: Any,
-    target_weight: Any, scale_by_temperature: Any,
-) -> None:  # fmt: skip
+def check_options(given: Mapping[str, Any]) -> None:
     """Raise a TypeError or ValueError for options that have no meaning."""
-    for name, text, allowed in (
-        ("divergence", divergence, DIVERGENCES),
-        ("reduction", reduction, REDUCTIONS),
-        ("teacher_tail", teacher_tail, TAILS),
-    ):
-        if text not in allowed:
-            raise _wrong(ValueError, f"{name} is", repr(text), f"one of {allowed}")
-    given = (("beta", beta), ("temperature", temperature), ("target_weight", target_weight))
-    for name, value in given:
-        if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
-            raise _wrong(TypeError, f"{name} is", repr(value), "a number")
-    least = torch.finfo(torch.float32).tiny
-    for name, value in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if value is None:
-            continue
-        if isinstance(value, (bool, Tensor)) or not isinstance(value, _NUMBERS):
-            raise _wrong(TypeError, f"{name} is", repr(value), "a number or None")
-        if not least <= float(value) <= 1 / least:
-            raise _wrong(ValueError, f"{name} is", value, "a positive number or None")
-    if process_group is not None and not hasattr(process_group, "group_name"):
-        rule = "a process group of torch.distributed, or None"
-        raise _wrong(TypeError, "process_group is", repr(process_group), rule)
-    if process_group is not None and valid_classes is not None:
+    check_rules(OP, RULES, given)
+    check_group(OP, given["process_group"])
+    if given["process_group"] is not None and given["valid_classes"] is not None:
         rule = "None with a process_group: leave the padding out of the last rank's weights"
-        raise _wrong(ValueError, "valid_classes is", valid_classes, rule)
-    if not 0 <= beta <= 1:
-        raise _wrong(ValueError, "beta is", beta, "a number from 0 to 1")
-    if not 0 <= target_weight < float("inf"):
-        raise _wrong(ValueError, "target_weight is", target_weight, "a number of at least 0")
-    if not 0 < temperature < float("inf"):
-        raise _wrong(ValueError, "temperature is", temperature, "a positive number")
-    if divergence == "cosine" and temperature != 1:
+        raise _wrong(ValueError, "valid_classes is", given["valid_classes"], rule)
+    if given["divergence"] == "cosine" and given["temperature"] != 1:
         rule = "1 with divergence='cosine', which does not depend on it"
-        raise _wrong(ValueError, "temperature is", temperature, rule)
-    for name, value in (("shift", shift), ("scale_by_temperature", scale_by_temperature)):
-        if not isinstance(value, bool):
-            raise _wrong(TypeError, f"{name} is", repr(value), "True or False")
-    counts = (int, torch.SymInt)
-    if max_valid not in (None, "sync") and not (isinstance(max_valid, counts) and max_valid >= 0):
-        raise _wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
-    whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
-    if valid_classes is not None and not (whole and valid_classes > 0):
-        raise _wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
+        raise _wrong(ValueError, "temperature is", given["temperature"], rule)
 
 
 def check_call(call: DivergenceCall) -> None:
@@ -119,40 +123,31 @@ def check_call(call: DivergenceCall) -> None:
         if t is not None and t.dtype != wanted:
             rule = f"{wanted}, as {'teacher_' * name.startswith('teacher')}input is"
             raise _wrong(TypeError, f"{name} is", t.dtype, rule)
-    for name, t, shape in (
-        ("linear_bias", call.bias, (vocab,)),
-        ("token_weight", call.token_weight, tokens),
-    ):
-        if t is not None and tuple(t.shape) != shape:
-            raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    check_shapes(
+        OP, ("linear_bias", call.bias, (vocab,)), ("token_weight", call.token_weight, tokens)
+    )
     if call.target is not None:
         _check_target(call, call.target, tokens)
-    weights = call.token_weight
-    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-        rule = "a tensor that needs none: its gradient is not computed; detach it"
-        raise _wrong(ValueError, "token_weight", "requires grad", rule)
-    for name, t in (
-        ("linear_weight", weight), ("teacher_input", call.teacher_input),
+    check_needs_none(OP, ("token_weight", call.token_weight))
+    check_devices(
+        OP, input, ("linear_weight", weight), ("teacher_input", call.teacher_input),
         ("teacher_weight", call.teacher_weight), ("linear_bias", call.bias),
-        ("teacher_bias", call.teacher_bias), ("token_weight", weights),
+        ("teacher_bias", call.teacher_bias), ("token_weight", call.token_weight),
         ("teacher_topk", call.log_probs), ("teacher_topk", call.ids), ("target", call.target),
-    ):  # fmt: skip
-        if t is not None and t.device != input.device:
-            raise _wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
+    )  # fmt: skip
 
 
 def _check_head(given: Mapping[str, Tensor]) -> None:
     for name, t in given.items():
         if t.dim() != 2 and name.endswith("weight"):
             raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), "(V, D)")
-    check_head("linear_kl_div", given)
+    check_head(OP, given)
 
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:
     if target.dtype not in INDICES:
         raise _wrong(TypeError, "target is", target.dtype, "int64, int32 or uint8 class indices")
-    if tuple(target.shape) != tokens:
-        raise _wrong(ValueError, "target has shape", tuple(target.shape), str(tokens))
+    check_shapes(OP, ("target", target, tokens))
     if call.group:
         rule = "None with a process_group: add linear_cross_entropy with the same"
         raise _wrong(ValueError, "target", "is given", rule)
@@ -197,6 +192,4 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
     if (weight.shape[0] != vocab) if valid is None else weight.shape[0] < valid:
         rule = f"{vocab} classes, as linear_weight, or valid_classes that both have"
         raise _wrong(ValueError, "teacher_weight has shape", tuple(weight.shape), rule)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        rule = str((weight.shape[0],))
-        raise _wrong(ValueError, "teacher_bias has shape", tuple(bias.shape), rule)
+    check_shapes(OP, ("teacher_bias", bias, (weight.shape[0],)))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from storage_ops.divergence.rows import COPIES, piece_elements
-from storage_ops.loss import cost, planner
-from storage_ops.loss.devices import Rates
-from storage_ops.loss.problem import Problem, padded
-from storage_ops.loss.schedule import TOKEN_CHUNKED, VOCAB_SLICED, Schedule
+from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning.devices import Rates
+from storage_ops.loss.planning.problem import Problem, padded
+from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, VOCAB_SLICED, Schedule
 from storage_ops.matmul import Kind, Matmul
 from storage_ops.quantities import readable
 

@@ -13,13 +13,13 @@ from storage_ops.divergence.call import IGNORED, DivergenceCall
 from storage_ops.divergence.coarse import Coarse
 from storage_ops.divergence.targets import Targets
 from storage_ops.loss import formulas
-from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import device_kind, rates_of
-from storage_ops.loss.head import Head, for_products
-from storage_ops.loss.problem import Problem, padded
-from storage_ops.loss.run import RowFunction, Run
-from storage_ops.loss.schedule import GRADIENT, UPDATE, Step
-from storage_ops.loss.tokens import same_storage
+from storage_ops.loss.engine.head import Head, for_products
+from storage_ops.loss.engine.run import RowFunction, Run
+from storage_ops.loss.engine.tokens import same_storage
+from storage_ops.loss.planning.cost import STATE_ROWS
+from storage_ops.loss.planning.devices import device_kind, rates_of
+from storage_ops.loss.planning.problem import Problem, padded
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE, Step
 
 _OPS = torch.ops.storage_ops
 

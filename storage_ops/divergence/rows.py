@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from storage_ops import _schemas
-from storage_ops.divergence import cosine
-from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.schedule import GRADIENT, UPDATE, slices
+from storage_ops.loss.planning.cost import STATE_ROWS
+from storage_ops.loss.planning.devices import on_gpu
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
 
 # Stands for the logarithm of 0, so that 0 log 0 is 0; and what a divergence is infinite from.
 LOG_ZERO, INFINITE = -1e37, 1e9
+# Norms below this count as this, as in `F.cosine_similarity`: the distance of a row of zeros is 1.
+_SMALLEST_NORM = 1e-8
 # Copies of a piece of rows that are alive at a time, in the arithmetic dtype, at most.
 COPIES = 6
 
@@ -122,6 +123,35 @@ def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
     return mixture.clamp_(min=torch.finfo(p.dtype).tiny).log_()
 
 
+def cosine_sums(z: Tensor, t: Tensor) -> Tensor:
+    """Return the state (3, rows) of rows of logits, or the part of it that some classes add.
+
+    1 - z t / (|z| |t|) compares logits and not probabilities, so that neither log-sum-exp is
+    needed. The state of a row has |z|^2, |t|^2 and z t, from which the gradient of any part of the
+    row follows.
+    """
+    return torch.stack([z.square().sum(1), t.square().sum(1), (z * t).sum(1)])
+
+
+def cosine_values(state: Tensor) -> Tensor:
+    """Return the distance (rows,) of rows with this state."""
+    student, teacher, product = state
+    cosine: Tensor = product / (_norm(student) * _norm(teacher))
+    return 1 - cosine
+
+
+def cosine_gradient(z: Tensor, t: Tensor, state: Tensor) -> Tensor:
+    """Return the gradient with respect to a tile of logits z. Overwrites both tiles."""
+    student, teacher, product = state
+    inverse = 1 / (_norm(student) * _norm(teacher))
+    radial = (product * inverse / _norm(student).square()).unsqueeze(1)
+    return z.mul_(radial).sub_(t.mul_(inverse.unsqueeze(1)))
+
+
+def _norm(square: Tensor) -> Tensor:
+    return square.sqrt().clamp(min=_SMALLEST_NORM)
+
+
 def store(dz: Tensor, upstream: Tensor, scale: float, tile: Tensor) -> None:
     """Write a gradient times upstream (rows,) or (1,) over a tile; rows without weight are 0."""
     factor = (upstream * scale).unsqueeze(1)
@@ -149,7 +179,7 @@ def divergence_rows(
         logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
         teacher: (rows, classes), which is overwritten in their place with over_teacher.
         bias, teacher_bias: (classes,), in the arithmetic dtype.
-        state: (3, rows), both log-sum-exps and the center, or the sums of `cosine`: written by
+        state: (3, rows), both log-sum-exps and the center, or those of `cosine_sums`: written by
             UPDATE, or read.
         loss: (rows,), written by UPDATE.
         upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
@@ -162,10 +192,10 @@ def divergence_rows(
         own = state[:, part]
         if divergence == "cosine":
             if phases & UPDATE:
-                own.copy_(cosine.sums(z, t))
-                loss[part] = cosine.values(own)
+                own.copy_(cosine_sums(z, t))
+                loss[part] = cosine_values(own)
             if phases & GRADIENT:
-                dz = cosine.gradient(z, t, own)
+                dz = cosine_gradient(z, t, own)
                 _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
             continue
         if phases & UPDATE:
@@ -223,9 +253,9 @@ def statistics_over_ranks(
         for part in pieces(logits):
             z = scaled(logits[part], bias, scale, state.dtype, caps[0])
             t = scaled(teacher[part], teacher_bias, scale, state.dtype, caps[1])
-            state[:, part] = cosine.sums(z, t)
+            state[:, part] = cosine_sums(z, t)
         state.copy_(add_up(state.clone()))
-        loss.copy_(cosine.values(state))
+        loss.copy_(cosine_values(state))
         return
     heads, count = ((logits, bias, caps[0]), (teacher, teacher_bias, caps[1])), len(logits)
     both = state.new_zeros(STATE_ROWS, 2 * count)  # the student's rows, then the teacher's

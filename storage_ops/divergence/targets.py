@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from storage_ops.divergence.call import IGNORED, DivergenceCall
-from storage_ops.loss.schedule import GRADIENT, Step
-from storage_ops.loss.tokens import Tokens
+from storage_ops.loss.engine.tokens import Tokens
+from storage_ops.loss.planning.schedule import GRADIENT, Step
 
 _rows = torch.ops.storage_ops._cross_entropy_rows
 

@@ -13,7 +13,7 @@ from storage_ops.fitting.heads import heads_in
 from storage_ops.fitting.probe import Cost, Probe
 from storage_ops.fitting.record import LayerCall
 from storage_ops.fitting.step import Op
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.values.assume import Assumption
 
 # Shares of the bytes of all results that the sets of saved ones take, at least.

@@ -15,7 +15,7 @@ from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone

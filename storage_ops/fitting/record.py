@@ -23,7 +23,7 @@ from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.graph_ends import next_node, reads_history

@@ -13,7 +13,7 @@ from torch import Tensor
 from storage_ops.fitting.actions import Action
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs, facts_of, flops_of
-from storage_ops.loss.devices import Rates
+from storage_ops.loss.planning.devices import Rates
 
 # On a CPU, measured with torch 2.13 on an AMD EPYC with AVX-512.
 _CORES = 2  # of the rates, and of the times of elements in the table of ops

@@ -17,11 +17,11 @@ from storage_ops.fitting.roofline import Roofline
 from storage_ops.foundation.ledger import Ledger, rounded
 from storage_ops.foundation.op_names import Overload, is_allocation, is_mutating, is_view
 from storage_ops.foundation.ops import Args, Kwargs, facts_of
-from storage_ops.loss import planner
 from storage_ops.loss.call import Call
-from storage_ops.loss.devices import DEVICES, Rates, named
-from storage_ops.loss.names import GRADS
-from storage_ops.loss.plan import problem_of
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.devices import DEVICES, Rates, named
+from storage_ops.loss.planning.plan import problem_of
+from storage_ops.loss.planning.problem import GRADS
 from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
 from storage_ops.simulate.mode import Simulation

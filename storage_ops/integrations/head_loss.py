@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from storage_ops.loss.planner import bounded
+from storage_ops.loss.planning.planner import bounded
 from storage_ops.loss.reference import reduced, results_of
 
 _COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, sum, softmax, ...

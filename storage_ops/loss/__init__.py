@@ -3,9 +3,7 @@
     api.linear_cross_entropy -> Call -> op -> Run --- steps ---> Matmul (storage_ops/matmul)
                                                |           `---> RowFunction: the row kernel
                                                |           `---> Sums of the gradients
-             Head -> Problem -> planner -> Schedule
-                                   |-> cost.peak      bytes of the steps
-                                   `-> cost.predict   their time
+             Head -> Problem -> planning -> Schedule
 
 Terms:
 
@@ -24,12 +22,14 @@ Terms:
 * *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient, while
   other chunks are multiplied.
 
-Where things are: `api` is the public function, `module` the public module, `checks` their errors,
-`names` and `options` the types of their options, `call` the op's arguments by name, `op` kernels,
-fakes, autograd and vmap. `tokens` flattens and drops; `formulas` has what a token's loss is made
-of, `reference` the definition in plain torch. `problem`, `schedule`, `cost`, `planner` and
-`devices` plan and need no torch; `plan` is `storage_ops.plan`. `head` has the operands of a call,
-`run` walks the tiles of any head, and `sums` adds up their gradients. `row_function` is what
-cross-entropy computes from a tile. `ranks` is about process groups, `pieces` about who sees what
-they send, `dtensor` turns placements into one.
+Where things are:
+
+* `api` is the public function, `module` the public module, and `positions` the K-dimensional loss.
+  `dtensor` turns placements of DTensors into a process group.
+* `call` has the arguments: their types, the rules that options obey, and the fields of the op.
+  `checks` compares tensors with each other.
+* `op` has the ops: kernels, fakes, autograd and vmap. `row_function` computes cross-entropy from a
+  tile, and `picked` the log-probabilities of some classes.
+* `formulas` has what a token's loss is made of, `reference` the definition in plain torch.
+* `planning/` chooses the tiles, and needs no torch. `engine/` walks them for any head.
 """

@@ -10,20 +10,30 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from storage_ops._autograd import refuse_forward_mode, transforming
-from storage_ops.loss import op, ranks
-from storage_ops.loss.call import Call, arithmetic
+from storage_ops.loss import op
+from storage_ops.loss.call import (
+    RESULTS,
+    Call,
+    CallOptions,
+    InputGrad,
+    Result,
+    Several,
+    TensorResult,
+    arithmetic,
+)
 from storage_ops.loss.checks import (
+    OP,
     budget_of,
     check_arguments,
+    check_tensors,
     check_torch_options,
-    check_types,
     class_indices,
     group_of,
     names_of,
 )
-from storage_ops.loss.names import RESULTS, InputGrad, Reduction, Result, TensorResult
-from storage_ops.loss.options import CallOptions, Several
-from storage_ops.loss.planner import Plan
+from storage_ops.loss.engine import ranks
+from storage_ops.loss.planning.planner import Plan
+from storage_ops.loss.planning.problem import Reduction
 from storage_ops.loss.positions import loss_of_positions
 
 # Options that the op takes by the same name; `weight` is the op's name for linear_weight.
@@ -237,16 +247,15 @@ def linear_cross_entropy(
         >>> values.shape, ids.shape
         (torch.Size([2, 8, 5]), torch.Size([2, 8, 5]))
     """
-    check_types(
-        {"input": input, "linear_weight": linear_weight, "target": target},
-        {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
-         "accumulate_into": accumulate_into, "selected_ids": selected_ids},
-        {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
-         "logit_scale": logit_scale},
-    )  # fmt: skip
+    given: dict[str, Tensor | None] = {
+        "input": input, "linear_weight": linear_weight, "target": target,
+        "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
+        "accumulate_into": accumulate_into, "selected_ids": selected_ids,
+    }  # fmt: skip
+    check_tensors(OP, given, ("input", "linear_weight", "target"))
     target = class_indices(target)
     selected_ids = None if selected_ids is None else class_indices(selected_ids)
-    memory_budget = budget_of(memory_budget, "linear_cross_entropy")
+    memory_budget = budget_of(memory_budget, OP)
     returns = names_of(returns, RESULTS)
     check_torch_options(options)
     keywords: dict[str, Any] = {
@@ -268,7 +277,7 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     ignore_index = -100 if ignore_index is None else ignore_index
-    process_group = group_of(process_group, "linear_cross_entropy")
+    process_group = group_of(process_group, OP)
     try:
         check_arguments(input, linear_weight, target, {
             **keywords, "linear_bias": linear_bias, "ignore_index": ignore_index,
@@ -289,8 +298,8 @@ def linear_cross_entropy(
     elif divisor is not None:
         divisor = divisor.to(input.device, arithmetic(input.dtype))
     refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
-    given = (input, linear_weight, linear_bias)
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in given)
+    head = (input, linear_weight, linear_bias)
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in head)
     wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
     wants[1] = wants[1] or "z_loss" in returns
     wants[3] = wants[3] or "correct" in returns

@@ -1,21 +1,179 @@
-"""The arguments of the op, by name."""
+"""The arguments of the loss: as users pass them, what they must be, and as the op takes them.
+
+* `Options` and the other typed dicts have the types of the keyword arguments, for the overloads
+  that type checkers read. `tests/test_types.py` compares their names with those of the functions.
+* `RULES` has what the value of an option must be, whatever the tensors are. `checks` has the rest.
+* `Call` has the arguments of the op by name, with their defaults.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, get_args, get_type_hints
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
-from storage_ops.loss.planner import keeping
+from storage_ops.loss.planning.planner import Plan, keeping
+from storage_ops.loss.planning.problem import REDUCTIONS, Reduction
+
+_Call = TypeVar("_Call")
+
+InputGrad = Literal["replicate", "partial", "reduce_scatter"]
+TensorResult = Literal["loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected"]
+Result = Literal[TensorResult, "topk"]  # "topk" is a pair of tensors
+
+INPUT_GRADS: tuple[InputGrad, ...] = get_args(InputGrad)
+RESULTS: tuple[Result, ...] = get_args(Result)
+
+# More names of results than the overloads count.
+Several = tuple[TensorResult, TensorResult, Unpack[tuple[TensorResult, ...]]]
 
 
-def tensors_among(arguments: type[Any]) -> tuple[str, ...]:
+class Options(TypedDict, total=False):
+    """Options that every loss on linear cross-entropy takes."""
+
+    softcap: float | None
+    max_valid: int | Literal["sync"] | None
+    accumulate_dtype: torch.dtype | None
+    memory_budget: int | float | str | None
+    plan: Plan | None
+    process_group: Any
+    valid_classes: int | None
+    input_grad: InputGrad
+    check_ranks: bool
+    logits_dtype: torch.dtype | None
+    options: Any
+
+
+class SumOptions(TypedDict, total=False):
+    """How the losses of tokens are formed and added up."""
+
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    divisor: float | Tensor | None
+
+
+class ModuleOptions(Options, SumOptions, total=False):
+    """Options of `LinearCrossEntropyLoss`, but `returns`."""
+
+    ignore_index: int | None
+    shift: bool | int
+    selected_ids: Tensor | None
+    top_k: int | None
+
+
+class CallOptions(ModuleOptions, total=False):
+    """Keyword arguments of `linear_cross_entropy`, but `returns`."""
+
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    token_weight: Tensor | None
+    accumulate_into: Tensor | None
+
+
+class Rule(NamedTuple):
+    """What the value of an option must be, whatever the tensors are.
+
+    Attributes:
+        option: its name.
+        fits: whether a value obeys.
+        expected: the end of the error's text.
+        kind: the type of the error.
+    """
+
+    option: str
+    fits: Callable[[Any], bool]
+    expected: str
+    kind: type[Exception] = ValueError
+
+
+def is_integer(value: object) -> bool:
+    """Whether this is an integer, a symbolic one or a bool."""
+    return isinstance(value, (int, torch.SymInt))
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a real number, which may be symbolic, but no bool and no tensor."""
+    kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def one_of(option: str, names: Sequence[str]) -> Rule:
+    """Return the rule of an option that has a name as its value."""
+    return Rule(option, lambda value: value in names, f"one of {names}")
+
+
+def true_or_false(option: str) -> Rule:
+    """Return the rule of an option that is switched on and off."""
+    return Rule(option, lambda value: isinstance(value, bool), "True or False", TypeError)
+
+
+# Of divergences too.
+REDUCTION = one_of("reduction", REDUCTIONS)
+MAX_VALID = Rule(
+    "max_valid",
+    lambda n: n is None or (n >= 0 if is_integer(n) else n == "sync"),
+    "None, 'sync' or a count >= 0",
+)
+VALID_CLASSES = Rule(
+    "valid_classes",
+    lambda n: n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0),
+    "None or a count >= 1",
+)
+
+_NO_TENSOR = "a number, for it gets no gradient: multiply input by a scale that is learned"
+_NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
+
+RULES = (
+    *(Rule(n, lambda v: not isinstance(v, Tensor), _NO_TENSOR, TypeError) for n in _NUMBERS),
+    Rule("label_smoothing", is_number, "a number", TypeError),
+    Rule("label_smoothing", lambda e: 0 <= e <= 1, "a number from 0 to 1"),
+    Rule("z_loss", is_number, "a number", TypeError),
+    Rule("softcap", lambda cap: cap is None or is_number(cap), "a number", TypeError),
+    Rule("logit_scale", is_number, "a number", TypeError),
+    REDUCTION,
+    Rule("shift", is_integer, "True, False or a number of tokens", TypeError),
+    Rule("shift", lambda k: k >= 0, "a number of tokens >= 0"),
+    MAX_VALID,
+    VALID_CLASSES,
+    one_of("input_grad", INPUT_GRADS),
+    true_or_false("check_ranks"),
+    Rule(
+        "plan",
+        lambda plan: plan is None or hasattr(plan, "key"),
+        "what storage_ops.plan returns, or None",
+        TypeError,
+    ),
+)
+
+
+@functools.cache
+def _tensor_fields(arguments: type[Any]) -> tuple[str, ...]:
     """Return the names of the fields of a NamedTuple that are tensors, or None."""
     hints = get_type_hints(arguments)
     return tuple(name for name, hint in hints.items() if Tensor in (hint, *get_args(hint)))
+
+
+def tensors_of(call: object) -> tuple[Tensor | None, ...]:
+    """Return the arguments of an op that are tensors, or None; `call`: a NamedTuple of them."""
+    kind: Any = type(call)
+    return tuple(getattr(call, name) for name in _tensor_fields(kind))
+
+
+def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) -> _Call:
+    """Return a call with other tensors; without any, it keeps no memory."""
+    kind: Any = type(call)
+    names = _tensor_fields(kind)
+    given = (None,) * len(names) if tensors is None else tensors
+    changed: _Call = kind._replace(call, **dict(zip(names, given, strict=True)))
+    return changed
 
 
 class Call(NamedTuple):
@@ -78,16 +236,6 @@ class Call(NamedTuple):
         summed = self.reduction != "none" and not self.wants[0]
         return bool(self.group) and summed and not self.target.is_floating_point()
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arguments that are tensors, or None."""
-        return tuple(getattr(self, name) for name in TENSORS)
-
-    def with_tensors(self, tensors: Sequence[Tensor | None] | None = None) -> Call:
-        """The call with others; without any, it keeps no memory."""
-        tensors = (None,) * len(TENSORS) if tensors is None else tensors
-        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**named)
-
     def for_backward(self) -> tuple[Any, ...]:
         """The arguments as ops of the backward take them that have no accumulate_into."""
         return self[:_INTO] + self[_INTO + 1 :]
@@ -99,7 +247,6 @@ class Call(NamedTuple):
         return Call(*given)
 
 
-TENSORS = tensors_among(Call)
 _INTO = Call._fields.index("accumulate_into")
 
 

@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from storage_ops.loss.call import arithmetic
-from storage_ops.loss.names import INPUT_GRADS, REDUCTIONS, Result
-from storage_ops.loss.ranks import is_group
+from storage_ops.loss.call import RULES, Result, Rule, arithmetic, is_integer, is_number
+from storage_ops.loss.engine.ranks import is_group
 from storage_ops.quantities import parse_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int64, torch.int32, torch.uint8)
-_INTEGERS = (int, torch.SymInt)
-_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
+OP = "linear_cross_entropy"
+_NONE_NEEDED = "a tensor that needs none: its gradient is not computed; detach it"
 
 
-def wrong(kind: type[Exception], argument: str, found: object, expected: str) -> Exception:
+def wrong(
+    kind: type[Exception], argument: str, found: object, expected: str, op: str = OP
+) -> Exception:  # fmt: skip
     """An error that names the argument, what it is, and what was expected."""
-    return kind(f"linear_cross_entropy: {argument} {found}; expected {expected}")
+    return kind(f"{op}: {argument} {found}; expected {expected}")
 
 
-def check_types(
-    tensors: Mapping[str, object], optional: Mapping[str, object], options: Mapping[str, object]
-) -> None:
-    """Raise a TypeError for what is no tensor, or a number that is one."""
-    for name, value in (*tensors.items(), *optional.items()):
-        if not (isinstance(value, Tensor) or (value is None and name in optional)):
+def check_rules(op: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> None:
+    """Raise the error of the first rule that an option breaks."""
+    for option, fits, expected, kind in rules:
+        value = given[option]
+        if not fits(value):
+            found = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise wrong(kind, f"{option} is", found, expected, op)
+
+
+def check_tensors(op: str, given: Mapping[str, object], required: Collection[str]) -> None:
+    """Raise a TypeError for what is no dense tensor; None is one unless it is required."""
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_layout(op, name, value)
+        elif value is not None or name in required:
             kind = "None" if value is None else f"a {type(value).__name__}"
-            raise wrong(TypeError, f"{name} is", kind, "a torch.Tensor")
-        if isinstance(value, Tensor):
-            check_layout("linear_cross_entropy", name, value)
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            rule = "a number, for it gets no gradient: multiply input by a scale that is learned"
-            raise wrong(TypeError, f"{name} is", "a tensor", rule)
-        counts = isinstance(value, _NUMBERS) and not isinstance(value, bool)
-        if not counts and not (value is None and name == "softcap"):
-            raise wrong(TypeError, f"{name} is", repr(value), "a number")
+            raise wrong(TypeError, f"{name} is", kind, "a torch.Tensor", op)
+
+
+def check_shapes(op: str, *rows: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
+    """Raise a ValueError for the first tensor that has not the shape beside it."""
+    for name, t, shape in rows:
+        if t is not None and tuple(t.shape) != shape:
+            raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape), op)
+
+
+def check_devices(op: str, input: Tensor, *rows: tuple[str, Tensor | None]) -> None:
+    """Raise a ValueError unless all are on the device of the input."""
+    for name, t in rows:
+        if t is not None and t.device != input.device:
+            raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input", op)
+
+
+def check_needs_none(op: str, *rows: tuple[str, Tensor | None]) -> None:
+    """Raise a ValueError for a tensor that requires a gradient which is not computed."""
+    for name, t in rows:
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise wrong(ValueError, name, "requires grad", _NONE_NEEDED, op)
+
+
+def check_group(op: str, process_group: Any) -> None:
+    """Raise a TypeError unless it is a process group or None."""
+    if process_group is not None and not is_group(process_group):
+        rule = "a process group of torch.distributed, or None"
+        raise wrong(TypeError, "process_group is", repr(process_group), rule, op)
 
 
 def check_layout(op: str, name: str, t: Tensor) -> None:
@@ -105,6 +133,7 @@ def check_arguments(
 
     `given`: all keyword arguments of `linear_cross_entropy`, but `options`.
     """
+    check_rules(OP, RULES, given)
     _check_options(input, given)
     linear_bias, weight = given["linear_bias"], given["weight"]
     token_weight, accumulate_into = given["token_weight"], given["accumulate_into"]
@@ -115,15 +144,13 @@ def check_arguments(
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
         raise wrong(TypeError, "target is", target.dtype, rule)
-    if process_group is not None and not is_group(process_group):
-        rule = "a process group of torch.distributed, or None"
-        raise wrong(TypeError, "process_group is", repr(process_group), rule)
+    check_group(OP, process_group)
     if process_group is not None and target.is_floating_point() and "correct" in returns:
         rule = "class indices as target for 'correct' with a process_group"
         raise wrong(ValueError, "returns is", repr(returns), rule)
     if input.dtype not in FLOATS:
         raise wrong(TypeError, "input is", input.dtype, f"a floating dtype of {FLOATS}")
-    check_head("linear_cross_entropy", {"input": input, "linear_weight": linear_weight})
+    check_head(OP, {"input": input, "linear_weight": linear_weight})
     check_ignore_index(ignore_index)
     vocab = linear_weight.shape[0]
     if vocab == 0:
@@ -132,14 +159,13 @@ def check_arguments(
     _check_target(tokens, target, vocab, ignore_index)
     selected_ids, classes = given["selected_ids"], vocab if process_group is None else None
     _check_picks(selected_ids, given["top_k"], returns, tokens, classes)
-    for name, t, shape in (
+    check_shapes(
+        OP,
         ("linear_bias", linear_bias, (vocab,)),
         ("weight", weight, (vocab,)),
         ("token_weight", token_weight, tokens),
         ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
-    ):
-        if t is not None and tuple(t.shape) != shape:
-            raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape))
+    )
     if linear_weight.dtype != input.dtype:
         rule = f"{input.dtype}, as input is"
         raise wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
@@ -150,15 +176,13 @@ def check_arguments(
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and not t.is_floating_point():
             raise wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
-    for name, t in (("weight", weight), ("token_weight", token_weight)):
-        if t is not None and t.requires_grad and torch.is_grad_enabled():
-            rule = "a tensor that needs none: its gradient is not computed; detach it"
-            raise wrong(ValueError, name, "requires grad", rule)
+    check_needs_none(OP, ("weight", weight), ("token_weight", token_weight))
     if accumulate_into is not None:
         _check_sum(accumulate_into, linear_weight)
     check_devices(
-        input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight,
-        token_weight=token_weight, accumulate_into=accumulate_into, selected_ids=selected_ids,
+        OP, input, ("linear_weight", linear_weight), ("target", target),
+        ("linear_bias", linear_bias), ("weight", weight), ("token_weight", token_weight),
+        ("accumulate_into", accumulate_into), ("selected_ids", selected_ids),
     )  # fmt: skip
 
 
@@ -189,61 +213,27 @@ def check_head(op: str, given: Mapping[str, Tensor]) -> None:
 
 def check_ignore_index(ignore_index: int) -> None:
     """Raise a TypeError or ValueError unless it is an integer that targets may have."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, _INTEGERS):
+    if isinstance(ignore_index, bool) or not is_integer(ignore_index):
         raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
         raise wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
 
 
-def check_devices(input: Tensor, **tensors: Tensor | None) -> None:
-    """Raise a ValueError unless all are on the device of the input."""
-    for name, t in tensors.items():
-        if t is not None and t.device != input.device:
-            raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input")
-
-
 def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
-    """Check the options that need no other tensor than the input."""
-    reduction, label_smoothing, softcap = (
-        given[name] for name in ("reduction", "label_smoothing", "softcap")
-    )
-    if reduction not in REDUCTIONS:
-        raise wrong(ValueError, "reduction is", repr(reduction), f"one of {REDUCTIONS}")
-    if not 0 <= label_smoothing <= 1:
-        raise wrong(ValueError, "label_smoothing is", label_smoothing, "a number from 0 to 1")
-    least = torch.finfo(arithmetic(input.dtype)).tiny
+    """Check the options that depend on the input, or on each other."""
+    softcap, divisor, wide = given["softcap"], given["divisor"], arithmetic(input.dtype)
+    least = torch.finfo(wide).tiny
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise wrong(ValueError, "softcap is", softcap, rule)
-    shift = given["shift"]
-    if not isinstance(shift, _INTEGERS):
-        raise wrong(TypeError, "shift is", repr(shift), "True, False or a number of tokens")
-    if shift < 0:
-        raise wrong(ValueError, "shift is", shift, "a number of tokens >= 0")
-    if shift and input.dim() < 2:
+    if given["shift"] and input.dim() < 2:
         raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
-    max_valid = given["max_valid"]
-    counts = isinstance(max_valid, _INTEGERS) and max_valid >= 0
-    if not counts and max_valid is not None and max_valid != "sync":
-        raise wrong(ValueError, "max_valid is", repr(max_valid), "None, 'sync' or a count >= 0")
-    wide = arithmetic(input.dtype)
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     for name in ("accumulate_dtype", "logits_dtype"):
         if given[name] not in sums:
             raise wrong(ValueError, f"{name} is", given[name], f"one of {sums}")
-    valid_classes, input_grad = given["valid_classes"], given["input_grad"]
-    whole = isinstance(valid_classes, int) and not isinstance(valid_classes, bool)
-    if valid_classes is not None and not (whole and valid_classes > 0):
-        raise wrong(ValueError, "valid_classes is", repr(valid_classes), "None or a count >= 1")
-    if input_grad not in INPUT_GRADS:
-        raise wrong(ValueError, "input_grad is", repr(input_grad), f"one of {INPUT_GRADS}")
-    check_ranks, divisor, plan = (given[name] for name in ("check_ranks", "divisor", "plan"))
-    if not isinstance(check_ranks, bool):
-        raise wrong(TypeError, "check_ranks is", repr(check_ranks), "True or False")
     if divisor is not None:
-        check_divisor(divisor, reduction)
-    if plan is not None and not hasattr(plan, "key"):
-        raise wrong(TypeError, "plan is", repr(plan), "what storage_ops.plan returns, or None")
+        check_divisor(divisor, given["reduction"])
 
 
 def check_divisor(divisor: float | Tensor, reduction: str) -> None:
@@ -252,15 +242,13 @@ def check_divisor(divisor: float | Tensor, reduction: str) -> None:
         rule = "reduction 'sum' with a divisor"
         raise wrong(ValueError, "reduction is", repr(reduction), rule)
     if not isinstance(divisor, Tensor):
-        if isinstance(divisor, bool) or not isinstance(divisor, _NUMBERS):
+        if not is_number(divisor):
             raise wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
         return
     if divisor.dim() or divisor.is_complex():
         found = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
         raise wrong(ValueError, "divisor", found, "a real number: shape ()")
-    if divisor.requires_grad and torch.is_grad_enabled():
-        rule = "a tensor that needs none: its gradient is not computed; detach it"
-        raise wrong(ValueError, "divisor", "requires grad", rule)
+    check_needs_none(OP, ("divisor", divisor))
 
 
 def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
@@ -317,7 +305,7 @@ def _check_picks(
             rule = f"(*{tokens}, K), K >= 1 classes for every token"
             raise wrong(ValueError, "selected_ids has shape", tuple(selected_ids.shape), rule)
     if top_k is not None:
-        if isinstance(top_k, bool) or not isinstance(top_k, _INTEGERS):
+        if isinstance(top_k, bool) or not is_integer(top_k):
             raise wrong(TypeError, "top_k is", repr(top_k), "an int, or None")
         if top_k < 1 or (vocab is not None and top_k > vocab):
             raise wrong(ValueError, "top_k is", top_k, f"1 to {vocab or 'the number of classes'}")

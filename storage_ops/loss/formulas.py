@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.tokens import Tokens
+from storage_ops.loss.engine.tokens import Tokens
 
 
 def denominator(tokens: Tokens, call: Call) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
-from storage_ops.loss import ranks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.names import Result, TensorResult
-from storage_ops.loss.options import ModuleOptions, Several
+from storage_ops.loss.call import ModuleOptions, Result, Several, TensorResult
+from storage_ops.loss.engine import ranks
 
 # The type of the result of a call. A type without it in brackets is that of the default.
 T = TypeVar("T", default=Tensor)

@@ -22,29 +22,32 @@ from storage_ops import _schemas
 from storage_ops._autograd import (
     batched,
     call_once,
-    connect,
     exact,
     looped,
     needs_no_graph,
-    once,
-    raise_not_forward,
     raise_not_twice,
-    retained,
-    roots,
-    sources_of,
-    times,
     transforming,
     without_graph,
 )
-from storage_ops.loss import formulas, kept, pieces, ranks, reference
-from storage_ops.loss.call import Call, arithmetic, count_of
-from storage_ops.loss.cost import STATE_ROWS
-from storage_ops.loss.planner import keeping
+from storage_ops.loss import formulas, reference
+from storage_ops.loss.call import Call, arithmetic, count_of, with_tensors
+from storage_ops.loss.engine import kept, ranks
+from storage_ops.loss.engine.autograd import (
+    Gradients,
+    HeadFunction,
+    backward,
+    gradients_like,
+    set_up,
+)
+from storage_ops.loss.planning.cost import STATE_ROWS
+from storage_ops.loss.planning.planner import keeping
 from storage_ops.loss.row_function import CrossEntropyRun, run_of, target_gradient
 from storage_ops.matmul import reference as matmul_reference
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
+# Of input, weight, bias and target.
+_PLACES = tuple(map(Call._fields.index, ("input", "weight", "bias", "target")))
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 
 
@@ -61,8 +64,6 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     if call.in_forward and any(call.grad_mask):
         rows.upstream = formulas.upstream_of(tokens, call, formulas.scale_of(tokens, call))
         grads = run.statistics_and_gradients()
-        if call.grad_mask[0]:
-            grads[0] = grads[0].view(input.shape)
     else:
         tile = run.statistics()
         grads = [input.new_empty(0) for _ in call.grad_mask]
@@ -119,9 +120,8 @@ def _backward(
     *args: Any, into: bool = False, tile: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by a second pass over the logits, for any upstream gradients."""
-    run = _resumed(args, into, tile)
-    call, grads = run.head.call, run.gradients()
-    return grads[0].view(call.input.shape) if call.grad_mask[0] else grads[0], grads[1], grads[2]
+    grad_input, grad_weight, grad_bias = _resumed(args, into, tile).gradients()
+    return grad_input, grad_weight, grad_bias
 
 
 def _backward_target(*args: Any) -> Tensor:
@@ -144,70 +144,38 @@ def _backward_into_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
-    _, top_ids, state, *grads = output[_DIFFERENTIABLE:]
-    # Made in the forward, gradients are those of the loss alone.
-    ctx.mark_non_differentiable(*output[1 if call.in_forward else _DIFFERENTIABLE :])
-    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
-    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-    # The mask of a direct caller of the op may promise less than autograd asks for.
-    ctx.ready = call.in_forward and all(
-        have or not need for have, need in zip(call.grad_mask, needs, strict=True)
-    )
     ctx.picks = call.selected_ids is not None or call.top_k > 0
-    if call.top_k:  # for the backward both are given
-        given = () if call.selected_ids is None else (call.selected_ids,)
-        ids = torch.cat((*given, top_ids), -1) if given else top_ids
-        call = call._replace(selected_ids=ids, top_k=0)
-    ctx.call = call.with_tensors()
     # Not saved: others add to it in between, and may.
     ctx.into = call.accumulate_into
-    tile = grads[0].detach() if call.keeps else None
+    tile = output[-3].detach() if call.keeps else None
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
-    ctx.roots = roots(call.tensors()) if ctx.ready else []
-    ctx.sources = sources_of(call.tensors(), output[: 1 if ctx.ready else _DIFFERENTIABLE])
-    if ctx.ready:
-        # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
-        ctx.save_for_backward(*(g.detach() for g in grads))
-    else:
-        tensors = call._replace(accumulate_into=None).tensors()
-        ctx.save_for_backward(tile, state.detach(), *tensors)
+    call = call._replace(accumulate_into=None)
+    if call.top_k:  # for the backward both are given
+        given, top_ids = call.selected_ids, output[-5]
+        ids = top_ids if given is None else torch.cat((given, top_ids), -1)
+        call = call._replace(selected_ids=ids, top_k=0)
+    set_up(ctx, call, _PLACES, output, _DIFFERENTIABLE, tile)
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grad_target, keep = None, retained()
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.call.wants[:3], ctx.picks]
     given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
-    given = connect(given, ctx.sources)
-    saved = ctx.saved_tensors  # once: a checkpoint gives them once
-    with torch.no_grad():
-        if ctx.ready:
-            loss = given[0]
-            made: Any = [
-                times(g, loss, keep) if need and loss is not None else None
-                for g, need in zip(saved, needs, strict=True)
-            ]
-        else:
-            made, grad_target = _recomputed(ctx, saved, given, needs)
-    grads = [g if need else None for g, need in zip(made, needs, strict=True)]
-    grads.insert(2, grad_target)
-    grads = once(grads, [*given, *(ctx.roots if ctx.ready else saved[1:])])
-    return *grads, *([None] * (len(ctx.needs_input_grad) - len(grads)))
+    return backward(ctx, given, _second_pass)
 
 
-def _recomputed(
+def _second_pass(
     ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
-) -> tuple[Any, Any]:
-    """Gradients of input, weight and bias, and of the target, from a second pass."""
+) -> Gradients:
+    """Gradients of input, weight, bias and target; logits are formed once more."""
     tile, state, *tensors = saved
     # Not a use of what is saved: autograd would take offence at the next one.
     tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
     if tile is not None and any(g is not None and batched(g) for g in given):
         kept.free(tile)  # a tile serves one backward, and here are several
         tile = None
-    call = ctx.call.with_tensors(tensors)
-    call = call._replace(in_forward=False, grad_mask=tuple(needs))
+    call = with_tensors(ctx.call, tensors)
+    call = call._replace(in_forward=False, grad_mask=tuple(needs[:3]))
     arguments = (*given, state, *call.for_backward())
     if ctx.into is not None:
         into = (*given, state, *call._replace(accumulate_into=ctx.into))
@@ -215,37 +183,29 @@ def _recomputed(
             made = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
         else:
             made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
-        needs[1], made = False, (made[0], None, made[1])
+        made = made[0], None, made[1]
     elif tile is not None:
         made = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
     else:
         made = _backwards(call, "linear_cross_entropy_backward", arguments)
-    if not ctx.needs_input_grad[2]:
-        return made, None
-    return made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
+    if not needs[3]:
+        return tuple(made)
+    return *made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
 
 
 def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:
-    return pieces.run(functools.partial(call_once, getattr(_OPS, name)), _KERNELS[name], call,
+    return ranks.run(functools.partial(call_once, getattr(_OPS, name)), _KERNELS[name], call,
                       *arguments)  # fmt: skip
 
 
-class _Differentiable(torch.autograd.Function):
-    """The op for eager code, and for torch.func, which takes no formula but a Function's.
-
-    With the formula of an op, torch walks through its schema in every call, for longer than a
-    small loss takes.
-    """
-
-    generate_vmap_rule = True
+class _Differentiable(HeadFunction):
     backward = staticmethod(_autograd)
-    jvp = staticmethod(raise_not_forward)
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         op, kernel = _OPS.linear_cross_entropy, _KERNELS["linear_cross_entropy"]
-        return tuple(pieces.run(op, kernel, Call(*args), *args))
+        return tuple(ranks.run(op, kernel, Call(*args), *args))
 
 
 def _may_keep(call: Call) -> bool:
@@ -256,7 +216,7 @@ def _may_keep(call: Call) -> bool:
     """
     if call.in_forward or not any(call.grad_mask) or call.group:
         return False
-    return not (torch.compiler.is_compiling() or pieces.traced() or transforming())
+    return not (torch.compiler.is_compiling() or ranks.traced() or transforming())
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:
@@ -323,14 +283,6 @@ for _name in _FACTS:
     register_fake(f"storage_ops::{_name}", _asked(getattr(_OPS, _name)), lib=_schemas.library)
 
 
-def _fake_grads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    x, bias = call.input, call.grad_mask[2] and call.bias is not None
-    shapes = (x.shape, call.weight.shape, call.weight.shape[:1])
-    masks = zip(shapes, call.grad_mask, strict=True)
-    made = [x.new_empty(shape if have else (0,)) for shape, have in masks]
-    return made[0], made[1], made[2].to(call.bias.dtype) if bias else made[2]  # type: ignore[union-attr]
-
-
 @register_fake(_NAME, lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
@@ -347,8 +299,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, count_of(whole)), dtype=wide)
-    made = tuple(call.in_forward and have for have in call.grad_mask)
-    grads = _fake_grads(call._replace(grad_mask=made))
+    grads = gradients_like(call, call.in_forward)
     if call.keeps:
         grads = (run_of(call).left(), *grads[1:])
     return loss, *per_token, picked, argmax, top_ids, state, *grads
@@ -356,12 +307,12 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(call_of_backward(args))
+    return gradients_like(call_of_backward(args))
 
 
 @register_fake(_BACKWARD_NAME + "_kept", lib=_schemas.library)
 def _(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_grads(call_of_backward(args))
+    return gradients_like(call_of_backward(args))
 
 
 @register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)
@@ -372,11 +323,11 @@ def _(*args: Any) -> Tensor:
 
 @register_fake(_BACKWARD_NAME + "_into", lib=_schemas.library)
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
+    grad_input, _, grad_bias = gradients_like(call_of_backward(args, into=True))
     return grad_input, grad_bias
 
 
 @register_fake(_BACKWARD_NAME + "_into_kept", lib=_schemas.library)
 def _(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _fake_grads(call_of_backward(args, into=True))
+    grad_input, _, grad_bias = gradients_like(call_of_backward(args, into=True))
     return grad_input, grad_bias

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from storage_ops.loss.cost import GROUP, in_groups, plain_rows, top_elements, top_rows
-from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.head import Head
+from storage_ops.loss.engine.head import Head
+from storage_ops.loss.engine.tokens import may_count
+from storage_ops.loss.planning.cost import GROUP, in_groups, plain_rows, top_elements, top_rows
+from storage_ops.loss.planning.devices import on_gpu
+from storage_ops.loss.planning.schedule import Step, slices, within
 from storage_ops.loss.reference import logits_of, row_gradient, slope_of
-from storage_ops.loss.schedule import Step, slices, within
-from storage_ops.loss.tokens import may_count
 
 
 class Picked:

@@ -16,10 +16,12 @@ from torch import Tensor
 from storage_ops._autograd import refuse_forward_mode, transforming
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.checks import (
+    OP,
     check_devices,
     check_divisor,
     check_head,
     check_ignore_index,
+    check_shapes,
     wrong,
 )
 from storage_ops.loss.formulas import total_weight
@@ -56,22 +58,21 @@ def loss_of_positions(
     if input.dim() != 2:
         rule = f"(N, D) with a linear_weight of shape {tuple(linear_weight.shape)}"
         raise wrong(ValueError, "input has shape", tuple(input.shape), rule)
-    check_head("linear_cross_entropy", {"input": input, "linear_weight": linear_weight})
+    check_head(OP, {"input": input, "linear_weight": linear_weight})
     dense, tokens = target.is_floating_point(), (input.shape[0], *places)
     shape = (input.shape[0], classes, *places) if dense else tokens
-    for name, t, right in (
+    check_shapes(
+        OP,
         ("target", target, shape),
         ("token_weight", token_weight, tokens),
         ("linear_bias", linear_bias, (classes, *places)),
         ("weight", weight, (classes,)),
-    ):
-        if t is not None and tuple(t.shape) != right:
-            raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(right))
+    )
     if options["divisor"] is not None:
         check_divisor(options["divisor"], reduction)
     ignored = -100 if ignore_index is None else ignore_index
     check_ignore_index(ignored)
-    check_devices(input, target=target, weight=weight, token_weight=token_weight)
+    check_devices(OP, input, ("target", target), ("weight", weight), ("token_weight", token_weight))
     if reduction == "mean":
         dtype = arithmetic(input.dtype)
         total = total_weight(target, 1, weight, token_weight, ignored, dtype)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from storage_ops.loss.cost import plain_rows
-from storage_ops.loss.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+from storage_ops.loss.planning.cost import plain_rows
+from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
 
 
 def _weighted(weight: Tensor, z: Tensor) -> Tensor:

@@ -8,14 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from storage_ops.loss import formulas, planner
+from storage_ops.loss import formulas
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.cost import PIECE, STATE_ROWS
-from storage_ops.loss.devices import rates_of
-from storage_ops.loss.head import Head, bias_dtype
+from storage_ops.loss.engine.head import Head, bias_dtype
+from storage_ops.loss.engine.run import RowFunction, Run
+from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.picked import Picked
-from storage_ops.loss.run import RowFunction, Run
-from storage_ops.loss.schedule import (
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
+from storage_ops.loss.planning.devices import rates_of
+from storage_ops.loss.planning.schedule import (
     EXPONENTIALS,
     GRADIENT,
     SLOPE,
@@ -24,7 +26,6 @@ from storage_ops.loss.schedule import (
     Step,
     slices,
 )
-from storage_ops.loss.sums import Sums
 
 _OPS = torch.ops.storage_ops
 

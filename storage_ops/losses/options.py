@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from storage_ops.divergence.checks import Divergence, Tail
-from storage_ops.loss.options import Options, SumOptions
+from storage_ops.loss.call import Options, SumOptions
 
 LossType = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",

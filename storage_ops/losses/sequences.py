@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import count_of
+from storage_ops.loss.call import Result, count_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
-from storage_ops.loss.names import Result
 
 IGNORED = -100
 

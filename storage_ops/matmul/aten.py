@@ -17,7 +17,7 @@ with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made with
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from storage_ops.loss.devices import Rates
+    from storage_ops.loss.planning.devices import Rates
 
 
 @dataclass(frozen=True)

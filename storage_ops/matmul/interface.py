@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from storage_ops.loss.devices import Rates
+    from storage_ops.loss.planning.devices import Rates
 
 SLICE = 1024  # rows or classes that are formed in fp32 at a time, before they are rounded or added
 

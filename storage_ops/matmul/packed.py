@@ -16,7 +16,7 @@ with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made with
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from storage_ops.loss.devices import Rates
+    from storage_ops.loss.planning.devices import Rates
 
 FEW = 16  # rows for which a copy of the right operand costs more than it gains
 

@@ -24,7 +24,7 @@ from storage_ops.checkpoint.state.left_behind import Namespaces, remove_left_beh
 from storage_ops.checkpoint.state.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.devices import Rates, standing_for
+from storage_ops.loss.planning.devices import Rates, standing_for
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Life, Measurement, Sample
 from storage_ops.measure.owners import (

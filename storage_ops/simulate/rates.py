@@ -9,7 +9,7 @@ from torch import nn
 
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.checkpoint.selective.copies import active
-from storage_ops.loss.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
+from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:

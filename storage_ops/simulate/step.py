@@ -17,7 +17,7 @@ from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.devices import DEVICES, Rates
+from storage_ops.loss.planning.devices import DEVICES, Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from storage_ops.loss.devices import DEFAULT_GPU
+from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.quantities import Tabular, parse_bytes, readable
 from storage_ops.simulate.step import StepEstimate, check_model, simulate_step, warn_of_eval_mode
 

@@ -69,7 +69,7 @@ def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
 FIRST_LAUNCHES = """
 import torch
 from tests.cuda.test_row_kernel import DTYPES, OPTIONS, Place, Rows
-from storage_ops.loss.schedule import GRADIENT, UPDATE
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE
 
 class Captured:
     @staticmethod

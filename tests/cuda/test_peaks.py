@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from benchmarks._blocks import PUBLISHED_BLOCKS, WAYS, stack, step
-from storage_ops.loss import planner
+from storage_ops.loss.planning import planner
 from storage_ops.matmul import Kind, aten
 from storage_ops.matmul.interface import SLICE
 

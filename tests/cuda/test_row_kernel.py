@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.loss.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
 
 pytestmark = pytest.mark.cuda
 

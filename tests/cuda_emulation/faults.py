@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from storage_ops.loss.schedule import GRADIENT, UPDATE
+from storage_ops.loss.planning.schedule import GRADIENT, UPDATE
 
 from ..cuda.test_row_kernel import OPTIONS, Place, Rows
 from . import build

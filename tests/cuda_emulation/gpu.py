@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from storage_ops import _autograd, matmul
-from storage_ops.loss import devices, row_function, sums
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss import tokens as loss_rows
+from storage_ops.loss import row_function
+from storage_ops.loss.engine import sums
+from storage_ops.loss.engine import tokens as loss_rows
+from storage_ops.loss.planning import devices
 from storage_ops.matmul import aten as products
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.loss import ranks
+from storage_ops.loss.engine import ranks
 
 from ..ranks import run_on_ranks
 

@@ -7,8 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import storage_ops as so
 from storage_ops import graph, matmul
-from storage_ops.loss import planner
-from storage_ops.loss.problem import Problem
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.problem import Problem
 
 from ..ranks import run_on_ranks
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import storage_ops as so
-from storage_ops.loss import planner, reference
-from storage_ops.loss.problem import Problem
+from storage_ops.loss import reference
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import Aten
 
 from ..ranks import assert_same, run_on_ranks

@@ -6,7 +6,7 @@ import torch
 
 import storage_ops as so
 from storage_ops.divergence import reference
-from storage_ops.loss import tokens as loss_tokens
+from storage_ops.loss.engine import tokens as loss_tokens
 
 DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
 # Relative error against float64. Of all classes, some have 16-bit logits that are equal in both

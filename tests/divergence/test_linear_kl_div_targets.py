@@ -149,7 +149,7 @@ def test_compile_checkpoint_and_transforms(reduction):
         ({"target": torch.zeros(3, 8).long()}, ValueError, "target has shape (3, 8)"),
         ({"target": [1]}, TypeError, "target is a list"),
         ({"target_weight": -1.0}, ValueError, "target_weight is -1.0"),
-        ({"target_weight": torch.ones(())}, TypeError, "target_weight is tensor"),
+        ({"target_weight": torch.ones(())}, TypeError, "target_weight is a tensor"),
         ({"target_weight": float("nan")}, ValueError, "target_weight is nan"),
     ],
 )

@@ -14,7 +14,7 @@ import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.fitting.step import OpTimes
 from storage_ops.fitting.units import units_of
-from storage_ops.loss.devices import named
+from storage_ops.loss.planning.devices import named
 from storage_ops.memory import measure, simulate_step
 from storage_ops.simulate.rates import rates_for
 from storage_ops.simulate.step import arguments, loss_of

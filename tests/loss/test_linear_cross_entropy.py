@@ -6,9 +6,10 @@ import torch
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.loss import planner, reference
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.schedule import TOKEN_CHUNKED, VOCAB_SLICED
+from storage_ops.loss import reference
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.problem import Problem
+from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, VOCAB_SLICED
 from storage_ops.matmul.aten import Aten
 
 # Relative error in the Frobenius norm against float64. 16-bit results are rounded once on the way

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import storage_ops as so
 from storage_ops import matmul
-from storage_ops.loss import kept
+from storage_ops.loss.engine import kept
 from storage_ops.matmul.aten import Aten
 
 N, D, V = 120, 24, 3000

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import storage_ops as so
 from storage_ops import matmul
-from storage_ops.loss import planner, reference
-from storage_ops.loss import tokens as loss_rows
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.schedule import TOKEN_CHUNKED, Schedule, waiting_widths
+from storage_ops.loss import reference
+from storage_ops.loss.engine import tokens as loss_rows
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.problem import Problem
+from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, Schedule, waiting_widths
 from storage_ops.matmul.aten import Aten
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70

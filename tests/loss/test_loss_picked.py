@@ -8,7 +8,7 @@ import torch
 import storage_ops as so
 from storage_ops.loss import picked as loss_picked
 from storage_ops.loss import reference
-from storage_ops.loss import tokens as loss_tokens
+from storage_ops.loss.engine import tokens as loss_tokens
 
 from .test_loss_options import Forced, outputs
 from .test_planner import plans, smallest  # noqa: F401

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import storage_ops as so
-from storage_ops.loss import cost, reference
+from storage_ops.loss import reference
+from storage_ops.loss.planning import cost
 
 from .test_planner import plans, smallest  # noqa: F401
 

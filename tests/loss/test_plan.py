@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storage_ops as so
-from storage_ops.loss import devices, planner, schedule
-from storage_ops.loss.devices import rates_of
-from storage_ops.loss.problem import Problem
+from storage_ops.loss.planning import devices, planner, schedule
+from storage_ops.loss.planning.devices import rates_of
+from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import Aten
 from storage_ops.matmul.packed import Packed
 from storage_ops.quantities import metric, parse_bytes, readable

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
-from storage_ops.loss import cost, devices, planner, schedule
 from storage_ops.loss import op as loss_autograd
-from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.planning import cost, devices, planner, schedule
+from storage_ops.loss.planning.problem import Problem, padded, parts
 from storage_ops.matmul import Kind, scratch
 from storage_ops.matmul.aten import Aten, is_fast
 from storage_ops.matmul.packed import Packed, rounds

@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import event, example, given, settings
 
-from storage_ops.loss import cost, devices, planner
-from storage_ops.loss.problem import Problem, padded
-from storage_ops.loss.schedule import (
+from storage_ops.loss.planning import cost, devices, planner
+from storage_ops.loss.planning.problem import Problem, padded
+from storage_ops.loss.planning.schedule import (
     EXPONENTIALS,
     GRADIENT,
     INPUT,

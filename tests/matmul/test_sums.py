@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from storage_ops import _autograd
-from storage_ops.loss import cost
-from storage_ops.loss.sums import bias_gradient
+from storage_ops.loss.engine.sums import bias_gradient
+from storage_ops.loss.planning import cost
 from storage_ops.matmul import aten
 from storage_ops.matmul.full_sums import full_sums
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import storage_ops as so
 from storage_ops.fitting.step import Books
-from storage_ops.loss.devices import rates_of
+from storage_ops.loss.planning.devices import rates_of
 from storage_ops.memory import simulate_step
 from storage_ops.simulate.values.assume import Assumption
 

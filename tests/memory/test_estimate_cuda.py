@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.loss.devices import GPUS, standing_for, threads_of
+from storage_ops.loss.planning.devices import GPUS, standing_for, threads_of
 from storage_ops.memory import estimate
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import storage_ops as so
 from storage_ops.fitting.step import Books
-from storage_ops.loss.devices import rates_of
+from storage_ops.loss.planning.devices import rates_of
 from storage_ops.simulate.values.assume import Assumption
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
-from storage_ops.loss import planner
-from storage_ops.loss.devices import named, rates_of
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.devices import named, rates_of
 from storage_ops.memory import simulate_step, will_it_fit
 from storage_ops.simulate import step
 from tests.memory.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run

@@ -21,7 +21,7 @@ from torch._prims_common import suggest_memory_format
 
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, describe
-from storage_ops.loss.devices import GPUS, threads_of
+from storage_ops.loss.planning.devices import GPUS, threads_of
 from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
 _PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight

@@ -2,13 +2,19 @@
 
 Each rank forms the logits of its own classes. What the ranks exchange is a few numbers per token,
 the state of the rows, and at the end the gradient of the input, to which every slice contributes.
+
+By default a call is one op, whose collectives are inside of it: what caches or recomputes ops shall
+not see tiles that are overwritten. In a trace of make_fx or trace_step and under CommDebugMode the
+same code runs without the op around it, *in pieces*: its products, the row kernel and functional
+collectives are what is recorded, each collective begun before the work that hides it. In graphs of
+torch.compile a call stays one op.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from storage_ops.loss.call import Call
-from storage_ops.loss.pieces import traced
+from storage_ops.foundation import regions
+from storage_ops.loss.call import Call, tensors_of, with_tensors
 
 _distributed: Any = dist
 if dist.is_available():
@@ -36,6 +43,35 @@ _COMPARED = (
 )  # fmt: skip
 
 _REFUSED = -1  # in the place of a rank's number of classes
+
+_MODES = torch._C._TorchDispatchModeKey
+_LOOKING = {"ProxyTorchDispatchMode", "CommDebugMode"}
+_HARMLESS = {"FakeTensorMode", "Lift"}
+
+
+def traced() -> bool:
+    """Whether ops are recorded as those of a graph, so that nothing may depend on values."""
+    return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
+
+
+def in_pieces(call: Call) -> bool:
+    """Whether a call is run as the ops that it consists of, not as one."""
+    if not call.group or call.accumulate_into is not None or _in_region():
+        return False
+    modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
+    sizes = (n for t in tensors_of(call) if t is not None for n in t.shape)
+    fixed = all(type(n) is int for n in sizes)
+    return bool(modes & _LOOKING) and modes <= _LOOKING | _HARMLESS and fixed
+
+
+def _in_region() -> bool:
+    """Whether a traced step is in a region, of which nothing may be overwritten."""
+    return traced() and regions.inside()
+
+
+def run(op: Callable[..., Any], kernel: Callable[..., Any], call: Call, *args: Any) -> Any:
+    """Return the results of an op, by the op or by its kernel."""
+    return kernel(*args) if in_pieces(call) else op(*args)
 
 
 def is_group(what: Any) -> bool:
@@ -317,8 +353,8 @@ def ranks_of(name: str) -> Ranks:
 
 def _options_of(call: Call) -> int:
     """A number for dtypes and options, the same in every process."""
-    rest = call.with_tensors()._replace(group="", check_ranks=False)
-    kinds = [None if t is None else (t.dtype, t.dim()) for t in call.tensors()]
+    rest = with_tensors(call)._replace(group="", check_ranks=False)
+    kinds = [None if t is None else (t.dtype, t.dim()) for t in tensors_of(call)]
     values = [tuple(value) if isinstance(value, list) else value for value in rest]
     return zlib.crc32(repr((kinds, values)).encode())
 

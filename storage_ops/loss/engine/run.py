@@ -29,11 +29,12 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storage_ops.loss.head import Head
-from storage_ops.loss.kept import free
-from storage_ops.loss.pieces import traced
-from storage_ops.loss.problem import padded
-from storage_ops.loss.schedule import (
+from storage_ops.loss.engine.head import Head
+from storage_ops.loss.engine.kept import free
+from storage_ops.loss.engine.ranks import traced
+from storage_ops.loss.engine.sums import Sums
+from storage_ops.loss.planning.problem import padded
+from storage_ops.loss.planning.schedule import (
     GRADIENT,
     MERGE,
     RUNNING_RESCALE,
@@ -43,7 +44,6 @@ from storage_ops.loss.schedule import (
     carried_out,
     within,
 )
-from storage_ops.loss.sums import Sums
 
 
 class RowFunction(ABC):

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 from storage_ops import matmul
-from storage_ops.loss import planner
-from storage_ops.loss.devices import DEVICES, Rates, has_row_kernel, named, rates_of
-from storage_ops.loss.names import GRADS, REDUCTIONS, Grad, Reduction, Strategy
-from storage_ops.loss.planner import Plan
-from storage_ops.loss.problem import Problem
+from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
+from storage_ops.loss.planning.planner import Plan
+from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
+from storage_ops.loss.planning.schedule import Strategy
 from storage_ops.matmul import Matmul
 from storage_ops.matmul.aten import Aten
 from storage_ops.quantities import metric, parse_bytes, readable
@@ -191,8 +191,9 @@ def plan(
 
     Returns:
         The plan, which `linear_cross_entropy` takes as its argument `plan`. Its fields are those of
-        `storage_ops.loss.planner.Plan`: strategy, rows, columns, widest, threads, borrowed,
-        num_chunks, num_slices, products, peak_bytes, flops, bytes_moved, seconds, mode and keeps.
+        `storage_ops.loss.planning.planner.Plan`: strategy, rows, columns, widest, threads,
+        borrowed, num_chunks, num_slices, products, peak_bytes, flops, bytes_moved, seconds, mode
+        and keeps.
 
     Raises:
         TypeError, ValueError: an argument that is wrong, with its value and what was expected; a

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.cost import narrowed_rows, plain_rows
-from storage_ops.loss.devices import on_gpu
-from storage_ops.loss.head import Head
-from storage_ops.loss.schedule import INPUT, WEIGHT, Schedule, Step, slices
+from storage_ops.loss.engine.head import Head
+from storage_ops.loss.planning.cost import narrowed_rows, plain_rows
+from storage_ops.loss.planning.devices import on_gpu
+from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, slices
 
 
 class Sums:
@@ -37,7 +37,7 @@ class Sums:
         x, w, into = head.tokens.x, call.weight, self._into
         wide = arithmetic(x.dtype)
         self.input: Tensor | None = None
-        self._input = w.new_empty(0)
+        self._input, self._shape = w.new_empty(0), call.input.shape
         self.weight: Tensor | None = None
         self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
         self._wide: Tensor | None = None  # the sum of a slice of the vocabulary, or of all of it
@@ -149,10 +149,10 @@ class Sums:
             work.wait()
         if self._scatters:
             total = self._ranks.own(total).to(dtype, copy=True)
-        self._input, self.input = total.to(dtype), None
+        self._input, self.input = total.to(dtype).view(self._shape), None
 
     def finish(self) -> list[Tensor]:
-        """The gradients of input (N, D), weight and bias; empty where none was asked for."""
+        """The gradients of input (..., D), weight and bias; empty where none was asked for."""
         w, given = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight

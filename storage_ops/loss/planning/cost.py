@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from storage_ops.loss.devices import Rates
-from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.loss.schedule import (
+from storage_ops.loss.planning.devices import Rates
+from storage_ops.loss.planning.problem import Problem, padded, parts
+from storage_ops.loss.planning.schedule import (
     COPIED,
     EXPONENTIALS,
     GRADIENT,

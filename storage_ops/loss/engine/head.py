@@ -9,10 +9,10 @@ from torch import Tensor
 
 from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.devices import device_kind, has_row_kernel_for
-from storage_ops.loss.problem import Problem
-from storage_ops.loss.ranks import Ranks, ranks_of
-from storage_ops.loss.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.loss.engine.ranks import Ranks, ranks_of
+from storage_ops.loss.engine.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for
+from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import takes
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import Call, arithmetic
-from storage_ops.loss.pieces import traced
-from storage_ops.loss.ranks import Ranks
+from storage_ops.loss.engine.ranks import Ranks, traced
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Tokens:
     @property
     def count(self) -> int:
         """Tokens that are worked on."""
-        return len(self.target)
+        return self.target.shape[0]
 
     @property
     def probabilities(self) -> bool:

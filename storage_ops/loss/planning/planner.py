@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from storage_ops.loss import cost
-from storage_ops.loss.devices import Rates, named
-from storage_ops.loss.problem import Problem, padded, parts
-from storage_ops.loss.schedule import (
+from storage_ops.loss.planning import cost
+from storage_ops.loss.planning.devices import Rates, named
+from storage_ops.loss.planning.problem import Problem, padded, parts
+from storage_ops.loss.planning.schedule import (
     ROWS,
     RUNNING_RESCALE,
     TOKEN_CHUNKED,
@@ -153,6 +153,7 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def schedule_of(p: Problem, key: str) -> Schedule:
     """The schedule that `Plan.key` stands for; what follows three words may be left out.
 

@@ -38,11 +38,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from storage_ops.loss.names import STRATEGIES
-from storage_ops.loss.problem import Problem, padded, parts
+from storage_ops.loss.planning.problem import Problem, padded, parts
 
+Strategy = Literal["token-chunked", "vocab-sliced", "running-rescale"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE = STRATEGIES
 
 # Phases of the row kernel (csrc/rows/row_math.h). MERGE is one among ranks: whole rows begin to be

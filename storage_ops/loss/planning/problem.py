@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from storage_ops.matmul import Matmul
+
+Reduction = Literal["mean", "sum", "none"]
+Grad = Literal["input", "weight", "bias"]  # arguments of the loss that need a gradient
+
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+GRADS: tuple[Grad, ...] = get_args(Grad)
 
 
 @dataclass(frozen=True)

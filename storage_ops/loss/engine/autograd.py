@@ -1,0 +1,142 @@
+"""The backward of ops that compute a head: gradients from the forward, or from a second pass.
+
+Such an op has one upstream number for a loss that is a mean or a sum, so its forward makes the
+gradients, and the backward multiplies them by it. Every other case keeps the state of the rows (a
+few numbers per token), and forms the logits once more in the backward.
+
+The last four results of an op are the state, and the gradients of input, weight and bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from storage_ops._autograd import (
+    connect,
+    once,
+    raise_not_forward,
+    retained,
+    roots,
+    sources_of,
+    times,
+)
+from storage_ops.loss.call import tensors_of, with_tensors
+
+# Gradients of input, weight and bias, and of what else may be differentiated.
+Gradients = Sequence[Tensor | None]
+SecondPass = Callable[[Any, Sequence[Any], list[Tensor | None], list[bool]], Gradients]
+
+
+class HeadCall(Protocol):
+    """The arguments of an op: `loss.call.Call` or `divergence.call.DivergenceCall`."""
+
+    @property
+    def input(self) -> Tensor:
+        """(..., D)."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, D)."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,)."""
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the gradients are made in the forward."""
+
+    @property
+    def grad_mask(self) -> tuple[bool, ...]:
+        """Whether input, weight and bias need gradients."""
+
+
+class HeadFunction(torch.autograd.Function):
+    """An op as a Function, for eager code and for torch.func, which takes nothing else.
+
+    With the formula of an op, torch walks through its schema in every call, for longer than a
+    small loss takes.
+    """
+
+    generate_vmap_rule = True
+    jvp = staticmethod(raise_not_forward)
+
+
+def set_up(
+    ctx: Any,
+    call: HeadCall,
+    places: Sequence[int],
+    outputs: Sequence[Tensor],
+    differentiable: int,
+    tile: Tensor | None = None,
+) -> None:
+    """Prepare `ctx` for `backward`.
+
+    Args:
+        places: where `Gradients` go among the arguments of the op.
+        outputs: the results of the op.
+        differentiable: how many of the first can be differentiated by a second pass. Gradients that
+            are made in the forward are those of the first result alone.
+        tile: logits that a second pass may begin with.
+    """
+    ctx.places, ctx.call = places, with_tensors(call)
+    needs = [ctx.needs_input_grad[place] for place in places]
+    # The mask of a direct caller of the op may promise less than autograd asks for.
+    ctx.ready = call.in_forward and all(
+        have or not need for have, need in zip(call.grad_mask, needs, strict=False)
+    )
+    ctx.mark_non_differentiable(*outputs[1 if call.in_forward else differentiable :])
+    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
+    tensors = tensors_of(call)
+    ctx.roots = roots(tensors) if ctx.ready else []
+    ctx.sources = sources_of(tensors, outputs[: 1 if ctx.ready else differentiable])
+    if ctx.ready:
+        # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+        ctx.save_for_backward(*(g.detach() for g in outputs[-3:]))
+    else:
+        ctx.save_for_backward(tile, outputs[-4].detach(), *tensors)
+
+
+def backward(
+    ctx: Any, upstream: Sequence[Tensor | None], second_pass: SecondPass
+) -> tuple[Tensor | None, ...]:
+    """Return a gradient for every argument of the op.
+
+    Args:
+        upstream: gradients with respect to the differentiable results.
+        second_pass: returns gradients from `ctx`, what was saved, `upstream`, and which of them are
+            needed.
+    """
+    needs, keep = [ctx.needs_input_grad[place] for place in ctx.places], retained()
+    given = connect(upstream, ctx.sources)
+    saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    made: Gradients
+    with torch.no_grad():
+        if not ctx.ready:
+            made = second_pass(ctx, saved, given, needs)
+        elif (loss := given[0]) is None:
+            made = (None,) * 3
+        else:
+            pairs = zip(saved, needs, strict=False)
+            made = [times(g, loss, keep) if need else None for g, need in pairs]
+    grads = [g if need else None for g, need in zip(made, needs, strict=False)]
+    grads = once(grads, [*given, *(ctx.roots if ctx.ready else saved[1:])])
+    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for place, grad in zip(ctx.places, grads, strict=False):
+        result[place] = grad
+    return tuple(result)
+
+
+def gradients_like(call: HeadCall, made: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of input, weight and bias without values; empty ones if not `made`."""
+    x, bias = call.input, call.bias if call.grad_mask[2] else None
+    shapes = (x.shape, call.weight.shape, call.weight.shape[:1])
+    masks = zip(shapes, call.grad_mask, strict=True)
+    of_input, of_weight, of_bias = (
+        x.new_empty(shape if made and have else (0,)) for shape, have in masks
+    )
+    return of_input, of_weight, of_bias if bias is None else of_bias.to(bias.dtype)
