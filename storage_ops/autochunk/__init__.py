@@ -68,7 +68,7 @@ and `inductor` keeps clear of what Inductor gets wrong.
 """
 
 from storage_ops.autochunk.backend import chunk
-from storage_ops.autochunk.driver import ChunkError
 from storage_ops.autochunk.explain import Explanation, explain
+from storage_ops.autochunk.reasons import ChunkError
 
 __all__ = ["ChunkError", "Explanation", "chunk", "explain"]

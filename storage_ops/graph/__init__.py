@@ -19,9 +19,9 @@ Graphs that others recorded have no marks: `repair.py` finds the regions in thos
 """
 
 from storage_ops.foundation import regions
-from storage_ops.graph.capture import capturable
-from storage_ops.graph.remat import remat
+from storage_ops.graph.recompute.capture import capturable
+from storage_ops.graph.recompute.remat import remat
 from storage_ops.graph.schedule import Schedule, schedule
-from storage_ops.graph.trace import TracedStep, trace_step
+from storage_ops.graph.tracing.trace import TracedStep, trace_step
 
 __all__ = ["Schedule", "TracedStep", "capturable", "regions", "remat", "schedule", "trace_step"]

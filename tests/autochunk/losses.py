@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from storage_ops.autochunk import backend
 from storage_ops.autochunk import chunk_op as chunks
-from storage_ops.autochunk.recognise import NOTHING, recognise
+from storage_ops.autochunk.cross_entropy.recognise import NOTHING, recognise
 
 B, T, D, V = 4, 8, 16, 320
 

@@ -13,17 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import fx
-
-from storage_ops.autochunk.values import Size
-
-
-class Conflict(Exception):
-    """Why a graph, or one node of it, is not chunked."""
-
-    def __init__(self, reason: str, node: fx.Node | None = None):
-        super().__init__(reason)
-        self.node = node
+from storage_ops.autochunk.fx_graph.nodes import Size
+from storage_ops.autochunk.reasons import Conflict
 
 
 class Regroup(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.values import hint, name_of
+from storage_ops.autochunk.fx_graph.nodes import hint, name_of
 from storage_ops.loss import cost, planner
 from storage_ops.loss.call import Call
 from storage_ops.loss.devices import rates_of

@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.rules import Degree, rule_of
-from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.rules import Degree, rule_of
+from storage_ops.autochunk.analysis.spans import Span
+from storage_ops.autochunk.fx_graph.nodes import (
     hint,
     is_tensor,
     is_zero,
@@ -26,6 +24,7 @@ from storage_ops.autochunk.values import (
     reached,
     shape,
 )
+from storage_ops.autochunk.reasons import Conflict, log
 
 
 class Turn(NamedTuple):

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.program import Program, blocks, decode, results_of
-from storage_ops.autochunk.rules import RULES
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.rules import RULES
+from storage_ops.autochunk.fx_graph.nodes import (
     elements,
     ends,
     hint,
@@ -26,6 +25,7 @@ from storage_ops.autochunk.values import (
     tangents_of,
     values_of,
 )
+from storage_ops.autochunk.runtime.program import Program, blocks, decode, results_of
 from storage_ops.foundation.lifetimes import Moment, levels_during
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
@@ -212,7 +212,7 @@ def held_inside(node: fx.Node) -> int:
         chunk = max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
         return wide + max(chunk - late, 0)
     if name_of(node).startswith("storage_ops.linear_cross_entropy"):
-        from storage_ops.autochunk.op_plan import scratch
+        from storage_ops.autochunk.analysis.op_plan import scratch
 
         return scratch(node)
     return 0

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict, same
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.fx_graph.nodes import (
     argument,
     is_tensor,
     name_of,
@@ -28,6 +28,7 @@ from storage_ops.autochunk.values import (
     tensors,
     values_of,
 )
+from storage_ops.autochunk.reasons import Conflict
 
 Labels: TypeAlias = list[Any]
 Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from storage_ops.autochunk import rules
-from storage_ops.autochunk.lattice import (
-    Conflict,
+from storage_ops.autochunk.analysis import rules
+from storage_ops.autochunk.analysis.layouts import (
     Layout,
     Partial,
     Regroup,
@@ -23,9 +22,9 @@ from storage_ops.autochunk.lattice import (
     reshape,
     same,
 )
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.rules import Labelled, rule_of
-from storage_ops.autochunk.values import Size, hint, name_of, numel, reached, shape, tensors
+from storage_ops.autochunk.analysis.rules import Labelled, rule_of
+from storage_ops.autochunk.fx_graph.nodes import Size, hint, name_of, numel, reached, shape, tensors
+from storage_ops.autochunk.reasons import Conflict, log
 
 TRIES = 4  # products that are tried, the largest first
 _INDICES = ("aten.index.Tensor", "aten._unsafe_index.Tensor")

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk.edit import Calls
-from storage_ops.autochunk.values import leading_to, nbytes, numel, reached
+from storage_ops.autochunk.fx_graph.edit import Calls
+from storage_ops.autochunk.fx_graph.nodes import leading_to, nbytes, numel, reached
 
 _LOSSES = {
     F.cross_entropy: ("input", "target", "weight", "size_average", "ignore_index", "reduce",

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from storage_ops.autochunk.edit import Calls
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.prepare import decompose
-from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.spans import is_product
+from storage_ops.autochunk.fx_graph.edit import Calls
+from storage_ops.autochunk.fx_graph.nodes import (
     hint,
     is_hinted,
     leading_to,
@@ -29,6 +27,8 @@ from storage_ops.autochunk.values import (
     reached,
     returned,
 )
+from storage_ops.autochunk.prepare.decompose import decompose
+from storage_ops.autochunk.reasons import Conflict
 from storage_ops.foundation.ops import Product, product_of
 
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph

@@ -18,15 +18,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder
-from storage_ops.autochunk.forward import ForwardSlice, Splice, products, without_gradients
-from storage_ops.autochunk.head import Head, bare
-from storage_ops.autochunk.lattice import Conflict, same
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.op_plan import EVERY, plan_of
-from storage_ops.autochunk.spans import LARGE
-from storage_ops.autochunk.tail import Tail
-from storage_ops.autochunk.values import Size, name_of, numel, shape
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.op_plan import EVERY, plan_of
+from storage_ops.autochunk.analysis.spans import LARGE
+from storage_ops.autochunk.cross_entropy.dynamo_slice import (
+    ForwardSlice,
+    Splice,
+    products,
+    without_gradients,
+)
+from storage_ops.autochunk.cross_entropy.per_token import Head, bare
+from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.fx_graph.edit import Builder
+from storage_ops.autochunk.fx_graph.nodes import Size, name_of, numel, shape
+from storage_ops.autochunk.reasons import Conflict, log
 from storage_ops.loss.call import Call, arithmetic
 
 _ATEN = torch.ops.aten

@@ -6,6 +6,7 @@ terms that linear cross-entropy has, each times a number, or such a sum without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,22 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk.body import Body
-from storage_ops.autochunk.coefficients import fit, in_double
-from storage_ops.autochunk.edit import Builder
-from storage_ops.autochunk.forward import ForwardSlice
-from storage_ops.autochunk.lattice import Conflict, Layout, Rows, Whole, same
-from storage_ops.autochunk.rules import is_transposition
-from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import Size, hint, name_of, numel, reached, shape, short_name
+from storage_ops.autochunk.analysis.layouts import Layout, Rows, Whole, same
+from storage_ops.autochunk.analysis.rules import is_transposition
+from storage_ops.autochunk.analysis.spans import Span
+from storage_ops.autochunk.cross_entropy.dynamo_slice import ForwardSlice
+from storage_ops.autochunk.fx_graph.edit import Builder
+from storage_ops.autochunk.fx_graph.nodes import (
+    Size,
+    hint,
+    name_of,
+    numel,
+    reached,
+    shape,
+    short_name,
+)
+from storage_ops.autochunk.reasons import Conflict
+from storage_ops.autochunk.rewrite.body import Body
 
 _TOKENS, _HIDDEN = 16, 2  # of the comparison
 _MOST = 4  # classes of a token whose log-probabilities are read
@@ -292,3 +301,31 @@ def _link(user: fx.Node, node: fx.Node, bias: fx.Node | None) -> float | None:
         if isinstance(other, (int, float)) and other:
             return float(other) if name == "mul" else 1.0 / other
     return None
+
+
+def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
+    """The numbers c with got = sum_i c_i terms_i; raises Conflict if there are none."""
+    basis = torch.stack(list(terms), 1)
+    size = basis.norm(dim=0).clamp(min=1e-300)
+    found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
+    error = (basis @ found - got).norm()
+    if not error <= 1e-9 * (got.norm() + 1e-30):
+        raise Conflict("has other values")
+    return [float(c) if abs(c) > 1e-9 else 0.0 for c in found]
+
+
+def in_double(graph: fx.Graph) -> fx.GraphModule:
+    """A graph with all its floating-point numbers in float64, on the CPU."""
+    narrow = (torch.float32, torch.bfloat16, torch.float16)
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = env[node] = copy.node_copy(node, env.__getitem__)
+        new.args = tuple(torch.float64 if a in narrow else a for a in new.args) if any(
+            isinstance(a, torch.dtype) for a in new.args
+        ) else new.args  # fmt: skip
+        if new.kwargs.get("dtype") in narrow:
+            new.kwargs = {**new.kwargs, "dtype": torch.float64}
+        if "device" in new.kwargs:
+            new.kwargs = {**new.kwargs, "device": torch.device("cpu")}
+    return fx.GraphModule(torch.nn.Module(), copy)

@@ -22,27 +22,26 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storage_ops.autochunk.chunk_op import in_body
-from storage_ops.autochunk.class_dimension import move_classes_last
-from storage_ops.autochunk.classes_last import classes_last
-from storage_ops.autochunk.edit import Undo
-from storage_ops.autochunk.emit import Emitted, Emitter
-from storage_ops.autochunk.forward import (
+from storage_ops.autochunk.analysis.op_plan import budget_of
+from storage_ops.autochunk.analysis.spans import LARGE, TRIES, is_product, propagate
+from storage_ops.autochunk.cross_entropy.classes_last import classes_last
+from storage_ops.autochunk.cross_entropy.dynamo_slice import (
     ForwardSlice,
     forget_bounds,
     products,
     slice_of,
     sweep,
 )
-from storage_ops.autochunk.head import Head
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.op_plan import budget_of
-from storage_ops.autochunk.prepare import join_batches, own_sizes
-from storage_ops.autochunk.ranges import take_apart
-from storage_ops.autochunk.spans import LARGE, TRIES, is_product, propagate
-from storage_ops.autochunk.tail import Tail
-from storage_ops.autochunk.values import name_of, nbytes, numel
+from storage_ops.autochunk.cross_entropy.emit import Emitted, Emitter
+from storage_ops.autochunk.cross_entropy.per_token import Head
+from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.fx_graph.edit import Undo
+from storage_ops.autochunk.fx_graph.nodes import name_of, nbytes, numel
+from storage_ops.autochunk.prepare.class_dimension import move_classes_last
+from storage_ops.autochunk.prepare.decompose import join_batches, own_sizes
+from storage_ops.autochunk.prepare.ranges import take_apart
+from storage_ops.autochunk.reasons import Conflict, log
+from storage_ops.autochunk.runtime.chunk_op import in_body
 
 
 @dataclass

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from storage_ops.autochunk.coefficients import fit, in_double
-from storage_ops.autochunk.forward import NodeReplay, learns, loss_of, traced
-from storage_ops.autochunk.head import VIEWS, Head
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import hint, leading_to, numel, shape, short_name, values_of
+from storage_ops.autochunk.analysis.spans import is_product
+from storage_ops.autochunk.cross_entropy.dynamo_slice import NodeReplay, learns, loss_of, traced
+from storage_ops.autochunk.cross_entropy.per_token import VIEWS, Head, fit, in_double
+from storage_ops.autochunk.fx_graph.nodes import (
+    hint,
+    leading_to,
+    numel,
+    shape,
+    short_name,
+    values_of,
+)
+from storage_ops.autochunk.reasons import Conflict
 from storage_ops.loss.call import arithmetic
 
 _COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}  # and how far around they see

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.values import Size, ends, leading_to, reached, shape, tangents_of
+from storage_ops.autochunk.fx_graph.nodes import Size, ends, leading_to, reached, shape, tangents_of
+from storage_ops.autochunk.reasons import Conflict
 
 _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
 

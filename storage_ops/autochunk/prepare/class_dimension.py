@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, retire, sort
-from storage_ops.autochunk.lattice import same
-from storage_ops.autochunk.rules import RULES, dims_of, permuting
-from storage_ops.autochunk.spans import LARGE, stops
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.rules import RULES, dims_of, permuting
+from storage_ops.autochunk.analysis.spans import LARGE, stops
+from storage_ops.autochunk.fx_graph.edit import Builder, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import (
     Size,
     argument,
     is_tensor,

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, Calls, SizeNodes, retire, sort
-from storage_ops.autochunk.lattice import Conflict, same
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.reductions import by_classes
-from storage_ops.autochunk.reordered import reorder_sources
-from storage_ops.autochunk.rules import RULES
-from storage_ops.autochunk.spans import LARGE, is_product, stops
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.rules import RULES
+from storage_ops.autochunk.analysis.spans import LARGE, is_product, stops
+from storage_ops.autochunk.fx_graph.edit import Builder, Calls, SizeNodes, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import (
     argument,
     ends,
     is_tensor,
@@ -35,6 +32,9 @@ from storage_ops.autochunk.values import (
     shape,
     tangents_of,
 )
+from storage_ops.autochunk.prepare.reorder import reorder_sources
+from storage_ops.autochunk.prepare.split_reductions import by_classes
+from storage_ops.autochunk.reasons import Conflict, log
 
 _ATEN = torch.ops.aten
 

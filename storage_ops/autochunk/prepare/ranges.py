@@ -22,9 +22,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import SequenceKey
 
-from storage_ops.autochunk.edit import Builder, Undo, retire, sort
-from storage_ops.autochunk.lattice import (
-    Conflict,
+from storage_ops.autochunk.analysis.layouts import (
     Rows,
     Spread,
     canonical,
@@ -33,13 +31,14 @@ from storage_ops.autochunk.lattice import (
     quotient,
     same,
 )
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.prepare import Mutations, own_sizes
-from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.selections import mask_of
-from storage_ops.autochunk.spans import is_product, rows_of, stops
-from storage_ops.autochunk.token_ranges import TokenRanges, length
-from storage_ops.autochunk.values import Size, ends, is_zero, leading_to, name_of, shape
+from storage_ops.autochunk.analysis.rules import rule_of
+from storage_ops.autochunk.analysis.spans import is_product, rows_of, stops
+from storage_ops.autochunk.fx_graph.edit import Builder, Undo, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import Size, ends, is_zero, leading_to, name_of, shape
+from storage_ops.autochunk.prepare.decompose import Mutations, own_sizes
+from storage_ops.autochunk.prepare.selections import mask_of
+from storage_ops.autochunk.prepare.token_ranges import TokenRanges, length
+from storage_ops.autochunk.reasons import Conflict, log
 
 _ATEN = torch.ops.aten
 

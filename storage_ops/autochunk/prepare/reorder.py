@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Calls, retire, sort
-from storage_ops.autochunk.lattice import Conflict, Rows, reshape, same
-from storage_ops.autochunk.rules import RULES
-from storage_ops.autochunk.spans import is_product
-from storage_ops.autochunk.values import is_tensor, name_of, numel, reached, shape
+from storage_ops.autochunk.analysis.layouts import Rows, reshape, same
+from storage_ops.autochunk.analysis.rules import RULES
+from storage_ops.autochunk.analysis.spans import is_product
+from storage_ops.autochunk.fx_graph.edit import Calls, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import is_tensor, name_of, numel, reached, shape
+from storage_ops.autochunk.reasons import Conflict
 
 _ATEN = torch.ops.aten
 _FLIPS = {"prims.rev.default", "aten.flip.default"}

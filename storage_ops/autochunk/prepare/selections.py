@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from storage_ops.autochunk.lattice import same
-from storage_ops.autochunk.values import Size, argument, is_zero, name_of, shape
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.fx_graph.nodes import Size, argument, is_zero, name_of, shape
 
 
 class Link(NamedTuple):

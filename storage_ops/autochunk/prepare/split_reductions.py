@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Calls, SizeNodes
-from storage_ops.autochunk.lattice import Conflict
-from storage_ops.autochunk.rules import RULES, dims_of
-from storage_ops.autochunk.values import argument, name_of, shape
+from storage_ops.autochunk.analysis.rules import RULES, dims_of
+from storage_ops.autochunk.fx_graph.edit import Calls, SizeNodes
+from storage_ops.autochunk.fx_graph.nodes import argument, name_of, shape
+from storage_ops.autochunk.reasons import Conflict
 
 _ATEN = torch.ops.aten
 _EXTREME = {

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from storage_ops.autochunk.lattice import (
-    Conflict,
+from storage_ops.autochunk.analysis.layouts import (
     Partial,
     Rows,
     Spread,
@@ -21,11 +20,9 @@ from storage_ops.autochunk.lattice import (
     reshape,
     same,
 )
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.rules import rule_of
-from storage_ops.autochunk.selections import Link, choice_of, mask_of
-from storage_ops.autochunk.spans import LARGE, follow, is_product, read, stops
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.analysis.rules import rule_of
+from storage_ops.autochunk.analysis.spans import LARGE, follow, is_product, read, stops
+from storage_ops.autochunk.fx_graph.nodes import (
     Size,
     ends,
     hint,
@@ -37,6 +34,8 @@ from storage_ops.autochunk.values import (
     shape,
     tensors,
 )
+from storage_ops.autochunk.prepare.selections import Link, choice_of, mask_of
+from storage_ops.autochunk.reasons import Conflict, log
 
 _MOST = 64  # ranges of a value
 

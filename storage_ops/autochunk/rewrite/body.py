@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder
-from storage_ops.autochunk.lattice import Conflict, Layout, Partial, Rows, Spread, equal, same
-from storage_ops.autochunk.program import Factor, Output, Slice
-from storage_ops.autochunk.rules import is_transposition, rule_of
-from storage_ops.autochunk.spans import Span
-from storage_ops.autochunk.values import Size, is_tensor, name_of, shape, viewed
+from storage_ops.autochunk.analysis.layouts import Layout, Partial, Rows, Spread, equal, same
+from storage_ops.autochunk.analysis.rules import is_transposition, rule_of
+from storage_ops.autochunk.analysis.spans import Span
+from storage_ops.autochunk.fx_graph.edit import Builder
+from storage_ops.autochunk.fx_graph.nodes import Size, is_tensor, name_of, shape, viewed
+from storage_ops.autochunk.reasons import Conflict
+from storage_ops.autochunk.runtime.program import Factor, Output, Slice
 
 _ATEN = torch.ops.aten
 

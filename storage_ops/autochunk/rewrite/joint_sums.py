@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from storage_ops.autochunk.edit import Builder, retire, sort
-from storage_ops.autochunk.program import Program, decode, encode, results_of
-from storage_ops.autochunk.values import ends, name_of, reached, shape
+from storage_ops.autochunk.fx_graph.edit import Builder, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import ends, name_of, reached, shape
+from storage_ops.autochunk.runtime.program import Program, decode, encode, results_of
 
 
 class Term(NamedTuple):

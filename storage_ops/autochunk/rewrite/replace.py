@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-import storage_ops.autochunk.chunk_op  # noqa: F401  registers the op
-from storage_ops.autochunk.body import Body, share
-from storage_ops.autochunk.edit import Builder, sort
-from storage_ops.autochunk.joint_sums import Term
-from storage_ops.autochunk.lattice import Partial, Rows
-from storage_ops.autochunk.passes import Passes
-from storage_ops.autochunk.predict import evaluated_once, fusion_kind, peak
-from storage_ops.autochunk.program import Program, encode, encode_graph
-from storage_ops.autochunk.spans import Span, is_product
-from storage_ops.autochunk.values import (
+import storage_ops.autochunk.runtime.chunk_op  # noqa: F401  registers the op
+from storage_ops.autochunk.analysis.layouts import Partial, Rows
+from storage_ops.autochunk.analysis.passes import Passes
+from storage_ops.autochunk.analysis.predict import evaluated_once, fusion_kind, peak
+from storage_ops.autochunk.analysis.spans import Span, is_product
+from storage_ops.autochunk.fx_graph.edit import Builder, sort
+from storage_ops.autochunk.fx_graph.nodes import (
     are_one,
     hint,
     leading_to,
@@ -29,6 +26,9 @@ from storage_ops.autochunk.values import (
     short_name,
     values_of,
 )
+from storage_ops.autochunk.rewrite.body import Body, share
+from storage_ops.autochunk.rewrite.joint_sums import Term
+from storage_ops.autochunk.runtime.program import Program, encode, encode_graph
 
 _ATEN = torch.ops.aten
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from storage_ops import matmul
-from storage_ops.autochunk.program import Output, Slice
-from storage_ops.autochunk.values import are_one
+from storage_ops.autochunk.fx_graph.nodes import are_one
+from storage_ops.autochunk.runtime.program import Output, Slice
 from storage_ops.loss.devices import device_kind, on_gpu
 from storage_ops.loss.problem import parts
 from storage_ops.loss.schedule import unpadded

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.library import register_fake
 
 from storage_ops import _schemas
-from storage_ops.autochunk import inductor
-from storage_ops.autochunk.assemble import Input, Product, Result, Waiting
-from storage_ops.autochunk.program import (
+from storage_ops.autochunk.runtime import inductor
+from storage_ops.autochunk.runtime.assemble import Input, Product, Result, Waiting
+from storage_ops.autochunk.runtime.program import (
     Factor,
     Output,
     Program,

@@ -6,9 +6,9 @@ import torch
 from torch import fx
 from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state
 
-from storage_ops.graph import rng
 from storage_ops.graph.nodes import copy_of, item_of
-from storage_ops.graph.remat import BEFORE
+from storage_ops.graph.recompute import rng
+from storage_ops.graph.recompute.remat import BEFORE
 
 _DEVICES = ("cuda",)
 

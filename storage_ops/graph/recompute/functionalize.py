@@ -13,7 +13,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from storage_ops.foundation.regions import KEY, mark_of
-from storage_ops.graph import rng
 from storage_ops.graph.nodes import (
     argument,
     compute_value,
@@ -25,6 +24,7 @@ from storage_ops.graph.nodes import (
     written,
     written_at,
 )
+from storage_ops.graph.recompute import rng
 
 aten = torch.ops.aten
 _IN_PLACE = "storage_ops_in_place"

@@ -13,8 +13,6 @@ from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops.foundation.regions import KEY, Mark, mark_of
-from storage_ops.graph import rng
-from storage_ops.graph.functionalize import FILLS, KEPT, functionalize, reinplace
 from storage_ops.graph.nodes import (
     attribute,
     compute_value,
@@ -30,9 +28,11 @@ from storage_ops.graph.nodes import (
     written,
     written_at,
 )
-from storage_ops.graph.repair import repair
-from storage_ops.graph.tags import PHASE_KEYS, TAG, mark_tagged, raise_items
-from storage_ops.graph.verify import verify_equal
+from storage_ops.graph.recompute import rng
+from storage_ops.graph.recompute.functionalize import FILLS, KEPT, functionalize, reinplace
+from storage_ops.graph.recompute.repair import repair
+from storage_ops.graph.recompute.tags import PHASE_KEYS, TAG, mark_tagged, raise_items
+from storage_ops.graph.recompute.verify import verify_equal
 
 BEFORE = "storage_ops_before"
 # Ops that read the storage of their argument, whatever its shape and strides.

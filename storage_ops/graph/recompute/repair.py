@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from storage_ops.foundation.regions import KEY, Level, Mark
-from storage_ops.graph import rng
-from storage_ops.graph.functionalize import is_new
 from storage_ops.graph.nodes import ALIASES, copy_of, is_call, item_of, written
-from storage_ops.graph.verify import REPEATS
+from storage_ops.graph.recompute import rng
+from storage_ops.graph.recompute.functionalize import is_new
+from storage_ops.graph.recompute.verify import REPEATS
 
 aten = torch.ops.aten
 _INSTEAD = "trace the function with storage_ops.graph.trace_step instead of make_fx"

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from storage_ops.graph import fully_sharded
-from storage_ops.graph.lift import is_traced
-from storage_ops.graph.slots import Closure
+from storage_ops.graph.tracing import fully_sharded
+from storage_ops.graph.tracing.lift import is_traced
+from storage_ops.graph.tracing.slots import Closure
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from storage_ops.graph.slots import Closure, Slot, gradient_slot, plain_parts
+from storage_ops.graph.tracing.slots import Closure, Slot, gradient_slot, plain_parts
 
 # A tensor literal in the traced code is a constant of the graph, not something it closes over.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from storage_ops.graph.slots import Slot
+from storage_ops.graph.tracing.slots import Slot
 
 Options = list[dict[str, Any]]
 

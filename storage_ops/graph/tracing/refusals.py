@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from storage_ops.graph.slots import Closure
+from storage_ops.graph.tracing.slots import Closure
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"

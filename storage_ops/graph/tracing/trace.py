@@ -22,17 +22,16 @@ from typing_extensions import ParamSpec, TypeVar
 from storage_ops.checkpoint.region import torch_checkpoint
 from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
-from storage_ops.graph import cleanup, data_parallel, fully_sharded, refusals
-from storage_ops.graph.arguments import Arguments, Layout, holders, reader
-from storage_ops.graph.capture import check_capture
-from storage_ops.graph.lift import Gradients, Lift, is_traced
 from storage_ops.graph.nodes import storages, written_at
-from storage_ops.graph.optimizers import Optimizers
-from storage_ops.graph.packing import Build, Packer
-from storage_ops.graph.remat import forget_tags, recompute
-from storage_ops.graph.rng import gpu_of_replays
+from storage_ops.graph.recompute.capture import check_capture
+from storage_ops.graph.recompute.remat import forget_tags, recompute
+from storage_ops.graph.recompute.rng import gpu_of_replays
 from storage_ops.graph.schedule import Schedule, schedule
-from storage_ops.graph.slots import Closure, Slot, closure_of
+from storage_ops.graph.tracing import cleanup, data_parallel, fully_sharded, refusals
+from storage_ops.graph.tracing.arguments import Arguments, Build, Layout, Packer, holders, reader
+from storage_ops.graph.tracing.lift import Gradients, Lift, is_traced
+from storage_ops.graph.tracing.optimizers import Optimizers
+from storage_ops.graph.tracing.slots import Closure, Slot, closure_of
 
 # Arguments and result of a step. A type without them in brackets is that of the defaults.
 P = ParamSpec("P", default=...)
