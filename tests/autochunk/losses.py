@@ -11,8 +11,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 from storage_ops.autochunk import backend
-from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.autochunk.cross_entropy.recognise import NOTHING, recognise
+from storage_ops.autochunk.runtime import chunk_op as chunks
 
 B, T, D, V = 4, 8, 16, 320
 

@@ -8,9 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from storage_ops.autochunk import ChunkError, chunk, driver, explain
-from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.autochunk.prepare import decompose
 from storage_ops.autochunk.rewrite import replace
+from storage_ops.autochunk.runtime import chunk_op as chunks
 
 N, D, V = 64, 8, 500
 STAGES = [
