@@ -11,7 +11,7 @@ from torch import fx
 from storage_ops.autochunk.analysis.layouts import same
 from storage_ops.autochunk.analysis.op_plan import budget_of
 from storage_ops.autochunk.analysis.passes import Passes, order
-from storage_ops.autochunk.analysis.predict import peak, wide_sums
+from storage_ops.autochunk.analysis.predict import peak
 from storage_ops.autochunk.analysis.spans import (
     LARGE,
     TRIES,
@@ -157,7 +157,10 @@ class _Work:
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(found)
-                report.peak_after = peak(graph)
+                after = peak(graph)
+                if self.num_chunks is None:  # else chunks were asked for
+                    _check_saving(report.peak_after, after)
+                report.peak_after = after
             except Exception as error:
                 undo()
                 self.parts = parts
@@ -198,8 +201,6 @@ class _Work:
                 retire(self.graph)
         add_up(self.graph, terms)
         self.graph.lint()
-        if self.num_chunks is None:
-            _check_saving(self.graph, self.whole(amplifier))
         return total
 
     def check(self, amplifier: fx.Node) -> None:
@@ -268,14 +269,12 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
     return "no matrix product is larger than its input"
 
 
-def _check_saving(graph: fx.Graph, elements: int) -> None:
-    """Raise if sums over chunks take more memory than a whole product does in fp32."""
-    whole = 4 * elements
-    for node in leading_to(ends(graph)):
-        if name_of(node) == "storage_ops._chunked_span.default":
-            sums = wide_sums(node)
-            if sums > whole:
-                raise Conflict(
-                    f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "
-                    f"gradients are summed in fp32, in {readable(sums)}",
-                )
+def _check_saving(whole: int, in_chunks: int) -> None:
+    """Raise Conflict if the predicted peak of a graph is larger in chunks than as a whole.
+
+    The reason may be targets that only chunks need in memory, or gradients that chunks sum in fp32.
+    """
+    if in_chunks > whole:
+        raise Conflict(
+            f"takes {readable(whole)} as a whole, less than in chunks, {readable(in_chunks)}"
+        )

@@ -231,13 +231,10 @@ def _chunk(node: fx.Node, program: Program, size: int) -> int:
     )
 
 
-def wide_sums(node: fx.Node) -> int:
-    """Bytes of the fp32 sums that 16-bit results of a chunked span are rounded from."""
-    return _sums(node)[0]
-
-
 def _sums(node: fx.Node) -> tuple[int, int]:
-    """Bytes of those sums, and of results that are not there until the last chunk is gone."""
+    """Return the bytes of the fp32 sums that 16-bit results of a chunked span are rounded from,
+    and of the results that do not exist until the last chunk is gone.
+    """
     programs, values = decode(str(node.args[4])), values_of(node)
     wide, late_results = dict[int, int](), dict[int, int]()
     alone = {each[0].place for each in results_of(programs) if len(each) == 1}
