@@ -133,16 +133,19 @@ def _loads(
 ) -> set[object]:
     """Return what Inductor's loop for a value loads, through what is fused into it.
 
-    Each index of the same value is a load of its own. The largest of `x * number` in a softmax
-    becomes three loads: Inductor takes the largest and the smallest of `x`, and tests for inf.
+    Each index of the same value is a load of its own. An interpolation counts as many, because it
+    computes its indices. The largest of `x * number` in a softmax becomes three loads: Inductor
+    takes the largest and the smallest of `x`, and tests for inf. Single numbers do not count.
     """
+    if short_name(node) == "_unsafe_index":
+        return {(node, i) for i in range(_MANY + 1)}
     found: set[object] = set()
     for arg in node.all_input_nodes:
         if arg not in there and arg.op != "placeholder":
             found |= known[arg]
         elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
             found |= {(arg, i) for i in range(3)}
-        else:
+        elif numel(arg) > 1:
             found.add(arg)
     return {(node, each) for each in found} if fusion_kind(node) == "gather" else found
 
