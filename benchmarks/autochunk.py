@@ -4,7 +4,8 @@ The floor are the matrix products of so many chunks of tokens alone. "cross-entr
 linear cross-entropy, which becomes its op; "focal" is not, and is chunked by the general rewrite.
 All run interleaved in one process; times are process CPU times, after compilation; peaks are those
 of allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead,
-`--memory` peaks at 16 chunks, `--compilation` compile times.
+`--memory` peaks at 16 chunks, `--compilation` compile times. `--general` adds the general rewrite
+of losses that take their numbers per token from the op of linear cross-entropy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from torch.nn import functional as F
 from benchmarks._harness import Case, expect, finish, interleave, parser, peak, ratios
 from benchmarks.linear_cross_entropy import GPU_SHAPES, QUICK_SHAPES, REHEARSED, SHAPES
 from storage_ops.autochunk.backend import backend
+from storage_ops.autochunk.cross_entropy.emit import Emitter
+from storage_ops.autochunk.reasons import Conflict
 
 MIB = 1 << 20
 FLOOR = "floor (chunked products)"
@@ -100,6 +104,19 @@ def compilers(num_chunks: list[int], theirs: list[int]) -> dict[str, Callable[..
     return found
 
 
+def without_rows(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a loss of numbers per token by the general rewrite, at its first call."""
+
+    def declined(emitter: Emitter) -> None:
+        raise Conflict("is measured by the general rewrite", emitter.forward.product)
+
+    def run(*given: Tensor) -> Any:
+        with mock.patch.object(Emitter, "rows", declined):
+            return compiled(*given)
+
+    return run
+
+
 def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
     """Logits, gradient of the input and of the weight, chunk by chunk, summed in float32."""
     grad_x, total = torch.empty_like(x), None
@@ -155,6 +172,9 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dic
     ways["storage_ops, half the logits"] = lambda f: torch.compile(
         f, dynamic=False, backend=backend, options=half
     )
+    if arguments.general:
+        label = f"storage_ops, {count} chunks"
+        ways[f"{label}, general rewrite"] = lambda f, like=ways[label]: without_rows(like(f))
     for label, compiler in ways.items():
         torch._dynamo.reset()
         cases[label] = step(compiler(LOSSES[name]))
@@ -281,6 +301,7 @@ def main() -> None:
     options.add_argument("--model", action="store_true", help="steps of GPT-2 small")
     options.add_argument("--memory", action="store_true", help="peaks of small losses, no times")
     options.add_argument("--compilation", action="store_true", help="warm compile times")
+    options.add_argument("--general", action="store_true", help="also without the op per token")
     options.add_argument("--batch", type=int, default=4, help="sequences of the model's step")
     arguments = options.parse_args()
     on_gpu, quick = arguments.device == "cuda", arguments.quick

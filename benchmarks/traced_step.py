@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import storage_ops
 from benchmarks._harness import expect, finish, interleave, parser
 from storage_ops.cli.demo.model import GPT, PRESETS, Config
-from storage_ops.graph.remat import recompute
+from storage_ops.graph.recompute.remat import recompute
 
 MB = 1 << 20
 WAYS = ("plain", "checkpoint", "matmuls saved", "output discarded")

@@ -13,7 +13,7 @@ import torch
 
 import storage_ops
 from storage_ops import _autograd, _schemas
-from storage_ops.autochunk import chunk_op as chunks
+from storage_ops.autochunk.runtime import chunk_op as chunks
 from storage_ops.divergence import reference as divergence_reference
 from storage_ops.divergence import rows
 from storage_ops.loss import reference as loss_reference

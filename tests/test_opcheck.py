@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from storage_ops.autochunk.program import Factor, Output, Program, Slice, encode
+from storage_ops.autochunk.runtime.program import Factor, Output, Program, Slice, encode
 
 from .conftest import PATHS
 

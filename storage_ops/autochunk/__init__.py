@@ -1,74 +1,75 @@
-"""Compiled steps in which the logits exist in chunks only, whatever the loss.
+"""Chunked losses in compiled code: the logits of a step never exist as a whole.
 
-The idea: label one dimension, take the upstream gradient for 1, run the span once per chunk.
+A matrix product with the vocabulary *amplifies*: the logits are larger than the hidden states. No
+later op needs all logits at once, because each token is independent until the loss sums over
+tokens. So the compiler pass evaluates the logits, the loss and their gradients for one chunk of
+tokens after another. The upstream gradient of the loss is not known in the forward. Gradients are
+linear in it, so the chunks assume 1, and one multiplication afterwards corrects that.
 
-A product by the vocabulary *amplifies*: its result, the logits, is larger than its input. Nothing
-that is made of the logits needs all of them at once, for each token is by itself until a sum. So::
+A function passes through two graphs of `torch.compile`::
 
-    Dynamo graph -> recognise the forward loss -> the op (its autograd is its own)
-                 \\-> AOT joint graph -> label -> span -> body -> chunk op        (what is none)
+    Dynamo graph -> a cross-entropy loss becomes the op of linear cross-entropy  (cross_entropy/)
+    joint graph  -> every other loss is evaluated in chunks                      (driver.py)
 
-Before autograd a loss stands as it was written. `recognise` looks whether the few numbers per
-token that it is made of are those of linear cross-entropy, which has an op of its own::
+In Dynamo's graph a loss stands as its author wrote it. `cross_entropy/recognise.py` replaces
+products of the logits by `linear_cross_entropy`, which is faster than any rewritten loss::
 
-    for product in the largest products of Dynamo's graph:
-        forward = trace(what lies between product and a few numbers per token)    # forward
-        form it in the ranges of tokens that are sliced or masked after it        # ranges
-        head, tail = logits -> these numbers, those -> the loss
-        if head is (lse - z_t, lse, entropy, ...) on random tokens:               # head
-            if tail is linear in them:                                            # tail, emit
-                loss = linear_cross_entropy(x, w, t, token_weight=gradient of tail) + tail(0)
+    for product in the largest products of the graph:
+        trace from the product to a few numbers per token          # dynamo_slice
+        form it in the ranges of tokens that are used              # prepare/ranges
+        split into logits -> numbers per token, and these -> loss  # per_token, reduction
+        if the numbers are (lse - z_t, lse, entropy, ...), tested on random tokens:
+            if the loss is linear in them:
+                loss = linear_cross_entropy(x, w, t, token_weight=...)     # emit
             else:
-                the numbers are the op's, with a gradient each; the tail stays the user's code
+                the op returns the numbers; the rest is the user's code    # emit
 
-Every other loss is chunked in the joint graph of forward and backward::
+The joint graph of forward and backward has ATen ops. `driver.py` rewrites it::
 
-    for amplifier in the largest products, and spread gradients:   # driver
-        write ops without a rule as ops that have one              # prepare, reductions
-        reorder targets where a token is a few numbers             # reordered
-        put the classes into the last dimension                    # class_dimension
-        form it in the ranges of tokens that are sliced after it,  # selections, token_ranges,
-            or of the tokens that a mask keeps                     # ranges
+    for amplifier in the largest products, and spread gradients:
+        replace ops without a rule by ops that have one            # prepare/decompose
+        move the classes into the last dimension                   # prepare/class_dimension
+        form the product in the ranges of tokens that are used     # prepare/ranges
         for each range:
-            span = label(amplifier): for each node after it        # spans, by the table in rules
-                Rows: a slice of it belongs to a chunk of tokens   # lattice
-                Partial: each chunk has a term of a sum
-                Whole: the same for all chunks; it stays outside
-            a few numbers per token that nothing large of the same pass reads leave the span
-            gradients = upstream * f(tokens): take upstream for 1  # passes, by the laws in rules
-                several upstream gradients, or one per token:
-                form the logits once more in the backward
-            body = the nodes of the span, for one chunk            # body
-            replace the span by one op that runs the body          # rewrite, program
-        add up in one place what ops add to the same gradient      # joint_sums
-    at run time, for each chunk:                                   # chunk_op
+            span = the nodes after it that work per token          # analysis/spans, by rules
+            passes = the order in which chunks give the results    # analysis/passes
+            body = the nodes of the span, for one chunk            # rewrite/body
+            replace the span by one op that runs the body          # rewrite/replace
+        let ops that add to the same gradient share its memory     # rewrite/joint_sums
+    at run time, for each chunk:                                   # runtime/chunk_op
         form the product in a buffer, run the compiled body on it,
-        put rows in their place, add terms up                      # assemble
-    multiply the gradients by upstream
+        write rows to their places, add terms up                   # runtime/assemble
+
+Where things are, from the lowest to the highest:
+
+* `reasons.py`: why a graph is not chunked, and how users learn it.
+* `fx_graph/`: facts about single nodes, and edits of a graph.
+* `runtime/`: the op that works through the tokens, chunk by chunk.
+* `analysis/`: what each node is to a chunk, in which order results exist, and predicted memory.
+* `prepare/`: rewrites that keep every value, so that the rules apply.
+* `rewrite/`: a span of nodes becomes the op.
+* `cross_entropy/`: losses that have an op of their own.
+* `driver.py`, `backend.py`, `explain.py`: the pass, the backend of torch.compile, the report.
 
 Terms:
     amplifier: a matrix product whose result is larger than its left factor.
     span: the nodes that are evaluated once per chunk.
+    layout: what a value is to one chunk: some of its rows, a term of a sum, or the whole value.
     rows: the dimensions of a value that are its tokens.
-    group: tokens that an op mixes, such as a sequence; a chunk takes whole groups.
-    range: tokens that follow each other, such as the chosen half of a batch; in all that is large
-        they are formed, and chunked, by themselves. Those that a mask keeps count as the first.
-    wide: what has many numbers for each token, more than a quarter of the vocabulary.
-    pass: one way through all tokens; the next one can read sums of those before.
-    spread: an upstream gradient expanded or scattered over the logits, which no product leads to.
-    degree: 1 for what is proportional to the upstream gradient, 0 for what does not depend on it.
-    waiting: factors of a gradient lie in its memory until all are there (`assemble.Waiting`).
+    group: tokens that an op mixes, such as a sequence. A chunk never cuts a group.
+    range: consecutive tokens, such as the chosen half of a batch. Each range is chunked by itself.
+        The tokens that a mask keeps count as the first range.
+    wide: more than a quarter of the vocabulary's numbers for each token.
+    pass: one way through all tokens. A later pass can read sums of the passes before it.
+    spread: an upstream gradient that is expanded or scattered to the size of the logits.
+    degree: 1 for a value proportional to the upstream gradient, 0 for one that is independent.
+    waiting: left factors of a weight gradient, stored in its memory until all chunks have run.
 
-A loss in a graph that is traced already, forward and backward, is not recognised: `chunk` on such a
-graph chunks it like any other.
-
-`edit` adds nodes to graphs, orders them and undoes changes; `values` is what is asked of a node;
-`predict` is the peak of a graph; `op_plan` the op's tiles; `backend` and `explain` are for users,
-and `inductor` keeps clear of what Inductor gets wrong.
+A graph that was traced with its backward has no Dynamo graph. `chunk` rewrites it as a joint graph.
 """
 
 from storage_ops.autochunk.backend import chunk
-from storage_ops.autochunk.driver import ChunkError
 from storage_ops.autochunk.explain import Explanation, explain
+from storage_ops.autochunk.reasons import ChunkError
 
 __all__ = ["ChunkError", "Explanation", "chunk", "explain"]

@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from storage_ops import matmul
-from storage_ops.autochunk import random_numbers
-from storage_ops.autochunk.driver import ChunkError, Report, chunk_graph
-from storage_ops.autochunk.inductor import mended
-from storage_ops.autochunk.log import Words, log, warn
-from storage_ops.autochunk.recognise import NOTHING, Recognised, recognise
-from storage_ops.autochunk.values import returned
+from storage_ops.autochunk.cross_entropy.recognise import NOTHING, Recognised, recognise
+from storage_ops.autochunk.driver import Report, chunk_graph
+from storage_ops.autochunk.fx_graph.joint_graph import save_random_numbers
+from storage_ops.autochunk.fx_graph.nodes import returned
+from storage_ops.autochunk.reasons import ChunkError, Words, log, warn
+from storage_ops.autochunk.runtime.inductor import mended
 from storage_ops.loss.planning import devices
 from storage_ops.quantities import parse_bytes
 
@@ -325,7 +325,7 @@ def backend(
     words = Words()
     for name, last in (
         (_PASS, _make_pass(chosen, visible, recognised, words, _graph_break(gm))),
-        (_LAST, _pass(random_numbers.keep, lambda: "storage_ops.random_numbers")),
+        (_LAST, _pass(save_random_numbers, lambda: "storage_ops.random_numbers")),
     ):
         patches[name] = _after(patches.get(name, getattr(config, name)), last)
     if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 
 from torch import fx
 
-from storage_ops.autochunk.chunk_op import in_body
-from storage_ops.autochunk.class_dimension import move_classes_last
-from storage_ops.autochunk.double_backward import connect, disconnect
-from storage_ops.autochunk.edit import Undo, retire
-from storage_ops.autochunk.joint_sums import Term, add_up
-from storage_ops.autochunk.lattice import Conflict, same
-from storage_ops.autochunk.log import log
-from storage_ops.autochunk.op_plan import budget_of
-from storage_ops.autochunk.passes import Passes, order
-from storage_ops.autochunk.predict import peak, wide_sums
-from storage_ops.autochunk.prepare import (
-    Mutations,
-    join_batches,
-    new_values,
-    prepare,
-    starts,
-)
-from storage_ops.autochunk.ranges import take_apart
-from storage_ops.autochunk.recognise import NOTHING, Recognised
-from storage_ops.autochunk.rewrite import Limits, rewrite
-from storage_ops.autochunk.spans import (
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.op_plan import budget_of
+from storage_ops.autochunk.analysis.passes import Passes, order
+from storage_ops.autochunk.analysis.predict import peak
+from storage_ops.autochunk.analysis.spans import (
     LARGE,
     TRIES,
     Span,
@@ -39,7 +21,10 @@ from storage_ops.autochunk.spans import (
     propagate,
     resampled,
 )
-from storage_ops.autochunk.values import (
+from storage_ops.autochunk.cross_entropy.recognise import NOTHING, Recognised
+from storage_ops.autochunk.fx_graph.edit import Undo, retire
+from storage_ops.autochunk.fx_graph.joint_graph import connect, disconnect
+from storage_ops.autochunk.fx_graph.nodes import (
     ends,
     hint,
     leading_to,
@@ -49,11 +34,20 @@ from storage_ops.autochunk.values import (
     owner,
     tangents_of,
 )
+from storage_ops.autochunk.prepare.class_dimension import move_classes_last
+from storage_ops.autochunk.prepare.decompose import (
+    Mutations,
+    join_batches,
+    new_values,
+    prepare,
+    starts,
+)
+from storage_ops.autochunk.prepare.ranges import take_apart
+from storage_ops.autochunk.reasons import Conflict, describe, internal, log
+from storage_ops.autochunk.rewrite.joint_sums import Term, add_up
+from storage_ops.autochunk.rewrite.replace import Limits, rewrite
+from storage_ops.autochunk.runtime.chunk_op import in_body
 from storage_ops.quantities import readable
-
-
-class ChunkError(RuntimeError):
-    """A graph was to be chunked for certain (`strict=True`), and is not."""
 
 
 @dataclass
@@ -87,27 +81,6 @@ class Report:
             reason, self.error = internal(error), self.error or error
             log.debug("internal error", exc_info=error)
         self.reason = self.reason or reason
-
-
-def describe(conflict: Conflict) -> str:
-    """A conflict with its node and where in the user's code that comes from."""
-    node = conflict.node
-    if node is None:
-        return str(conflict)
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    places = [i for i, line in enumerate(lines[:-1]) if line.startswith("File ")]
-    where = f" ({lines[places[-1]]}: {lines[places[-1] + 1]})" if places else ""
-    return f"{node.name} = {node.target}: {conflict}{where}"
-
-
-def internal(error: Exception) -> str:
-    """The reason that an unexpected error is: what to report, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return (
-        f"internal error of the auto-chunker, {type(error).__name__}: {error}{place}; the graph is "
-        "unchanged. Please report this with the output of STORAGE_OPS_LOGS=autochunk"
-    )
 
 
 def chunk_graph(
@@ -184,7 +157,10 @@ class _Work:
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(found)
-                report.peak_after = peak(graph)
+                after = peak(graph)
+                if self.num_chunks is None:  # else chunks were asked for
+                    _check_saving(report.peak_after, after)
+                report.peak_after = after
             except Exception as error:
                 undo()
                 self.parts = parts
@@ -225,8 +201,6 @@ class _Work:
                 retire(self.graph)
         add_up(self.graph, terms)
         self.graph.lint()
-        if self.num_chunks is None:
-            _check_saving(self.graph, self.whole(amplifier))
         return total
 
     def check(self, amplifier: fx.Node) -> None:
@@ -295,14 +269,12 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
     return "no matrix product is larger than its input"
 
 
-def _check_saving(graph: fx.Graph, elements: int) -> None:
-    """Raise if sums over chunks take more memory than a whole product does in fp32."""
-    whole = 4 * elements
-    for node in leading_to(ends(graph)):
-        if name_of(node) == "storage_ops._chunked_span.default":
-            sums = wide_sums(node)
-            if sums > whole:
-                raise Conflict(
-                    f"has {readable(whole)} in fp32, less than chunks would take: their 16-bit "
-                    f"gradients are summed in fp32, in {readable(sums)}",
-                )
+def _check_saving(whole: int, in_chunks: int) -> None:
+    """Raise Conflict if the predicted peak of a graph is larger in chunks than as a whole.
+
+    The reason may be targets that only chunks need in memory, or gradients that chunks sum in fp32.
+    """
+    if in_chunks > whole:
+        raise Conflict(
+            f"takes {readable(whole)} as a whole, less than in chunks, {readable(in_chunks)}"
+        )

@@ -1,7 +1,7 @@
 """Memory of a graph, whose nodes and values are known before it runs, in the same books as a run's.
 
 A graph of ops has a block for each storage (`graph/schedule.py`). Of a graph that Inductor fuses
-only some values have memory (`autochunk/predict.py` knows which).
+only some values have memory: `autochunk/analysis/predict.py` knows which.
 """
 
 from __future__ import annotations

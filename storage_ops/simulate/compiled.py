@@ -184,7 +184,7 @@ def _made_of(
     from torch._inductor.decomposition import select_decomp_table
 
     from storage_ops.autochunk.backend import apply, taken
-    from storage_ops.autochunk.recognise import recognise
+    from storage_ops.autochunk.cross_entropy.recognise import recognise
 
     (chunks, budget, strict), _ = taken(options)
     recognised = recognise(gm, chunks, budget)
@@ -206,7 +206,7 @@ def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
     """A graph to run as it is; what a chunk takes is there while the op runs that has chunks."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
-    from storage_ops.autochunk.predict import held_inside
+    from storage_ops.autochunk.analysis.predict import held_inside
 
     chunked = torch.ops.storage_ops._chunked_span.default
     for node in gm.graph.find_nodes(op="call_function", target=chunked):

@@ -11,8 +11,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 from storage_ops.autochunk import backend
-from storage_ops.autochunk import chunk_op as chunks
-from storage_ops.autochunk.recognise import NOTHING, recognise
+from storage_ops.autochunk.cross_entropy.recognise import NOTHING, recognise
+from storage_ops.autochunk.runtime import chunk_op as chunks
 
 B, T, D, V = 4, 8, 16, 320
 
@@ -163,7 +163,9 @@ def weighted(f, x, w, t):
     return *(o.detach() for o in outs), x.grad, w.grad
 
 
-def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=None):
+def interpreted(
+    f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=None, memory_budget=None
+):
     """Compiled as the backend does it, but run op by op: a test takes a second.
 
     Until the end of the test: a chunk of the backward is compiled when that runs.
@@ -174,7 +176,7 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
     recognised = NOTHING
 
     def partition(joint, inputs, **options):
-        report = backend.apply(joint.graph, num_chunks, None, strict, None, recognised)
+        report = backend.apply(joint.graph, num_chunks, memory_budget, strict, None, recognised)
         if reports is not None:
             reports.append(report)
         if ops is not None:
@@ -185,7 +187,7 @@ def interpreted(f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=N
 
     def compiler(gm, inputs):
         nonlocal recognised
-        recognised = recognise(gm, num_chunks)
+        recognised = recognise(gm, num_chunks, memory_budget)
         return aot_autograd(
             fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
             partition_fn=partition,

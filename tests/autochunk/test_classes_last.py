@@ -6,7 +6,7 @@ from torch.autograd import grad
 from torch.nn import functional as F
 
 from storage_ops.autochunk import explain
-from storage_ops.autochunk.recognise import recognise
+from storage_ops.autochunk.cross_entropy.recognise import recognise
 
 from .losses import interpreted
 

@@ -7,14 +7,16 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import ChunkError, chunk, driver, explain, prepare, rewrite
-from storage_ops.autochunk import chunk_op as chunks
+from storage_ops.autochunk import ChunkError, chunk, driver, explain
+from storage_ops.autochunk.prepare import decompose
+from storage_ops.autochunk.rewrite import replace
+from storage_ops.autochunk.runtime import chunk_op as chunks
 
 N, D, V = 64, 8, 500
 STAGES = [
-    (driver, "peak"), (prepare, "decompose"), (driver, "propagate"), (driver, "order"),
-    (rewrite, "share"), (rewrite, "group_bytes"), (rewrite, "encode_graph"), (rewrite, "_replace"),
-    (rewrite, "sort"),
+    (driver, "peak"), (decompose, "decompose"), (driver, "propagate"), (driver, "order"),
+    (replace, "share"), (replace, "group_bytes"), (replace, "encode_graph"), (replace, "_replace"),
+    (replace, "sort"),
 ]  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_the_graph_is_left_as_it_was(module, name, monkeypatch):
 
 def test_strict_raises(monkeypatch):
     gm, _ = traced()
-    monkeypatch.setattr(rewrite, "encode_graph", broken)
+    monkeypatch.setattr(replace, "encode_graph", broken)
     with pytest.raises(ChunkError, match="internal error") as caught:
         chunk(gm, num_chunks=4, strict=True)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -92,7 +94,7 @@ def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
     gm = make_fx(gated, tracing_mode="fake")(*given)
     text = str(gm.graph)
     assert "aten.glu.default" in text
-    monkeypatch.setattr(prepare, "_decomposition", lambda target: broken)
+    monkeypatch.setattr(decompose, "_decomposition", lambda target: broken)
     with pytest.raises(ChunkError, match="no rule for aten"):
         chunk(gm, num_chunks=4, strict=True)
     assert str(gm.graph) == text

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk import chunk_op as chunks
-from storage_ops.autochunk import inductor
+from storage_ops.autochunk.runtime import chunk_op as chunks
+from storage_ops.autochunk.runtime import inductor
 
 from .losses import arguments
 from .tails import HEADS, LARGE, LAST, SMALL

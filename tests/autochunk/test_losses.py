@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk import chunk_op as chunks
 from storage_ops.autochunk.backend import backend
-from storage_ops.autochunk.program import decode_graph
+from storage_ops.autochunk.runtime import chunk_op as chunks
+from storage_ops.autochunk.runtime.program import decode_graph
 
 from .losses import LOSSES, D, V, arguments, interpreted, run
 

@@ -5,7 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from storage_ops.autochunk import chunk, driver, recognise
+from storage_ops.autochunk import chunk, driver
+from storage_ops.autochunk.cross_entropy import recognise
 
 from .losses import D, V, arguments, interpreted, run
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from storage_ops.autochunk.recognise import recognise
+from storage_ops.autochunk.cross_entropy.recognise import recognise
 
 N, D, V = 64, 8, 4096
 

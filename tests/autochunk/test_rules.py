@@ -8,8 +8,9 @@ import torch
 import torch._inductor.inductor_prims  # defines some prims
 from torch import fx
 
-from storage_ops.autochunk.lattice import Conflict, Rows, reshape
-from storage_ops.autochunk.rules import RULES, rule_of
+from storage_ops.autochunk.analysis.layouts import Rows, reshape
+from storage_ops.autochunk.analysis.rules import RULES, rule_of
+from storage_ops.autochunk.reasons import Conflict
 
 ROWS, COLUMNS, OTHER = 4, 6, 5
 SIZES = {"aten.full.default": 0, "aten.zeros.default": 0, "aten.ones.default": 0}

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import storage_ops
-from storage_ops.autochunk import assemble
 from storage_ops.autochunk.backend import backend
+from storage_ops.autochunk.runtime import assemble
 
 from .losses import V, biased, distillation, flat, interpreted, policy_ratio, run, squared
 from .losses import z_loss_and_entropy as mixed
@@ -39,7 +39,7 @@ def waiting(monkeypatch):
             made.append(self)
             super().settle()
 
-    monkeypatch.setattr("storage_ops.autochunk.chunk_op.Waiting", Watched)
+    monkeypatch.setattr("storage_ops.autochunk.runtime.chunk_op.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
     yield made
     torch.use_deterministic_algorithms(False)

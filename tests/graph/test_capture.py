@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from storage_ops import graph
-from storage_ops.graph import capture, rng
-from storage_ops.graph.remat import recompute
+from storage_ops.graph.recompute import capture, rng
+from storage_ops.graph.recompute.remat import recompute
 
 from .models import GPT, MODES, batch, both, count, gpt_step, leaves, selective
 

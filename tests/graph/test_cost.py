@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from storage_ops import graph
-from storage_ops.graph.remat import recompute
+from storage_ops.graph.recompute.remat import recompute
 from storage_ops.memory import measure
 
 from .models import GPT, MODES, batch, gpt_step

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import storage_ops
 from storage_ops import graph
 from storage_ops.foundation.regions import mark_of
-from storage_ops.graph import rng
+from storage_ops.graph.recompute import rng
 
 from .models import (
     GPT,

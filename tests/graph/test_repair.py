@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import storage_ops
 from storage_ops import graph
-from storage_ops.graph import rng
-from storage_ops.graph.verify import verify_equal
+from storage_ops.graph.recompute import rng
+from storage_ops.graph.recompute.verify import verify_equal
 
 from .models import count, selective
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from storage_ops import graph
-from storage_ops.graph import rng
 from storage_ops.graph.nodes import copy_of
+from storage_ops.graph.recompute import rng
 
 from .compiled import (
     TRACES_GRAD,

@@ -1,0 +1,136 @@
+"""What a value is to one chunk of tokens: a slice of rows, a part of a sum, or all of it.
+
+The tokens are the rows of the product that amplifies its input. They come in groups of `step`
+tokens, and a chunk takes a range of groups. A group is one token unless an op mixes the tokens of a
+sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from storage_ops.autochunk.fx_graph.nodes import Size
+from storage_ops.autochunk.reasons import Conflict
+
+
+class Regroup(Exception):
+    """Chunks have to end at multiples of more tokens than `step`."""
+
+    def __init__(self, step: Size):
+        super().__init__(f"chunks of whole groups of {step} tokens are needed")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The elements of dimensions lo to hi - 1, in row-major order, belong to groups in their order.
+
+    Attributes:
+        per: elements of a group.
+        outer: how many times they do, one after another; more than once in no span.
+    """
+
+    lo: int
+    hi: int
+    per: Size = 1
+    outer: Size = 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same for every chunk."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each chunk has a term of a sum.
+
+    Attributes:
+        mean: the sum is divided by the number of elements summed, for it stands for a mean.
+    """
+
+    mean: bool = False
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Rows, once the value has been expanded to `sizes`."""
+
+    rows: Rows
+    sizes: tuple[Size, ...]
+
+
+Layout: TypeAlias = Rows | Whole | Partial | Spread
+
+
+def same(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(left == right))
+
+
+def less(left: Size, right: Size) -> bool:
+    """Whether a size is smaller than another for every value of their symbols."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left < right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(left < right))
+
+
+def divides(size: Size, other: Size) -> bool:
+    """Whether a size divides another for every value of their symbols."""
+    if isinstance(size, int) and isinstance(other, int):
+        return size > 0 and other % size == 0
+    return same(size, 1) or same(size, other)
+
+
+def equal(left: Layout | None, right: Layout | None) -> bool:
+    """Whether two layouts are the same."""
+    if isinstance(left, Rows) and isinstance(right, Rows):
+        places = (left.lo, left.hi) == (right.lo, right.hi)
+        return places and same(left.per, right.per) and same(left.outer, right.outer)
+    if isinstance(left, Spread) or isinstance(right, Spread):
+        return False
+    return left == right
+
+
+def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
+    """The coarsest way to say the same: dimensions that a chunk never cuts are none of its rows."""
+    lo, hi, per, outer = rows.lo, rows.hi, rows.per, rows.outer
+    while hi - lo > 1 and divides(shape[lo], outer):
+        outer = quotient(outer, shape[lo])
+        lo += 1
+    while hi - lo > 1 and divides(shape[hi - 1], per):
+        hi -= 1
+        per = quotient(per, shape[hi])
+    return Rows(lo, hi, per, outer)
+
+
+def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
+    """Where the rows of a tensor are after a view."""
+    for first, finest in itertools.product(
+        range(rows.lo, -1, -1), range(rows.hi, len(old) + 1)
+    ):  # fmt: skip
+        before, count = math.prod(old[:first]), math.prod(old[first:finest])
+        outer = rows.outer * math.prod(old[first : rows.lo])
+        per = rows.per * math.prod(old[rows.hi : finest])
+        for lo in range(len(new)):
+            if not same(math.prod(new[:lo]), before):
+                continue
+            for hi in range(lo + 1, len(new) + 1):
+                if same(math.prod(new[lo:hi]), count):
+                    return canonical(Rows(lo, hi, per, outer), new)
+    raise Conflict(f"the view from {tuple(old)} to {tuple(new)} mixes tokens")
+
+
+def quotient(size: Size, divisor: Size) -> Size:
+    """A size divided by one that divides it."""
+    return 1 if same(size, divisor) else size if same(divisor, 1) else size // divisor

@@ -1,0 +1,79 @@
+"""What the plan of linear cross-entropy's op depends on where it takes the place of a loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.fx_graph.nodes import hint, name_of
+from storage_ops.loss.call import Call, tensors_of, with_tensors
+from storage_ops.loss.engine.head import problem_of
+from storage_ops.loss.engine.ranks import ranks_of
+from storage_ops.loss.engine.tokens import tokens_of
+from storage_ops.loss.op import call_of_backward
+from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning.devices import rates_of
+from storage_ops.loss.planning.problem import Problem, padded, parts
+
+EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
+
+
+def budget_of(size: int, given: int | None) -> int:
+    """Bytes for what a chunk holds of a product of so many.
+
+    By default a quarter of them, at least 32 MiB and at most 1 GiB, as the loss's planner has it.
+    """
+    return planner.bounded(size // 4) if given is None else given
+
+
+def _problem(call: Call) -> Problem:
+    """What a call with fake tensors depends on; symbolic sizes count as their hints."""
+    with call.input.fake_mode:  # type: ignore[attr-defined]
+        call = with_tensors(call, tuple(map(_hinted, tensors_of(call))))
+        classes = len(call.weight)
+        tokens = tokens_of(call, ranks_of(call.group), 0, classes)
+        # Which tokens are ignored is not known: as if there were some.
+        gathers = not tokens.probabilities and call.ignore_index != EVERY
+        return replace(problem_of(call, tokens, classes), gathers=gathers)
+
+
+def _hinted(value: torch.Tensor | None) -> torch.Tensor | None:
+    if value is None:
+        return None
+    sizes, strides = ([hint(s) for s in each] for each in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def plan_of(
+    call: Call, num_chunks: int | None, budget: int | None
+) -> tuple[int | None, planner.Plan]:
+    """Return the op's memory_budget and its plan.
+
+    The budget is the given one, that of `num_chunks` chunks, or the op's default. Chunks of few
+    tokens are raised to a budget whose plan has at most as many tiles as there are tokens.
+    """
+    p, rates = _problem(call), rates_of(call.input.device)
+    if num_chunks is None:
+        budget = budget if budget is None else max(budget, planner.smallest_budget(p))
+        return budget, planner.choose(p, budget, rates)
+    tokens = max(p.tokens, 1)
+    count = min(num_chunks, tokens)
+    while True:
+        # A chunk of tokens, padding and products included; the few numbers per token on top.
+        share = parts(p.tokens, count) * padded(p.vocab)
+        budget = share * p.itemsize * 51 // 50 + cost.token_bytes(p)
+        budget = max(budget, planner.smallest_budget(p))
+        plan = planner.choose(p, budget, rates)
+        if count == 1 or plan.num_chunks * plan.num_slices <= tokens:
+            return budget, plan
+        count = -(-count // 2)
+
+
+def scratch(node: fx.Node) -> int:
+    """What the op, or its backward, holds besides its arguments and results, as planned."""
+    values: Any = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    call = call_of_backward(values) if "backward" in name_of(node) else Call(*values)
+    return plan_of(call, None, call.memory_budget)[1].peak_bytes

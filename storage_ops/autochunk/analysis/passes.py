@@ -1,0 +1,186 @@
+"""In what order a span's results can be had, and how they depend on the upstream gradient.
+
+A result that is linear in one number, the upstream gradient of a loss, is formed in the forward,
+with that number taken for 1, and multiplied by it afterwards. All else that depends on upstream
+gradients (several of them, one per token, their square) waits for them: it is formed in the
+backward, in passes that form the logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from storage_ops.autochunk.analysis.rules import Degree, rule_of
+from storage_ops.autochunk.analysis.spans import Span
+from storage_ops.autochunk.fx_graph.nodes import (
+    hint,
+    is_tensor,
+    is_zero,
+    leading_to,
+    numel,
+    reached,
+    shape,
+)
+from storage_ops.autochunk.reasons import Conflict, log
+
+
+class Turn(NamedTuple):
+    """A pass over the tokens: the backward ones come last, and find all of the forward's there."""
+
+    backward: bool
+    number: int
+
+
+@dataclass
+class Passes:
+    """A span in the order of its evaluation.
+
+    Attributes:
+        outputs: for every pass over the tokens, the nodes of the span that others read.
+        tangent: the upstream gradient that is taken for 1, if there is one.
+        scaled: nodes of the span, and what it reads, that carry it as a factor.
+        dependent: all nodes after it.
+    """
+
+    outputs: list[list[fx.Node]]
+    tangent: fx.Node | None = None
+    scaled: set[fx.Node] = field(default_factory=set)
+    dependent: set[fx.Node] = field(default_factory=set)
+
+
+def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
+    """Passes of a span, as few as there can be. What would need one more is left to the outside.
+
+    Raises:
+        Conflict: a result would be needed before it is there.
+    """
+    after = reached(span.amplifiers)
+    for node in _outputs(span, after):
+        if node in span.large:
+            user = next(u for u in node.users if u not in span.layouts)
+            if user.op == "output":
+                raise Conflict("is returned, or kept for a backward that is not in the graph", node)
+            raise Conflict("works on the whole of what should exist in chunks only", user)
+    result, late = Passes([]), set[fx.Node]()
+    try:
+        _scale(graph, span, result, tangents)
+    except Conflict as conflict:
+        log.debug("gradients wait for the backward, for %s: %s", conflict.node, conflict)
+        late = reached(tangents)
+    turns = _turns(graph, span, after, late)
+    outputs = _outputs(span, after)
+    groups = {turn: [n for n in outputs if turns[n] == turn] for turn in turns.values()}
+    result.outputs = [groups[turn] for turn in sorted(groups) if groups[turn]]
+    return result
+
+
+def _outputs(span: Span, after: set[fx.Node]) -> list[fx.Node]:
+    """Nodes of the span that are read outside it, or inside in another form."""
+    mismatched = {
+        arg
+        for reads in span.reads.values()
+        for arg, layout in reads
+        if arg in span.layouts and not span.reads_inside(arg, layout)
+    }
+    own = [n for n in span.layouts if n in after or n in span.amplifiers]
+    return [
+        n for n in own
+        if n in mismatched or any(user not in span.layouts for user in n.users)
+    ]  # fmt: skip
+
+
+def _turns(
+    graph: fx.Graph, span: Span, after: set[fx.Node], late: set[fx.Node]
+) -> dict[fx.Node, Turn]:
+    """The pass in which each node of the span can be evaluated; `late`: in the backward only.
+
+    Small values made of small ones leave the span where they can be had at once outside, when a
+    chunk can have its part: a mask by a quantile of all tokens, and its sum, take no pass.
+    """
+    inside: dict[fx.Node, Turn] = {}
+    outside: dict[fx.Node, Turn] = {}  # the first pass that can read the whole of a value
+
+    def whole(arg: fx.Node) -> Turn:
+        if arg in inside and arg not in outside:
+            return inside[arg]._replace(number=inside[arg].number + 1)
+        return outside.get(arg, Turn(False, 0))
+
+    for node in graph.nodes:
+        start = Turn(node in late, 0)
+        alone = max([start, *map(whole, node.all_input_nodes)])
+        led_to = node in after or node in span.amplifiers
+        if node in span.layouts:
+            reads = span.reads[node]
+            inside[node] = max(
+                [start, *(inside[a] if span.reads_inside(a, lay) else whole(a) for a, lay in reads)]
+            )
+            small = node not in span.large and not any(a in span.large for a, _ in reads)
+            if led_to and small and alone <= inside[node]:
+                del inside[node], span.layouts[node], span.reads[node]
+        if node not in span.layouts or not led_to:
+            outside[node] = alone  # what no amplifier leads to can also be had whole
+    for node in reversed(graph.nodes):
+        if node in span.layouts and node in after and _can_leave(span, node, inside):
+            del inside[node], span.layouts[node], span.reads[node]
+    return inside
+
+
+def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
+    """Whether a node is made of a few numbers per token that nothing in its pass needs.
+
+    Chunks then end at these numbers, and those of several losses are alike: one is compiled.
+    """
+    if node in span.large or any(
+        a in span.large or (a in span.layouts and numel(a) > hint(span.tokens))
+        for a, _ in span.reads[node]
+    ):
+        return False
+    users = [u for u in node.users if u in span.layouts]
+    return all(span.reads[u] and turns[u] > turns[node] for u in users)
+
+
+def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node]) -> None:
+    """Find the upstream gradient that can be taken for 1, if one is read.
+
+    Raises:
+        Conflict: there are several, or it is no mere factor.
+    """
+    read = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
+    below = {t: reached([t]) | {t} for t in tangents}
+    used = [t for t in tangents if below[t] & (read | set(span.layouts))]
+    if not used:
+        return
+    if len(used) > 1:
+        raise Conflict(f"{len(used)} upstream gradients meet in it", used[1])
+    (tangent,) = used
+    if shape(tangent):
+        sizes = tuple(shape(tangent))
+        raise Conflict(f"the upstream gradient is not a scalar: its shape is {sizes}", tangent)
+    of_interest = [n for n in [*read, *span.layouts] if n in below[tangent]]
+    degrees = _degrees(graph, tangent, leading_to(of_interest) & below[tangent])
+    result.scaled = {n for n in of_interest if degrees[n] == 1}
+    result.tangent, result.dependent = tangent, below[tangent]
+
+
+def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict[fx.Node, Degree]:
+    """The degrees of nodes in the upstream gradient, of which all others have none."""
+    found: dict[fx.Node, Degree] = {tangent: 1}
+
+    def degree(item: object) -> Degree:
+        if is_zero(item):
+            return None
+        return found.get(item, 0) if isinstance(item, fx.Node) else 0
+
+    for node in graph.nodes:
+        if node not in dependent or node is tangent:
+            continue
+        if not is_tensor(node):
+            raise Conflict("depends on the upstream gradient", node)
+        try:
+            found[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
+        except Conflict as conflict:
+            raise Conflict(str(conflict), conflict.node or node) from None
+    return found

@@ -1,0 +1,264 @@
+"""What a compiled graph holds at most above its inputs, predicted from its values' lifetimes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.analysis.rules import RULES
+from storage_ops.autochunk.fx_graph.nodes import (
+    elements,
+    ends,
+    hint,
+    leading_to,
+    name_of,
+    nbytes,
+    numel,
+    owner,
+    reached,
+    short_name,
+    tangents_of,
+    values_of,
+)
+from storage_ops.autochunk.runtime.program import Program, blocks, decode, results_of
+from storage_ops.foundation.lifetimes import Moment, levels_during
+
+_FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
+_REDUCTIONS = ("sum", "reduce")
+_WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of their own, on a CPU
+_HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+_ALIASES = ("alias", "detach")  # like slices, they read a tensor in memory without a copy
+_ELSEWHERE = {"sum", "along"}  # kinds of ops whose loops Inductor does not fuse
+_APART = {*_ELSEWHERE, "gather", "reduce"}  # the same for a value that reads many others
+_MANY = 4  # Inductor stores what several ops read if it reads more than so many values
+_VIEWS = ("view", "expand", "permute", "getitem")
+
+
+def fusion_kind(node: fx.Node) -> str:
+    """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
+    rule = RULES.get(name_of(node)) if node.op == "call_function" else None
+    if rule is not None:
+        return "gather" if rule.kind == "index" and "put" not in name_of(node) else rule.kind
+    tags = getattr(node.target, "tags", ())
+    if name_of(node) == "aten.copy_.default":  # a chunk over its product
+        return "elementwise"
+    fused = torch.Tag.pointwise in tags or name_of(node) == "prims.iota.default"
+    return "elementwise" if fused else "opaque"
+
+
+def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
+    """Predicted peak bytes above the inputs, where all of a forward comes before its backward.
+
+    On a CPU Inductor makes one kernel of a chunk: nothing is freed before it ends, `of_chunk`.
+
+    Element by element ops are fused into what reads them, as Inductor does, and exist only where a
+    product, a reduction or the graph's end reads them. A value made from one of its own size that
+    nothing else reads takes over its memory, unless the loop that makes it also reduces that one,
+    or another loop gathers from that one.
+    """
+    backward = reached(tangents_of(graph))
+    alive = leading_to(ends(graph))
+    nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
+    reads, stored = _reads(nodes, backward)
+    kept = {
+        (each, node in backward)
+        for node in nodes
+        if fusion_kind(node) in (*_REDUCTIONS, "gather")
+        for each in reads[node]
+    }
+    moments = []
+    for node in nodes:
+        if node in stored:
+            fused = fusion_kind(node) in _FUSED
+            moments.append(Moment(
+                node.name, {n: nbytes(n) for n in _results(node)}, reads[node], held_inside(node),
+                [n for n in reads[node] if fused and (n, node in backward) not in kept],
+            ))  # fmt: skip
+        elif node.op == "output":
+            moments.append(Moment(node.name, reads=reads[node]))
+    if of_chunk and any(map(_on_cpu, stored)):
+        moments[-1] = replace(moments[-1], reads={*moments[-1].reads, *_not_overwritten(moments)})
+    return max(levels_during(moments), default=0)
+
+
+def _not_overwritten(moments: list[Moment]) -> set[fx.Node]:
+    """Return what is made, but for what a later value takes over the memory of."""
+    last = {n: i for i, moment in enumerate(moments) for n in (*moment.makes, *moment.reads)}
+    sizes = {n: size for moment in moments for n, size in moment.makes.items()}
+    for i, moment in enumerate(moments):
+        size = sum(moment.makes.values())
+        over = [n for n in moment.overwrites if last[n] == i and sizes.get(n) == size]
+        for n in over[:1]:
+            del sizes[n]
+    return set(sizes)
+
+
+def _reads(
+    nodes: list[fx.Node], backward: Container[fx.Node]
+) -> tuple[dict[fx.Node, set[fx.Node]], set[fx.Node]]:
+    """What each node reads that is in memory, through what is fused into it, and what is stored."""
+    reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
+    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of what is stored
+    loads, many = dict[fx.Node, set[object]](), set[fx.Node]()
+    for node in nodes:
+        kind = fusion_kind(node)
+        if kind in (*_FUSED, *_VIEWS) and (
+            short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
+        ):
+            heavy.add(node)
+        read: set[fx.Node] = set()
+        for arg in node.all_input_nodes:
+            read |= {arg} if arg in there else reads[arg]
+        reads[node] = read
+        loads[node] = _loads(node, loads, there)
+        if len(loads[node]) > _MANY:
+            many.add(node)
+        base = owner(node)
+        exists = base is not node and (base.op == "placeholder" or base in stored)
+        part = exists and (kind in ("along", "select") or short_name(node) in _ALIASES)
+        if not part and _is_stored(node, backward, heavy, many):
+            stored.add(node)
+            there.update(_results(node))
+            heavy.discard(node)
+    return reads, stored
+
+
+def _loads(
+    node: fx.Node, known: Mapping[fx.Node, set[object]], there: Container[fx.Node]
+) -> set[object]:
+    """Return what Inductor's loop for a value loads, through what is fused into it.
+
+    Each index of the same value is a load of its own. An interpolation counts as many, because it
+    computes its indices. The largest of `x * number` in a softmax becomes three loads: Inductor
+    takes the largest and the smallest of `x`, and tests for inf. Single numbers do not count.
+    """
+    if short_name(node) == "_unsafe_index":
+        return {(node, i) for i in range(_MANY + 1)}
+    found: set[object] = set()
+    for arg in node.all_input_nodes:
+        if arg not in there and arg.op != "placeholder":
+            found |= known[arg]
+        elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
+            found |= {(arg, i) for i in range(3)}
+        elif numel(arg) > 1:
+            found.add(arg)
+    return {(node, each) for each in found} if fusion_kind(node) == "gather" else found
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """A node itself, or its results where there are several: each has a life of its own."""
+    return [u for u in node.users if name_of(u) == "getitem"] or [node]
+
+
+def _is_stored(
+    node: fx.Node, backward: Container[fx.Node], heavy: Container[fx.Node],
+    many: Container[fx.Node],
+) -> bool:  # fmt: skip
+    kind = fusion_kind(node)
+    if node.op != "call_function" or name_of(node) == "aten.copy_.default":
+        return False
+    if name_of(node) in _WRITTEN and _on_cpu(node):
+        return True
+    if kind in _FUSED or kind == "expand":
+        readers = [fusion_kind(u) for u in _readers(node)]
+        if kind == "expand":  # no product reads one number as a matrix
+            return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
+        apart = not _ELSEWHERE.isdisjoint(readers)
+        once = apart and node in heavy and evaluated_once(node, backward)
+        once = once or (node in many and not _APART.isdisjoint(readers) and _is_reused(node))
+        return "product" in readers or "opaque" in readers or once
+    return kind not in _VIEWS
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    return any(value.device.type == "cpu" for value in values_of(node))
+
+
+def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
+    """Whether Inductor stores what takes long, and does not evaluate it in each loop that reads it.
+
+    It does so on a CPU, for each of the graphs into which a joint graph is split.
+    """
+    late = [u in backward for u in _readers(node)]
+    return _on_cpu(node) and (late.count(True) > 1 or late.count(False) > 1)
+
+
+def _is_reused(node: fx.Node) -> bool:
+    """Return True if several ops read a value, through the same view or not."""
+    return len(node.users) > 1
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What reads a value, also through views of it."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if fusion_kind(user) in _VIEWS:
+                stack.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def held_inside(node: fx.Node) -> int:
+    """What an op of ours holds while it runs, besides its results."""
+    if name_of(node) == "storage_ops._chunked_span.default":
+        counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
+        programs = zip(decode(str(node.args[4])), counts, strict=True)
+        wide, late = _sums(node)
+        chunk = max(_chunk(node, p, -(-n // p.count(n))) for p, n in programs)
+        return wide + max(chunk - late, 0)
+    if name_of(node).startswith("storage_ops.linear_cross_entropy"):
+        from storage_ops.autochunk.analysis.op_plan import scratch
+
+        return scratch(node)
+    return 0
+
+
+def _chunk(node: fx.Node, program: Program, size: int) -> int:
+    """Bytes of a chunk of so many groups."""
+    held, values = size * program.group_bytes, values_of(node)
+    if program.in_blocks:
+        held += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
+    # Terms of sums that the body forms are there beside the sum.
+    return held + sum(
+        elements(values[spec.place]) * values[spec.place].element_size()
+        for spec in program.outputs
+        if spec.rows is None and spec.factors is None
+    )
+
+
+def _sums(node: fx.Node) -> tuple[int, int]:
+    """Return the bytes of the fp32 sums that 16-bit results of a chunked span are rounded from,
+    and of the results that do not exist until the last chunk is gone.
+    """
+    programs, values = decode(str(node.args[4])), values_of(node)
+    wide, late_results = dict[int, int](), dict[int, int]()
+    alone = {each[0].place for each in results_of(programs) if len(each) == 1}
+    given: Any = node.args[0]
+    tensors = iter([v for t in given for v in values_of(t)])
+    for program in programs:
+        inputs = [([hint(s) for s in v.shape], v.element_size())
+                  for v in islice(tensors, len(program.inputs))]  # fmt: skip
+        specs = [spec for spec in program.outputs if values[spec.place].element_size() == 2]
+        sizes = {spec: [hint(s) for s in values[spec.place].shape] for spec in specs}
+        waiting = [spec for spec in specs
+                   if spec.place in alone and program.waits(spec, sizes[spec], inputs)]  # fmt: skip
+        late = {program.holds_product(spec) for spec in waiting} - {None}
+        for spec in specs:
+            total = spec.rows is None and spec not in waiting
+            if total or program.shares_factor(spec) in late:
+                wide[spec.place] = 4 * elements(values[spec.place])
+            if total:
+                late_results[spec.place] = 2 * elements(values[spec.place])
+    return sum(wide.values()), sum(late_results.values())
+
+
+def _value(item: object) -> Any:
+    return item.meta["val"] if isinstance(item, fx.Node) else item

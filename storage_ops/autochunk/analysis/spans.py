@@ -1,0 +1,398 @@
+"""Finds the product that amplifies its input, and what each value after it is to one chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from storage_ops.autochunk.analysis import rules
+from storage_ops.autochunk.analysis.layouts import (
+    Layout,
+    Partial,
+    Regroup,
+    Rows,
+    Spread,
+    Whole,
+    canonical,
+    equal,
+    reshape,
+    same,
+)
+from storage_ops.autochunk.analysis.rules import Labelled, rule_of
+from storage_ops.autochunk.fx_graph.nodes import Size, hint, name_of, numel, reached, shape, tensors
+from storage_ops.autochunk.reasons import Conflict, log
+
+TRIES = 4  # products that are tried, the largest first
+_INDICES = ("aten.index.Tensor", "aten._unsafe_index.Tensor")
+LARGE = 4  # values of more than a quarter of the amplifier's elements exist in chunks only
+
+
+@dataclass
+class Span:
+    """The nodes that are evaluated once per chunk, and what they read and give.
+
+    Attributes:
+        amplifiers: the products whose results are never whole, and their rows.
+        tokens: how many there are.
+        step: tokens of a group, which a chunk does not cut.
+        layouts: of every node in the span.
+        reads: of every node in the span, its arguments and the layouts in which it reads them.
+        large: nodes that exist in chunks only.
+    """
+
+    amplifiers: dict[fx.Node, Rows]
+    tokens: Size
+    step: Size
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    reads: dict[fx.Node, list[tuple[fx.Node, Layout]]] = field(default_factory=dict)
+    large: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def groups(self) -> Size:
+        """How many groups there are."""
+        return self.tokens if same(self.step, 1) else self.tokens // self.step
+
+    def reads_inside(self, arg: fx.Node, layout: Layout) -> bool:
+        """Whether a node of the span takes this argument from the same chunk."""
+        found = self.layouts.get(arg)
+        return isinstance(found, Rows) and equal(found, layout)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product."""
+    return node.op == "call_function" and name_of(node) in rules.PRODUCTS
+
+
+def stops(node: fx.Node) -> bool:
+    """Whether what comes after a node is no part of a span that leads to it."""
+    return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
+
+
+def amplifies(node: fx.Node, elements: int = 0) -> bool:
+    """Return True if a product, or a value of so many elements, is larger than its left factor."""
+    left: Any = node.args[1 if "addmm" in name_of(node) else 0]
+    return max(elements, numel(node)) > numel(left)
+
+
+def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the products whose results are interpolated to more elements, and how many."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if name_of(node) in _INDICES and "val" in node.meta:
+            stack, seen = [node.args[0]], set[object]()
+            if numel(node) <= numel(node.args[0]):
+                continue
+            while stack:
+                source = stack.pop()
+                if not isinstance(source, fx.Node) or source in seen:
+                    continue
+                seen.add(source)
+                if is_product(source):
+                    found[source] = max(found.get(source, 0), numel(node))
+                elif source.op == "call_function" and name_of(source) in rules.RULES:
+                    stack += source.all_input_nodes
+    return found
+
+
+def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
+    """What is larger than all that it is made of, the largest first.
+
+    Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
+    gradient is not part of a product's span if that is linear in the logits, such as their sum.
+    """
+    after, larger_results = reached(tangents), resampled(graph)
+    upstream = after | tangents
+    results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
+    for node in reversed(graph.nodes):
+        sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
+        results[node] = 0 if stops(node) else max(sizes, default=0)
+    found = []
+    for node in graph.nodes:
+        if node in tried:
+            continue
+        if is_product(node):
+            larger = node not in after and amplifies(node, larger_results.get(node, 0))
+        else:
+            given = [numel(a) for a in node.all_input_nodes if a in upstream]
+            larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
+        if larger:
+            found.append(node)
+    return sorted(found, key=numel, reverse=True)
+
+
+def rows_of(amplifier: fx.Node) -> list[Rows]:
+    """The dimensions of an amplifier that may be its tokens."""
+    last = len(shape(amplifier)) - 1
+    return [Rows(1, 2), Rows(0, 1)] if "bmm" in name_of(amplifier) else [Rows(0, max(last, 1))]
+
+
+def labels_of(node: fx.Node) -> Labelled:
+    """The labels of a call of an op that is no view."""
+    labels = rule_of(node).labels
+    assert labels is not None
+    return labels(node)
+
+
+def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
+    """What a node makes of the rows of an argument: rows, a part of a sum, or None: it mixes them.
+
+    Raises:
+        Conflict: the op has no rule.
+    """
+    if rule_of(node).labels is None:
+        return reshape(rows, shape(arg), shape(node))
+    labelled = labels_of(node)
+    for labels in labelled.args[arg]:
+        found = labels[rows.lo : rows.hi]
+        if all(label is not None and label in labelled.out for label in found):
+            lo = labelled.out.index(found[0])
+            if labelled.out[lo : lo + len(found)] == found:
+                return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(node))
+        if all(label in labelled.sums for label in found):
+            return Partial(labelled.mean)
+    return None
+
+
+class _Found(Exception):
+    """Another product amplifies tokens too."""
+
+    def __init__(self, node: fx.Node, rows: Rows):
+        self.node, self.rows = node, rows
+
+
+class _Propagation:
+    """One attempt, for given amplifiers and step."""
+
+    def __init__(self, graph: fx.Graph, amplifiers: dict[fx.Node, Rows], step: Size, cut: bool):
+        first, rows = next(iter(amplifiers.items()))
+        self.tokens = math.prod(shape(first)[rows.lo : rows.hi])
+        self.span = Span(amplifiers, self.tokens, step)
+        self.graph, self.cut = graph, cut
+        self.limit = numel(first)
+
+    def run(self) -> Span:
+        span = self.span
+        after = reached(span.amplifiers, lambda n: not stops(n))
+        span.large.update(span.amplifiers)
+        span.large.update(n for n in after if self.is_large(n) and not stops(n))
+        wanted = set(span.large)
+        for node in reversed(self.graph.nodes):
+            if node in after and not stops(node) and any(
+                user in wanted and user in after for user in node.users
+            ):  # fmt: skip
+                wanted.add(node)
+        for node in span.large:
+            wanted.update(node.users)
+        for node in self.graph.nodes:  # of several results each is had by itself
+            if node in wanted and isinstance(node.meta.get("val"), (tuple, list)):
+                wanted.update(node.users)
+        waiting, done = [n for n in self.graph.nodes if n in wanted], -1
+        while done != len(span.layouts):  # once more where a value was found by who reads it
+            done = len(span.layouts)
+            for node in waiting:
+                self.visit(node)
+            waiting = [n for n in waiting if n not in span.layouts]
+        return span
+
+    def is_large(self, node: fx.Node) -> bool:
+        return numel(node) * LARGE > self.limit
+
+    def visit(self, node: fx.Node) -> None:
+        span = self.span
+        known = [a for a in node.all_input_nodes if isinstance(span.layouts.get(a), Rows)]
+        if node in span.amplifiers:
+            rows = span.amplifiers[node]
+            self.accept(node, canonical(Rows(rows.lo, rows.hi, span.step), shape(node)))
+        elif known:
+            must = node in span.large or any(a in span.large for a in known)
+            if node.op == "output":
+                self.refuse_output(node)
+            try:
+                self.accept(node, self.result(node, known))
+            except Regroup:
+                if must or not self.cut:
+                    raise
+                log.debug("%s: read between two passes", node)
+            except Conflict as conflict:
+                if must:
+                    raise Conflict(str(conflict), conflict.node or node) from None
+                log.debug("%s: read between two passes, for it %s", node, conflict)
+
+    def refuse_output(self, node: fx.Node) -> None:
+        for a in node.all_input_nodes:
+            if a in self.span.large:
+                raise Conflict("is returned, or kept for a backward that is not in the graph", a)
+
+    def accept(self, node: fx.Node, out: Layout) -> None:
+        """Take a node into the span, and what it reads if that is large."""
+        reads = self.needs(node, out)
+        for _, layout in [(node, out), *reads]:
+            if isinstance(layout, Rows) and not same(layout.outer, 1):
+                raise Conflict("has its tokens side by side several times", node)
+        for arg, layout in reads:
+            self.take_results(node, arg, layout)
+            inside = self.span.layouts.get(arg)
+            if inside is not None and not equal(inside, layout) and arg in self.span.large:
+                raise Conflict(f"needs {arg} split in another way", node)
+        self.span.layouts[node] = out
+        self.span.reads[node] = reads
+        log.debug("%s = %s: %s", node, name_of(node), out)
+        for arg, layout in reads:
+            if (
+                arg not in self.span.layouts
+                and isinstance(layout, Rows)
+                and arg.op == "call_function"
+                and any(self.is_large(a) and a.op == "call_function" for a in (arg, *tensors(arg)))
+            ):
+                self.pull(arg, layout)
+
+    def take_results(self, node: fx.Node, arg: fx.Node, layout: Layout) -> None:
+        """Take what has several results into the span, or raise: they are no value to read."""
+        if arg in self.span.layouts or not isinstance(arg.meta["val"], (tuple, list)):
+            return
+        if isinstance(layout, Rows):
+            self.pull(arg, layout)
+        if arg not in self.span.layouts:
+            raise Conflict("is one of several results of what is not in chunks", node)
+
+    def pull(self, node: fx.Node, rows: Rows) -> None:
+        """Evaluate a large value in chunks though no amplifier leads to it."""
+        if is_product(node):
+            if amplifies(node):
+                raise _Found(node, rows)
+            return
+        try:
+            self.accept(node, rows)
+        except Conflict as conflict:
+            log.debug("%s: read whole, for it %s", node, conflict)
+
+    def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
+        """What the layouts of arguments make of a node."""
+        arg = known[0]
+        rows = self.span.layouts[arg]
+        assert isinstance(rows, Rows)
+        found = follow(node, arg, rows)
+        if found is None:
+            raise self.mixing(node, arg, rows)
+        return found
+
+    def mixing(self, node: fx.Node, arg: fx.Node, rows: Rows) -> Exception:
+        """Why an op cannot be given a slice: it mixes tokens, perhaps only within groups."""
+        labelled = labels_of(node)
+        labels = labelled.args[arg][0]
+        kept = rows.lo
+        first = labelled.out.index(labels[kept]) if labels[kept] in labelled.out else None
+        while first is not None and kept < rows.hi and labels[kept] is not None:
+            if labels[kept] not in labelled.out[first + kept - rows.lo :][:1]:
+                break
+            kept += 1
+        if kept > rows.lo:
+            mixed = math.prod(shape(arg)[kept : rows.hi])
+            if same(mixed, 0):
+                return Conflict("works on no tokens")
+            shared = math.gcd(mixed, rows.per) if isinstance(mixed, int) else 1
+            return Regroup(self.span.step * mixed // shared)
+        return Conflict("mixes tokens")
+
+    def needs(self, node: fx.Node, out: Layout) -> list[tuple[fx.Node, Layout]]:
+        """In which layouts a node reads its arguments."""
+        rule = rule_of(node)
+        if rule.labels is None:
+            assert isinstance(out, Rows)
+            (arg,) = tensors(node)
+            return [(arg, reshape(out, shape(node), shape(arg)))]
+        labelled = rule.labels(node)
+        if isinstance(out, Rows):
+            rows, found = out, labelled.out[out.lo : out.hi]
+        else:
+            arg = next(a for a in labelled.args if isinstance(self.span.layouts.get(a), Rows))
+            given = self.span.layouts[arg]
+            assert isinstance(given, Rows)
+            labels = next(x for x in labelled.args[arg] if x[given.lo] in labelled.sums)
+            rows, found = given, labels[given.lo : given.hi]
+        reads: list[tuple[fx.Node, Layout]] = []
+        for arg, each in labelled.args.items():
+            for labels in each:
+                layout = read(node, arg, labels, found, rows)
+                if any(a is arg and not equal(seen, layout) for a, seen in reads):
+                    raise Conflict(f"reads {arg} in two ways", node)
+                reads.append((arg, layout))
+        return reads
+
+
+def read(
+    node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
+) -> Layout:
+    """The layout of an argument that has some of the labels that are found along rows."""
+    if any(label is None for label in found):
+        raise Conflict("mixes tokens", node)
+    present = [label for label in found if label in labels]
+    if not present:
+        return Whole()
+    lo = labels.index(present[0])
+    if present == found and labels[lo : lo + len(found)] == found:
+        return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(arg))
+    if rule_of(node).labels is not rules.aligned:
+        raise Conflict(f"mixes tokens of {arg}", node)
+    # Of several row dimensions an argument of a broadcasting op may lack some.
+    out, own = shape(node), shape(arg)
+    own = [1] * (len(out) - len(own)) + own
+    first = int(found[0])  # type: ignore[call-overload]
+    end = first + len(found)
+    sizes = [*own[:first], *out[first:end], *own[end:]]
+    return Spread(canonical(replace(rows, lo=first, hi=end), sizes), tuple(sizes))
+
+
+def propagate(
+    graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int],
+    cut: bool = False,
+) -> Span:  # fmt: skip
+    """The span of an amplifier.
+
+    Args:
+        chunks: how many are wanted of the products in it.
+        cut: small values that mix tokens are read between two passes, instead of in groups.
+
+    Raises:
+        Conflict: there is none, and why.
+    """
+    conflict: Conflict | None = None
+    for rows in rows_of(amplifier):
+        try:
+            return _propagate_along(graph, {amplifier: rows}, chunks, cut)
+        except Conflict as error:
+            conflict = conflict or error
+    assert conflict is not None
+    raise conflict
+
+
+def _propagate_along(
+    graph: fx.Graph, amplifiers: dict[fx.Node, Rows],
+    chunks: Callable[[Collection[fx.Node]], int], always: bool,
+) -> Span:  # fmt: skip
+    step: Size = 1
+    cut, regrouped = always, 0
+    while regrouped < 16:
+        attempt = _Propagation(graph, amplifiers, step, cut)
+        try:
+            return attempt.run()
+        except _Found as found:
+            if not same(
+                attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
+            ):
+                raise Conflict("amplifies other tokens", found.node) from None
+            amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
+        except Regroup as group:
+            regrouped += 1
+            # Few large groups make few chunks. Then what mixes tokens is read between two passes.
+            if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
+                cut = True
+            elif same(step, group.step):
+                raise Conflict(str(group)) from None
+            else:
+                step = group.step
+    raise Conflict("needs chunks of ever larger groups", next(iter(amplifiers)))

@@ -1,0 +1,298 @@
+"""Writes the op of linear cross-entropy in the place of a product of Dynamo's graph.
+
+If a loss is linear in the numbers per token, the op computes the loss, and its gradients in the
+forward. For any other loss the op returns the numbers per token, and the user's code goes on from
+there; its backward forms the logits once more. `docs/design/chunker.md` compares that with the
+general rewrite in chunks, which is an alternative for such losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.op_plan import EVERY, plan_of
+from storage_ops.autochunk.analysis.spans import LARGE
+from storage_ops.autochunk.cross_entropy.dynamo_slice import (
+    ForwardSlice,
+    Splice,
+    products,
+    without_gradients,
+)
+from storage_ops.autochunk.cross_entropy.per_token import Head, bare
+from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.fx_graph.edit import Builder
+from storage_ops.autochunk.fx_graph.nodes import Size, name_of, numel, shape
+from storage_ops.autochunk.reasons import Conflict, log
+from storage_ops.loss.call import Call, arithmetic
+
+_ATEN = torch.ops.aten
+_TURNED = {"t", "transpose", "permute", "T", "mT"}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What an op has become: how many tiles it has, and how often it forms the logits."""
+
+    num_chunks: int
+    num_passes: int
+
+
+class Emitter:
+    """Writes calls of the op in the place of a product.
+
+    Attributes:
+        heads: what the product, or ranges of its tokens, are to the op.
+        learns: whether one of them has a gradient.
+    """
+
+    def __init__(
+        self, forward: ForwardSlice, heads: list[Head], num_chunks: int | None, budget: int | None
+    ):
+        self.forward, self.heads = forward, heads
+        self.num_chunks, self.budget = num_chunks, budget
+        spans = [head.span for head in heads]
+        amplifiers = [head.amplifier for head in heads]
+        inside = {node for span in spans for node in span.layouts}
+        self.size = Builder(forward.graph, amplifiers, inside).size
+        self.emitted = Emitted(0, 0)
+        self.learns = any(map(any, (head.learns for head in heads)))
+
+    def loss(self, tail: Tail) -> Emitted:
+        """Write a loss, and what the tail makes of zeros."""
+        (head,) = self.heads
+        splice = self.splice = Splice(self.forward, tail.loss)
+        call, copy = splice.call, splice.copy
+        # The weights of the tokens do not depend on the rows, of which only zeros are to be had.
+        given, marks = list(tail.leaves), None if tail.uniform else self.marks(head)
+        for row in head.rows:
+            dtype, sizes = arithmetic(row.meta["val"].dtype), self.numbers(shape(row))
+            if marks is None:
+                device = row.meta["val"].device
+                zeros = call(_ATEN.full.default, sizes, 0.0, dtype=dtype, device=device)
+            else:
+                zeros = call(_ATEN._to_copy.default, marks, dtype=dtype)
+                zeros = call(_ATEN.reshape.default, zeros, sizes)
+            given.append(zeros)
+        splice.env.update(zip(tail.inputs, given, strict=True))
+        token_weights, at_zero = copy(tail.weight), copy(tail.total)
+        if marks is not None:  # else the op would leave tokens out that make the loss nan
+            lost = call(_ATEN.where.ScalarOther, call(_ATEN.isnan.default, at_zero), marks, 0.0)
+            token_weights = call(_ATEN.add.Tensor, token_weights, lost)
+        made = self.op(
+            [head],
+            copy(head.targets[0]) if head.dense else self.flat(head.targets[0]),
+            class_weight=self.classes(head),
+            # Or else the op would look at each of them.
+            token_weight=None if tail.uniform else token_weights,
+            reduction="sum", label_smoothing=tail.label_smoothing, z_loss=tail.z_loss,
+        )  # fmt: skip
+        new = call(operator.getitem, made, 0)
+        if tail.uniform:
+            new = call(_ATEN.mul.Tensor, new, call(_ATEN.select.int, token_weights, 0, 0))
+        new = call(_ATEN.add.Tensor, new, at_zero)
+        tail.loss.replace_all_uses_with(self.like(new, tail.loss.meta["example_value"]))
+        return self.emitted
+
+    def marks(self, head: Head) -> fx.Node:
+        """Return 0 per token, and nan where the hidden state is not finite.
+
+        A token that the loss multiplies by 0 has a weight of 0, as one that it ignores. The tail
+        of these numbers tells them apart: 0 * nan is nan.
+        """
+        call = self.splice.call
+        hidden = call(_ATEN.detach.default, self.splice.copy(head.input))
+        return call(_ATEN.sum.dim_IntList, call(_ATEN.mul.Tensor, hidden, 0.0), [-1])
+
+    def rows(self) -> Emitted:
+        """Write the rows, which lead to what is read elsewhere."""
+        splice = self.splice = Splice(self.forward, self.place())
+        alike = all(_of_one_call(self.heads[0], head) for head in self.heads)
+        for heads in [self.heads] if alike else [[head] for head in self.heads]:
+            self.rows_of(heads)
+        for end, value in zip(self.forward.ends, self.forward.values, strict=True):
+            end.replace_all_uses_with(splice.copy(value))
+        return self.emitted
+
+    def place(self) -> fx.Node:
+        """Before which node of Dynamo the rows are there, and may have gradients."""
+        forward, order = self.forward, list(self.forward.gm.graph.nodes)
+        if self.learns and self.is_shared():
+            raise Conflict("has a weight that another product has, too", forward.product)
+        inside, position = set(forward.nodes), {node: i for i, node in enumerate(order)}
+        first = min(position[u] for e in forward.ends for u in e.users if u not in inside)
+        still = without_gradients(order) if self.learns else set()
+        while order[first] in still:
+            first -= 1
+        if any(position[node] >= first for node in forward.inputs.values()):
+            raise Conflict("reads what is not there when the first of its rows is read")
+        found: fx.Node = order[first]
+        return found
+
+    def is_shared(self) -> bool:
+        """Whether another product of that size has the same weight: chunks add both gradients up
+        in one place, two ops do not."""
+        weights = {_root(self.forward.inputs.get(head.weight)) for head in self.heads} - {None}
+        return any(
+            numel(other) * LARGE > numel(self.forward.product)
+            and not weights.isdisjoint(map(_root, other.all_input_nodes))
+            for other in products(self.forward.gm.graph) if other is not self.forward.product
+        )  # fmt: skip
+
+    def rows_of(self, heads: list[Head]) -> None:
+        """Write the rows of ranges of the tokens by one call."""
+        call, head = self.splice.call, heads[0]
+        terms = [t for each in heads for t in each.terms]
+        spread = any(t.spread for t in terms)
+        most = max(len(each.targets) for each in heads)
+        if head.dense:
+            if spread:
+                raise Conflict("has distributions, and a sum over all classes")
+            targets = [self.splice.copy(head.targets[0])]
+        else:
+            targets = [self.targets(heads, k) for k in range(max(most, 1))]
+        selected = call(_ATEN.stack.default, targets[1:], -1) if len(targets) > 1 else None
+        classes = self.classes(head)
+        made = self.op(
+            heads, targets[0], ignore_index=EVERY, in_forward=False, selected_ids=selected,
+            class_weight=classes if spread or head.dense else None,
+            reduction="none" if spread else "sum", label_smoothing=float(spread),
+            wants=[any(t.nll[:1] != [0.0] and t.nll for t in terms),
+                   any(t.lse for t in terms), any(t.entropy for t in terms), False],
+        )  # fmt: skip
+
+        @functools.cache
+        def result(name: str, k: int = 0) -> fx.Node:
+            if name == "nll" and k:
+                picked = call(_ATEN.select.int, call(operator.getitem, made, 4), -1, k - 1)
+                value = call(_ATEN.neg.default, picked)
+            else:
+                place = ("spread", "nll", "lse", "entropy").index(name)
+                value = call(operator.getitem, made, place)
+            if name == "nll" and classes is not None and not head.dense:
+                weights = call(_ATEN.index_select.default, classes, 0, targets[k])
+                value = call(_ATEN.mul.Tensor, value, weights)
+            return value
+
+        end: Size = 0
+        for each in heads:
+            begin, end = end, end + each.span.tokens
+            for row, t in zip(each.rows, each.terms, strict=True):
+                factors: dict[tuple[Any, ...], float] = {
+                    **{("nll", k): c for k, c in enumerate(t.nll)},
+                    ("spread",): t.spread * head.vocabulary,  # the op has their mean
+                    ("lse",): t.lse, ("entropy",): t.entropy,
+                }  # fmt: skip
+                parts = [self.times(result(*of), c) for of, c in factors.items() if c]
+                if not parts:
+                    raise Conflict("is zero", row)
+                value = functools.reduce(functools.partial(call, _ATEN.add.Tensor), parts)
+                if len(heads) > 1:
+                    value = call(_ATEN.slice.Tensor, value, 0, *self.numbers([begin, end]))
+                value = call(_ATEN.reshape.default, value, self.numbers(shape(row)))
+                value = self.like(value, row.meta["val"])
+                value = call(_ATEN.detach.default, value) if t.detached else value
+                self.splice.env[row] = value
+
+    def times(self, value: fx.Node, factor: float) -> fx.Node:
+        """A value times a number."""
+        if factor in (1, -1):
+            return value if factor > 0 else self.splice.call(_ATEN.neg.default, value)
+        return self.splice.call(_ATEN.mul.Tensor, value, factor)
+
+    def op(self, heads: list[Head], target: fx.Node, **options: object) -> fx.Node:
+        """A call of the op for ranges of the tokens."""
+        head, copy = heads[0], self.splice.copy
+        weight = copy(head.weight)
+        if head.transposed:
+            weight = self.splice.call(_ATEN.permute.default, weight, [1, 0])
+        learns = head.learns if any(not t.detached for h in heads for t in h.terms) else [False] * 3
+        options = {
+            "softcap": head.softcap, "logit_scale": head.logit_scale, "grad_mask": learns,
+            "wants": [False] * 4, **options,
+        }  # fmt: skip
+        made = Call(self.input(heads), weight, target, head.bias and copy(head.bias), **options)  # type: ignore[arg-type]
+        given: Any = fx.map_arg(tuple(made), lambda n: n.meta["example_value"])
+        values = Call(*given)
+        budget, plan = plan_of(values, self.num_chunks, self.budget)
+        passes = 1 + (not values.in_forward and any(learns))
+        count = max(self.emitted.num_chunks, plan.num_chunks * plan.num_slices)
+        self.emitted = Emitted(count, max(self.emitted.num_passes, passes))
+        log.debug("%s: it is linear cross-entropy, %s", self.forward.product, options)
+        op = torch.ops.storage_ops.linear_cross_entropy.default
+        return self.splice.call(op, *made._replace(memory_budget=budget))
+
+    def input(self, heads: list[Head]) -> fx.Node:
+        """The input of all ranges: that of the product, where they follow on each other in it."""
+        parts = [head.input for head in heads]
+        if len(parts) == 1:
+            return self.splice.copy(parts[0])
+        cuts: Any = [n.args for n in parts if name_of(n) == "aten.slice.Tensor" and not n.kwargs]
+        bases = {args[0] for args in cuts}
+        if len(cuts) == len(parts) and len(bases) == 1 and all(args[1] == 0 for args in cuts):
+            (base,) = bases
+            ends = [0, *(args[3] for args in cuts)]
+            begins = [*(args[2] for args in cuts), shape(base)[0]]
+            if all(same(_number(a), _number(b)) for a, b in zip(ends, begins, strict=True)):
+                return self.splice.copy(base)
+        return self.splice.call(_ATEN.cat.default, list(map(self.splice.copy, parts)))
+
+    def targets(self, heads: list[Head], k: int) -> fx.Node:
+        """The k-th target of all tokens; where there is none any class does."""
+        parts = []
+        for head in heads:
+            if head.targets:
+                parts.append(self.flat(head.targets[min(k, len(head.targets) - 1)]))
+            else:
+                device = head.amplifier.meta["val"].device
+                sizes = self.numbers([head.span.tokens])
+                parts.append(self.splice.call(_ATEN.full.default, sizes, 0, dtype=torch.int64,
+                                              device=device))  # fmt: skip
+        return parts[0] if len(parts) == 1 else self.splice.call(_ATEN.cat.default, parts)
+
+    def flat(self, node: fx.Node) -> fx.Node:
+        """A value per token, or per class, in one dimension."""
+        return self.splice.call(_ATEN.reshape.default, self.splice.copy(node), [-1])
+
+    def classes(self, head: Head) -> fx.Node | None:
+        """The weights of the classes, if there are some."""
+        return head.classes and self.flat(head.classes)
+
+    def like(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        """A node in the dtype of a value."""
+        if node.meta["example_value"].dtype == value.dtype:
+            return node
+        return self.splice.call(_ATEN._to_copy.default, node, dtype=value.dtype)
+
+    def numbers(self, sizes: list[Size]) -> list[int | fx.Node]:
+        """Sizes as arguments of a call."""
+        found = map(self.size, sizes)
+        return [n if isinstance(n, int) else self.splice.copy(n) for n in found]
+
+
+def _number(item: object) -> Any:
+    return item.meta["val"] if isinstance(item, fx.Node) else item
+
+
+def _root(node: object) -> Any:
+    """What a node of Dynamo is a transposition of."""
+    while isinstance(node, fx.Node) and str(getattr(node.target, "__name__", node.target)) in (
+        _TURNED
+    ):
+        node = node.args[0]
+    return node
+
+
+def _of_one_call(one: Head, other: Head) -> bool:
+    """Whether ranges of tokens differ in nothing else."""
+    if one is other:
+        return True
+    given = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)
+             for h in (one, other)]  # fmt: skip
+    return given[0] == given[1] and not one.dense and not other.dense

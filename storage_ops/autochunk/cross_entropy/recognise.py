@@ -1,0 +1,194 @@
+"""Recognises a forward that is linear cross-entropy, which has an op of its own.
+
+A loss falls into the part from the hidden states to a few numbers per token, its *rows*, and the
+*tail* that makes one number of the rows, with masks, weights and counts.
+
+The part before is evaluated in float64 on a few random tokens: every row has to be a sum of the
+terms that linear cross-entropy has, each times a number. Where the tail is linear in the rows, but
+for the square of lse, its gradient with respect to the rows, which is traced, is the weight of each
+token, whatever masks and means it comes from, and the loss is that of the op with these weights,
+plus what the tail makes of zeros. Any other tail stays as it is, and its rows are the op's: those
+of policy losses, preferences, ratios and entropies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from storage_ops.autochunk.analysis.op_plan import budget_of
+from storage_ops.autochunk.analysis.spans import LARGE, TRIES, is_product, propagate
+from storage_ops.autochunk.cross_entropy.classes_last import classes_last
+from storage_ops.autochunk.cross_entropy.dynamo_slice import (
+    ForwardSlice,
+    forget_bounds,
+    products,
+    slice_of,
+    sweep,
+)
+from storage_ops.autochunk.cross_entropy.emit import Emitted, Emitter
+from storage_ops.autochunk.cross_entropy.per_token import Head
+from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.fx_graph.edit import Undo
+from storage_ops.autochunk.fx_graph.nodes import name_of, nbytes, numel
+from storage_ops.autochunk.prepare.class_dimension import move_classes_last
+from storage_ops.autochunk.prepare.decompose import join_batches, own_sizes
+from storage_ops.autochunk.prepare.ranges import take_apart
+from storage_ops.autochunk.reasons import Conflict, log
+from storage_ops.autochunk.runtime.chunk_op import in_body
+
+
+@dataclass
+class Recognised:
+    """What a graph of Dynamo has become before autograd.
+
+    Attributes:
+        num_chunks: tiles of the op of linear cross-entropy, where there is one; 0: there is none.
+        num_passes: how often that forms the logits.
+        largest: elements of the largest logits of such a loss.
+        saved: bytes of the logits that are not formed.
+    """
+
+    num_chunks: int = 0
+    num_passes: int = 0
+    largest: int = 0
+    saved: int = 0
+
+
+NOTHING = Recognised()
+
+
+def recognise(
+    gm: fx.GraphModule, num_chunks: int | None = None, memory_budget: int | None = None
+) -> Recognised:
+    """Let a graph of Dynamo use the op of linear cross-entropy.
+
+    Whatever goes wrong, the graph computes what it did before.
+    """
+    found, largest, graph = Recognised(), 0, gm.graph
+    if in_body():
+        return found
+    forget_bounds(graph)
+    least = 0 if num_chunks is not None else budget_of(0, memory_budget)
+    try:
+        classes_last(gm, least)
+    except Exception as error:
+        log.debug("classes are left in dimension 1", exc_info=error)
+    for product in products(graph)[:TRIES]:
+        size, largest = numel(product), max(largest, numel(product))
+        small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
+        # A transform of torch.func wraps its tensors: such a graph is left to the joint pass.
+        wrapped = not isinstance(product.meta["example_value"], FakeTensor)
+        if small or wrapped or size * LARGE <= largest or not size:
+            continue
+        with _tried(graph, product):
+            forward = slice_of(gm, product)
+            join_batches(forward.graph)
+            amplifier = _amplifier(forward)
+            own_sizes(forward.graph, amplifier)
+            move_classes_last(forward.graph, amplifier)
+            heads = heads_of(forward, take_apart(forward.graph, amplifier))
+            emitted = emit(forward, heads, num_chunks, memory_budget)
+            graph.lint()
+            sweep(forward)
+            found.num_chunks = max(found.num_chunks, emitted.num_chunks)
+            found.num_passes = max(found.num_passes, emitted.num_passes)
+            found.largest = max(found.largest, size)
+            found.saved += nbytes(product)
+    gm.recompile()
+    return found
+
+
+def _amplifier(forward: ForwardSlice) -> fx.Node:
+    size = numel(forward.product)
+    found: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
+    if not found:
+        raise Conflict("is no matrix product", forward.product)
+    return found[0]
+
+
+@contextmanager
+def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
+    """Undo changes of a graph that fail."""
+    undo = Undo(graph)
+    sizes = product.meta["example_value"].fake_mode.shape_env
+    try:
+        # Masks make sizes in what is only tried, which the graph does not have.
+        with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
+            yield
+    except Conflict as conflict:
+        undo()
+        log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
+    except Exception as error:
+        undo()
+        log.debug("%s: not recognised", product, exc_info=error)
+
+
+def heads_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[Head]:
+    """What products, which are ranges of the tokens of one, are to the op.
+
+    Raises:
+        Conflict: they are something else, or that is not certain.
+    """
+    heads = []
+    for amplifier in amplifiers:
+        # In float16 the op forms the logits twice, for gradients without their factor might
+        # overflow. The general rewrite picks a factor, and needs three products where the op needs
+        # four.
+        dtype = amplifier.meta["val"].dtype
+        if name_of(amplifier) == "aten.bmm.default" or dtype == torch.float16:
+            raise Conflict("is a product of another kind")
+        with _at_random():
+            head = Head(forward, propagate(forward.graph, amplifier, lambda _: 1))
+            with _on_numbers():
+                head.fit()
+            heads.append(head)
+    return heads
+
+
+def _on_numbers() -> AbstractContextManager[Any]:
+    """Make tensors with values, where Dynamo would make them without."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # brings sympy
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def _at_random() -> Iterator[None]:
+    """What random tokens are no valid input of is a Conflict; they are the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            yield
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise Conflict(str(error)) from error
+
+
+def _tail_of(heads: list[Head]) -> Tail:
+    """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
+    if len(heads) > 1:
+        raise Conflict("is cut into ranges of tokens")
+    with _at_random():
+        tail = Tail(heads[0])
+        with _on_numbers():
+            tail.fit()
+    return tail
+
+
+def emit(
+    forward: ForwardSlice, heads: list[Head], num_chunks: int | None, memory_budget: int | None
+) -> Emitted:
+    """Write the op in the place of a product: for the loss, or else for the rows."""
+    emitter = Emitter(forward, heads, num_chunks, memory_budget)
+    try:
+        tail = _tail_of(heads)
+    except Conflict as conflict:
+        log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
+        return emitter.rows()
+    return emitter.loss(tail)

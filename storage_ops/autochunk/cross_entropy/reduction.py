@@ -1,0 +1,210 @@
+"""The part of a loss from its rows to one number: masks, weights, counts and sums.
+
+It has to be linear in the rows, but for the square of lse. Then its gradient with respect to the
+rows, which is traced, is the weight of every token, wherever that comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from storage_ops.autochunk.analysis.spans import is_product
+from storage_ops.autochunk.cross_entropy.dynamo_slice import NodeReplay, learns, loss_of, traced
+from storage_ops.autochunk.cross_entropy.per_token import VIEWS, Head, fit, in_double
+from storage_ops.autochunk.fx_graph.nodes import (
+    hint,
+    leading_to,
+    numel,
+    shape,
+    short_name,
+    values_of,
+)
+from storage_ops.autochunk.reasons import Conflict
+from storage_ops.loss.call import arithmetic
+
+_COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}  # and how far around they see
+_CHOOSING = {*_COMPARISONS, "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "relu"}
+_MOST = 1 << 24  # elements of a value that is drawn at random
+
+
+class Tail:
+    """What becomes of the rows.
+
+    Attributes:
+        loss: the number, a node of Dynamo.
+        leaves: nodes of Dynamo that are read besides the rows.
+        graph: traced; takes `inputs`, the leaves and the rows, and gives `weight`, those of the
+            tokens, `total`, the loss, and its gradient with respect to every row.
+        label_smoothing, z_loss: options of the loss.
+    """
+
+    def __init__(self, head: Head):
+        self.head, self.label_smoothing, self.z_loss = head, 0.0, 0.0
+        found = loss_of(head.forward)
+        if found is None:
+            raise Conflict("leads to no loss")
+        if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
+            raise Conflict("is no sum of cross-entropy and squares of lse")
+        self.loss, nodes = found
+        self.ends = NodeReplay(head.forward.gm.graph, nodes, head.forward.ends)
+        self.between = self._between()
+        inputs = head.forward.inputs
+        own = [inputs[n] for n in self.between if n.op == "placeholder"]
+        self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
+        for leaf in self.leaves:
+            if learns(leaf):
+                raise Conflict("has a gradient", leaf)
+        self.graph = self._trace()
+        for node in self.graph.nodes:
+            if is_product(node) or numel(node) > _MOST:
+                raise Conflict("is too large for what follows a value per token", node)
+        self.inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
+        self.weight: fx.Node = end[0]
+        self.total: fx.Node = end[1]
+        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
+        read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
+        if read & set(self.inputs[len(self.leaves) :]):
+            raise Conflict("is not linear in the rows")
+
+    def _between(self) -> list[fx.Node]:
+        """The nodes of the ATen graph between rows and ends, and what they read, in order."""
+        found: set[fx.Node] = set()
+        stack = list(self.head.forward.values)
+        while stack:
+            node = stack.pop()
+            if node not in found and node not in self.head.rows:
+                found.add(node)
+                stack += node.all_input_nodes
+        if any(map(is_product, found)):
+            raise Conflict("reads the size of the logits")
+        return [n for n in self.head.forward.graph.nodes if n in found]
+
+    def _trace(self) -> fx.Graph:
+        head, forward = self.head, self.head.forward
+        shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
+
+        def run(*given: Tensor) -> list[Tensor]:
+            outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
+            rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
+            inner: dict[fx.Node, Any] = dict(zip(head.rows, rows, strict=True))
+            with torch.enable_grad():
+                for node in self.between:
+                    if node.op == "placeholder":
+                        inner[node] = outer[forward.inputs[node]]
+                    else:
+                        args, kwargs = fx.map_arg((node.args, node.kwargs), inner.__getitem__)
+                        inner[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                outer.update((e, inner[v]) for e, v in zip(forward.ends, forward.values,
+                                                           strict=True))  # fmt: skip
+                self.ends(outer)
+                loss = outer[self.loss]
+                pulled = torch.autograd.grad(loss, rows)
+            flat = [p.reshape(-1) for p in pulled]
+            parts = [p if share == 1 else p * share
+                     for p, share in zip(flat, shares, strict=True) if share]  # fmt: skip
+            weight = sum(parts[1:], start=parts[0])
+            return [weight, loss.detach(), *flat]
+
+        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in head.rows]
+        return traced(run, [*(leaf.meta["example_value"] for leaf in self.leaves), *rows])
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the weights of the tokens are one number."""
+        node = self.weight
+        while numel(node) > 1 and node.op == "call_function":
+            given = [a for a in node.all_input_nodes if numel(a) > 1]
+            if not given:
+                return short_name(node) in ("expand", "full")
+            if len(given) > 1 or short_name(node) not in (*VIEWS, "mul", "div", "neg"):
+                return False
+            node = given[0]
+        return numel(node) == 1
+
+    def fit(self) -> None:
+        """Find smoothing and z-loss; raises Conflict if something else is in the loss."""
+        run = fx.Interpreter(in_double(self.graph)).run
+        # As many draws as it takes for whatever tokens may be treated differently to be among them.
+        draws = 2 + 64 // max(numel(self.head.rows[0]), 1)
+        found = [options for _ in range(draws) if (options := self._draw(run)) is not None]
+        if not found:
+            raise Conflict("has no weights")
+        smoothing, z_loss = found[0]
+        for other, square in found:
+            if abs(smoothing - other) > 1e-6 * smoothing or abs(z_loss - square) > 1e-6 * z_loss:
+                raise Conflict("has options that are no numbers")
+        if not 0 <= smoothing <= 1 or z_loss < 0:
+            raise Conflict("is no loss")
+        if (smoothing or z_loss) and self._chooses():
+            raise Conflict("chooses among its tokens")
+        self.label_smoothing, self.z_loss = smoothing, z_loss
+
+    def _draw(self, run: Callable[..., Any]) -> tuple[float, float] | None:
+        """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
+        numbers = _literals(self.graph.nodes)
+        leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
+        rows = [torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.head.rows]
+        weight, loss, *pulled = run(*leaves, *rows)
+        _, at_zero, *_ = run(*leaves, *(torch.zeros_like(row) for row in rows))
+        if not weight.any() and not any(p.nan_to_num().any() for p in pulled):
+            return None
+        if not weight.any() or not weight.isfinite().all():
+            raise Conflict("has weights of another kind")
+        flat, terms = [row.flatten() for row in rows], self.head.terms
+        spread, lse = (
+            torch.stack([p * by for p, by in zip(pulled, each, strict=True)]).sum(0)
+            for each in ([t.spread for t in terms], [t.lse for t in terms])
+        )
+        (smoothing,) = fit(spread * self.head.vocabulary, [weight])
+        squared = [i for i, t in enumerate(terms) if t.is_lse]
+        total = torch.zeros_like(loss)
+        z_loss = 0.0
+        if lse.norm() > 1e-9 * weight.norm():
+            if len(squared) != 1:
+                raise Conflict("has an lse that is not squared")
+            values = flat[squared[0]]
+            (z_loss,) = fit(lse, [2 * weight * values])
+            pulled[squared[0]] = pulled[squared[0]] - z_loss * 2 * weight * values
+            total = z_loss * (weight * values.square()).sum()
+        total = total + torch.cat(pulled) @ torch.cat(flat)
+        if not abs(loss - at_zero - total) <= 1e-6 * (abs(loss) + abs(total)):
+            raise Conflict("shows another loss than the one whose gradient follows")
+        return smoothing, z_loss
+
+    def _chooses(self) -> bool:
+        """Whether tokens are told apart by numbers that random ones may all be on one side of."""
+        tokens = numel(self.head.rows[0])
+        return any(
+            short_name(n) in _CHOOSING
+            and numel(n) >= tokens
+            and any(v.is_floating_point() for a in n.all_input_nodes for v in values_of(a))
+            for n in self.graph.nodes
+        )
+
+
+def _literals(nodes: Iterable[fx.Node]) -> list[int]:
+    """Integers on both sides of what something is compared with."""
+    found = {0, 1}
+    for node in nodes:
+        around = _COMPARISONS.get(short_name(node))
+        if around is not None and isinstance(node.args[1], int):
+            found |= set(range(node.args[1] - around, node.args[1] + around + 1))
+    return sorted(found)
+
+
+def _drawn(node: fx.Node, numbers: list[int]) -> Any:
+    """A random value for a leaf."""
+    value = node.meta["example_value"]
+    if not isinstance(value, Tensor):
+        return hint(value)
+    sizes = [hint(s) for s in value.shape]
+    if value.dtype.is_floating_point:
+        return torch.randn(sizes).double()
+    if value.dtype == torch.bool:
+        return torch.rand(sizes) < 0.5
+    return torch.tensor(numbers)[torch.randint(len(numbers), sizes)].to(value.dtype)

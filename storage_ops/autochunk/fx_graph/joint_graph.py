@@ -1,0 +1,89 @@
+"""What the backward of a joint graph must keep to: second derivatives raise, and masks stay.
+
+AOTAutograd raises for a second derivative if a tensor that the backward reads leads to the tensor
+that the caller asks for. A chunked graph computes its gradients in the forward, and its backward
+reads nothing else: the second derivative would be zero without an error. `connect` prevents that.
+
+With `torch._functorch.config.activation_memory_budget` below 1, torch recomputes activations in the
+backward, and may draw new random numbers for them: gradients are those of other dropout masks
+(https://github.com/pytorch/pytorch/issues/190758). `save_random_numbers` prevents that.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from storage_ops.autochunk.fx_graph.edit import Calls
+from storage_ops.autochunk.fx_graph.nodes import name_of, numel, returned, tangents_of, values_of
+
+_CONNECT = torch.ops.storage_ops._connect.default
+_LEAST = sys.float_info.min  # a budget of 0 ignores what must be saved
+
+
+def disconnect(graph: fx.Graph) -> bool:
+    """Remove the connections that ops of the graph have made for themselves, if there are any."""
+    found = [n for n in graph.nodes if name_of(n) == str(_CONNECT)]
+    for node in found:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return bool(found)
+
+
+def connect(graph: fx.Graph) -> None:
+    """Let the backward of a joint graph read every input that has a gradient.
+
+    The graph keeps these inputs, and no other memory, until its backward.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    tangents = [n for n in tangents_of(graph) if n.users]
+    gradients = returned(graph)[-len(inputs) :] if inputs else []
+    learns = [n for n, g in zip(inputs, gradients, strict=True) if isinstance(g, fx.Node)]
+    if not tangents or not learns:
+        return
+    upstream = min(tangents, key=numel)
+    first = next(n for n in graph.nodes if n in upstream.users)
+    connected = Calls(graph, upstream, before=first)(_CONNECT, upstream, learns)
+    upstream.replace_all_uses_with(connected, delete_user_cb=lambda user: user is not connected)
+
+
+def save_random_numbers(graph: fx.Graph) -> None:
+    """Save the random numbers of a joint graph under every memory budget, as few bytes as possible.
+
+    Inductor makes random numbers of seeds: then only the seeds are saved. Of numbers that are only
+    compared, the results of the comparisons are.
+    """
+    if not _below_one(graph):
+        return
+    for node in graph.nodes:
+        if node.meta.get("recompute") is None and _draws(node):
+            masks = [u for u in node.users if all(v.dtype == torch.bool for v in values_of(u))]
+            for kept in masks if len(masks) == len(node.users) else [node]:
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _below_one(graph: fx.Graph) -> bool:
+    """Return True if the graph has a budget below 1. Change a budget of 0 to a tiny one."""
+    import torch._functorch.config as config
+    from torch.fx import traceback
+
+    region = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)  # not in every torch
+    budgets = [config.activation_memory_budget]
+    if budgets == [0]:
+        next(iter(graph.nodes)).meta.setdefault("memory_budget", _LEAST)
+    owner = graph.owning_module
+    modules = [] if owner is None else list(owner.modules())
+    for node in (n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes):
+        custom = node.meta.get("custom") or {}
+        for meta, key in ((node.meta, "memory_budget"), (custom, region)):
+            if isinstance(meta.get(key), float):
+                meta[key] = max(meta[key], _LEAST)
+                budgets.append(meta[key])
+    return min(budgets) < 1

@@ -1,0 +1,442 @@
+"""A graph before it is chunked: ops without a rule are written as ops that have one.
+
+And what is changed in place in it, which the rewrite must not move readers past.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from storage_ops.autochunk.analysis.layouts import same
+from storage_ops.autochunk.analysis.rules import RULES
+from storage_ops.autochunk.analysis.spans import LARGE, is_product, stops
+from storage_ops.autochunk.fx_graph.edit import Builder, Calls, SizeNodes, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import (
+    argument,
+    ends,
+    is_tensor,
+    is_zero,
+    leading_to,
+    name_of,
+    numel,
+    owner,
+    reached,
+    returned,
+    shape,
+    tangents_of,
+)
+from storage_ops.autochunk.prepare.reorder import reorder_sources
+from storage_ops.autochunk.prepare.split_reductions import by_classes
+from storage_ops.autochunk.reasons import Conflict, log
+
+_ATEN = torch.ops.aten
+
+
+def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
+    """Let all that an amplifier leads to have rules and sizes of its own; the tangents."""
+    own_sizes(graph, amplifier)
+    after = reached([amplifier], lambda n: not stops(n))
+    least = numel(amplifier) // LARGE
+    for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
+        large = numel(node) > least and not is_product(node)
+        if large and any(user in after for user in node.users):
+            after.add(node)
+    decompose(graph, after)
+    reorder_sources(graph, amplifier, least)
+    retire(graph)
+    return tangents or [detach(graph, start) for start in starts(graph)]
+
+
+def join_batches(graph: fx.Graph) -> set[fx.Node]:
+    """Write a batch of products by one matrix as one product. Return the replaced nodes.
+
+    torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
+    gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
+    An einsum is a batch of one product.
+    """
+    joined = set[fx.Node]()
+    for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
+        x, repeated = node.args
+        matrix, turned = _repeated(repeated)
+        single = matrix is None and same(shape(node)[0], 1)
+        if matrix is None and not single:
+            continue
+        call = Calls(graph, node, before=node)
+        size = SizeNodes(call, _with_sizes(graph, node))
+        try:
+            sizes = [size(s) for s in shape(node)]
+            hidden = size(shape(x)[2])
+        except Conflict:
+            continue
+        if single:
+            matrix = call(_ATEN.squeeze.dim, repeated, 0)
+        elif turned:
+            matrix = call(_ATEN.permute.default, matrix, [1, 0])
+        made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
+        node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
+        joined.add(node)
+    retire(graph)
+    return joined
+
+
+def _repeated(node: object) -> tuple[Any, bool]:
+    """The matrix that a batch of them repeats, or None; and whether it is transposed there."""
+    turned = False
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
+        name, (base, *dims) = name_of(node), list[Any](node.args)
+        if name == "aten.expand.default":
+            return base if len(shape(base)) == 2 else None, turned
+        if (name == "aten.permute.default" and dims == [[0, 2, 1]]) or (
+            name == "aten.transpose.int" and {d % 3 for d in dims} == {1, 2}
+        ):
+            turned = not turned
+        elif name != "aten.view.default" or shape(base) != shape(node):
+            break
+        node = base
+    return None, turned
+
+
+def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Replace nodes without a rule where torch knows a decomposition.
+
+    Inductor has done most of that before it calls the pass; graphs of `make_fx` have not.
+    """
+    chosen = set(nodes)
+    for node in [n for n in graph.nodes if n in chosen]:
+        if node.op != "call_function" or not _values(node):
+            continue
+        with graph.inserting_before(node):
+            written = any(f(graph, node) for f in _WRITERS)
+            if not written and name_of(node) not in RULES:
+                _inline(graph, node)
+
+
+def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
+    """Take sizes of what an amplifier leads to from other tensors of that size."""
+    after = reached([amplifier]) | {amplifier}
+    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
+             and n.args and n.args[0] in after]  # fmt: skip
+    if not asked:
+        return
+    builder = Builder(graph, [amplifier])
+    for node in asked:
+        try:
+            found = builder.size(node.meta["val"])
+        except Conflict:
+            continue
+        if isinstance(found, fx.Node):
+            node.replace_all_uses_with(found)
+    retire(graph)
+    sort(graph)
+
+
+def starts(graph: fx.Graph) -> list[fx.Node]:
+    """Where the backward passes of a graph of a whole step start: at ones like a loss."""
+    return [
+        n for n in graph.nodes
+        if name_of(n) == "aten.ones_like.default" and "val" in n.meta and not shape(n)
+    ]  # fmt: skip
+
+
+def detach(graph: fx.Graph, start: fx.Node) -> fx.Node:
+    """A one in the place of ones like a loss, which would have to wait for the loss."""
+    value = start.meta["val"]
+    call = Calls(graph, start, before=start)
+    one = call(_ATEN.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+    start.replace_all_uses_with(one)
+    return one
+
+
+def _values(node: fx.Node) -> bool:
+    return all("val" in a.meta for a in (node, *node.all_input_nodes))
+
+
+def _decomposition(target: object) -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    # A decomposed random op would draw other numbers than the graph does.
+    if not isinstance(target, torch._ops.OpOverload) or (
+        torch.Tag.nondeterministic_seeded in target.tags
+    ):
+        return None
+    return select_decomp_table().get(target) or _core().get(target)
+
+
+@functools.cache
+def _core() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions
+
+    return {**core_aten_decompositions()}
+
+
+def _inline(graph: fx.Graph, node: fx.Node) -> None:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decomposition = _decomposition(node.target)
+    if decomposition is None:
+        return
+    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
+
+    def run(*given: Any) -> Any:
+        env = dict(zip(tensors, given, strict=True))
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda a: env[a] if a in env else a.meta["val"]
+        )
+        return decomposition(*args, **kwargs)
+
+    if any(isinstance(a.meta["val"], torch.SymInt) for a in node.all_input_nodes):
+        return
+    values = [a.meta["val"] for a in tensors]
+    try:
+        with values[0].fake_mode:
+            small = make_fx(run, decomposition_table=select_decomp_table())(*values)
+    except Exception as error:  # then it is an op without a rule
+        log.debug("%s is not decomposed: %s", node, error)
+        return
+    if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
+        return
+    placeholders = (n for n in small.graph.nodes if n.op == "placeholder")
+    env: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
+    result: Any = None
+    for each in small.graph.nodes:
+        if each.op == "call_function" and isinstance(each.target, type):
+            # The named tuple that holds several results is made in the graph.
+            env[each] = tuple(env[a] for a in each.args)
+        elif each.target is operator.getitem and isinstance(env[each.args[0]], tuple):
+            env[each] = env[each.args[0]][each.args[1]]
+        elif each.op == "call_function":
+            env[each] = graph.node_copy(each, env.__getitem__)
+            env[each].meta["stack_trace"] = node.meta.get("stack_trace")
+        elif each.op == "output":
+            result = fx.map_arg(each.args[0], env.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+        return
+    for user in [u for u in node.users if u.target is operator.getitem]:
+        user.replace_all_uses_with(result[user.args[1]])
+
+
+def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
+    """x[arange(N), t] is a gather along the columns, and its gradient a scatter."""
+    name = name_of(node)
+    if name not in ("aten.index.Tensor", "aten.index_put.default"):
+        return False
+    args: Any = node.args
+    x, index = args[0], args[1]
+    if len(shape(x)) != 2 or len(index) != 2 or not all(is_tensor(i) for i in index):
+        return False
+    rows, columns = index
+    if len(shape(rows)) != 1 or len(shape(columns)) != 1 or not _is_range(rows, shape(x)[0]):
+        return False
+    if columns.meta["val"].dtype != torch.int64:
+        return False
+
+    call, classes = Calls(graph, node), shape(x)[1]
+    if not isinstance(classes, int):
+        return False
+    # An index counts from the end where it is negative, which a gather's does not.
+    is_negative = call(_ATEN.lt.Scalar, columns, 0)
+    columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
+    column = call(_ATEN.unsqueeze.default, columns, 1)
+    if name == "aten.index.Tensor":
+        made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
+    else:
+        values = args[2]
+        added = len(args) > 3 and args[3]  # each row has one index: nothing is written twice
+        if not added and is_zero(values):
+            made = call(_ATEN.scatter.value, x, 1, column, 0)
+        else:
+            if shape(values) != shape(columns):  # one number for all rows
+                like = call(_ATEN.zeros_like.default, columns, dtype=values.meta["val"].dtype)
+                values = call(_ATEN.add.Tensor, like, values)
+            op = _ATEN.scatter_add.default if added else _ATEN.scatter.src
+            made = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
+    node.replace_all_uses_with(made)
+    return True
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> bool:
+    """Write what a copy leaves in its destination: the source. Return False for another op."""
+    if name_of(node) != "aten.copy.default":
+        return False
+    source: Any = node.args[1]
+    value, call = node.meta["val"], Calls(graph, node)
+    if shape(source) != shape(node):
+        try:
+            sizes = list(map(SizeNodes(call, _with_sizes(graph, node)), shape(node)))
+        except Conflict:
+            return False
+        source = call(_ATEN.expand.default, source, sizes)
+    if source.meta["val"].dtype != value.dtype:
+        source = call(torch.ops.prims.convert_element_type.default, source, value.dtype)
+    node.replace_all_uses_with(source)
+    return True
+
+
+def _reduced(graph: fx.Graph, node: fx.Node) -> bool:
+    return by_classes(graph, node, _with_sizes(graph, node))
+
+
+def _selected(graph: fx.Graph, node: fx.Node) -> bool:
+    """x[i] is a slice of one without its dimension, and its gradient puts that slice into zeros."""
+    name = name_of(node)
+    if name not in ("aten.select.int", "aten.select_scatter.default"):
+        return False
+    args: Any = node.args
+    x, (dim, index), call = args[0], args[-2:], Calls(graph, node)
+    if not isinstance(dim, int) or not isinstance(index, int) or same(shape(x)[dim], 1):
+        return False
+    end = sys.maxsize if index == -1 else index + 1
+    if name == "aten.select.int":
+        made = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, dim, index, end), dim)
+    else:
+        part = call(_ATEN.unsqueeze.default, args[1], dim)
+        made = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
+    node.replace_all_uses_with(made)
+    return True
+
+
+def _taken(graph: fx.Graph, node: fx.Node) -> bool:
+    """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
+    call, args = Calls(graph, node), list[Any](node.args)
+    size = SizeNodes(call, _with_sizes(graph, node))
+    made: Any = args[0]
+    if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
+        x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))
+        before = [v.shape[dim] for v in made.meta["val"][: args[1]]]
+        begin = sum(before)
+        try:
+            ends = [size(begin), size(begin + shape(node)[dim])]
+        except Conflict:
+            return False
+        new = call(_ATEN.slice.Tensor, x, dim, *ends)
+    elif name_of(node) in ("aten.slice.Tensor", "aten.slice_scatter.default"):
+        count = 1 + ("scatter" in name_of(node))
+        given, sizes = args[:count], shape(args[0])
+        dim, begin, step = (argument(node, count + i, "", d) for i, d in ((0, 0), (1, 0), (3, 1)))
+        whole = isinstance(sizes[dim], int) and step != 1 and sizes[dim] % step == 0
+        taken = shape(given[-1] if count > 1 else node)[dim]
+        first = isinstance(begin, int) and 0 <= begin < step
+        if not (whole and first and same(taken, sizes[dim] // step)):
+            return False
+        x = call(_ATEN.reshape.default, given[0], [*sizes[:dim], -1, step, *sizes[dim + 1 :]])
+        bounds = dim + 1, begin, begin + 1
+        if name_of(node) == "aten.slice.Tensor":
+            new = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, *bounds), dim + 1)
+        else:
+            part = call(_ATEN.unsqueeze.default, given[1], dim + 1)
+            new = call(_ATEN.slice_scatter.default, x, part, *bounds)
+            new = call(_ATEN.reshape.default, new, sizes)
+    else:
+        return False
+    node.replace_all_uses_with(new)
+    return True
+
+
+def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Inputs that can give a node sizes: what the forward reads is no gradient of a result."""
+    tangents = tangents_of(graph)
+    later = () if node in reached(tangents) else tangents
+    return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
+
+
+def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
+    """Parts side by side, seen along another dimension, are put along that."""
+    made: Any = node.args[0] if node.args else None
+    if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
+        return False
+    if name_of(made) != "aten.cat.default":
+        return False
+    parts: Any = made.args[0]
+    sizes, dim = shape(parts[0]), argument(made, 1, "dim", 0) % len(shape(made))
+    if len(parts) < 2 or any(shape(p) != sizes for p in parts):
+        return False
+    if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
+        return False
+    call = Calls(graph, node)
+    seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
+    node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
+    return True
+
+
+_WRITERS = _rows_indexed, _selected, _taken, _stacked, _copied, _reduced
+
+
+def _is_range(node: fx.Node, size: object) -> bool:
+    """Whether a node is 0, 1, ..., size - 1."""
+    if name_of(node) == "prims.iota.default":
+        counted = (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
+    elif name_of(node) in ("aten.arange.default", "aten.arange.start"):
+        counted = bool(len(node.args) == 1 or node.args[0] == 0)
+    else:
+        return False
+    return bool(counted and same(shape(node)[0], size))
+
+
+def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
+    """Inputs that the function of a joint graph changes, and what is written to them.
+
+    They are written at the end of the forward, or by the code around the graph: then they come
+    before the `visible` results of the function.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _written(node) & set(inputs):
+            found.update(node.all_input_nodes)
+    outputs = returned(graph)
+    if visible is not None and inputs:
+        new = max(len(outputs) - len(inputs) - visible, 0)
+        found.update(n for n in outputs[:new] if isinstance(n, fx.Node))
+    return found
+
+
+class Mutations:
+    """The in-place changes within a graph, and where they stand before it is rewritten."""
+
+    def __init__(self, graph: fx.Graph):
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.changes = {node: written for node in self.place if (written := _written(node))}
+
+    def check_reads(self, read: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
+        """Raise Conflict if something that a span reads is changed before its last node."""
+        if not self.changes:
+            return
+        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
+        for node, written in self.changes.items():
+            if self.place[node] < end and written & bases:
+                raise Conflict("changes in place what is read in chunks", node)
+
+    def check_order(self, graph: fx.Graph) -> None:
+        """Raise Conflict if a reader has come to the other side of a change."""
+        if not self.changes:
+            return
+        now = {node: i for i, node in enumerate(graph.nodes)}
+        alive = leading_to(ends(graph))
+        for change, written in self.changes.items():
+            for node in alive:
+                if node is change or not any(owner(a) in written for a in node.all_input_nodes):
+                    continue
+                before = self.place.get(node, -1) < self.place[change]  # the new ones came before
+                if before != (now[node] < now[change]):
+                    raise Conflict(f"would be read on the other side of {change}", node)
+
+
+def _written(node: fx.Node) -> set[fx.Node]:
+    """What an op writes to, without views of it."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    found: list[fx.Node] = []
+    for i, each in enumerate(schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            fx.map_arg(argument(node, i, each.name, None), found.append)
+    return {owner(n) for n in found}

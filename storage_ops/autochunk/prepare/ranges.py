@@ -1,0 +1,363 @@
+"""Takes a product apart where what comes after it works on ranges of its tokens.
+
+`z[:256]`, `z.chunk(2)`, `for l in z` and `torch.cat([z, y])` only choose tokens: each of theirs is
+one of an argument. So do the gradients of such ops, which put ranges into zeros or side by side.
+What any other op makes of a range of tokens is a range of what it makes of all. So a product is
+formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256] @ w`, and all that
+it leads to as well. Then nothing large is cut along its tokens any more.
+
+A range that nobody reads, such as the last token of every sequence where `logits[:, :-1]` is all
+that is used, is not formed, nor is what a mask leaves out. Its gradient is zero, and zero times
+anything is taken for zero: the result differs only where a token that is left out is not finite.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import SequenceKey
+
+from storage_ops.autochunk.analysis.layouts import (
+    Rows,
+    Spread,
+    canonical,
+    equal,
+    less,
+    quotient,
+    same,
+)
+from storage_ops.autochunk.analysis.rules import rule_of
+from storage_ops.autochunk.analysis.spans import is_product, rows_of, stops
+from storage_ops.autochunk.fx_graph.edit import Builder, Undo, retire, sort
+from storage_ops.autochunk.fx_graph.nodes import Size, ends, is_zero, leading_to, name_of, shape
+from storage_ops.autochunk.prepare.decompose import Mutations, own_sizes
+from storage_ops.autochunk.prepare.selections import mask_of
+from storage_ops.autochunk.prepare.token_ranges import TokenRanges, length
+from storage_ops.autochunk.reasons import Conflict, log
+
+_ATEN = torch.ops.aten
+
+
+def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
+    """Form a product in ranges, so that nothing large is cut along its tokens; the products.
+
+    What has a few numbers for each token is not cut, unless that leaves tokens out.
+    """
+    done, waiting = [], [product]
+    while waiting:
+        each = waiting.pop(0)
+        found = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
+        if found is None:
+            done.append(each)
+        else:
+            waiting[:0] = found
+    return done
+
+
+def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
+    """The products of one more cut, of which there is one if `small`; None: nothing is changed."""
+    for first, stacks in itertools.product(rows_of(product), (True, False)):
+        undo, mutations = Undo(graph), Mutations(graph)
+        try:
+            tokens = TokenRanges(graph, product, first, small, stacks)
+            if not tokens.chosen:
+                return None
+            found = _Parts(graph, tokens).run()
+            mutations.check_order(graph)
+            if not small or (len(found) == 1 and not _has_sizes(found[0], shape(product))):
+                return found
+            undo()  # all tokens are read
+            return None
+        except Conflict as conflict:
+            undo()
+            log.debug("%s: stays in one, %s: %s", product, conflict.node, conflict)
+    return None
+
+
+class _Parts:
+    """Forms ranges of all that a product leads to.
+
+    Attributes:
+        parts: ranges of values, by where they begin; None: zeros.
+        products: what takes the place of the product.
+        vectors: indices of what a mask keeps.
+    """
+
+    def __init__(self, graph: fx.Graph, tokens: TokenRanges):
+        self.graph, self.tokens, self.rows = graph, tokens, tokens.rows
+        self.builder = Builder(graph, [tokens.product])
+        self.call = self.builder.call
+        self.parts: dict[tuple[fx.Node, str], fx.Node | None] = {}
+        self.products: list[fx.Node] = []
+        self.vectors: list[fx.Node] = []
+
+    def run(self) -> list[fx.Node]:
+        """Form everything in ranges; the products that take the place of this one."""
+        tokens = self.tokens
+        tokens.cut()
+        if tokens.mask is not None:
+            self.vectors = self.find(tokens.mask)
+            sort(self.graph)
+            own_sizes(self.graph, tokens.product)
+            self.builder = Builder(self.graph, [tokens.product])
+            self.call = self.builder.call
+        nodes = [n for n in self.graph.nodes if n in tokens.after]
+        for node in nodes:  # in this order, or the recursion were deep
+            try:
+                for begin, end in tokens.intervals(node) if node in self.rows else ():
+                    self.part(node, begin, end)
+            except Conflict as conflict:
+                log.debug("%s: %s", node, conflict)
+        for node in nodes:
+            if node not in self.rows and node not in tokens.sums:
+                for arg in [a for a in node.all_input_nodes if a in self.rows]:
+                    node.replace_input_with(arg, self.whole(arg, node))
+            if node in tokens.sums:
+                node.replace_all_uses_with(self.total(node))
+            elif node in self.rows and stops(node):
+                node.replace_all_uses_with(self.whole(node))
+        retire(self.graph)
+        sort(self.graph)
+        alive = leading_to(ends(self.graph))
+        if tokens.product in alive and tokens.product not in self.products:
+            raise Conflict("is read whole", tokens.product)
+        return [n for n in self.products if n in alive]
+
+    def part(self, node: fx.Node, begin: Size, end: Size) -> fx.Node | None:
+        """A range of a value."""
+        key = node, str(begin)
+        if is_zero(node):
+            return None
+        if key not in self.parts:
+            if node not in self.tokens.links:
+                self.parts[key] = self.form(node, self.rows[node], begin, end)
+            else:
+                rows, links = self.tokens.links[node]
+                link = next(x for x in links if same(begin, x.begin)
+                            or (less(x.begin, begin) and less(begin, x.end)))  # fmt: skip
+                first, last, source = begin + link.shift, end + link.shift, link.source
+                if source is None:
+                    self.parts[key] = None
+                elif source in self.rows:
+                    part = self.part(source, first, last)
+                    sizes = self.sizes(node, self.rows[node], begin, end)
+                    self.parts[key] = part and self.reshaped(part, sizes)
+                else:
+                    self.parts[key] = self.outside(node, source, rows, first, last)
+        return self.parts[key]
+
+    def take(
+        self, node: fx.Node, arg: fx.Node, rows: Rows | Spread, begin: Size, end: Size
+    ) -> fx.Node | None:
+        """A range of an argument of a node; None: zeros."""
+        if isinstance(rows, Spread):
+            whole = self.whole(arg, node) if arg in self.rows else arg
+            spread = self.call(_ATEN.expand.default, whole, self.numbers(rows.sizes))
+            return self.sliced(spread, rows.rows, begin, end)
+        if arg not in self.rows:
+            return self.outside(node, arg, rows, begin, end)
+        if equal(*(canonical(r, shape(arg)) for r in (self.rows[arg], rows))):
+            return self.part(arg, begin, end)
+        return self.sliced(self.whole(arg, node), rows, begin, end)
+
+    def outside(
+        self, node: fx.Node, arg: fx.Node, rows: Rows, begin: Size, end: Size
+    ) -> fx.Node | None:
+        """A range of an argument that the product does not lead to."""
+        if is_zero(arg):
+            return None
+        if (
+            not _is_all(arg, rows, begin, end)
+            and not is_product(node)  # hidden states are there, however wide
+            and arg.op == "call_function"
+            and self.tokens.is_wide(arg, rows)
+        ):
+            raise Conflict("would be read whole", arg)
+        key = arg, f"{begin} of {rows}"
+        if key not in self.parts:
+            self.parts[key] = self.sliced(arg, rows, begin, end)
+        return self.parts[key]
+
+    def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
+        """What an op makes of a range of its arguments; None: zeros."""
+        if mask_of(node) is not None and _is_all(node, rows, begin, end):
+            return node
+        rule, reads, new = rule_of(node), self.tokens.reads(node), dict[fx.Node, Any]()
+        zeros: list[fx.Node] = []
+        for arg in sorted(reads, key=lambda a: a not in self.rows):
+            new[arg] = self.take(node, arg, reads[arg], begin, end)
+            if new[arg] is None:
+                zeros.append(arg)
+                if rule.degree(node, lambda a: None if a in zeros or is_zero(a) else 0) is None:
+                    return None
+        total = node in self.tokens.sums
+        sizes = shape(node) if total else self.sizes(node, rows, begin, end)
+        if len(zeros) == 1 and name_of(node) == "aten.add.Tensor" and not node.kwargs:
+            (left,) = [value for value in new.values() if value is not None] or [None]
+            like = node.meta["val"].dtype
+            if left and _has_sizes(left, sizes) and left.meta["val"].dtype == like:
+                return left  # type: ignore[no-any-return]
+        for arg in zeros:
+            given = reads[arg]
+            assert isinstance(given, Rows)
+            new[arg] = self.zeros(arg, self.sizes(arg, given, begin, end))
+        made = node
+        if rule.labels is None:
+            (source,) = new
+            made = self.reshaped(new[source], sizes)
+        elif any(a is not value for a, value in new.items()) or not _has_sizes(node, sizes):
+            made = self.call(
+                self.target(node),
+                *(self.numbers(sizes) if i == rule.sizes else fx.map_arg(a, lambda a: new.get(a, a))
+                  for i, a in enumerate(node.args)),
+                **node.kwargs,
+            )  # fmt: skip
+        if not _has_sizes(made, sizes):
+            raise Conflict("is no range of its own value", node)
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        if node is self.tokens.product:
+            self.products.append(made)
+        return made
+
+    def target(self, node: fx.Node) -> Any:
+        """The op that is done to a range."""
+        if node in self.tokens.sums and "mean" in name_of(node):
+            return _ATEN.sum.default if len(node.args) == 1 else _ATEN.sum.dim_IntList
+        return node.target
+
+    def total(self, node: fx.Node) -> fx.Node:
+        """A sum over tokens, of sums over ranges of them."""
+        rows = self.rows[self.tokens.sums[node]]
+        terms = [self.form(node, rows, *interval) for interval in self.tokens.intervals(node)]
+        left = [term for term in terms if term is not None]
+        if not left:
+            return self.zeros(node, shape(node))
+        new = left[0]
+        for term in left[1:]:
+            new = self.call(_ATEN.add.Tensor, new, term)
+        if "mean" in name_of(node) and new is not node:
+            source: Any = node.args[0]
+            count = math.prod(shape(source)) // math.prod(shape(node))
+            new = self.call(_ATEN.div.Tensor, new, self.builder.size(count))
+        return new
+
+    def whole(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
+        """All ranges side by side."""
+        rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
+        if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
+            raise Conflict("works on all of what should exist in ranges only", reader)
+        if self.tokens.mask is not None and len(intervals) > 1:
+            return self.put_back(node, rows)
+        sizes, dim, places = _in_one_dimension(node, rows, [0, *(end for _, end in intervals)])
+        parts = []
+        for (begin, end), (first, last) in zip(intervals, itertools.pairwise(places), strict=True):
+            part = self.part(node, begin, end)
+            part = part or self.zeros(node, self.sizes(node, rows, begin, end))
+            parts.append(self.reshaped(part, [*sizes[:dim], last - first, *sizes[dim + 1 :]]))
+        made = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
+        return self.reshaped(made, shape(node))
+
+    def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """What a mask keeps, between zeros."""
+        (begin, end), left_out = self.tokens.intervals(node)
+        part, sizes = self.part(node, begin, end), shape(node)
+        if self.part(node, *left_out) is not None:
+            raise Conflict("is read where a mask leaves tokens out", node)
+        whole = self.zeros(node, self.seen(node, rows))
+        if part is not None:
+            part = self.reshaped(part, [*sizes[: rows.lo], end, *sizes[rows.hi :]])
+            whole = self.call(_ATEN.index_put.default, whole, self.indices(rows), part)
+        return self.reshaped(whole, sizes)
+
+    def seen(self, node: fx.Node, rows: Rows) -> list[Size]:
+        """The sizes of a value with the dimensions of the mask for its tokens."""
+        sizes, mask = shape(node), self.tokens.mask
+        if mask is None or not same(rows.per * rows.outer, 1):
+            raise Conflict("keeps parts of groups", node)
+        return [*sizes[: rows.lo], *shape(mask), *sizes[rows.hi :]]
+
+    def indices(self, rows: Rows) -> list[fx.Node | None]:
+        return [*[None] * rows.lo, *self.vectors]
+
+    def find(self, mask: fx.Node) -> list[fx.Node]:
+        """Where a mask is true, along each of its dimensions; all that it indexes reads this."""
+        call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
+        found = call(_ATEN.nonzero.default, (mask,))
+        with value.fake_mode:
+            found.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
+        vectors = [self.call(_ATEN.select.int, found, 1, i) for i in range(value.dim())]
+        for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
+            given: Any = user.args[1]
+            each = (vectors if index is mask else [index] for index in given)
+            user.update_arg(1, list(itertools.chain(*each)))
+            symbols |= user.meta.pop("unbacked_bindings", {})
+        if symbols:  # what is known at run time only is known from here on
+            from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
+
+            path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
+            found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
+        return vectors
+
+    def zeros(self, like: fx.Node, sizes: list[Size]) -> fx.Node:
+        value = like.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device}
+        return self.call(_ATEN.full.default, self.numbers(sizes), 0, **options)
+
+    def sizes(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> list[Size]:
+        """The sizes of a range of a value: the last dimension of the tokens has them all."""
+        sizes, count = shape(node), rows.outer * (end - begin) * rows.per
+        return [*sizes[: rows.lo], *[1] * (rows.hi - rows.lo - 1), count, *sizes[rows.hi :]]
+
+    def sliced(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node:
+        part = node
+        if not _is_all(node, rows, begin, end):
+            if self.tokens.mask is not None:
+                if not same(begin, 0):
+                    raise Conflict("is read where a mask leaves tokens out", node)
+                split = self.reshaped(node, self.seen(node, rows))
+                part = self.call(_ATEN.index.Tensor, split, self.indices(rows))
+            else:
+                sizes, dim, places = _in_one_dimension(node, rows, [begin, end])
+                bounds = self.numbers(places)
+                part = self.call(_ATEN.slice.Tensor, self.reshaped(node, sizes), dim, *bounds)
+        return self.reshaped(part, self.sizes(node, rows, begin, end))
+
+    def reshaped(self, node: fx.Node, sizes: list[Size]) -> fx.Node:
+        if _has_sizes(node, sizes):
+            return node
+        return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
+
+    def numbers(self, sizes: Iterable[Size]) -> list[int | fx.Node]:
+        """Sizes as arguments of a call."""
+        return [self.builder.size(s) for s in sizes]
+
+
+def _has_sizes(node: fx.Node, sizes: list[Size]) -> bool:
+    return len(shape(node)) == len(sizes) and all(map(same, shape(node), sizes))
+
+
+def _is_all(node: fx.Node, rows: Rows, begin: Size, end: Size) -> bool:
+    """Whether a range has all tokens."""
+    return same(begin, 0) and same(end, length(node, rows))
+
+
+def _in_one_dimension(
+    node: fx.Node, rows: Rows, tokens: list[Size]
+) -> tuple[list[Size], int, list[Size]]:
+    """Sizes to see a value in with its tokens along a dimension; this, and where some tokens are.
+
+    Its own, if the tokens begin there where an index of the first of their dimensions does.
+    """
+    sizes = shape(node)
+    inner = math.prod(sizes[rows.lo + 1 : rows.hi])
+    places = [quotient(token * rows.per, inner) for token in tokens]
+    whole = (same(p * inner, t * rows.per) for p, t in zip(places, tokens, strict=True))
+    if same(rows.outer, 1) and all(whole):
+        return sizes, rows.lo, places
+    split = [*sizes[: rows.lo], rows.outer, length(node, rows) * rows.per, *sizes[rows.hi :]]
+    return split, rows.lo + 1, [token * rows.per for token in tokens]

@@ -1,0 +1,278 @@
+"""Where the tokens of a product are in what it leads to, and where ranges of them begin and end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from storage_ops.autochunk.analysis.layouts import (
+    Partial,
+    Rows,
+    Spread,
+    canonical,
+    equal,
+    less,
+    quotient,
+    reshape,
+    same,
+)
+from storage_ops.autochunk.analysis.rules import rule_of
+from storage_ops.autochunk.analysis.spans import LARGE, follow, is_product, read, stops
+from storage_ops.autochunk.fx_graph.nodes import (
+    Size,
+    ends,
+    hint,
+    is_tensor,
+    leading_to,
+    name_of,
+    numel,
+    reached,
+    shape,
+    tensors,
+)
+from storage_ops.autochunk.prepare.selections import Link, choice_of, mask_of
+from storage_ops.autochunk.reasons import Conflict, log
+
+_MOST = 64  # ranges of a value
+
+
+class TokenRanges:
+    """The tokens of a product along one of its dimensions.
+
+    Attributes:
+        after: what it leads to, up to the next product.
+        rows: where the tokens are, in all that has them there, and in what is wide and read beside.
+        sums: over tokens, and what is summed.
+        links: of ops that choose tokens where they are there, and what they choose.
+        mask: what keeps them, if that is what chooses; `kept` of them are the first range then.
+        cuts: where ranges begin, after the first.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, product: fx.Node, first: Rows, small: bool, stacks: bool
+    ) -> None:
+        """Find them. `small`: cut what is not wide as well. `stacks`: tokens stand beside others
+        in a stack, and do not follow on them."""
+        self.graph, self.product, self.small, self.stacks = graph, product, small, stacks
+        self.after = reached([product], lambda n: not stops(n)) & leading_to(ends(graph))
+        self.width = numel(product) // max(hint(shape(product)[first.lo]), 1)
+        self.sums: dict[fx.Node, fx.Node] = {}
+        self.links: dict[fx.Node, tuple[Rows, list[Link]]] = {}
+        self.cuts: dict[fx.Node, list[Size]] = {}
+        self.mask: fx.Node | None = None
+        self.kept: Size = 0
+        self.sliced = False  # before there was a mask
+        self.aside: dict[fx.Node, fx.Node] = {}  # what masks choose from in a later attempt
+        self.outer: Size = 1
+        self.rows = {product: first}
+        self._follow(link=False)
+        self.rows, found = {product: replace(first, outer=self.outer)}, 0
+        while found < len(self.rows):
+            found = len(self.rows)
+            self._follow(link=True)
+            self._pull()
+
+    @property
+    def chosen(self) -> bool:
+        """Whether ops choose among these tokens. A slice of what the product reads does not."""
+        return any(len(links) > 1 or links[0].source in self.rows
+                   for _, links in self.links.values())  # fmt: skip
+
+    def _follow(self, link: bool) -> None:
+        """Find tokens in what a product leads to.
+
+        Without `link` only find out along which dimension of the tokens ops choose: the last.
+        """
+        for node in self.graph.nodes:
+            known = [a for a in node.all_input_nodes
+                     if a in self.rows and (a is self.product or not stops(a))]  # fmt: skip
+            if node not in self.after or node in self.rows or not is_tensor(node):
+                continue
+            source = self.aside.get((mask_of(node) or (0, node))[1])
+            if source is not None and source in self.rows and shape(node) == shape(source):
+                self.rows[node] = self.rows[source]
+            if node in self.rows or not known:
+                continue
+            rows = self.rows[known[0]]
+            try:
+                chosen = self._choice(node, known[0], rows)
+                if chosen is None:
+                    found = self._masked(node, known[0]) or follow(node, known[0], rows)
+                elif self.mask is not None:
+                    continue  # in a later attempt
+                elif not (self.small or self.is_wide(known[0], rows)):
+                    continue  # it reads all of them
+                elif link:
+                    found = self._linked(node, *chosen)
+                else:
+                    self.sliced = True
+                    rows, dim, _ = chosen
+                    outer = math.prod(shape(known[0])[rows.lo : dim])
+                    self.outer = max(self.outer, outer, key=hint)
+                    found = canonical(rows, shape(node))
+            except Conflict as conflict:
+                log.debug("%s: %s", node, conflict)
+                continue
+            if isinstance(found, Rows):
+                self.rows[node] = found
+            elif isinstance(found, Partial) and link:
+                self.sums[node] = known[0]
+
+    def _pull(self) -> None:
+        """Find tokens in what is wide and read beside that, but for factors of products."""
+        for node in reversed(self.graph.nodes):
+            if is_product(node) or (node not in self.rows and node not in self.sums):
+                continue
+            try:
+                for arg, rows in self.reads(node).items():
+                    if arg in self.rows or arg.op != "call_function" or isinstance(rows, Spread):
+                        continue
+                    if self.is_wide(arg, rows):
+                        chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
+                        if chosen and self.mask is not None:
+                            continue
+                        self.rows[arg] = self._linked(arg, *chosen) if chosen else found
+            except Conflict as conflict:
+                log.debug("%s: %s", node, conflict)
+
+    def _choice(
+        self, node: fx.Node, arg: fx.Node, rows: Rows
+    ) -> tuple[Rows, int, list[Link]] | None:
+        """The tokens of an argument that an op chooses along a dimension of, and what."""
+        found = choice_of(node)
+        if found is None or rows.lo <= found[0] < rows.hi:
+            return found and (rows, *found)
+        dim, sizes = found[0], shape(arg)
+        if name_of(node) == "aten.cat.default" and self.stacks:
+            return None
+        if dim < rows.lo and all(same(s, 1) for s in sizes[dim : rows.lo]):
+            return replace(rows, lo=dim), *found  # one sequence among several
+        if same(sizes[dim], 1) and same(length(arg, rows), 1):
+            return replace(rows, lo=dim, hi=dim + 1), *found  # one token
+        return None
+
+    def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
+        """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
+        found = mask_of(node)
+        if found is None or self.product in leading_to([found[1]]):
+            return None
+        (lo, mask), rows = found, self.rows[arg]
+        if self.sliced:
+            self.aside[mask] = arg
+            return None
+        every, kept = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
+        taken = name_of(node) == "aten.index.Tensor"
+        count = shape(node if taken else arg)[lo]
+        if self.mask is None and taken:
+            self.mask, self.kept = mask, count
+        given = canonical(every if taken else kept, shape(arg))
+        if mask is not self.mask or not equal(canonical(rows, shape(arg)), given):
+            raise Conflict("keeps other tokens, or parts of them", node)
+        end = math.prod(shape(mask))
+        links = [Link(0, count, arg, 0), *([] if taken else [Link(count, end, None, 0)])]
+        self.links[node] = given, links
+        return canonical(kept if taken else every, shape(node))
+
+    def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
+        if dim > rows.lo or not same(rows.outer, 1):
+            raise Conflict("chooses along another dimension")
+        if not links:
+            raise Conflict("works on no tokens")
+        inner = math.prod(shape(node)[dim + 1 : rows.hi])
+
+        def token(index: Size) -> Size:
+            found = quotient(index * inner, rows.per)
+            if not same(found * rows.per, index * inner):
+                raise Conflict("drops parts of tokens")
+            return found
+
+        self.links[node] = (
+            replace(rows, lo=dim),
+            [
+                Link(token(begin), token(end), source, token(shift))
+                for begin, end, source, shift in links
+            ],
+        )
+        return canonical(replace(rows, lo=dim), shape(node))
+
+    def reads(self, node: fx.Node) -> dict[fx.Node, Rows | Spread]:
+        """Where tokens are in the arguments of a node that have some."""
+        if node in self.links:
+            rows, links = self.links[node]
+            return {x.source: rows for x in links if x.source is not None}
+        rule, own = rule_of(node), self.sums.get(node)
+        rows = self.rows[node if own is None else own]
+        if rule.labels is None:
+            (source,) = tensors(node)
+            return {source: self.rows.get(source) or reshape(rows, shape(node), shape(source))}
+        labelled, found = rule.labels(node), dict[fx.Node, Rows | Spread]()
+        labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
+        for arg, each in labelled.args.items():
+            layouts = [read(node, arg, row, labels, rows) for row in each]
+            if any(not equal(x, layouts[0]) for x in layouts[1:]):
+                raise Conflict(f"reads {arg} in two ways", node)
+            if isinstance(layouts[0], (Rows, Spread)):
+                found[arg] = layouts[0]
+        return found
+
+    def is_wide(self, node: fx.Node, rows: Rows) -> bool:
+        """Whether a value has many numbers for each token."""
+        return numel(node) * LARGE > self.width * hint(rows.outer * length(node, rows))
+
+    def intervals(self, node: fx.Node) -> Iterator[tuple[Size, Size]]:
+        """Where the ranges of a value, or of a sum, begin and end."""
+        of = self.sums.get(node, node)
+        return itertools.pairwise([0, *self.cuts.get(node, ()), length(of, self.rows[of])])
+
+    def cut(self) -> None:
+        """Carry every cut to all that is made of the same tokens."""
+        together: list[tuple[fx.Node, Link]] = []
+        for node in [*self.rows, *self.sums]:
+            if node in self.links:
+                links = self.links[node][1]
+                self._add(node, (p for link in links for p in (link.begin, link.end)))
+                together += [(node, link) for link in links if link.source in self.rows]
+                continue
+            of = self.sums.get(node, node)
+            end = length(of, self.rows[of])
+            together += [(node, Link(0, end, a, 0)) for a in node.all_input_nodes
+                         if a in self.rows and same(length(a, self.rows[a]), end)]  # fmt: skip
+        grown = True
+        while grown:
+            grown = False
+            for node, (begin, end, source, shift) in together:
+                assert source is not None
+                known = [begin, *self.cuts.get(node, ()), end]
+                grown |= self._add(source, (p + shift for p in known if _within(p, begin, end)))
+                read = [p - shift for p in self.cuts.get(source, ())]
+                grown |= self._add(node, (p for p in read if _within(p, begin, end)))
+
+    def _add(self, node: fx.Node, positions: Iterable[Size]) -> bool:
+        """Cut at these places; whether there is a new one among them."""
+        cuts, of = self.cuts.setdefault(node, []), self.sums.get(node, node)
+        before, end = len(cuts), length(of, self.rows[of])
+        for new in positions:
+            place = sum(less(old, new) for old in cuts)
+            if same(new, 0) or same(new, end) or any(same(new, old) for old in cuts):
+                continue
+            known = less(0, new) and less(new, end) and all(less(new, p) for p in cuts[place:])
+            if not known and self.mask is None:
+                raise Conflict("is cut into ranges whose order is not known", node)
+            cuts.insert(place, new)
+        if len(cuts) >= _MOST:
+            raise Conflict(f"is cut into more than {_MOST} ranges", node)
+        return len(cuts) > before
+
+
+def length(node: fx.Node, rows: Rows) -> Size:
+    """How many tokens a value has, once of those that it has several times."""
+    return quotient(quotient(math.prod(shape(node)[rows.lo : rows.hi]), rows.outer), rows.per)
+
+
+def _within(position: Size, begin: Size, end: Size) -> bool:
+    """Whether a position is not outside a range."""
+    return not less(position, begin) and not less(end, position)

@@ -1,0 +1,120 @@
+"""Why a graph is not chunked, and how users learn it: errors, warnings and a log.
+
+`STORAGE_OPS_LOGS=autochunk` prints what the auto-chunker finds out about each node.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import fx
+
+log = logging.getLogger("storage_ops.autochunk")
+_COUNTED = "storage_ops.autochunk said "
+
+_REMEDY = (
+    ". A step that returns its loss alone is chunked; a causal model of transformers does so after "
+    "storage_ops.patch_causal_lm(model), and needs no chunks then"
+)
+
+
+def print_if_asked() -> None:
+    """Print the log to stderr if `STORAGE_OPS_LOGS` has `autochunk` among its names."""
+    if "autochunk" in os.environ.get("STORAGE_OPS_LOGS", "").split(","):
+        log.setLevel(logging.DEBUG)
+        log.addHandler(logging.StreamHandler())
+
+
+print_if_asked()
+
+
+class ChunkError(RuntimeError):
+    """A graph was to be chunked for certain (`strict=True`), and is not."""
+
+
+class Conflict(Exception):
+    """Why a graph, or one node of it, is not chunked."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None):
+        super().__init__(reason)
+        self.node = node
+
+
+def describe(conflict: Conflict) -> str:
+    """A conflict with its node and where in the user's code that comes from."""
+    node = conflict.node
+    if node is None:
+        return str(conflict)
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [i for i, line in enumerate(lines[:-1]) if line.startswith("File ")]
+    where = f" ({lines[places[-1]]}: {lines[places[-1] + 1]})" if places else ""
+    return f"{node.name} = {node.target}: {conflict}{where}"
+
+
+def internal(error: Exception) -> str:
+    """The reason that an unexpected error is: what to report, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"internal error of the auto-chunker, {type(error).__name__}: {error}{place}; the graph is "
+        "unchanged. Please report this with the output of STORAGE_OPS_LOGS=autochunk"
+    )
+
+
+def warn(reason: str) -> None:
+    """Say that a graph is not chunked, and why."""
+    remedy = _REMEDY if "is returned" in reason else ""
+    warnings.warn(f"storage_ops.autochunk: not chunked, {reason}{remedy}", stacklevel=1)
+
+
+class Words:
+    """What is said of a graph, and said again where a cache has it compiled.
+
+    Inductor's caches keep what it counts while it compiles a graph, and count it again for a graph
+    that they give. So what was said is counted, under its own text: it travels with the graph.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    @contextmanager
+    def heard(self) -> Iterator[list[str]]:
+        """Keep the lines that are logged within, and the reasons that are put in the list."""
+        lines: list[str] = []
+        reasons: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        log.addHandler(handler)
+        try:
+            yield reasons
+        finally:
+            log.removeHandler(handler)
+        self.text = json.dumps([lines, reasons])
+
+    def count(self) -> None:
+        """Count them, for the first graph that Inductor compiles of a joint graph."""
+        from torch._dynamo.utils import counters
+
+        if self.text:
+            counters["inductor"][_COUNTED + self.text] += 1
+            self.text = ""
+
+    def repeat(self) -> None:
+        """Say what came with a graph from a cache; nothing if it was compiled now."""
+        from torch._dynamo.utils import counters
+
+        for key in [key for key in counters["inductor"] if key.startswith(_COUNTED)]:
+            del counters["inductor"][key]
+            if self.text is None:
+                lines, reasons = json.loads(key.removeprefix(_COUNTED))
+                for line in lines:
+                    log.debug("%s", line)
+                for reason in filter(None, reasons):
+                    warn(reason)

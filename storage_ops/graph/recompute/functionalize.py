@@ -1,0 +1,295 @@
+"""In-place ops inside regions, rewritten so that a region can be recomputed in part."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from storage_ops.foundation.regions import KEY, mark_of
+from storage_ops.graph.nodes import (
+    argument,
+    compute_value,
+    refresh_views,
+    storage_of,
+    storages,
+    tensors_of,
+    updates_statistics,
+    written,
+    written_at,
+)
+from storage_ops.graph.recompute import rng
+
+aten = torch.ops.aten
+_IN_PLACE = "storage_ops_in_place"
+FILLS = "storage_ops_fills"
+KEPT = "storage_ops_kept"
+_EMPTY = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+
+
+class _Contents:
+    """The contents of one storage that a region makes and modifies, version by version."""
+
+    def __init__(self, base: fx.Node) -> None:
+        self.base = base
+        t = base.meta["val"]
+        self.geometry = _geometry(t)
+        self.version = 0
+        if t.storage_offset() != 0 or t.untyped_storage().nbytes() != t.numel() * t.element_size():
+            raise RuntimeError(
+                f"remat: {base.name}, made by {base.target} in a region that modifies it in place, "
+                "does not cover its storage; expected a tensor that does, such as its clone"
+            )
+
+
+def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Replace in-place ops on what a region made by ops that return it modified.
+
+    Raises:
+        RuntimeError: a region modifies in place the output of a region that discards it, or an
+            op has no form that is not in place.
+    """
+    graph = gm.graph
+    maker: dict[int, fx.Node] = {}
+    born: dict[fx.Node, int] = {}
+    tracked: dict[int, _Contents] = {}
+    gone: list[fx.Node] = []
+    for node in list(graph.nodes):
+        key = storage_of(node)
+        if key is not None:
+            maker.setdefault(key, node)
+        targets = tensors_of(written(node)) if mark_of(node).path else []
+        for source in list(node.all_input_nodes):
+            contents = tracked.get(storage_of(source) or 0)
+            if contents is not None and born.get(source, -1) < contents.version:
+                node.replace_input_with(source, _view(graph, contents, source, node, mode))
+        if key in tracked:
+            born[node] = tracked[key].version
+        makers = [maker.get(storage_of(target) or 0, target) for target in targets]
+        for made_by in makers:
+            if not _is_local(made_by, node) and any(p.discards for p in mark_of(made_by).path):
+                raise _escapes(node, made_by)
+        if not any(_is_local(made_by, node) for made_by in makers):
+            continue  # it is run once, in place
+        if updates_statistics(node):
+            for made_by in makers:
+                made_by.meta[KEPT] = True
+            continue
+        if len(targets) > 1:
+            raise RuntimeError(f"remat: {node.target} in a region modifies several tensors at once")
+        (target,), (made_by,) = targets, makers
+        where = storage_of(target)
+        assert where is not None
+        if where not in tracked:
+            tracked[where] = _Contents(made_by)
+        _write(graph, tracked[where], node, target, mode)
+        born[tracked[where].base] = tracked[where].version
+        born[node] = -1
+        gone.append(node)
+    for node in reversed(gone):
+        graph.erase_node(node)
+    if gone:
+        refresh_views(graph, mode)
+    _keep_views(graph)
+
+
+def _keep_views(graph: fx.Graph) -> None:
+    """Keep views, made in a region, of what is kept and modified while the view is in use.
+
+    A view that is made again would be one of what was there when it was made first.
+    """
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    writes = written_at(order)
+    maker: dict[int, fx.Node] = {}
+    for node, at in order.items():
+        key = storage_of(node)
+        if key is None:
+            continue
+        made_by = maker.setdefault(key, node)
+        if key not in writes or not mark_of(node).path or made_by is node:
+            continue
+        if _is_local(made_by, node) and KEPT not in made_by.meta:
+            continue
+        last = max((order[user] for user in node.users), default=at)
+        if any(at < place < last for place in writes[key]):
+            node.meta[KEPT] = True
+
+
+def reinplace(graph: fx.Graph) -> None:
+    """Make ops in place again that were, where nothing reads what they overwrite afterwards."""
+    fixed: set[int] = set()
+    last: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            fixed.update(key for key, _ in storages(node.meta.get("val")))
+        for source in node.all_input_nodes:
+            for key, _ in storages(source.meta.get("val")):
+                last[key] = node
+    for node in graph.nodes:
+        op = node.meta.pop(_IN_PLACE, None)
+        if op is None or not isinstance(node.target, OpOverload):
+            continue
+        source = node.args[0]
+        place, overwritten = storage_of(source), storage_of(node)
+        assert place is not None and overwritten is not None
+        same = _geometry(source.meta["val"]) == _geometry(node.meta["val"])
+        if place in fixed or last[place] is not node or not same or not _same_type(source, node):
+            continue
+        node.target = op
+        last[place] = last.get(overwritten, node)
+        node.meta["val"] = source.meta["val"]
+
+
+def _write(
+    graph: fx.Graph, contents: _Contents, node: fx.Node, target: fx.Node, mode: FakeTensorMode
+) -> None:
+    """Compute the next version of a storage's contents in place of an in-place op."""
+    geometry = _geometry(target.meta["val"])
+    if rng.is_random(node) and next(written(node)) is node.args[0]:
+        result = _fill(graph, node, mode)
+    else:
+        result = _functional_call(graph, node, mode)
+    with graph.inserting_before(node):
+        if isinstance(result.meta["val"], tuple):
+            # Not in place by itself: it returns its result, and what it would have written.
+            value, result = (_item(graph, result, place) for place in (0, -1))
+            node.replace_all_uses_with(value)
+        elif not any(written(result)):
+            result.meta[_IN_PLACE] = node.target
+        if result.meta["val"].dtype != target.meta["val"].dtype:
+            result = graph.call_function(
+                aten._to_copy.default, (result,), {"dtype": target.meta["val"].dtype}
+            )
+            result.meta = dict(node.meta)
+            compute_value(result, mode)
+        if geometry != contents.geometry or result.meta["val"].stride() != geometry[1]:
+            size, stride, offset = geometry
+            result = graph.call_function(
+                aten.as_strided_scatter.default,
+                (contents.base, result, list(size), list(stride), offset),
+            )
+            result.meta = dict(node.meta)
+            compute_value(result, mode)
+    contents.base = result
+    contents.version += 1
+
+
+def _functional_call(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Add the functional form of an in-place op before it."""
+    op = _functional(node)
+    # Arguments that have their default are left out, and the functional op may have none.
+    given = {a.name: argument(node, a.name) for a in op._schema.arguments}
+    positional = [given[a.name] for a in op._schema.arguments if not a.kwarg_only]
+    options = {a.name: given[a.name] for a in op._schema.arguments if a.kwarg_only}
+    with graph.inserting_before(node):
+        result = graph.call_function(op, tuple(positional), options)
+    result.meta = dict(node.meta)
+    compute_value(result, mode)
+    return result
+
+
+def _item(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
+    place %= len(node.meta["val"])
+    item = graph.call_function(operator.getitem, (node, place))
+    item.meta = {**node.meta, "val": node.meta["val"][place]}
+    return item
+
+
+def is_new(node: fx.Node) -> bool:
+    """Whether a node makes a tensor without contents, for the one op that reads it."""
+    return node.op == "call_function" and node.target in _EMPTY and len(node.users) == 1
+
+
+def _fill(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
+    """Add a random in-place op before it that writes to a tensor which only it reads.
+
+    It stays in place: which number goes where depends on the layout of what it fills.
+    """
+    target = node.args[0]
+    assert isinstance(target, fx.Node) and callable(node.target)
+    with graph.inserting_before(node):
+        if not is_new(target):
+            target = graph.call_function(aten.clone.default, (target,))
+            target.meta = dict(node.meta)
+            compute_value(target, mode)
+        result = graph.call_function(node.target, (target, *node.args[1:]), dict(node.kwargs))
+    # What it fills is made again whenever it runs again, whatever a policy says.
+    mark = mark_of(node)
+    path = tuple(replace(level, decision=None) for level in mark.path)
+    target.meta[KEY] = replace(mark, path=path)
+    result.meta = {**node.meta, FILLS: True}
+    compute_value(result, mode)
+    return result
+
+
+def _view(
+    graph: fx.Graph, contents: _Contents, stale: fx.Node, reader: fx.Node, mode: FakeTensorMode
+) -> fx.Node:
+    """What `stale`, a view of an earlier version, is in the version that `reader` reads."""
+    size, stride, offset = geometry = _geometry(stale.meta["val"])
+    if geometry == contents.geometry:
+        return contents.base
+    with graph.inserting_before(reader):
+        view = graph.call_function(
+            aten.as_strided.default, (contents.base, list(size), list(stride), offset)
+        )
+    view.meta = {KEY: mark_of(reader)}
+    compute_value(view, mode)
+    return view
+
+
+def _functional(node: fx.Node) -> OpOverload:
+    op = node.target
+    assert isinstance(op, OpOverload)
+    namespace, name = op._schema.name.split("::")
+    renamed = name[:-1] if name.endswith("_") else f"{name}_functional"
+    packet = getattr(getattr(torch.ops, namespace), renamed, None)
+    overloads = [] if packet is None else packet.overloads()
+    for overload in itertools.chain(
+        [o for o in overloads if o == op._overloadname], [o for o in overloads if o == "default"]
+    ):
+        found: OpOverload = getattr(packet, overload)
+        if not found._schema.is_mutable and _names(found) == _names(op):
+            return found
+    raise RuntimeError(
+        f"remat: {op} modifies a tensor of a region in place and has no functional form; "
+        "expected an op that can be run again"
+    )
+
+
+def _same_type(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return bool(a.dtype == b.dtype and a.device == b.device and not a.is_sparse)
+
+
+def _names(op: OpOverload) -> list[str]:
+    return [a.name for a in op._schema.arguments]
+
+
+def _geometry(t: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    return tuple(t.shape), tuple(t.stride()), t.storage_offset()
+
+
+def _is_local(maker: fx.Node, node: fx.Node) -> bool:
+    path = mark_of(maker).path
+    return bool(path) and path[0].region == mark_of(node).path[0].region
+
+
+def _escapes(node: fx.Node, target: fx.Node) -> RuntimeError:
+    return RuntimeError(
+        f"remat: {node.target} ({node.name}) in a checkpointed region modifies {target.name} in "
+        "place, the output of another region, which discards and recomputes it. Expected the op "
+        "that is not in place, or a clone inside the region"
+    )

@@ -1,0 +1,268 @@
+"""Tensors a traced function closes over become inputs of its graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from storage_ops.graph.tracing.slots import Closure, Slot, gradient_slot, plain_parts
+
+# A tensor literal in the traced code is a constant of the graph, not something it closes over.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# They hide from a trace that the op in them may work in place.
+_REPLAYS = (run_and_save_rng_state, run_with_rng_state)
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+
+
+class Lift(TorchDispatchMode):
+    """Replaces every real tensor that an op reads by an input of the graph under trace.
+
+    The function itself runs on the real tensors: autograd sees the real parameters, and only below
+    it, where ops are recorded, their stand-ins take their places. So whatever autograd offers works
+    as in eager mode, and the function need not be told about its own parameters.
+
+    Attributes:
+        inputs: the slots of the lifted tensors, in the order of the graph's inputs.
+        nodes: those inputs.
+        leaves: by its id, a leaf that requires grad, and the gradient it had before the trace.
+        backward_ran: whether a backward pass was recorded.
+        read: ids of the leaves whose gradient was used, or found missing, where one from before the
+            step would have made a difference.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fake_mode: FakeTensorMode, closure: Closure) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = fake_mode
+        self._slots: dict[int, Slot] = {}
+        self._slots_by_place: dict[Any, Slot] = {}
+        self._fakes: dict[int, Tensor] = {}
+        self._by_place: dict[Any, Tensor] = {}
+        self._held: list[Tensor] = []
+        self.inputs: list[Slot] = []
+        self.nodes: list[fx.Node] = []
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.backward_ran = False
+        self.read: set[int] = set()
+        self._watched: dict[int, tuple[Tensor, int]] = {}
+        self._versions: list[tuple[Tensor, int, bool]] = []
+        for t in closure.tensors:
+            self.name(t, closure.slots[id(t)])
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "profiler":  # the labels that optimizers put on their methods
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        if func in _REPLAYS:
+            raise RuntimeError(
+                f"trace_step: fn runs a graph that repeats random numbers by {func.name()}; "
+                "expected the function that the graph was made of"
+            )
+        flat, spec = tree_flatten((args, kwargs or {}))
+        self.saw(flat)
+        self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
+        if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
+            return NotImplemented  # the subclass comes back with the tensors inside it
+        if func not in _LITERALS:
+            flat = [self.lift(t) for t in flat]
+        args, kwargs = tree_unflatten(flat, spec)
+        return func(*args, **kwargs)
+
+    def lift(self, value: object) -> Any:
+        """The stand-in of a real tensor; any other value as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if is_traceable_wrapper_subclass(value):
+            return value
+        if id(value) not in self._fakes:
+            # Two tensors at one place, such as a parameter and its .data, are one input.
+            place = _place_of(value)
+            if place is None or place not in self._by_place:
+                self._by_place[place] = self._add_input(value)
+            self._fakes[id(value)] = self._by_place[place]
+            self._held.append(value)  # its id must stay its own
+            if not value.is_inference():
+                self._versions.append((value, value._version, value.is_leaf))
+        return self._fakes[id(value)]
+
+    def name(self, t: Tensor, slot: Slot) -> None:
+        """Say from where a tensor is to be read at each call."""
+        for part, part_slot in plain_parts(t, slot):
+            self._slots.setdefault(id(part), part_slot)
+            self._slots_by_place.setdefault(_place_of(part), part_slot)
+            self._held.append(part)
+
+    def slot_of(self, t: Tensor) -> Slot:
+        """From where a tensor is read at each call."""
+        found = self._slots.get(id(t))
+        if found is None and _place_of(t) is not None:
+            found = self._slots_by_place.get(_place_of(t))
+        return found or Slot(_describe(t), lambda: t)
+
+    def restore(self) -> None:
+        """Undo what in-place ops made autograd note on the real tensors: graphs and counts."""
+        for t, version, was_leaf in self._versions:
+            if was_leaf and not t.is_leaf:
+                t.detach_()
+            torch._C._autograd._unsafe_set_version_counter((t,), (version,))
+
+    def _add_input(self, value: Tensor) -> Tensor:
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
+        with _disable_current_modes():
+            plain = value.detach().as_subclass(Tensor)
+            fake: Tensor = self._fake_mode.from_tensor(plain, static_shapes=True)
+        graph: fx.Graph = tracer.graph
+        last = None
+        for node in graph.nodes:
+            if node.op != "placeholder":
+                break
+            last = node
+        before = next(iter(graph.nodes), graph._root) if last is None else last.next
+        with graph.inserting_before(before):
+            proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.inputs)}", (), {})
+        with _disable_current_modes():
+            track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+        self.inputs.append(self.slot_of(value))
+        self.nodes.append(proxy.node)
+        return fake
+
+    def saw(self, values: Iterable[Any]) -> None:
+        """Note what is used: leaves, and gradients that are watched."""
+        for t in values:
+            if id(t) in self._watched:
+                self.read.add(self._watched[id(t)][1])
+            if not isinstance(t, Tensor) or is_traced(t, self._fake_mode):
+                continue
+            if t.requires_grad and t.is_leaf:
+                self.note(t)
+
+    def note(self, t: Tensor) -> None:
+        """Remember the gradient of a leaf, unless that is done."""
+        if id(t) not in self.leaves:
+            with torch._C.DisableTorchFunction():
+                self.leaves[id(t)] = (t, t.grad)
+
+    def watch(self, grad: Tensor, t: Tensor) -> None:
+        """From here on a use of `grad`, which fn has looked up, reads the gradient of `t`."""
+        self._watched[id(grad)] = (grad, id(t))
+
+
+def _place_of(t: Tensor) -> Any:
+    if t.layout != torch.strided:
+        return None
+    storage = t.untyped_storage()
+    return (storage._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype)
+
+
+def _describe(t: Tensor) -> str:
+    kind = "parameter" if isinstance(t, nn.Parameter) else "tensor"
+    return f"a {kind} of shape {tuple(t.shape)} that fn uses"
+
+
+class Gradients(TorchFunctionMode):
+    """Follows who sets and reads `.grad` while fn is traced.
+
+    Whether a step drops the gradients must not depend on there being any at the time of the trace:
+    a gradient that is looked at before a backward pass adds to it, or to be dropped, is made to
+    exist.
+
+    Attributes:
+        made: by the id of a leaf, the gradient that was made for it.
+        dropped: ids of the leaves whose gradient fn has set or deleted, so that nothing remains of
+            the one from before the step.
+    """
+
+    def __init__(self, lift: Lift, closure: Closure, arguments: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._lift = lift
+        self.made: dict[int, Tensor] = {}
+        self.dropped: set[int] = set()
+        for t in (*closure.tensors, *arguments):
+            if t.is_leaf and t.requires_grad:
+                lift.note(t)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (_GRAD.__set__, _GRAD.__delete__):
+            self._lift.note(args[0])
+            self.dropped.add(id(args[0]))
+        elif func == _GRAD.__get__:
+            drops = sys._getframe(1).f_code.co_name == "zero_grad"  # torch's look before they drop
+            self._look(args[0], drops)
+        elif func == _DATA.__set__:
+            self._check_data(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, t: Tensor, drops: bool) -> None:
+        if not t.is_leaf or not t.requires_grad or id(t) in self.dropped:
+            return
+        self._lift.note(t)
+        if t.grad is not None:
+            if not self.is_untouched(t, t.grad):
+                self._lift.watch(t.grad, t)
+        elif drops or not self._lift.backward_ran:
+            with _disable_current_modes():
+                t.grad = torch.zeros_like(t)
+            self.made[id(t)] = t.grad
+            self._lift.name(t.grad, gradient_slot(self._lift.slot_of(t)))
+        else:
+            self._lift.read.add(id(t))
+
+    def _check_data(self, t: Tensor, value: Tensor) -> None:
+        """Raise if the memory of a tensor that is there at each call is exchanged for another."""
+        if value is not t and (_place_of(t) is None or _place_of(t) != _place_of(value)):
+            raise RuntimeError(
+                f"trace_step: fn sets .data of {self._lift.slot_of(t).name}, whose memory a graph "
+                "cannot exchange; expected its values to be overwritten, by .copy_(...) under "
+                "torch.no_grad()"
+            )
+
+    def is_untouched(self, t: Tensor, grad: Tensor | None) -> bool:
+        """Whether `grad` is the gradient `t` had before fn; it may have been added to in place."""
+        return grad is self.made.get(id(t), self._lift.leaves[id(t)][1])
+
+    def restore(self) -> None:
+        """Give every tensor the gradient it had."""
+        for t, grad in self._lift.leaves.values():
+            t.grad = grad
+
+
+def is_traced(value: object, fake_mode: FakeTensorMode) -> bool:
+    """Whether a value is a tensor or a number of the trace, or a subclass around one."""
+    if isinstance(value, FakeTensor):
+        return value.fake_mode is fake_mode
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        return any(
+            is_traced(getattr(value, name), fake_mode) for name in value.__tensor_flatten__()[0]
+        )
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,413 @@
+"""A training step as one graph: forward, loss, backward and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_leaves
+from typing_extensions import ParamSpec, TypeVar
+
+from storage_ops.checkpoint.region import torch_checkpoint
+from storage_ops.checkpoint.state.left_behind import Namespaces
+from storage_ops.foundation import regions
+from storage_ops.graph.nodes import storages, written_at
+from storage_ops.graph.recompute.capture import check_capture
+from storage_ops.graph.recompute.remat import forget_tags, recompute
+from storage_ops.graph.recompute.rng import gpu_of_replays
+from storage_ops.graph.schedule import Schedule, schedule
+from storage_ops.graph.tracing import cleanup, data_parallel, fully_sharded, refusals
+from storage_ops.graph.tracing.arguments import Arguments, Build, Layout, Packer, holders, reader
+from storage_ops.graph.tracing.lift import Gradients, Lift, is_traced
+from storage_ops.graph.tracing.optimizers import Optimizers
+from storage_ops.graph.tracing.slots import Closure, Slot, closure_of
+
+# Arguments and result of a step. A type without them in brackets is that of the defaults.
+P = ParamSpec("P", default=...)
+T = TypeVar("T", default=Any)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What a call does to the gradient of one leaf.
+
+    `build` is None where the trace left none behind.
+    """
+
+    read: Callable[[list[Any]], Tensor]
+    name: str
+    build: Build | None
+    dropped: bool
+    used: bool
+
+
+class TracedStep(Generic[P, T]):
+    """A function recorded as one graph; made by `trace_step`.
+
+    Attributes:
+        gm: the graph. Its inputs are the tensors among the arguments, then those the function
+            closes over; its outputs are those of the function, then new gradients and buffers.
+    """
+
+    __wrapped__: Callable[P, T]  # the function
+
+    def __init__(self, fn: Callable[P, T], args: object, kwargs: object) -> None:
+        if not callable(fn):
+            raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
+        functools.update_wrapper(self, fn, updated=())
+        roots = [("fn", fn), *holders(args, kwargs)]
+        closure = closure_of(roots)
+        self._training = [(name, m, m.training) for name, m in closure.modules]
+        self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
+        self._optimizers = Optimizers(closure.optimizers)
+        # This imports sympy, which takes half a second.
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+        lift = Lift(fake_mode, closure)
+        with _nothing_left_behind(roots, closure, fake_mode):
+            self._arguments = Arguments(args, kwargs, closure, fake_mode)
+            gradients = Gradients(lift, closure, self._arguments.tensors.values())
+            packer = Packer(lift.lift)
+
+            def flat(*_: Tensor) -> list[Any]:
+                mode = get_proxy_mode()
+                assert mode is not None
+                regions.RegionRecorder.of(mode.tracer)  # from here on every node is marked
+                with lift, gradients, self._optimizers.watched(lift.name):
+                    result = fn(*self._arguments.args, **self._arguments.kwargs)
+                    self._result = packer.tree(result)
+                    replaced = list(_replaced(closure, fake_mode))
+                    lift.saw(tree_leaves((result, [value for _, value in replaced])))
+                    self._gradients = list(self._outgoing(gradients, lift, packer))
+                    self._state = [(write, packer.tree(value)) for write, value in replaced]
+                return packer.outputs
+
+            try:
+                symbolic = (
+                    enable_python_dispatcher if self._arguments.dynamic else contextlib.nullcontext
+                )
+                with (
+                    fake_mode,
+                    data_parallel.traced(closure, fake_mode),
+                    refusals.refused(closure),
+                    torch_checkpoint.marked(),
+                    _eager_submodules(),
+                    _plain_lstm(closure),
+                    symbolic(),
+                ):
+                    gm = make_fx(flat)(*self._arguments.stand_ins)
+            except GuardOnDataDependentSymNode as error:
+                raise RuntimeError(
+                    "trace_step: the value of a tensor decides what fn does"
+                    f"{_place_of(error)}; expected code that runs in the same way for all values, "
+                    "such as torch.where, or the decision outside of fn"
+                ) from error
+            finally:
+                gradients.restore()
+                lift.restore()
+        _check_constants(packer.constants, fake_mode)
+        gm.graph.set_codegen(fx.graph.CodeGen())
+        kept = cleanup.clean(gm, lift.nodes)
+        self._inputs = [slot for slot, keep in zip(lift.inputs, kept, strict=True) if keep]
+        self._layouts = [Layout.of(slot.read()) for slot in self._inputs]
+        self._again = [
+            (closure.slots[id(t)], slot)
+            for t, slot in closure.again
+            if (t.requires_grad and t.is_leaf) or closure.slots[id(t)] in self._inputs
+        ]
+        layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
+        self._alone = [
+            layout.requires_grad or modified
+            for layout, modified in zip(layouts, _modified(gm.graph), strict=True)
+        ]
+        self.gm: fx.GraphModule = recompute(gm, foreign=False)
+        self._gpu = gpu_of_replays(self.gm.graph)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the step; the arguments must be as in the trace but for the values of tensors."""
+        if get_proxy_mode() is not None:  # part of another trace, which makes one graph of both
+            return self.__wrapped__(*args, **kwargs)
+        leaves, plain = self._arguments.flatten(args, kwargs)
+        for name, module, training in self._training:
+            if module.training != training:
+                raise ValueError(
+                    f"traced step: {name}.training is {module.training}; expected {training}, as "
+                    "when traced"
+                )
+        self._optimizers.check()
+        for sharded in self._sharded:
+            sharded.reshard()  # after a forward outside of the step
+        lifted = [slot.read() for slot in self._inputs]
+        for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
+            layout.check(slot.name, t)
+        self._check_ties([*plain, *lifted])
+        previous = self._before(leaves)
+        gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+            check_capture(self.gm.graph)
+        with torch.no_grad(), gpu:
+            outputs = self.gm(*plain, *lifted)
+        for gradient, before in previous:
+            if gradient.build is None:
+                continue
+            t, grad = gradient.read(leaves), gradient.build(outputs)
+            if before is None:
+                t.grad = grad
+            else:
+                with torch.no_grad():
+                    before.add_(grad)
+        for write, build in self._state:
+            write(build(outputs))
+        result: T = self._result(outputs)
+        return result
+
+    @property
+    def peak(self) -> Schedule:
+        """Memory of the step over time, by the life of each tensor in the graph."""
+        return schedule(self.gm)
+
+    def _check_ties(self, inputs: list[Tensor]) -> None:
+        """Raise if tensors that were one in the trace are several now, or the other way round."""
+        for first, again in self._again:
+            now = _read(first), _read(again)
+            if now[0] is not now[1] and not any(t is _GONE for t in now):
+                raise ValueError(
+                    f"traced step: {first.name} and {again.name} are two tensors; expected one, as "
+                    "when traced: trace the function again with two"
+                )
+        places: dict[int, int] = {}
+        for place, t in enumerate(inputs):
+            other = places.setdefault(id(t), place)
+            if other != place and (self._alone[place] or self._alone[other]):
+                names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
+                raise ValueError(
+                    f"traced step: {names[other]} and {names[place]} are one tensor, which "
+                    "requires grad or is modified; expected two: trace the function again, or pass "
+                    "a copy"
+                )
+
+    def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
+        """Drop the gradients that the step drops; the ones it adds to, where there are any."""
+        for gradient in self._gradients:
+            if gradient.used and gradient.read(leaves).grad is not None:
+                raise RuntimeError(
+                    f"traced step: {gradient.name}.grad is set, and fn reads gradients; expected "
+                    "None, as when traced: drop it before the step, or inside fn"
+                )
+        previous: list[tuple[_Gradient, Tensor | None]] = []
+        for gradient in self._gradients:
+            t = gradient.read(leaves)
+            if gradient.dropped:
+                t.grad = None
+            previous.append((gradient, t.grad))
+        return previous
+
+    def _outgoing(self, gradients: Gradients, lift: Lift, packer: Packer) -> Iterator[_Gradient]:
+        arguments = {id(t): place for place, t in self._arguments.tensors.items()}
+        for key, (t, _) in list(lift.leaves.items()):
+            with torch._C.DisableTorchFunction():
+                after = t.grad
+            dropped, used = key in gradients.dropped, key in lift.read
+            if after is None and not (dropped or used):
+                continue
+            if after is not None and gradients.is_untouched(t, after):
+                continue
+            build = None if after is None else packer.leaf(after)
+            place, slot = arguments.get(key), lift.slot_of(t)
+            yield _Gradient(reader(place, slot), slot.name, build, dropped, used)
+
+
+def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedStep[P, T]:
+    """Record a training step as one graph in which checkpointed regions really are recomputed.
+
+    `fn` runs once, on stand-ins without data: no tensor is changed by it, and what else it does,
+    such as counting its calls, it does then and not again. It may do all that a training step does:
+    forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of them), gradient
+    clipping, `optimizer.step()`. The modules and tensors it closes over, or that objects among the
+    arguments hold, become inputs of the graph and are read again at each call.
+
+    Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
+    checkpointing, and those of `OutputDiscardCheckpoint`. What backward needs of a region is
+    recomputed just before its first use there, with the random numbers of the forward. Results,
+    gradients and the state of the random-number generators afterwards are those of eager mode.
+
+    As with every trace, what Python code decides is fixed: branches, sizes, numbers, and which
+    weights are one tensor. Sizes of an argument's dimensions marked by
+    `torch._dynamo.mark_dynamic` may differ between calls.
+
+    Args:
+        fn: the step.
+        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves. An
+            object in them that holds tensors, such as a module, must be the same at each call.
+
+    Returns:
+        A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
+
+    Raises:
+        ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
+            recorded, such as with a communication hook; `fn` uses torch's context_parallel;
+            Inductor's async tensor parallelism is asked for.
+        RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
+            in an object, or is returned in one that is no pytree; `fn` sets `.data` of a tensor,
+            seeds or forks a generator of torch, or changes an option of an optimizer; a region
+            modifies in place the output of another that discards it. In each case no tensor has
+            changed.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+        >>> def train(x):
+        ...     loss = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> step = storage_ops.graph.trace_step(train, x)
+        >>> bool(step(x) == layer(x).sum()), layer.weight.grad.shape
+        (True, torch.Size([8, 8]))
+    """
+    return TracedStep(fn, args, kwargs)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of an error's traceback that belongs neither to torch nor to us."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    roots = tuple(f"{package}{os.sep}" for package in packages)
+    lines = [f for f in frames if not f.filename.startswith(roots) and f.filename[:1] != "<"]
+    if not lines:
+        return ""
+    called = next((f for f in frames[frames.index(lines[-1]) + 1 :] if f.filename[:1] != "<"), None)
+    inside = f", in its call of {called.name}" if called is not None else ""
+    return f" at {lines[-1].filename}:{lines[-1].lineno}{inside}"
+
+
+def _modified(graph: fx.Graph) -> list[bool]:
+    """Which inputs a graph modifies."""
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    written = written_at(dict.fromkeys(graph.nodes, 0))
+    return [any(key in written for key, _ in storages(t)) for t in inputs]
+
+
+@contextlib.contextmanager
+def _eager_submodules() -> Iterator[None]:
+    """Compiled functions inside the traced one run uncompiled: the whole is one graph."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+@contextlib.contextmanager
+def _plain_lstm(closure: Closure) -> Iterator[None]:
+    """Without oneDNN's LSTM of a CPU, whose backward needs a workspace that a trace has not."""
+    enabled = torch._C._get_mkldnn_enabled()
+    if not any(isinstance(module, nn.LSTM) for _, module in closure.modules):
+        yield
+        return
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(
+    roots: list[tuple[str, Any]], closure: Closure, fake_mode: FakeTensorMode
+) -> Iterator[None]:
+    """Take what a trace puts into the user's objects out of them again.
+
+    State that fn replaces (`_replaced`) is expected; any other tensor left behind is an error.
+    """
+    held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
+    before = [(name, holder, holder.copy()) for name, holder in held]
+    left: list[str] = []
+    names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for slot, old in closure.places:
+            new = _read(slot)
+            if _is_another(old, new, fake_mode):
+                assert slot.write is not None
+                slot.write(old)
+                if not _is_state(old):
+                    left.append(slot.name)
+        for name, holder, _ in before:
+            items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+            left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
+        kept = closure_of(roots)
+        left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
+        if left or sys.exc_info()[0] is not None:
+            for _, holder, copy in before:
+                holder.clear()
+                holder.update(copy) if isinstance(holder, dict) else holder.extend(copy)
+        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure has
+        torch.clear_autocast_cache()
+        forget_tags()
+    if left:
+        raise RuntimeError(
+            f"trace_step: fn keeps a tensor of the step in {', '.join(dict.fromkeys(left))}; "
+            "expected it to be returned instead, or a tensor to be there already, which it "
+            "replaces (an optimizer whose state this is must take one step before)"
+        )
+
+
+def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
+    for value in values:
+        if any(is_traced(t, fake_mode) for t in closure_of([("result", value)]).tensors):
+            raise RuntimeError(
+                f"trace_step: fn returns a {type(value).__name__}, which holds a tensor of the "
+                "step where it cannot be found; expected tensors in a pytree, such as a dict or a "
+                "tuple"
+            )
+
+
+def _replaced(
+    closure: Closure, fake_mode: FakeTensorMode
+) -> Iterator[tuple[Callable[[Any], object], Any]]:
+    """State that fn replaces: what writes to a place that held tensors, and what it holds now."""
+    for slot, old in closure.places:
+        new = _read(slot)
+        if _is_another(old, new, fake_mode) and _is_state(old):
+            assert slot.write is not None
+            if new is _GONE:
+                raise RuntimeError(
+                    f"trace_step: fn deletes {slot.name}, which holds a tensor; expected it to "
+                    "stay, or to be set to None"
+                )
+            yield slot.write, new
+
+
+def _is_another(old: object, new: object, fake_mode: FakeTensorMode) -> bool:
+    if new is old:
+        return False
+    return isinstance(old, Tensor) or any(is_traced(leaf, fake_mode) for leaf in tree_leaves(new))
+
+
+def _is_state(value: object) -> bool:
+    return any(
+        isinstance(t, Tensor) and not isinstance(t, nn.Parameter) for t in tree_leaves(value)
+    )
+
+
+_GONE = object()
+
+
+def _read(slot: Slot) -> Any:
+    try:
+        return slot.read()
+    except (AttributeError, LookupError, ValueError):
+        return _GONE
