@@ -127,3 +127,14 @@ def test_a_nan_is_seen_in_any_chunk():
     x.data[-1, -1, 0] = float("nan")
     _, any_nan, all_finite, _ = interpreted(unusual, num_chunks=8)(x, w, t)
     assert any_nan and not all_finite
+
+
+@pytest.mark.in_turn
+def test_a_constant_at_the_targets_in_inductor():
+    torch.compiler.reset()
+    given = arguments()
+    compiled = torch.compile(target_cleared, backend="storage_ops", options={"num_chunks": 8})
+    for ours, want in zip(
+        weighted(compiled, *given), weighted(target_cleared, *given), strict=True
+    ):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)

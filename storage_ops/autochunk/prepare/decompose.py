@@ -242,6 +242,10 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
     call, classes = Calls(graph, node), shape(x)[1]
     if not isinstance(classes, int):
         return False
+    try:
+        sizes = list(map(SizeNodes(call, _with_sizes(graph, node)), shape(columns)))
+    except Conflict:
+        return False
     # An index counts from the end where it is negative, which a gather's does not.
     is_negative = call(_ATEN.lt.Scalar, columns, 0)
     columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
@@ -255,8 +259,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
             made = call(_ATEN.scatter.value, x, 1, column, 0)
         else:
             if shape(values) != shape(columns):  # one number for all rows
-                like = call(_ATEN.zeros_like.default, columns, dtype=values.meta["val"].dtype)
-                values = call(_ATEN.add.Tensor, like, values)
+                values = call(_ATEN.expand.default, values, sizes)
             op = _ATEN.scatter_add.default if added else _ATEN.scatter.src
             made = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
     node.replace_all_uses_with(made)
