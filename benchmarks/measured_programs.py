@@ -1,0 +1,141 @@
+"""Estimates and plans of training programs of the field, against what a CPU allocates.
+
+`python -m benchmarks.measured_programs` writes docs/measured-programs.md: for each program of
+`_programs.py` the estimated and the measured peak of a step with AdamW, and the peak and the
+gradients of a step with a plan for `SHARE` of the estimate. `--only NAME` runs one and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import storage_ops
+from benchmarks._harness import MIB, ROOT
+from benchmarks._programs import Program, programs
+from storage_ops.fitting.fit import NothingFits
+from storage_ops.memory import measure, simulate_step
+
+PAGE = ROOT / "docs" / "measured-programs.md"
+SHARE = 0.8  # of the estimate, as the budget of a plan
+HEAD = """# Measured programs
+
+Do estimates and plans hold for other people's models? Each row is a model of a public package,
+small enough for a CPU, in a training step with AdamW. `make measured-programs` measures them again.
+The weekly workflow does so too, and keeps the page as an artifact.
+
+* **Estimate** is the peak that `simulate_step` returns. **Measured** is what the step allocated on
+  a CPU, with parameters, optimizer state and batch.
+* **Budget** is 80 % of the estimate, for which `fit` makes a plan. A number after "least" is the
+  smallest budget that `fit` offers instead.
+* **With the plan** is the measured peak of a step with the plan.
+* **Bit-equal** says whether the gradients with the plan are those without it, bit for bit.
+
+"""
+COLUMNS = ("package", "model", "estimate (MiB)", "measured (MiB)", "difference", "budget (MiB)",
+           "with the plan (MiB)", "bit-equal")  # fmt: skip
+
+
+def nbytes(tensors: object) -> int:
+    """Return the bytes of the distinct storages of tensors."""
+    kept = [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+
+
+def backward(model: nn.Module, batch: dict[str, Tensor], program: Program) -> None:
+    """Run forward, loss and backward from the same random numbers each time."""
+    torch.manual_seed(1)
+    program.loss(model(**batch)).backward()
+
+
+def gradients_of(run: Callable[[], None], model: nn.Module) -> list[Tensor | None]:
+    """Return the gradients that a call leaves, and take them off the model."""
+    run()
+    result = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return result
+
+
+def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> float:
+    """Return the peak of the second of two steps, in bytes with all that is there before it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def step() -> None:
+        backward(model, batch, program)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    with measure() as measured:
+        step()
+    states = [list(state.values()) for state in optimizer.state.values()]
+    there = [list(model.parameters()), list(model.buffers()), batch, states]
+    model.zero_grad()
+    return nbytes(there) + measured.peak_bytes
+
+
+def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    """Return True if all gradients are the same, bit for bit."""
+    pairs = zip(left, right, strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def row_of(program: Program) -> tuple[str, ...]:
+    """Measure a program. A refused budget is replaced by the one that `fit` names."""
+    torch.manual_seed(0)
+    model, batch = program.model().train(), program.batch()
+    asked: dict[str, Any] = {"loss": program.loss, "optimizer": torch.optim.AdamW, "device": "cpu"}
+    estimate = simulate_step(model, batch, **asked).peak_bytes
+    plain = gradients_of(functools.partial(backward, model, batch, program), model)
+    measured = peak_of(model, batch, program)
+    budget, least = int(SHARE * estimate), ""
+    try:
+        plan = storage_ops.fit(model, batch, budget, **asked)
+    except NothingFits as refusal:
+        budget, least = refusal.smallest_bytes, "least "
+        plan = storage_ops.fit(model, batch, budget, **asked)
+    plan.apply()
+    planned = gradients_of(functools.partial(backward, model, batch, program), model)
+    same = equal(plain, planned)
+    taken = peak_of(model, batch, program)
+    return (
+        program.package, program.name, f"{estimate / MIB:.2f}", f"{measured / MIB:.2f}",
+        f"{100 * (estimate / measured - 1):+.2f} %", f"{least}{budget / MIB:.2f}",
+        f"{taken / MIB:.2f}", "yes" if same else "no",
+    )  # fmt: skip
+
+
+def page_of(rows: list[tuple[str, ...]]) -> str:
+    """Return the text of the page."""
+    packages = sorted({row[0] for row in rows} | {"torch"})
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    table = [COLUMNS, tuple(["---"] * 2 + ["---:"] * 5 + ["---"]), *rows]
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return HEAD + "\n".join(lines) + f"\n\nMeasured with {versions}.\n"
+
+
+def main() -> None:
+    """Measure all programs whose packages are installed, and write the page."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", help="the name of one program, which is printed alone")
+    only = options.parse_args().only
+    rows = []
+    for program in programs():
+        if importlib.util.find_spec(program.package) is None or only not in (None, program.name):
+            continue
+        rows.append(row_of(program))
+        print(*rows[-1], flush=True)
+    if only is None:
+        PAGE.write_text(page_of(rows))
+
+
+if __name__ == "__main__":
+    main()
