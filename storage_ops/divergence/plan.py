@@ -122,7 +122,7 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Dive
     def largest(limit: int, made: Callable[[int], Schedule]) -> Schedule:
         if budget is None:
             return made(1)
-        return made(_largest(limit, lambda size: peak_of(made(size), t) <= budget))
+        return made(planner.largest(limit, lambda size: peak_of(made(size), t), budget) or 1)
 
     teacher = 0.0
     if t.matmul is not None:
@@ -148,14 +148,3 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Dive
         made = functools.partial(sized, p, VOCAB_SLICED, rows)
         plans.append(plan(statistics, largest(vocab, made)))
     return plans
-
-
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest size up to a limit that fits, or 1."""
-    if fits(limit):
-        return limit
-    low, high = 1, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

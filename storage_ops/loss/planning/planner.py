@@ -195,7 +195,7 @@ def with_threads(p: Problem, threads: int) -> Problem:
     return replace(p, matmul=replace(p.matmul, threads=threads))
 
 
-def _most(
+def largest(
     limit: int, peak: Callable[[int], int], budget: int, step: int = 1, least: int = 1
 ) -> int:
     """The largest multiple of step, `least` to limit, whose peak is in the budget; 0 if none is.
@@ -226,15 +226,18 @@ def _most(
 def _tallest(p: Problem, name: str, budget: int) -> int:
     """The most tokens whose logits fit whole."""
     vocab = max(p.vocab, 1)
-    return _most(max(p.tokens, 1), lambda rows: peak_bytes(p, name, rows, vocab), budget)
+    return largest(max(p.tokens, 1), lambda rows: peak_bytes(p, name, rows, vocab), budget)
 
 
 def _widest(
     p: Problem, name: str, rows: int, budget: int, borrowed: int, widest: int = 0, least: int = 1
 ) -> int:
     """The most classes that fit with so many tokens."""
-    most = max(p.vocab - borrowed, 1)
-    return _most(most, lambda n: peak_bytes(p, name, rows, n, widest, borrowed), budget, 64, least)
+
+    def peak(columns: int) -> int:
+        return peak_bytes(p, name, rows, columns, widest, borrowed)
+
+    return largest(max(p.vocab - borrowed, 1), peak, budget, 64, least)
 
 
 def allowed(p: Problem) -> list[str]:
@@ -272,7 +275,7 @@ def candidates(
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
     # The widest slices that stay there when they are made equal.
-    cached = _most(vocab, lambda columns: parts(vocab, parts(vocab, columns)), in_cache, 64)
+    cached = largest(vocab, lambda columns: parts(vocab, parts(vocab, columns)), in_cache, 64)
     # Halves, and below a 32nd quarters, down to one token.
     last = (tokens - 1).bit_length()
     halved = {parts(tokens, 1 << k) for k in range(last + 1) if k < 6 or (last - k) % 2 == 0}
