@@ -23,6 +23,7 @@ from storage_ops.fitting.step import Books, OpTimes
 from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
@@ -49,14 +50,9 @@ from storage_ops.simulate.values.wrappers import is_wrapper
 
 
 @dataclass(frozen=True)
-class Like:
+class Like(TensorSpec):
     """What a tensor is, without its bytes, and the values on which sizes may depend."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
     known: Known | None = None
 
     @staticmethod
@@ -67,7 +63,7 @@ class Like:
 
     def make(self, simulation: Simulation | None = None) -> Tensor:
         """Make a tensor like it, without a history; values are for a simulation."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        made = super().make()
         if simulation is not None and self.known is not None:
             simulation.values.assign(made, self.known)
         return made

@@ -20,6 +20,8 @@ from torch import Tensor, fx
 from torch.utils import _python_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from storage_ops.foundation.tensor_spec import TensorSpec
+
 
 @dataclass(frozen=True)
 class _Leaf:
@@ -161,18 +163,15 @@ def _as_outside() -> Iterator[None]:
             vars(module).update(before)
 
 
-def _kind(value: object) -> Any:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+def _kind(value: object) -> TensorSpec | str:
+    """Return what a graph depends on of a leaf of the output."""
+    return TensorSpec.of(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _like(value: object) -> Any:
     if not isinstance(value, Tensor):
         return value
-    shape, stride, dtype, device, needs_grad = _kind(value)
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return made.requires_grad_(needs_grad)
+    return TensorSpec.of(value).make().requires_grad_(value.requires_grad)
 
 
 def _made_of(

@@ -54,7 +54,7 @@ def masked(x, w, t):
 
 
 ISSUE = [linear_sum, weighed, with_z_loss, per_token, top_entropy, kl_to_reference, masked]
-# Inductor makes other choices: of stacked_0 it keeps half of a block's values in single rows.
+# Inductor makes other choices: by up to a third; stacked_0 by 6 % on a processor with AVX2 alone.
 MISSED = {"stacked_0", "stacked_1", "frozen_head"}
 RANGES = [f for f in test_ranges.LOSSES if f.__name__ not in MISSED]
 

@@ -25,8 +25,8 @@ from storage_ops.autochunk.cross_entropy.dynamo_slice import (
     products,
     without_gradients,
 )
-from storage_ops.autochunk.cross_entropy.per_token import Head, bare
-from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.cross_entropy.per_token import PerToken, bare
+from storage_ops.autochunk.cross_entropy.reduction import Reduction
 from storage_ops.autochunk.fx_graph.edit import Builder
 from storage_ops.autochunk.fx_graph.nodes import Size, name_of, numel, shape
 from storage_ops.autochunk.reasons import Conflict, log
@@ -48,30 +48,34 @@ class Emitter:
     """Writes calls of the op in the place of a product.
 
     Attributes:
-        heads: what the product, or ranges of its tokens, are to the op.
+        ranges: what the product, or ranges of its tokens, are to the op.
         learns: whether one of them has a gradient.
     """
 
     def __init__(
-        self, forward: ForwardSlice, heads: list[Head], num_chunks: int | None, budget: int | None
+        self,
+        forward: ForwardSlice,
+        ranges: list[PerToken],
+        num_chunks: int | None,
+        budget: int | None,
     ):
-        self.forward, self.heads = forward, heads
+        self.forward, self.ranges = forward, ranges
         self.num_chunks, self.budget = num_chunks, budget
-        spans = [head.span for head in heads]
-        amplifiers = [head.amplifier for head in heads]
+        spans = [per_token.span for per_token in ranges]
+        amplifiers = [per_token.amplifier for per_token in ranges]
         inside = {node for span in spans for node in span.layouts}
         self.size = Builder(forward.graph, amplifiers, inside).size
         self.emitted = Emitted(0, 0)
-        self.learns = any(map(any, (head.learns for head in heads)))
+        self.learns = any(map(any, (per_token.learns for per_token in ranges)))
 
-    def loss(self, tail: Tail) -> Emitted:
-        """Write a loss, and what the tail makes of zeros."""
-        (head,) = self.heads
-        splice = self.splice = Splice(self.forward, tail.loss)
+    def loss(self, reduction: Reduction) -> Emitted:
+        """Write a loss, and what the reduction makes of zeros."""
+        (per_token,) = self.ranges
+        splice = self.splice = Splice(self.forward, reduction.loss)
         call, copy = splice.call, splice.copy
         # The weights of the tokens do not depend on the rows, of which only zeros are to be had.
-        given, marks = list(tail.leaves), None if tail.uniform else self.marks(head)
-        for row in head.rows:
+        given, marks = list(reduction.leaves), None if reduction.uniform else self.marks(per_token)
+        for row in per_token.rows:
             dtype, sizes = arithmetic(row.meta["val"].dtype), self.numbers(shape(row))
             if marks is None:
                 device = row.meta["val"].device
@@ -80,42 +84,42 @@ class Emitter:
                 zeros = call(_ATEN._to_copy.default, marks, dtype=dtype)
                 zeros = call(_ATEN.reshape.default, zeros, sizes)
             given.append(zeros)
-        splice.env.update(zip(tail.inputs, given, strict=True))
-        token_weights, at_zero = copy(tail.weight), copy(tail.total)
+        splice.env.update(zip(reduction.inputs, given, strict=True))
+        token_weights, at_zero = copy(reduction.weight), copy(reduction.total)
         if marks is not None:  # else the op would leave tokens out that make the loss nan
             lost = call(_ATEN.where.ScalarOther, call(_ATEN.isnan.default, at_zero), marks, 0.0)
             token_weights = call(_ATEN.add.Tensor, token_weights, lost)
         made = self.op(
-            [head],
-            copy(head.targets[0]) if head.dense else self.flat(head.targets[0]),
-            class_weight=self.classes(head),
+            [per_token],
+            copy(per_token.targets[0]) if per_token.dense else self.flat(per_token.targets[0]),
+            class_weight=self.classes(per_token),
             # Or else the op would look at each of them.
-            token_weight=None if tail.uniform else token_weights,
-            reduction="sum", label_smoothing=tail.label_smoothing, z_loss=tail.z_loss,
+            token_weight=None if reduction.uniform else token_weights,
+            reduction="sum", label_smoothing=reduction.label_smoothing, z_loss=reduction.z_loss,
         )  # fmt: skip
         new = call(operator.getitem, made, 0)
-        if tail.uniform:
+        if reduction.uniform:
             new = call(_ATEN.mul.Tensor, new, call(_ATEN.select.int, token_weights, 0, 0))
         new = call(_ATEN.add.Tensor, new, at_zero)
-        tail.loss.replace_all_uses_with(self.like(new, tail.loss.meta["example_value"]))
+        reduction.loss.replace_all_uses_with(self.like(new, reduction.loss.meta["example_value"]))
         return self.emitted
 
-    def marks(self, head: Head) -> fx.Node:
+    def marks(self, per_token: PerToken) -> fx.Node:
         """Return 0 per token, and nan where the hidden state is not finite.
 
-        A token that the loss multiplies by 0 has a weight of 0, as one that it ignores. The tail
-        of these numbers tells them apart: 0 * nan is nan.
+        A token that the loss multiplies by 0 has a weight of 0, as one that it ignores. The
+        reduction of these numbers tells them apart: 0 * nan is nan.
         """
         call = self.splice.call
-        hidden = call(_ATEN.detach.default, self.splice.copy(head.input))
+        hidden = call(_ATEN.detach.default, self.splice.copy(per_token.input))
         return call(_ATEN.sum.dim_IntList, call(_ATEN.mul.Tensor, hidden, 0.0), [-1])
 
     def rows(self) -> Emitted:
         """Write the rows, which lead to what is read elsewhere."""
         splice = self.splice = Splice(self.forward, self.place())
-        alike = all(_of_one_call(self.heads[0], head) for head in self.heads)
-        for heads in [self.heads] if alike else [[head] for head in self.heads]:
-            self.rows_of(heads)
+        alike = all(_of_one_call(self.ranges[0], per_token) for per_token in self.ranges)
+        for ranges in [self.ranges] if alike else [[per_token] for per_token in self.ranges]:
+            self.rows_of(ranges)
         for end, value in zip(self.forward.ends, self.forward.values, strict=True):
             end.replace_all_uses_with(splice.copy(value))
         return self.emitted
@@ -138,30 +142,32 @@ class Emitter:
     def is_shared(self) -> bool:
         """Whether another product of that size has the same weight: chunks add both gradients up
         in one place, two ops do not."""
-        weights = {_root(self.forward.inputs.get(head.weight)) for head in self.heads} - {None}
+        weights = {
+            _root(self.forward.inputs.get(per_token.weight)) for per_token in self.ranges
+        } - {None}
         return any(
             numel(other) * LARGE > numel(self.forward.product)
             and not weights.isdisjoint(map(_root, other.all_input_nodes))
             for other in products(self.forward.gm.graph) if other is not self.forward.product
         )  # fmt: skip
 
-    def rows_of(self, heads: list[Head]) -> None:
+    def rows_of(self, ranges: list[PerToken]) -> None:
         """Write the rows of ranges of the tokens by one call."""
-        call, head = self.splice.call, heads[0]
-        terms = [t for each in heads for t in each.terms]
+        call, per_token = self.splice.call, ranges[0]
+        terms = [t for each in ranges for t in each.terms]
         spread = any(t.spread for t in terms)
-        most = max(len(each.targets) for each in heads)
-        if head.dense:
+        most = max(len(each.targets) for each in ranges)
+        if per_token.dense:
             if spread:
                 raise Conflict("has distributions, and a sum over all classes")
-            targets = [self.splice.copy(head.targets[0])]
+            targets = [self.splice.copy(per_token.targets[0])]
         else:
-            targets = [self.targets(heads, k) for k in range(max(most, 1))]
+            targets = [self.targets(ranges, k) for k in range(max(most, 1))]
         selected = call(_ATEN.stack.default, targets[1:], -1) if len(targets) > 1 else None
-        classes = self.classes(head)
+        classes = self.classes(per_token)
         made = self.op(
-            heads, targets[0], ignore_index=EVERY, in_forward=False, selected_ids=selected,
-            class_weight=classes if spread or head.dense else None,
+            ranges, targets[0], ignore_index=EVERY, in_forward=False, selected_ids=selected,
+            class_weight=classes if spread or per_token.dense else None,
             reduction="none" if spread else "sum", label_smoothing=float(spread),
             wants=[any(t.nll[:1] != [0.0] and t.nll for t in terms),
                    any(t.lse for t in terms), any(t.entropy for t in terms), False],
@@ -175,25 +181,25 @@ class Emitter:
             else:
                 place = ("spread", "nll", "lse", "entropy").index(name)
                 value = call(operator.getitem, made, place)
-            if name == "nll" and classes is not None and not head.dense:
+            if name == "nll" and classes is not None and not per_token.dense:
                 weights = call(_ATEN.index_select.default, classes, 0, targets[k])
                 value = call(_ATEN.mul.Tensor, value, weights)
             return value
 
         end: Size = 0
-        for each in heads:
+        for each in ranges:
             begin, end = end, end + each.span.tokens
             for row, t in zip(each.rows, each.terms, strict=True):
                 factors: dict[tuple[Any, ...], float] = {
                     **{("nll", k): c for k, c in enumerate(t.nll)},
-                    ("spread",): t.spread * head.vocabulary,  # the op has their mean
+                    ("spread",): t.spread * per_token.vocabulary,  # the op has their mean
                     ("lse",): t.lse, ("entropy",): t.entropy,
                 }  # fmt: skip
                 parts = [self.times(result(*of), c) for of, c in factors.items() if c]
                 if not parts:
                     raise Conflict("is zero", row)
                 value = functools.reduce(functools.partial(call, _ATEN.add.Tensor), parts)
-                if len(heads) > 1:
+                if len(ranges) > 1:
                     value = call(_ATEN.slice.Tensor, value, 0, *self.numbers([begin, end]))
                 value = call(_ATEN.reshape.default, value, self.numbers(shape(row)))
                 value = self.like(value, row.meta["val"])
@@ -206,19 +212,24 @@ class Emitter:
             return value if factor > 0 else self.splice.call(_ATEN.neg.default, value)
         return self.splice.call(_ATEN.mul.Tensor, value, factor)
 
-    def op(self, heads: list[Head], target: fx.Node, **options: object) -> fx.Node:
+    def op(self, ranges: list[PerToken], target: fx.Node, **options: object) -> fx.Node:
         """A call of the op for ranges of the tokens."""
-        head, copy = heads[0], self.splice.copy
-        weight = copy(head.weight)
-        if head.transposed:
+        per_token, copy = ranges[0], self.splice.copy
+        weight = copy(per_token.weight)
+        if per_token.transposed:
             weight = self.splice.call(_ATEN.permute.default, weight, [1, 0])
-        learns = head.learns if any(not t.detached for h in heads for t in h.terms) else [False] * 3
+        learns = (
+            per_token.learns
+            if any(not t.detached for h in ranges for t in h.terms)
+            else [False] * 3
+        )
         options = {
-            "softcap": head.softcap, "logit_scale": head.logit_scale, "grad_mask": learns,
+            "softcap": per_token.softcap, "logit_scale": per_token.logit_scale, "grad_mask": learns,
             "wants": [False] * 4, **options,
         }  # fmt: skip
-        made = Call(self.input(heads), weight, target, head.bias and copy(head.bias), **options)  # type: ignore[arg-type]
-        given: Any = fx.map_arg(tuple(made), lambda n: n.meta["example_value"])
+        given: Any = self.input(ranges), weight, target, per_token.bias and copy(per_token.bias)
+        made = Call(*given, **options)  # type: ignore[arg-type]
+        given = fx.map_arg(tuple(made), lambda n: n.meta["example_value"])
         values = Call(*given)
         budget, plan = plan_of(values, self.num_chunks, self.budget)
         passes = 1 + (not values.in_forward and any(learns))
@@ -228,9 +239,9 @@ class Emitter:
         op = torch.ops.storage_ops.linear_cross_entropy.default
         return self.splice.call(op, *made._replace(memory_budget=budget))
 
-    def input(self, heads: list[Head]) -> fx.Node:
+    def input(self, ranges: list[PerToken]) -> fx.Node:
         """The input of all ranges: that of the product, where they follow on each other in it."""
-        parts = [head.input for head in heads]
+        parts = [per_token.input for per_token in ranges]
         if len(parts) == 1:
             return self.splice.copy(parts[0])
         cuts: Any = [n.args for n in parts if name_of(n) == "aten.slice.Tensor" and not n.kwargs]
@@ -243,15 +254,15 @@ class Emitter:
                 return self.splice.copy(base)
         return self.splice.call(_ATEN.cat.default, list(map(self.splice.copy, parts)))
 
-    def targets(self, heads: list[Head], k: int) -> fx.Node:
+    def targets(self, ranges: list[PerToken], k: int) -> fx.Node:
         """The k-th target of all tokens; where there is none any class does."""
         parts = []
-        for head in heads:
-            if head.targets:
-                parts.append(self.flat(head.targets[min(k, len(head.targets) - 1)]))
+        for per_token in ranges:
+            if per_token.targets:
+                parts.append(self.flat(per_token.targets[min(k, len(per_token.targets) - 1)]))
             else:
-                device = head.amplifier.meta["val"].device
-                sizes = self.numbers([head.span.tokens])
+                device = per_token.amplifier.meta["val"].device
+                sizes = self.numbers([per_token.span.tokens])
                 parts.append(self.splice.call(_ATEN.full.default, sizes, 0, dtype=torch.int64,
                                               device=device))  # fmt: skip
         return parts[0] if len(parts) == 1 else self.splice.call(_ATEN.cat.default, parts)
@@ -260,9 +271,9 @@ class Emitter:
         """A value per token, or per class, in one dimension."""
         return self.splice.call(_ATEN.reshape.default, self.splice.copy(node), [-1])
 
-    def classes(self, head: Head) -> fx.Node | None:
+    def classes(self, per_token: PerToken) -> fx.Node | None:
         """The weights of the classes, if there are some."""
-        return head.classes and self.flat(head.classes)
+        return per_token.classes and self.flat(per_token.classes)
 
     def like(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
         """A node in the dtype of a value."""
@@ -289,7 +300,7 @@ def _root(node: object) -> Any:
     return node
 
 
-def _of_one_call(one: Head, other: Head) -> bool:
+def _of_one_call(one: PerToken, other: PerToken) -> bool:
     """Whether ranges of tokens differ in nothing else."""
     if one is other:
         return True

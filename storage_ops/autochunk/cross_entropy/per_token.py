@@ -66,7 +66,7 @@ class Terms:
         return not any(self.nll) and not self.spread and abs(self.lse - 1) < 1e-9
 
 
-class Head:
+class PerToken:
     """What a product and its rows are to the op.
 
     Attributes:
@@ -185,23 +185,23 @@ class Head:
 class _Tokens:
     """Random tokens, and what the terms are for them."""
 
-    def __init__(self, head: Head):
+    def __init__(self, per_token: PerToken):
         double: Any = {"dtype": torch.float64}
-        vocabulary = head.vocabulary
+        vocabulary = per_token.vocabulary
         x = torch.randn(_TOKENS, _HIDDEN, **double, requires_grad=True)
         w = torch.randn(vocabulary, _HIDDEN, **double, requires_grad=True)
         b, c = torch.randn(vocabulary, **double), torch.ones(vocabulary, **double)
-        if head.classes is not None:
+        if per_token.classes is not None:
             c = torch.rand(vocabulary, **double) + 0.5
         q = torch.rand(vocabulary, _TOKENS, **double).t()  # which need not add up to 1
-        targets = [torch.randint(vocabulary, (_TOKENS,)) for _ in head.targets]
+        targets = [torch.randint(vocabulary, (_TOKENS,)) for _ in per_token.targets]
         with torch.enable_grad():
-            z = F.linear(x, w, None if head.bias is None else b) * head.logit_scale
-            z = torch.tanh(z / head.softcap) * head.softcap if head.softcap else z
+            z = F.linear(x, w, None if per_token.bias is None else b) * per_token.logit_scale
+            z = torch.tanh(z / per_token.softcap) * per_token.softcap if per_token.softcap else z
             lse = torch.logsumexp(z, 1)
             below = (lse[:, None] - z) * c
             entropy = lse - (torch.softmax(z, 1) * z).sum(1)
-            nll = [(below * q).sum(1) if head.dense else below.gather(1, t[:, None])[:, 0]
+            nll = [(below * q).sum(1) if per_token.dense else below.gather(1, t[:, None])[:, 0]
                    for t in targets]  # fmt: skip
             self.terms = (*nll, below.sum(1), lse, entropy)
         self.learning = x, w

@@ -1,14 +1,14 @@
 """Recognises a forward that is linear cross-entropy, which has an op of its own.
 
-A loss falls into the part from the hidden states to a few numbers per token, its *rows*, and the
-*tail* that makes one number of the rows, with masks, weights and counts.
+A loss falls into two parts: from the hidden states to a few numbers per token, its *rows*, and the
+*reduction* from the rows to one number, with masks, weights and counts.
 
-The part before is evaluated in float64 on a few random tokens: every row has to be a sum of the
-terms that linear cross-entropy has, each times a number. Where the tail is linear in the rows, but
-for the square of lse, its gradient with respect to the rows, which is traced, is the weight of each
-token, whatever masks and means it comes from, and the loss is that of the op with these weights,
-plus what the tail makes of zeros. Any other tail stays as it is, and its rows are the op's: those
-of policy losses, preferences, ratios and entropies.
+The first part is evaluated in float64 on a few random tokens: every row must be a sum of the terms
+that linear cross-entropy has, each times a number. If the reduction is linear in the rows, but for
+the square of lse, its gradient with respect to the rows is traced. This gradient is the weight of
+each token, from whatever masks and means it comes. The loss is that of the op with these weights,
+plus what the reduction makes of zeros. Any other reduction stays as it is, and its rows are the
+op's: those of policy losses, preferences, ratios and entropies.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from storage_ops.autochunk.cross_entropy.dynamo_slice import (
     sweep,
 )
 from storage_ops.autochunk.cross_entropy.emit import Emitted, Emitter
-from storage_ops.autochunk.cross_entropy.per_token import Head
-from storage_ops.autochunk.cross_entropy.reduction import Tail
+from storage_ops.autochunk.cross_entropy.per_token import PerToken
+from storage_ops.autochunk.cross_entropy.reduction import Reduction
 from storage_ops.autochunk.fx_graph.edit import Undo
 from storage_ops.autochunk.fx_graph.nodes import name_of, nbytes, numel
 from storage_ops.autochunk.prepare.class_dimension import move_classes_last
@@ -93,8 +93,8 @@ def recognise(
             amplifier = _amplifier(forward)
             own_sizes(forward.graph, amplifier)
             move_classes_last(forward.graph, amplifier)
-            heads = heads_of(forward, take_apart(forward.graph, amplifier))
-            emitted = emit(forward, heads, num_chunks, memory_budget)
+            ranges = per_token_of(forward, take_apart(forward.graph, amplifier))
+            emitted = emit(forward, ranges, num_chunks, memory_budget)
             graph.lint()
             sweep(forward)
             found.num_chunks = max(found.num_chunks, emitted.num_chunks)
@@ -130,13 +130,13 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
         log.debug("%s: not recognised", product, exc_info=error)
 
 
-def heads_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[Head]:
+def per_token_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[PerToken]:
     """What products, which are ranges of the tokens of one, are to the op.
 
     Raises:
         Conflict: they are something else, or that is not certain.
     """
-    heads = []
+    ranges = []
     for amplifier in amplifiers:
         # In float16 the op forms the logits twice, for gradients without their factor might
         # overflow. The general rewrite picks a factor, and needs three products where the op needs
@@ -145,11 +145,11 @@ def heads_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[Head]:
         if name_of(amplifier) == "aten.bmm.default" or dtype == torch.float16:
             raise Conflict("is a product of another kind")
         with _at_random():
-            head = Head(forward, propagate(forward.graph, amplifier, lambda _: 1))
+            per_token = PerToken(forward, propagate(forward.graph, amplifier, lambda _: 1))
             with _on_numbers():
-                head.fit()
-            heads.append(head)
-    return heads
+                per_token.fit()
+            ranges.append(per_token)
+    return ranges
 
 
 def _on_numbers() -> AbstractContextManager[Any]:
@@ -170,25 +170,25 @@ def _at_random() -> Iterator[None]:
             raise Conflict(str(error)) from error
 
 
-def _tail_of(heads: list[Head]) -> Tail:
+def _reduction_of(ranges: list[PerToken]) -> Reduction:
     """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
-    if len(heads) > 1:
+    if len(ranges) > 1:
         raise Conflict("is cut into ranges of tokens")
     with _at_random():
-        tail = Tail(heads[0])
+        reduction = Reduction(ranges[0])
         with _on_numbers():
-            tail.fit()
-    return tail
+            reduction.fit()
+    return reduction
 
 
 def emit(
-    forward: ForwardSlice, heads: list[Head], num_chunks: int | None, memory_budget: int | None
+    forward: ForwardSlice, ranges: list[PerToken], num_chunks: int | None, memory_budget: int | None
 ) -> Emitted:
     """Write the op in the place of a product: for the loss, or else for the rows."""
-    emitter = Emitter(forward, heads, num_chunks, memory_budget)
+    emitter = Emitter(forward, ranges, num_chunks, memory_budget)
     try:
-        tail = _tail_of(heads)
+        reduction = _reduction_of(ranges)
     except Conflict as conflict:
         log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
         return emitter.rows()
-    return emitter.loss(tail)
+    return emitter.loss(reduction)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from storage_ops.autochunk.analysis.spans import is_product
 from storage_ops.autochunk.cross_entropy.dynamo_slice import NodeReplay, learns, loss_of, traced
-from storage_ops.autochunk.cross_entropy.per_token import VIEWS, Head, fit, in_double
+from storage_ops.autochunk.cross_entropy.per_token import VIEWS, PerToken, fit, in_double
 from storage_ops.autochunk.fx_graph.nodes import (
     hint,
     leading_to,
@@ -31,7 +31,7 @@ _CHOOSING = {*_COMPARISONS, "clamp", "clamp_min", "clamp_max", "maximum", "minim
 _MOST = 1 << 24  # elements of a value that is drawn at random
 
 
-class Tail:
+class Reduction:
     """What becomes of the rows.
 
     Attributes:
@@ -42,17 +42,17 @@ class Tail:
         label_smoothing, z_loss: options of the loss.
     """
 
-    def __init__(self, head: Head):
-        self.head, self.label_smoothing, self.z_loss = head, 0.0, 0.0
-        found = loss_of(head.forward)
+    def __init__(self, per_token: PerToken):
+        self.per_token, self.label_smoothing, self.z_loss = per_token, 0.0, 0.0
+        found = loss_of(per_token.forward)
         if found is None:
             raise Conflict("leads to no loss")
-        if len(head.targets) != 1 or any(t.entropy or t.detached for t in head.terms):
+        if len(per_token.targets) != 1 or any(t.entropy or t.detached for t in per_token.terms):
             raise Conflict("is no sum of cross-entropy and squares of lse")
         self.loss, nodes = found
-        self.ends = NodeReplay(head.forward.gm.graph, nodes, head.forward.ends)
+        self.ends = NodeReplay(per_token.forward.gm.graph, nodes, per_token.forward.ends)
         self.between = self._between()
-        inputs = head.forward.inputs
+        inputs = per_token.forward.inputs
         own = [inputs[n] for n in self.between if n.op == "placeholder"]
         self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
         for leaf in self.leaves:
@@ -74,24 +74,24 @@ class Tail:
     def _between(self) -> list[fx.Node]:
         """The nodes of the ATen graph between rows and ends, and what they read, in order."""
         found: set[fx.Node] = set()
-        stack = list(self.head.forward.values)
+        stack = list(self.per_token.forward.values)
         while stack:
             node = stack.pop()
-            if node not in found and node not in self.head.rows:
+            if node not in found and node not in self.per_token.rows:
                 found.add(node)
                 stack += node.all_input_nodes
         if any(map(is_product, found)):
             raise Conflict("reads the size of the logits")
-        return [n for n in self.head.forward.graph.nodes if n in found]
+        return [n for n in self.per_token.forward.graph.nodes if n in found]
 
     def _trace(self) -> fx.Graph:
-        head, forward = self.head, self.head.forward
-        shares = [sum(t.nll) + head.vocabulary * t.spread for t in head.terms]
+        per_token, forward = self.per_token, self.per_token.forward
+        shares = [sum(t.nll) + per_token.vocabulary * t.spread for t in per_token.terms]
 
         def run(*given: Tensor) -> list[Tensor]:
             outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
             rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
-            inner: dict[fx.Node, Any] = dict(zip(head.rows, rows, strict=True))
+            inner: dict[fx.Node, Any] = dict(zip(per_token.rows, rows, strict=True))
             with torch.enable_grad():
                 for node in self.between:
                     if node.op == "placeholder":
@@ -110,7 +110,7 @@ class Tail:
             weight = sum(parts[1:], start=parts[0])
             return [weight, loss.detach(), *flat]
 
-        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in head.rows]
+        rows = [n.meta["val"].to(arithmetic(n.meta["val"].dtype)) for n in per_token.rows]
         return traced(run, [*(leaf.meta["example_value"] for leaf in self.leaves), *rows])
 
     @property
@@ -130,7 +130,7 @@ class Tail:
         """Find smoothing and z-loss; raises Conflict if something else is in the loss."""
         run = fx.Interpreter(in_double(self.graph)).run
         # As many draws as it takes for whatever tokens may be treated differently to be among them.
-        draws = 2 + 64 // max(numel(self.head.rows[0]), 1)
+        draws = 2 + 64 // max(numel(self.per_token.rows[0]), 1)
         found = [options for _ in range(draws) if (options := self._draw(run)) is not None]
         if not found:
             raise Conflict("has no weights")
@@ -148,19 +148,21 @@ class Tail:
         """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
         numbers = _literals(self.graph.nodes)
         leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
-        rows = [torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.head.rows]
+        rows = [
+            torch.rand([hint(s) for s in shape(row)]).double() + 0.5 for row in self.per_token.rows
+        ]
         weight, loss, *pulled = run(*leaves, *rows)
         _, at_zero, *_ = run(*leaves, *(torch.zeros_like(row) for row in rows))
         if not weight.any() and not any(p.nan_to_num().any() for p in pulled):
             return None
         if not weight.any() or not weight.isfinite().all():
             raise Conflict("has weights of another kind")
-        flat, terms = [row.flatten() for row in rows], self.head.terms
+        flat, terms = [row.flatten() for row in rows], self.per_token.terms
         spread, lse = (
             torch.stack([p * by for p, by in zip(pulled, each, strict=True)]).sum(0)
             for each in ([t.spread for t in terms], [t.lse for t in terms])
         )
-        (smoothing,) = fit(spread * self.head.vocabulary, [weight])
+        (smoothing,) = fit(spread * self.per_token.vocabulary, [weight])
         squared = [i for i, t in enumerate(terms) if t.is_lse]
         total = torch.zeros_like(loss)
         z_loss = 0.0
@@ -178,7 +180,7 @@ class Tail:
 
     def _chooses(self) -> bool:
         """Whether tokens are told apart by numbers that random ones may all be on one side of."""
-        tokens = numel(self.head.rows[0])
+        tokens = numel(self.per_token.rows[0])
         return any(
             short_name(n) in _CHOOSING
             and numel(n) >= tokens

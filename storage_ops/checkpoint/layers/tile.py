@@ -27,6 +27,7 @@ from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import replaced, unchanged
 from storage_ops.foundation import regions
+from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.quantities import parse_bytes, readable
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -189,14 +190,13 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
             with unchanged(host), replaced(places):
                 yield
 
-        def output_like(_: FakeTensorMode) -> tuple[Any, ...]:
+        def output_like(_: FakeTensorMode) -> TensorSpec:
             with bound(), torch.no_grad():
-                out = pieces.output_of(piece)
-                return out.shape, out.stride(), out.dtype, out.device
+                return TensorSpec.of(pieces.output_of(piece))
 
-        size, stride, dtype, device = run_on_fakes(host.modules(), output_like)
+        output = run_on_fakes(host.modules(), output_like)
         with FakeTensorMode():
-            gradient = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            gradient = output.make()
 
         def step(*_: Tensor) -> None:
             with torch.enable_grad(), bound():
