@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.layers.graph_ends import (
     edges_behind,
@@ -297,10 +298,10 @@ class _Recorder:
 
     def _gradients_of(self, leaving: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Return what makes the gradients of outputs, and notes when they are there."""
-        likes = [(t.shape, t.stride(), t.dtype, t.device) for t in leaving]
+        specs = [TensorSpec.of(t) for t in leaving]
 
         def make() -> list[Tensor]:
-            made = [torch.empty_strided(s, st, dtype=d, device=w) for s, st, d, w in likes]
+            made = [spec.make() for spec in specs]
             for k, t in enumerate(made):
                 block = self._side.block_of(t)
                 if block is not None:
