@@ -111,7 +111,7 @@ bench: $(READY)  ## measure everything, for hours, into bench-report/
 	$(BIN)/python -m storage_ops bench
 
 results: $(READY)  ## take FROM=files into benchmarks/results; reports, README and docs from all there
-	$(BIN)/python -m benchmarks._results $(FROM)
+	$(BIN)/python -m benchmarks.report $(FROM)
 
 docs: $(VENV)/installed  ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

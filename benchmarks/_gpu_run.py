@@ -20,8 +20,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import _report, command
+from benchmarks import command
 from benchmarks._gpu_queue import FILE, QUEUE, ROOT, Call, Stage, listed
+from benchmarks.report.markdown import ratio_line
+from benchmarks.report.rows import load, shapes
 from build_tools import ninja_file
 
 MINUTES = 9  # of a call
@@ -130,12 +132,12 @@ class Run:
     def close(self) -> int:
         """Collect the results and say what they show; return how many stages failed."""
         paths = [self.out / f"{stage.name}.json" for stage in self.call.stages]
-        found = _report.load(path for path in paths if path.is_file())
+        found = load(path for path in paths if path.is_file())
         (self.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
         self.say(f"\n{self.call.name} decides {self.call.decides}.")
         for result in found:
-            for shape, rows in _report.shapes(result).items():
-                if text := _report.ratio_line(rows):
+            for shape, rows in shapes(result).items():
+                if text := ratio_line(rows):
                     self.say(f"{result['stem']}, {shape}:\n{text}")
             for name, why in result["skipped"].items():
                 self.say(f"not measured: {name}: {why}")

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 import storage_ops
-from benchmarks._report import columns
+from benchmarks.report.rows import columns
 from storage_ops.matmul import packed, scratch
 from storage_ops.memory import Measurement
 

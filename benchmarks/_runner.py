@@ -13,7 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import _report, command, fit
+from benchmarks import command, fit
+from benchmarks.report import markdown
+from benchmarks.report.rows import head
 
 ROOT = Path(__file__).parents[1]
 INTERRUPTED = 130  # what a shell says of a process that was
@@ -74,8 +76,8 @@ def run(chosen: list[str], quick: bool, out: Path, console: Console) -> int:
             if outcome.code == INTERRUPTED:
                 break
     results = [outcome.result for outcome in outcomes if outcome.result is not None]
-    _report.write(out, results, console)
-    lines = [json.dumps({**_report.head(r), **row}) for r in results for row in r["rows"]]
+    markdown.write(out, results, console)
+    lines = [json.dumps({**head(r), **row}) for r in results for row in r["rows"]]
     (out / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
     console.print(f"report: {out / 'report.md'}, every row: {out / 'rows.jsonl'}")
     for outcome in outcomes:

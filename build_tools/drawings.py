@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops
-from benchmarks._pictures import COLORS, INK, OURS, PAPER
+from benchmarks.report.pictures import COLORS, INK, OURS, PAPER
 from storage_ops import matmul
 from storage_ops.loss.planning.problem import Problem
 from storage_ops.loss.planning.schedule import (

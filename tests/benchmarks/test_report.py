@@ -2,7 +2,8 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from benchmarks import _pictures, _report
+from benchmarks.report import markdown, pictures
+from benchmarks.report import rows as rows_of
 
 HEAD = {
     "stem": "loss", "commit": "abc", "day": "2026-01-02", "hardware": "some-cpu-2-threads",
@@ -31,7 +32,7 @@ def result():
 
 
 def test_report_of_one_result(result, tmp_path):
-    _report.write(tmp_path, [result], Console())
+    markdown.write(tmp_path, [result], Console())
     text = (tmp_path / "report.md").read_text()
     assert "| storage_ops, default budget | 0.9 | 100.0 | token-chunked |" in text
     assert "at abc, 2026-01-02" in text and "- Liger: needs an NVIDIA GPU" in text
@@ -41,30 +42,30 @@ def test_report_of_one_result(result, tmp_path):
 
 
 def test_ratios_to_the_best_peers(result):
-    text = _report.ratio_line(_report.shapes(result)["S1"])
+    text = markdown.ratio_line(rows_of.shapes(result)["S1"])
     assert (
         "Fastest peer: torch.compile; our fastest (storage_ops, default budget) takes 0.90" in text
     )
     assert "0.50 of its memory" in text
     assert "our smallest (storage_ops, 1/64) takes 0.25 of its memory and 1.50 of its time" in text
-    assert _report.ratio_line([row("S1", "eager", 1.0, 2.0)]) == ""
+    assert markdown.ratio_line([row("S1", "eager", 1.0, 2.0)]) == ""
 
 
 def test_a_benchmark_that_was_cut_short_says_so(result):
-    text = _report.section({**result, "running": "S2: eager", "done": 0.5}, [])
+    text = markdown.section({**result, "running": "S2: eager", "done": 0.5}, [])
     assert "did not reach its end" in text and "S2: eager" in text
 
 
 def test_empty_columns_and_curves_are_left_out():
     rows = [{"case": "a", "ms": 1, "none": "", "timeline": [[0, 1]]}, {"case": "b", "other": 2}]
-    assert _report.markdown_table(rows).splitlines() == [
+    assert markdown.table_of_rows(rows).splitlines() == [
         "| case | ms | other |", "| --- | ---: | ---: |", "| a | 1 |  |", "| b |  | 2 |",
     ]  # fmt: skip
 
 
 def test_pictures_are_opaque_and_light(result, tmp_path):
     result["rows"][5]["timeline"] = [[0.0, 1.0], [0.5, 9.0], [1.0, 2.0]]
-    drawn = _pictures.draw(tmp_path, result)
+    drawn = pictures.draw(tmp_path, result)
     assert [path.name for path in drawn] == ["loss.png", "loss-memory.png"]
     for path in drawn:
         pixels = image.imread(path)
@@ -79,9 +80,9 @@ def test_of_many_curves_two_of_one_shape_are_drawn(result, monkeypatch):
             (("plain", 9.0), ("compile", 8.0), ("all", 3.0), ("compile+all", 2.0))]  # fmt: skip
     rows.append(row("T", "all", 1.0, 1.0, memory=[[0, 1.0], [1, 0]]))
     seen = []
-    monkeypatch.setattr(_pictures, "_timelines", seen.extend)
-    monkeypatch.setattr(_pictures, "_save", lambda figure, path: path)
-    _pictures.draw(_pictures.Path(), {**result, "rows": rows})
+    monkeypatch.setattr(pictures, "_timelines", seen.extend)
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: path)
+    pictures.draw(pictures.Path(), {**result, "rows": rows})
     assert [(r["shape"], r["case"]) for r in seen] == [("S", "plain"), ("S", "compile+all")]
 
 
@@ -90,37 +91,37 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
              "timeline": [[0.0, 1.0], [0.5, mib], [1.0, 2.0]]}
             for case, mib in (("plain PyTorch", 9.0), ("storage_ops", 4.0))]  # fmt: skip
     seen = []
-    monkeypatch.setattr(_pictures.picture, "plot_timelines", lambda axes, runs: seen.append(runs))
-    _pictures.demo(tmp_path / "both.png", {**HEAD, "rows": rows})
+    monkeypatch.setattr(pictures.picture, "plot_timelines", lambda axes, runs: seen.append(runs))
+    pictures.demo(tmp_path / "both.png", {**HEAD, "rows": rows})
     assert [m.peak_bytes >> 20 for m in seen[0].values()] == [9, 4]
     assert [s.nbytes >> 20 for s in seen[0]["storage_ops"].timeline] == [1, 4, 2]
     for each in rows:  # a result that was taken before losses were kept
         del each["losses"]
-    _pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
+    pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
     both, memory = (image.imread(tmp_path / f"{name}.png") for name in ("both", "memory"))
     assert both.shape[0] == memory.shape[0] and both.shape[1] > memory.shape[1]
 
 
 def test_what_is_ours():
     ours = ("storage_ops, 1/4", "discard, copy", "compile+all", "full_checkpoint", "autochunk")
-    assert all(map(_report.is_ours, ours))
-    assert not any(map(_report.is_ours, ("plain", "liger+full_checkpoint", "checkpoint")))
+    assert all(map(rows_of.is_ours, ours))
+    assert not any(map(rows_of.is_ours, ("plain", "liger+full_checkpoint", "checkpoint")))
 
 
 @pytest.mark.in_turn
 def test_the_same_result_gives_the_same_picture(result, tmp_path):
     (tmp_path / "again").mkdir()
-    first = _pictures.draw(tmp_path, result)[0].read_bytes()
-    assert first == _pictures.draw(tmp_path / "again", result)[0].read_bytes()
+    first = pictures.draw(tmp_path, result)[0].read_bytes()
+    assert first == pictures.draw(tmp_path / "again", result)[0].read_bytes()
 
 
 def test_the_front_of_ours_holds_what_nothing_beats():
     ours = [("a", 1.0, 3.0), ("b", 2.0, 4.0), ("c", 3.0, 2.0), ("d", 4.0, 2.0)]
-    assert [case for case, _, _ in _pictures._front(ours)] == ["a", "c"]
+    assert [case for case, _, _ in pictures._front(ours)] == ["a", "c"]
 
 
 def test_a_stale_result_says_so(result):
-    assert "**Stale**" not in _report.section(result, [])
-    assert "**Stale**: the code has changed since." in _report.section(
+    assert "**Stale**" not in markdown.section(result, [])
+    assert "**Stale**: the code has changed since." in markdown.section(
         {**result, "stale": True}, []
     )

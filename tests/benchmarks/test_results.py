@@ -4,15 +4,16 @@ import re
 import pytest
 from matplotlib import image
 
-from benchmarks import _pictures, _results
-from benchmarks._harness import text_of
+from benchmarks._harness import RESULTS, text_of
+from benchmarks.report import kept, pages, pictures
+from benchmarks.report.__main__ import DEMO
 
 
 def test_pages_are_what_make_results_writes():
-    texts = {page.name: page.read_text() for page in _results.PAGES}
+    texts = {page.name: page.read_text() for page in pages.PAGES}
     for name, text in texts.items():
-        assert _results.filled(text) == text, f"{name}: run `make results`"
-    for name in _results.SECTIONS:
+        assert pages.filled(text) == text, f"{name}: run `make results`"
+    for name in pages.SECTIONS:
         assert sum(f"<!-- results: {name} -->" in text for text in texts.values()) == 1
     assert "<!-- results: summary -->" in texts["README.md"]
 
@@ -22,7 +23,7 @@ def slug(line):
     return re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", _results.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 def test_links_in_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not target.startswith("http"):
@@ -34,29 +35,29 @@ def test_links_in_pages_lead_somewhere(page):
 
 
 def test_the_picture_of_the_demo_is_that_of_the_kept_result(tmp_path):
-    _pictures.demo(tmp_path / "demo.png", next(_results.results_of("demo")))
-    new, old = (image.imread(path) for path in (tmp_path / "demo.png", _results.DEMO))
+    pictures.demo(tmp_path / "demo.png", next(kept.results_of("demo")))
+    new, old = (image.imread(path) for path in (tmp_path / "demo.png", DEMO))
     assert new.shape == old.shape and abs(new - old).mean() < 0.01, "run `make results`"
 
 
-@pytest.mark.parametrize("hardware", _results.kept())
+@pytest.mark.parametrize("hardware", kept.kept())
 def test_kept_results_say_what_they_are(hardware):
-    for result in _results.kept()[hardware]:
+    for result in kept.kept()[hardware]:
         assert result["hardware"] == hardware and result["commit"] and result["rows"]
         assert "running" not in result
-        report = (_results.RESULTS / hardware / "report.md").read_text()
+        report = (RESULTS / hardware / "report.md").read_text()
         assert f"## {result['stem']}\n" in report and result["commit"] in report
 
 
 def test_sections_between_markers_are_replaced_and_nothing_else():
     text = "1\n<!-- results: plan -->\nold\n<!-- end -->\n2\n"
-    new = _results.filled(text)
+    new = pages.filled(text)
     assert new.startswith("1\n<!-- results: plan -->\n| budget |") and new.endswith(
         "<!-- end -->\n2\n"
     )
-    assert "400 MiB" in new and "old" not in new and _results.filled(new) == new
+    assert "400 MiB" in new and "old" not in new and pages.filled(new) == new
     with pytest.raises(ValueError, match="section is 'plans'; expected one of summary"):
-        _results.filled("<!-- results: plans -->\n<!-- end -->\n")
+        pages.filled("<!-- results: plans -->\n<!-- end -->\n")
 
 
 def result(commit, *rows):
@@ -65,23 +66,23 @@ def result(commit, *rows):
 
 
 def test_new_shapes_replace_old_ones():
-    both = _results.merged(result("one", ("A", 1), ("B", 2)), result("two", ("B", 3), ("C", 4)))
+    both = kept.merged(result("one", ("A", 1), ("B", 2)), result("two", ("B", 3), ("C", 4)))
     assert [(row["shape"], row["ms"]) for row in both["rows"]] == [("A", 1), ("B", 3), ("C", 4)]
     assert both["commit"] == "one, two"
     whole = result("three", ("A", 1), ("B", 1), ("C", 1))
-    assert _results.merged(both, whole) == whole
+    assert kept.merged(both, whole) == whole
     left_out = {"skipped": {"A: x": "why", "B: x": "why", "x": "why"}}
-    again = _results.merged({**both, **left_out}, result("four", ("B", 4)))
+    again = kept.merged({**both, **left_out}, result("four", ("B", 4)))
     assert again["skipped"] == {"A: x": "why", "x": "why"}
 
 
 def test_results_are_taken_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(_results, "RESULTS", tmp_path / "kept")
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "kept")
     files = tmp_path / "all.json", tmp_path / "one.json"
     cut = {**result("two", ("B", 3)), "running": "B", "done": 0.5}
     files[0].write_text(json.dumps([result("one", ("A", 1)), cut]))
     files[1].write_text(text_of(result("three", ("A", 5))))
-    assert [path.name for path in _results.take(files)] == ["x.json"] * 3
+    assert [path.name for path in kept.take(files)] == ["x.json"] * 3
     found = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
     assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("A", 5), ("B", 3)]
     assert found["commit"] == "one, two, three" and "running" not in found
@@ -89,11 +90,11 @@ def test_results_are_taken_in(tmp_path, monkeypatch):
 
 def test_results_of_a_call_are_known_at_their_commit():
     called = {**result("one", ("A", 1)), "call": "loss"}
-    first = _results.merged(None, called)
+    first = kept.merged(None, called)
     assert first["calls"] == {"loss": "one"} and "call" not in first
-    second = _results.merged(first, {**result("two", ("B", 1)), "call": "rows"})
+    second = kept.merged(first, {**result("two", ("B", 1)), "call": "rows"})
     assert second["calls"] == {"loss": "one", "rows": "two"}
-    assert _results.merged(second, result("three", ("A", 2)))["calls"] == second["calls"]
+    assert kept.merged(second, result("three", ("A", 2)))["calls"] == second["calls"]
 
 
 def test_stale_results_are_marked(tmp_path, monkeypatch):
@@ -101,25 +102,25 @@ def test_stale_results_are_marked(tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_text(text_of(result("one", ("A", 1))))
     before = path.read_text()
-    monkeypatch.setattr(_results, "RESULTS", tmp_path)
-    monkeypatch.setattr(_results, "is_stale", lambda found: found["stem"] == "x")
-    assert list(_results.mark_stale()) == [path] and json.loads(path.read_text())["stale"]
-    monkeypatch.setattr(_results, "is_stale", lambda found: False)
-    assert list(_results.mark_stale()) == [] and path.read_text() == before
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    monkeypatch.setattr(kept, "is_stale", lambda found: found["stem"] == "x")
+    assert list(kept.mark_stale()) == [path] and json.loads(path.read_text())["stale"]
+    monkeypatch.setattr(kept, "is_stale", lambda found: False)
+    assert list(kept.mark_stale()) == [] and path.read_text() == before
 
 
 def test_gpus_come_first_with_the_versions_of_peers():
-    gpu, *others = _results.kept().values()
+    gpu, *others = kept.kept().values()
     assert gpu[0]["gpu"] and not any(each["gpu"] for results in others for each in results)
-    text = _results.linear_cross_entropy()
+    text = pages.linear_cross_entropy()
     assert text.startswith("On nvidia-h200, torch 2.11.0+cu130, ") and "quack-kernels 0.2.4" in text
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"stem": None}])
 def test_what_is_not_worth_keeping_is_refused(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(_results, "RESULTS", tmp_path / "kept")
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "kept")
     whole = {**result("one", ("A", 1)), **change}
     (tmp_path / "a.json").write_text(json.dumps({k: v for k, v in whole.items() if v}))
     with pytest.raises(ValueError, match="expected one worth keeping"):
-        list(_results.take([tmp_path / "a.json"]))
+        list(kept.take([tmp_path / "a.json"]))
     assert not (tmp_path / "kept").exists()

@@ -1,108 +1,24 @@
-"""The kept results, and what the README and the pages in docs/ say of them.
-
-`python -m benchmarks._results [FILE...]` takes result files into benchmarks/results/<hardware>/,
-reports on every hardware there, rewrites the pages between the markers of each section, and draws
-docs/demo.png.
-"""
+"""The sections of the README and of docs/ that say what was measured, between their markers."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from benchmarks import _pictures, _report
-from benchmarks._gpu_queue import is_stale
-from benchmarks._harness import RESULTS, ROOT, text_of
-from benchmarks._report import PEAK, Result, Row, cells, shapes
+from benchmarks._harness import RESULTS, ROOT
 from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
+from benchmarks.report.kept import kept, results_of
+from benchmarks.report.markdown import table, table_of_rows
+from benchmarks.report.rows import PEAK, Result, Row, at, shapes, time_of
 from storage_ops.loss.planning import plan, planner
 from storage_ops.loss.planning.devices import GPUS
 from storage_ops.quantities import readable
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-DEMO = ROOT / "docs" / "demo.png"
 SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TRADEOFF = "time against peak memory"
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
-
-
-def merged(old: Result | None, new: Result) -> Result:
-    """`new` in place of what `old` has of the same shapes; the rest of `old` stays."""
-    calls = {} if old is None else old.get("calls", {})
-    if "call" in new:
-        calls = {**calls, new["call"]: new["commit"]}
-        new = {key: value for key, value in new.items() if key != "call"}
-    new = {**new, "calls": calls} if calls else new
-    if old is None:
-        return new
-    again = shapes(new)
-    if shapes(old).keys() <= again.keys():
-        return new
-    commits = dict.fromkeys([*old["commit"].split(", "), new["commit"]])
-    rows = [row for each in (shapes(old) | again).values() for row in each]
-    kept = {"commit": ", ".join(commits), "rows": rows}
-    still = {k: v for k, v in old.get("skipped", {}).items() if k.split(": ")[0] not in again}
-    skipped = {**still, **new.get("skipped", {})}
-    return {**old, **new, **kept, "skipped": skipped}
-
-
-def take(files: Iterable[Path]) -> Iterator[Path]:
-    """Bring results into the folder of their hardware; yield where they are.
-
-    Raises:
-        ValueError: a result is of a quick run, or does not say what it is.
-    """
-    for new in _report.load(files):
-        if new.get("quick") or not {"stem", "hardware", "commit"} <= new.keys():
-            raise ValueError(
-                f"result of {new.get('stem')} at {new.get('commit')} on {new.get('hardware')} is "
-                f"{'quick' if new.get('quick') else 'incomplete'}; expected one worth keeping"
-            )
-        if "running" in new:
-            print(f"{new['stem']} did not reach its end, it stopped at: {new['running']}")
-        new = {key: value for key, value in new.items() if key not in ("running", "done")}
-        path = RESULTS / new["hardware"] / f"{new['stem']}.json"
-        old = json.loads(path.read_text()) if path.is_file() else None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text_of(merged(old, new)))
-        yield path
-
-
-def mark_stale() -> Iterator[Path]:
-    """Write into every kept result whether its code has changed since; yield those that are stale.
-
-    The mark is a part of the file, so that pages follow from the files alone.
-    """
-    for path in sorted(RESULTS.glob("*/*.json")):
-        result = json.loads(path.read_text())
-        stale = is_stale({"stem": path.stem, **result})
-        if stale:
-            yield path
-        rest = {key: value for key, value in result.items() if key not in ("stale", "rows")}
-        mark = {"stale": True} if stale else {}
-        path.write_text(text_of({**rest, **mark, "rows": result["rows"]}))
-
-
-def kept() -> dict[str, list[Result]]:
-    """Return the results by hardware, GPUs first."""
-    found: dict[str, list[Result]] = {}
-    for path in sorted(RESULTS.glob("*/*.json")):
-        result = {"stem": path.stem, **json.loads(path.read_text())}
-        found.setdefault(path.parent.name, []).append(result)
-    return dict(sorted(found.items(), key=lambda item: item[1][0]["gpu"] is None))
-
-
-def results_of(stem: str) -> Iterator[Result]:
-    """One per hardware."""
-    for results in kept().values():
-        yield from (result for result in results if result["stem"] == stem)
 
 
 def machine(result: Result) -> str:
@@ -132,24 +48,12 @@ def picture(name: str, shows: str) -> str:
     return f"\n![{shows}]({link(path)})\n" if path else ""
 
 
-def at(rows: list[Row], case: str) -> Row | None:
-    """The row of a case."""
-    return next((row for row in rows if row["case"] == case), None)
-
-
 def point(row: Row | None) -> str:
     """Time and memory in one cell."""
     if row is None:
         return ""
-    column = _report.time_of(row)
+    column = time_of(row)
     return f"{row[column]:.2f}, {row[PEAK]:.0f} MiB" if column else ""
-
-
-def table(titles: list[str], lines: list[list[str]]) -> str:
-    """A table without the columns that nothing stands in."""
-    used = [k for k in range(len(titles)) if k == 0 or any(line[k] for line in lines)]
-    head = cells(titles[k] for k in used) + cells("---" for _ in used)
-    return head + "".join(cells(line[k] or "-" for k in used) for line in lines)
 
 
 SUMMARY = {
@@ -247,7 +151,7 @@ def train_gpt() -> str:
         for shape, rows in shapes(result).items():
             shown = ("case", PEAK, "peak / plain", "time / plain", "tokens / s", "loss apart")
             some = [{key: row[key] for key in shown if key in row} for row in rows]
-            text += f"{shape}. " + source(result) + _report.markdown_table(some) + "\n"
+            text += f"{shape}. " + source(result) + table_of_rows(some) + "\n"
     return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
@@ -259,7 +163,7 @@ def columns_of(stem: str, shown: tuple[str, ...]) -> str:
     text = ""
     for result in results_of(stem):
         rows = [{key: row[key] for key in shown if key in row} for row in result["rows"]]
-        text += source(result) + _report.markdown_table(rows) + "\n"
+        text += source(result) + table_of_rows(rows) + "\n"
     return text.removesuffix("\n")
 
 
@@ -271,7 +175,7 @@ def published_peaks() -> str:
     for result in results_of("published_peaks"):  # simulated: the same on any hardware
         rows = [{"source": row["shape"], **{key: row.get(key, "") for key in shown[1:]}}
                 for row in result["rows"]]  # fmt: skip
-        text = source(result) + _report.markdown_table(rows)
+        text = source(result) + table_of_rows(rows)
     return text
 
 
@@ -340,23 +244,3 @@ def filled(text: str) -> str:
         return f"{found[1]}{SECTIONS[name]()}{found[3]}"
 
     return SECTION.sub(fill, text)
-
-
-def main() -> None:
-    """Take results in, report on all, rewrite the pages, draw the demo."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("files", nargs="*", type=Path, help="new results")
-    console: Any = Console()
-    for path in take(options.parse_args().files):
-        console.print(f"taken into {os.path.relpath(path)}")
-    for path in mark_stale():
-        console.print(f"stale: {path.relative_to(RESULTS)}")
-    for hardware, results in kept().items():
-        _report.write(RESULTS / hardware, results, console)
-    for page in PAGES:
-        page.write_text(filled(page.read_text()))
-    _pictures.demo(DEMO, next(results_of("demo")))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from benchmarks._report import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
+from benchmarks.report.rows import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
 from storage_ops.cli.demo import picture
 from storage_ops.measure.measurement import Measurement, Sample
 

@@ -1,0 +1,83 @@
+"""What the rows of a result say: their shapes, times, peaks and curves.
+
+A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape; a
+list of pairs in a row is a curve of memory over time, [seconds, MiB] each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+Row = dict[str, Any]
+PEAK = "peak (MiB)"
+# Cases are ours by how they begin, or by a part that a training job has, as in "compile+all".
+OURS = ("storage_ops", "discard")
+OUR_FEATURES = {
+    "all", "linear_cross_entropy", "output_discard", "selective_checkpoint", "full_checkpoint",
+    "autochunk",
+}  # fmt: skip
+HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
+
+
+def load(paths: Iterable[Path]) -> list[Result]:
+    """The results in files, each of one result or a list of them."""
+    found: list[Result] = []
+    for path in paths:
+        content = json.loads(path.read_text())
+        found += content if isinstance(content, list) else [content]
+    return found
+
+
+def head(result: Result) -> Row:
+    """What every row of a result has in common."""
+    return {key: result[key] for key in HEAD if key in result}
+
+
+def is_ours(case: str) -> bool:
+    """Whether a case is ours, not a peer or a floor."""
+    parts = case.split("+")
+    return case.startswith(OURS) or ("liger" not in parts and not OUR_FEATURES.isdisjoint(parts))
+
+
+def shapes(result: Result) -> dict[str, list[Row]]:
+    """Rows by shape, in order."""
+    found: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        found.setdefault(row.get("shape", ""), []).append(row)
+    return found
+
+
+def at(rows: list[Row], case: str) -> Row | None:
+    """The row of a case."""
+    return next((row for row in rows if row["case"] == case), None)
+
+
+def time_of(row: Row) -> str | None:
+    """The column that compares times; the first of several."""
+    return next((key for key in row if key.startswith("time / ")), None)
+
+
+def curve_of(row: Row) -> list[list[float]]:
+    """The curve in a row; empty if there is none."""
+    lists = (value for value in row.values() if isinstance(value, list))
+    return next((values for values in lists if isinstance(values[0], list)), [])
+
+
+def points(rows: list[Row]) -> list[tuple[str, float, float]]:
+    """Case, MiB and time of the rows that have both."""
+    found = []
+    for row in rows:
+        column = time_of(row)
+        if column and isinstance(row.get(PEAK), float) and isinstance(row[column], float):
+            found.append((row["case"], row[PEAK], row[column]))
+    return found
+
+
+def columns(rows: list[dict[str, Any]]) -> list[str]:
+    """What a table of these rows shows: all keys, but for lists."""
+    found = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
