@@ -23,7 +23,7 @@ test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
 
 test-op-database: $(READY)  ## compare the estimates of every op of torch's own database
-	CI= OP_DATABASE=1 $(PYTEST) tests/memory/test_op_database.py
+	CI= OP_DATABASE=1 $(PYTEST) tests/simulate/test_op_database.py
 
 # timm, diffusers and torch-geometric are needed for this page alone.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
@@ -33,7 +33,7 @@ measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
 # transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.
 test-transformers-4: $(READY)  ## run the tests of models with the last transformers 4, in .venv
 	$(PIP) "transformers>=4.57,<5" "trl>=1.16" datasets tokenizers
-	$(PYTEST) tests/integrations tests/memory tests/fitting tests/test_cli.py
+	$(PYTEST) tests/integrations tests/simulate tests/fitting tests/test_cli.py
 
 # lowest-direct: the oldest version of each dependency in pyproject.toml, the newest of theirs.
 OLDEST = build/oldest

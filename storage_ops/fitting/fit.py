@@ -55,7 +55,7 @@ from storage_ops.simulate.values.assume import Assumption
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _EXACT = 1e-3  # how far what was computed of layers is from a whole step, where it is exact
 _DOUBT = 0.02  # how far a whole step may be below what was computed of its layers
-_Choice = tuple[int, list[int]]  # the number of a way, and of an action for each call
+_Choice = tuple[int, list[int]]  # the number of a variant, and of an action for each call
 _LOOKS = 12  # whole simulations at most, while plans turn out to take more than was computed
 
 
@@ -212,7 +212,7 @@ class Search:
         self._assume, self._assumption = assume, Assumption(assume)
         self._losses: dict[Action, Any] = {}
         self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
-        self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the way and the choices
+        self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the variant and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
         self._largest = largest = max(batches, key=_numbers_in)
@@ -296,9 +296,9 @@ class Search:
         """The fastest plan whose simulated peak is within the budget."""
         inside = [budget] * len(self._variants)
         nothing = [0] * len(self.problem.options)
-        is_best = all(way.seconds >= self._variants[0].seconds for way in self._variants) and all(
-            option.seconds >= 0 for options in self.problem.options for option in options
-        )
+        is_best = all(
+            variant.seconds >= self._variants[0].seconds for variant in self._variants
+        ) and all(option.seconds >= 0 for options in self.problem.options for option in options)
         # Of compiled layers more is computed than a whole step takes in eager mode.
         may_fit = self._rates.fuses or self.problem.peak(nothing) <= budget * (1 + _DOUBT)
         if is_best and may_fit:
@@ -313,15 +313,15 @@ class Search:
                 found, least = least, None
             if found is None:
                 break
-            way, choice = found
-            peak = self._simulated(way, choice).peak_bytes
+            number, choice = found
+            peak = self._simulated(number, choice).peak_bytes
             if peak <= budget:
-                return self._made(way, choice, peak, budget)
+                return self._made(number, choice, peak, budget)
             if peak < smallest:
-                smallest, by_owner = peak, self._simulated(way, choice).by_owner
+                smallest, by_owner = peak, self._simulated(number, choice).by_owner
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
-            inside[way] = self._variants[way].problem.peak(choice) - excess
+            inside[number] = self._variants[number].problem.peak(choice) - excess
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
     def _hint(self) -> str:
@@ -339,23 +339,25 @@ class Search:
 
     def _least(self) -> _Choice:
         """The choice with the lowest peak of all, as computed."""
-        found = [(number, way.problem.smallest()) for number, way in enumerate(self._variants)]
+        found = [
+            (number, variant.problem.smallest()) for number, variant in enumerate(self._variants)
+        ]
         return min(found, key=lambda f: self._variants[f[0]].problem.peak(f[1]))
 
     def _fastest(self, budgets: list[int]) -> _Choice | None:
-        """The choice that adds the fewest seconds within the budget of its way."""
+        """The choice that adds the fewest seconds within the budget of its variant."""
         found = [
             (number, choice)
-            for number, (way, budget) in enumerate(zip(self._variants, budgets, strict=True))
-            if (choice := way.problem.fastest(budget)) is not None
+            for number, (variant, budget) in enumerate(zip(self._variants, budgets, strict=True))
+            if (choice := variant.problem.fastest(budget)) is not None
         ]
         return min(found, key=lambda f: self._seconds(*f), default=None)
 
     def _seconds(self, number: int, choice: list[int]) -> float:
         """Seconds added to a step that recomputes nothing and has the model's own loss."""
-        way = self._variants[number]
-        other = way.seconds - self._variants[0].seconds if number else 0.0
-        return way.problem.seconds(choice) + other
+        variant = self._variants[number]
+        other = variant.seconds - self._variants[0].seconds if number else 0.0
+        return variant.problem.seconds(choice) + other
 
     def curve(self, points: int = 60) -> list[tuple[int, float]]:
         """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
@@ -384,18 +386,20 @@ class Search:
         return self._steps[key]
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
-        way = self._variants[number]
-        found = {(self._of_loss, way.loss): None}  # calls of one layer have one action
-        for call, costs, index in zip(way.recording.calls, way.costs, choice, strict=True):
+        variant = self._variants[number]
+        found = {(self._of_loss, variant.loss): None}  # calls of one layer have one action
+        for call, costs, index in zip(variant.recording.calls, variant.costs, choice, strict=True):
             found[call.unit, costs[index][0]] = None
         return [(unit, action) for unit, action in found if action != KEEP]
 
     def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
-        way, own = self._variants[number], self._variants[0]
-        problem, calls = way.problem, way.recording.calls
+        variant, own = self._variants[number], self._variants[0]
+        problem, calls = variant.problem, variant.recording.calls
         at_peak = problem.at_peak(choice)
         rows: dict[tuple[str, Action], Row] = {}
-        for place, (call, costs, index) in enumerate(zip(calls, way.costs, choice, strict=True)):
+        for place, (call, costs, index) in enumerate(
+            zip(calls, variant.costs, choice, strict=True)
+        ):
             action, cost = costs[index]
             row = rows.setdefault((call.unit.class_name, action), Row([], str(action)))
             if call.unit.name not in row.names:
@@ -406,11 +410,11 @@ class Search:
                 row.peak_bytes += cost.kept
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
-        if way.loss != KEEP:
-            there = way.loss_bytes if at_peak.alive == len(calls) else 0
+        if variant.loss != KEEP:
+            there = variant.loss_bytes if at_peak.alive == len(calls) else 0
             name = self._of_loss.name or "loss"
-            row = Row([name], str(way.loss), 0, there, way.seconds - own.seconds)
-            rows["", way.loss] = row
+            row = Row([name], str(variant.loss), 0, there, variant.seconds - own.seconds)
+            rows["", variant.loss] = row
         nothing = [0] * len(own.costs)
         full = [
             next((i for i, (a, _) in enumerate(costs) if a == Action("full")), 0)

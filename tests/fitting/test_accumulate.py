@@ -6,8 +6,8 @@ import torch
 import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
-from tests.memory.models import MODELS, made, run
-from tests.memory.test_step import checkpointed, levels, measured
+from tests.simulate.models import MODELS, made, run
+from tests.simulate.test_step import checkpointed, levels, measured
 
 pytestmark = pytest.mark.in_turn
 

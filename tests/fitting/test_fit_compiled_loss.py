@@ -8,7 +8,7 @@ import torch
 import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step
-from tests.memory.test_estimate_compiled import losses, made, measured_peak
+from tests.simulate.test_estimate_compiled import losses, made, measured_peak
 
 from .test_fit_heads import smallest_of
 

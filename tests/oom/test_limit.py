@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.memory import explain_oom, limit, simulate_step
-from tests.memory.models import MODELS, made, run
+from tests.simulate.models import MODELS, made, run
 
 MIB = 1 << 20
 

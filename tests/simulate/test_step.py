@@ -14,7 +14,7 @@ from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.devices import named, rates_of
 from storage_ops.memory import simulate_step, will_it_fit
 from storage_ops.simulate import step
-from tests.memory.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
+from tests.simulate.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
 
 WAYS = {
     "none": {},
