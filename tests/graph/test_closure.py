@@ -318,3 +318,23 @@ def test_a_step_without_tensors_among_its_arguments():
     torch.testing.assert_close(graph.trace_step(lambda: model(x))(), model(x).detach())
     flag = graph.trace_step(lambda double: model(x) * (2 if double else 1), True)
     torch.testing.assert_close(flag(True), 2 * model(x).detach())
+
+
+def test_a_view_that_raises_when_asked_whether_it_is_a_leaf():
+    def make():
+        model = linear(3, 3)
+        base = torch.randn(8, requires_grad=True) * 1
+        model.views = list(base.chunk(2))
+        base.mul_(2)  # as FSDP1 leaves views of its flat parameter
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step, (rows(4, 3),), [model]
+
+    assert_equals_eager(make)

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
 from storage_ops.foundation import fsdp
+from storage_ops.foundation.walk import is_leaf
 
 # How torch says that a tensor has no bytes: of views, and of what a kernel reads.
 _FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
@@ -62,7 +63,7 @@ class Inputs:
         self._same: dict[int, tuple[Tensor, int]] = {}
         for i, t in enumerate(self.tensors if top is not None else ()):
             own = ours and not t.is_inference() and producer_of(t) is None
-            if (t.requires_grad and t.is_leaf) or own:
+            if (t.requires_grad and is_leaf(t)) or own:
                 self._same[i] = (t, t._version)
         self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from storage_ops.foundation.walk import is_leaf
 from storage_ops.graph.tracing.slots import Closure, Slot, gradient_slot, plain_parts
 
 # A tensor literal in the traced code is a constant of the graph, not something it closes over.
@@ -105,7 +106,7 @@ class Lift(TorchDispatchMode):
             self._fakes[id(value)] = self._by_place[place]
             self._held.append(value)  # its id must stay its own
             if not value.is_inference():
-                self._versions.append((value, value._version, value.is_leaf))
+                self._versions.append((value, value._version, is_leaf(value)))
         return self._fakes[id(value)]
 
     def name(self, t: Tensor, slot: Slot) -> None:
@@ -125,7 +126,7 @@ class Lift(TorchDispatchMode):
     def restore(self) -> None:
         """Undo what in-place ops made autograd note on the real tensors: graphs and counts."""
         for t, version, was_leaf in self._versions:
-            if was_leaf and not t.is_leaf:
+            if was_leaf and not is_leaf(t):
                 t.detach_()
             torch._C._autograd._unsafe_set_version_counter((t,), (version,))
 
@@ -158,7 +159,7 @@ class Lift(TorchDispatchMode):
                 self.read.add(self._watched[id(t)][1])
             if not isinstance(t, Tensor) or is_traced(t, self._fake_mode):
                 continue
-            if t.requires_grad and t.is_leaf:
+            if t.requires_grad and is_leaf(t):
                 self.note(t)
 
     def note(self, t: Tensor) -> None:
@@ -203,7 +204,7 @@ class Gradients(TorchFunctionMode):
         self.made: dict[int, Tensor] = {}
         self.dropped: set[int] = set()
         for t in (*closure.tensors, *arguments):
-            if t.is_leaf and t.requires_grad:
+            if is_leaf(t) and t.requires_grad:
                 lift.note(t)
 
     def __torch_function__(
@@ -224,7 +225,7 @@ class Gradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, t: Tensor, drops: bool) -> None:
-        if not t.is_leaf or not t.requires_grad or id(t) in self.dropped:
+        if not is_leaf(t) or not t.requires_grad or id(t) in self.dropped:
             return
         self._lift.note(t)
         if t.grad is not None:

@@ -22,6 +22,7 @@ from typing_extensions import ParamSpec, TypeVar
 from storage_ops.checkpoint.region import torch_checkpoint
 from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
+from storage_ops.foundation.walk import is_leaf
 from storage_ops.graph.nodes import storages, written_at
 from storage_ops.graph.recompute.capture import check_capture
 from storage_ops.graph.recompute.remat import forget_tags, recompute
@@ -125,7 +126,7 @@ class TracedStep(Generic[P, T]):
         self._again = [
             (closure.slots[id(t)], slot)
             for t, slot in closure.again
-            if (t.requires_grad and t.is_leaf) or closure.slots[id(t)] in self._inputs
+            if (t.requires_grad and is_leaf(t)) or closure.slots[id(t)] in self._inputs
         ]
         layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
         self._alone = [
