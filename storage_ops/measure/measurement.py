@@ -174,7 +174,7 @@ class measure:
         self._marks = Marks(model)
         self._subject = "" if model is None else class_of(uncompiled(model)).__name__
         self._result = Measurement.__new__(Measurement)  # without its numbers until the end
-        self._entry_bytes = 0
+        self._entry_bytes: int | None = None  # of the allocator of a GPU
 
     def __enter__(self) -> Measurement:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -213,7 +213,7 @@ class measure:
         self._marks.close()
         self._profile.__exit__(kind, error, trace)
         self._read_events()
-        if self._device.type == "cuda":
+        if self._entry_bytes is not None:
             allocated = torch.cuda.memory_allocated(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
             self._result.kept_bytes = allocated - self._entry_bytes

@@ -113,13 +113,15 @@ class Taken:
 
 
 def history(
-    roots: Iterable[Any], kind: str, index: int | None
+    roots: Iterable[Any], kind: str, index: int | None, entry_bytes: int | None = None
 ) -> tuple[list[tuple[int, int]], list[Taken]]:
-    """What a profile saw on a device, in order of time.
+    """Return the changes and allocations that a profile saw on a device, in order of time.
 
     Args:
         roots: of the trees of its events.
         kind, index: type and number of the device; a number only of a GPU.
+        entry_bytes: what the allocator of a GPU had allocated before. The changes then follow the
+            total in its events: threads of autograd release memory of which a profile has no event.
 
     Returns:
         (nanoseconds, bytes taken, or given back as a negative number) of each change, and the
@@ -139,13 +141,16 @@ def history(
         if memory.device.type != kind or index not in (None, memory.device.index):
             continue
         nbytes = memory.alloc_size
-        if nbytes > 0:
-            block = live[memory.ptr] = Taken("", nbytes, len(changes), made_in=inside)
-            taken.append(block)
-        elif memory.ptr in live:
+        if memory.ptr in live:  # released, with this event or before it without one
             block = live.pop(memory.ptr)
             block.end = len(changes)
             _own(block, event.start_time_ns)
+        if nbytes > 0:
+            block = live[memory.ptr] = Taken("", nbytes, len(changes), made_in=inside)
+            taken.append(block)
+        if entry_bytes is not None:
+            nbytes = memory.total_allocated - entry_bytes
+            entry_bytes = memory.total_allocated
         changes.append((event.start_time_ns, nbytes))
     for block in live.values():
         _own(block, None)

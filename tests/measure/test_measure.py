@@ -1,6 +1,7 @@
 import copy
 import re
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import storage_ops as so
+from storage_ops.measure.owners import history
 
 MIB = 1 << 20
 
@@ -144,3 +146,21 @@ def test_what_draws_a_picture_is_named_where_it_is_missing(monkeypatch, ending, 
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=rf"needs {package}, .* pip install {package}$"):
         m.plot(f"memory{ending}")
+
+
+def allocator_event(at, ptr, nbytes, total):
+    device = torch.device("cuda", 0)
+    fields = SimpleNamespace(device=device, ptr=ptr, alloc_size=nbytes, total_allocated=total)
+    return SimpleNamespace(name="[memory]", start_time_ns=at, extra_fields=fields, children=[])
+
+
+def test_releases_that_a_profile_does_not_see_are_followed_by_the_total():
+    events = [
+        allocator_event(1, 16, 4, 14),
+        allocator_event(2, 32, 8, 22),
+        allocator_event(3, 16, 2, 20),  # the first block was released in between
+        allocator_event(4, 16, -2, 10),  # and now the second
+    ]
+    changes, taken = history(events, "cuda", 0, entry_bytes=10)
+    assert changes == [(1, 4), (2, 8), (3, -2), (4, -10)]
+    assert [(t.nbytes, t.start, t.end) for t in taken] == [(4, 0, 2), (8, 1, None), (2, 2, 3)]
