@@ -31,4 +31,8 @@ CASES = {
         "plans for a Llama of 1.5 billion parameters, made on the meta device for an H100 and "
         "carried out here",
     ),
+    "timeline": (
+        "fit_timeline",
+        "simulated memory over a step of that Llama, without a plan and with one for half the peak",
+    ),
 }

@@ -20,6 +20,7 @@ MODEL_CASES: dict[str, tuple[Callable[..., Rows], Callable[..., dict[str, int]],
     "plans": (ways.plans, ways.size, 3),
     "compiled": (processes.compiled, ways.size, 3),
     "carried": (ways.carried, ways.size_of_carried, 1),
+    "timeline": (ways.timelines, ways.size_of_carried, 1),
 }
 # Case -> rows that belong to no model of KINDS, which come after those that do.
 OTHERS: dict[str, Callable[[argparse.Namespace], Rows]] = {
@@ -56,7 +57,7 @@ def main() -> None:
     options.add_argument("--looks", type=int, default=3,
                          help="plans that are compiled for each peak")  # fmt: skip
     arguments = options.parse_args()
-    if arguments.case == "carried":
+    if arguments.case in ("carried", "timeline"):
         arguments.models = ["Llama"]
     arguments.models = arguments.models or KINDS[: MODEL_CASES[arguments.case][2]]
     finish(fit.CASES[arguments.case][0], all_rows(arguments.case, arguments), arguments)

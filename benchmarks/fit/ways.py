@@ -30,6 +30,7 @@ from benchmarks._harness import (
     MIB,
     Clock,
     Runs,
+    curve,
     group_done,
     interleave,
     milliseconds,
@@ -40,6 +41,7 @@ from benchmarks._harness import (
 from benchmarks.fit.models import Made, facts_of, measured, placed, step_of
 from storage_ops.fitting.fit import FitPlan, NothingFits, Search
 from storage_ops.fitting.units import units_of
+from storage_ops.memory import Measurement, Sample
 
 NONE, FULL, SELECTIVE = "none", "torch full checkpoint", "torch selective, torchtitan's rules"
 # Bytes of a budget above a measured peak. A simulated peak differs from it by some bytes, on a GPU
@@ -221,6 +223,37 @@ def carried(
     group_done()
 
 
+def on_meta(make: Callable[[], Made], dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """Return the model and its batch on the meta device."""
+    with torch.device("meta"):
+        model, batch, _ = placed(make(), "meta", dtype)
+    return model, batch
+
+
+def timelines(
+    kind: str, make: Callable[[], Made], arguments: argparse.Namespace
+) -> Iterator[Facts]:
+    """Yield simulated memory over a step on an H100, without and with a plan for half the peak."""
+    model, batch = on_meta(make, torch.bfloat16)
+    asked: Any = {"optimizer": torch.optim.AdamW, "device": "h100"}
+    plain = storage_ops.memory.simulate_step(model, batch, **asked)
+    actions, (share, *_) = CARRIED["with the loss"]
+    plan = storage_ops.fit(model, batch, int(share * plain.peak_bytes), actions=actions, **asked)
+    plan.apply()
+    ours = storage_ops.memory.simulate_step(model, batch, **asked)
+    tokens = batch["input_ids"].shape
+    for name, step in (("plain PyTorch", plain), ("storage_ops", ours)):
+        # The seconds of a simulation are not those of a GPU.
+        events = [Sample(float(k), sample.nbytes) for k, sample in enumerate(step.timeline)]
+        yield {
+            "shape": f"Llama, {tokens[0]} x {tokens[1]} tokens", "case": name,
+            "simulated (MiB)": round(step.peak_bytes / MIB, 2),
+            "parameters (MiB)": round(sum(p.nbytes for p in model.parameters()) / MIB, 2),
+            "memory": curve(Measurement(step.peak_bytes, step.kept_bytes, events)),
+        }  # fmt: skip
+    group_done()
+
+
 def made_without_a_gpu(
     make: Callable[[], Made], folder: Path, device: str
 ) -> Iterator[tuple[str, Callable[[Any], Any], Facts]]:
@@ -231,9 +264,7 @@ def made_without_a_gpu(
         changed: nn.Module = model
         return changed
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with torch.device("meta"):
-        model, batch, _ = placed(make(), "meta", dtype)
+    model, batch = on_meta(make, torch.float32 if device == "cpu" else torch.bfloat16)
     asked: Any = {"optimizer": torch.optim.AdamW, "device": "h100"}
     none = storage_ops.memory.simulate_step(model, batch, **asked).peak_bytes
     yield "none", lambda m: m, {"simulated (MiB)": round(none / MIB, 2), "predicted": 1.0}

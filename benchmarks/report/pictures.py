@@ -168,20 +168,25 @@ def _front(ours: list[Point]) -> Iterator[Point]:
 
 def _timelines(curves: list[Row]) -> Figure:
     """Memory over one step, a curve per row."""
-    figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
+    # Small, with large letters: it is read on a telephone too.
+    figure = Figure(figsize=(6.4, 3.8), dpi=150, layout="constrained")
     axes = figure.subplots()
     _dress(axes)
+    most = max(mib for row in curves for _, mib in curve_of(row))
+    unit, size, digits = ("GiB", 1024, 1) if most > 10_000 else ("MiB", 1, 0)
     for row, color in zip(curves, ("#d55e00", OURS, *COLORS), strict=False):
-        seconds, mib = zip(*curve_of(row), strict=True)
-        share: Any = [100 * s / (seconds[-1] or 1) for s in seconds]
-        label = f"{row['case']}: peak {max(mib):.0f} MiB"
-        axes.step(share, mib, where="post", color=color, lw=1.4, label=label)
-        axes.fill_between(share, mib, step="post", color=color, alpha=0.12, lw=0)
+        at, mib = zip(*curve_of(row), strict=True)
+        share: Any = [100 * a / (at[-1] or 1) for a in at]
+        level: Any = [m / size for m in mib]
+        label = f"{row['case']}: peak {max(level):.{digits}f} {unit}"
+        axes.step(share, level, where="post", color=color, lw=1.6, label=label)
+        axes.fill_between(share, level, step="post", color=color, alpha=0.12, lw=0)
     axes.set_xlim(0, 100)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("share of the step (%)")
-    axes.set_ylabel("MiB above parameters and optimizer")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK)
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("share of the step (%)", fontsize=12)
+    axes.set_ylabel(f"memory ({unit})", fontsize=12)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK, fontsize=11)
     return figure
 
 
