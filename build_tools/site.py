@@ -33,13 +33,14 @@ DEFINED_IN = {"storage_ops.graph.regions": "storage_ops.foundation.regions"}
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-BLOB = f"{_URL[1]}/blob/main/"  # PyPI shows the README, whose links to files are absolute
+# PyPI shows the README, whose links to files and pictures are absolute.
+ABSOLUTE = re.compile(rf"(?<=\]\(){re.escape(_URL[1])}/(?:blob|raw)/main/")
 
 
 def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
-    written = {name: (ROOT / name).read_text().replace(f"]({BLOB}", "](") for name in PAGES}
+    written = {name: ABSOLUTE.sub("", (ROOT / name).read_text()) for name in PAGES}
     documents = files.documentation_pages()
     pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
     texts = {**written, **pages}

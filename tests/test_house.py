@@ -152,6 +152,10 @@ def _run_examples(page, most=30):
     return len(blocks), names
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 @pytest.mark.in_turn
 def test_the_examples_of_the_readme_run(run_examples):
     count, names = run_examples(ROOT / "README.md", most=12)

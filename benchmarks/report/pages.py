@@ -56,30 +56,66 @@ def point(row: Row | None) -> str:
     return f"{row[column]:.2f}, {row[PEAK]:.0f} MiB" if column else ""
 
 
-SUMMARY = {
-    "plain": "plain PyTorch",
-    "full_checkpoint": "full checkpoint of every block",
-    "checkpoint": "`torch.utils.checkpoint` of every block",
+GAINS = {
+    "`fit` with the loss": "storage_ops, with the loss, 51%",
+    "a smaller budget": "storage_ops, with the loss, 34%",
+    "offloading and tiles too": "storage_ops, with all, 30%",
+}
+JOB = {
     "linear_cross_entropy": "`linear_cross_entropy`",
-    "output_discard": "`output_discard`",
-    "selective_checkpoint": "selective checkpointing",
-    "all": "these three together",
-    "compile": "`torch.compile`",
-    "compile+all": "`torch.compile`, these three together",
-    "autochunk": '`torch.compile(backend="storage_ops")`',
+    "all": "output discarding and selective checkpointing too",
 }
 
 
-def summary() -> str:
-    """Return the table of the README: what each part saves in a step of a small model."""
-    result = next(r for r in results_of("train_gpt") if r["gpu"] is None)
-    shape, rows = next(iter(shapes(result).items()))
-    found = {name: at(rows, case) for case, name in SUMMARY.items()}
-    lines = [[name, f"{row[PEAK]:.0f} MiB", f"{row['peak / plain']:.2f}",
-              f"{row['time / plain']:.2f}"] for name, row in found.items() if row]  # fmt: skip
-    return f"{shape}. {machine(result)}:\n\n" + table(
-        ["one training step", "peak", "peak / plain", "time / plain"], lines
+def planned_llama() -> dict[str, Row]:
+    """Return the rows of a Llama on a GPU whose plans were made without one, by case."""
+    result = next(result for result in results_of("carried_plans") if result["gpu"] is not None)
+    return {row["case"]: row for row in result["rows"]}
+
+
+def headline() -> str:
+    """Return the first figures of the README."""
+    rows = planned_llama()
+    plain, ours = rows["none"], rows["storage_ops, with the loss, 51%"]
+    peaks = [row[PEAK] / 1024 for row in (plain, ours)]
+    slower = ours["time / none"]
+    return (
+        f"A training step of a Llama with 1.5 billion parameters takes **{peaks[1]:.0f} GiB "
+        f"instead of {peaks[0]:.0f} GiB** on an H200, in {slower:.2f} of the time.\n"
     )
+
+
+def gains() -> str:
+    """Return the table of the README: what each part saves on a GPU."""
+    rows = planned_llama()
+    job = next(result for result in results_of("train_gpt") if result["gpu"] is not None)
+    loss = next(result for result in results_of("linear_cross_entropy") if result["gpu"])
+    lines = [
+        [f"Llama of 1.5 billion parameters, {name}", rows[case], rows["none"], "time / none"]
+        for name, case in GAINS.items()
+    ]
+    shape, of_shape = next(iter(shapes(job).items()))
+    lines += [
+        [
+            f"{shape.removesuffix(', bfloat16')}, {name}",
+            at(of_shape, case),
+            of_shape[0],
+            "time / plain",
+        ]
+        for case, name in JOB.items()
+    ]
+    found = shapes(loss)["R1 bfloat16"]
+    tokens, width, vocab = GPU_SHAPES["R1"]
+    eager = at(found, "eager")
+    lines += [[f"loss alone, {tokens} x {width} x {vocab}, a quarter of the logits",
+               at(found, "storage_ops, 1/4"), eager, "time / floor"]]  # fmt: skip
+    cells = [
+        [name, f"{base[PEAK] / 1024:.1f} GiB", f"{row[PEAK] / 1024:.1f} GiB",
+         f"{row[column] / base[column]:.2f}"]
+        for name, row, base, column in lines
+    ]  # fmt: skip
+    titles = ["one training step on an H200, bfloat16", "plain peak", "peak", "time / plain"]
+    return table(titles, cells)
 
 
 def demo() -> str:
@@ -213,7 +249,8 @@ def planned() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "summary": summary,
+    "headline": headline,
+    "gains": gains,
     "demo": demo,
     "output_discard": output_discard,
     "linear_cross_entropy": linear_cross_entropy,

@@ -15,7 +15,7 @@ def test_pages_are_what_make_results_writes():
         assert pages.filled(text) == text, f"{name}: run `make results`"
     for name in pages.SECTIONS:
         assert sum(f"<!-- results: {name} -->" in text for text in texts.values()) == 1
-    assert "<!-- results: summary -->" in texts["README.md"]
+    assert "<!-- results: headline -->" in texts["README.md"]
 
 
 def slug(line):
@@ -56,7 +56,7 @@ def test_sections_between_markers_are_replaced_and_nothing_else():
         "<!-- end -->\n2\n"
     )
     assert "400 MiB" in new and "old" not in new and pages.filled(new) == new
-    with pytest.raises(ValueError, match="section is 'plans'; expected one of summary"):
+    with pytest.raises(ValueError, match="section is 'plans'; expected one of headline"):
         pages.filled("<!-- results: plans -->\n<!-- end -->\n")
 
 

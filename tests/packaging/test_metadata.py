@@ -32,7 +32,7 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files_and_headings():
     for link in links:
         assert link.startswith("https://"), link
         if link.startswith(REPOSITORY):
-            path, _, anchor = link.removeprefix(f"{REPOSITORY}/blob/main/").partition("#")
+            path, _, anchor = re.sub(f"{REPOSITORY}/(blob|raw)/main/", "", link).partition("#")
             assert (ROOT / path).is_file(), link
             assert not anchor or anchor in anchors(ROOT / path), link
 
