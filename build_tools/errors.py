@@ -17,9 +17,9 @@ PARTS = {
     "autochunk": ("Auto-chunker", "autochunk.md"),
     "graph": ("Traced steps", "traced-steps.md"),
     "measure": ("Measuring memory", "measuring.md"),
-    "simulate": ("Simulating memory", "it-does-not-fit.md"),
-    "oom": ("Running out of memory", "measuring.md"),
-    "fitting": ("fit", "it-does-not-fit.md"),
+    "simulate": ("Simulating memory", "will-it-fit.md"),
+    "oom": ("Running out of memory", "who-held-the-memory.md"),
+    "fitting": ("fit", "make-it-fit.md"),
     "integrations": ("Integrations", "linear-cross-entropy.md"),
     "cli": ("Commands", "commands.md"),
 }
