@@ -257,7 +257,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(range(len(OPS))), min_size=1, max_size=6),
     st.lists(st.sampled_from(NAMES), max_size=6),
@@ -279,7 +279,7 @@ def test_any_policy_gives_the_gradients_of_eager(ops, names, k, invert, seed):
     same_as_eager(layer, policies.every_kth(policy, k), make_input())
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.sampled_from([None, "matmuls", "attention", "every_other_mm", "communication"]),
     st.sampled_from(["Block", "MLP", "Attention", "Linear", "GELU"]),

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import storage_ops as so
@@ -78,7 +78,6 @@ def problems():
 
 
 @pytest.mark.in_turn
-@settings(deadline=None)
 @given(
     problems(), st.sampled_from(list(devices.DEVICES)),
     st.sampled_from(["packed", "rounded", "aten", "upcast"]), st.sampled_from([1, 2, 16]),
