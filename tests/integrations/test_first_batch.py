@@ -33,8 +33,9 @@ def train(folder, plan, model, size=SIZE, **options):
         per_device_train_batch_size=size, disable_tqdm=True, **options,
     )  # fmt: skip
     seen = []
-    layer = model.model.layers[0]
-    handle = layer.register_forward_hook(lambda *_: seen.append(changed(model)))
+    # Not on a layer: its checkpoint would copy the parameters of the model that the hook names.
+    embedding = model.model.embed_tokens
+    handle = embedding.register_forward_hook(lambda *_: seen.append(changed(model)))
     try:
         callbacks = [trainer_callback(plan)]
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
