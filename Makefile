@@ -41,7 +41,7 @@ test-oldest:  ## run the tests with the oldest dependencies, in an environment o
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
-	  -r pyproject.toml --extra test "setuptools>=77" "ninja>=1.11" "pybind11>=3" wheel "pytest-xdist>=3.6"
+	  -r pyproject.toml --extra test "setuptools>=77" "ninja>=1.11" "pybind11>=3" "wheel>=0.45" "pytest-xdist>=3.6"
 	STORAGE_OPS_NO_NATIVE=0 $(OLDEST)/bin/pip install --quiet --no-build-isolation --no-deps --editable .
 	OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
 
