@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all test-op-database measured-programs test-transformers-4 test-oldest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
+.PHONY: demo test test-all test-op-database measured-programs test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -35,15 +35,18 @@ test-transformers-4: $(READY)  ## run the tests of models with the last transfor
 	$(PIP) "transformers>=4.57,<5" "trl>=1.16" datasets tokenizers
 	$(PYTEST) tests/integrations tests/simulate tests/fitting tests/test_cli.py
 
-# lowest-direct: the oldest version of each dependency in pyproject.toml, the newest of theirs.
-OLDEST = build/oldest
-test-oldest:  ## run the tests with the oldest dependencies, in an environment of its own
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
-	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct \
-	  -r pyproject.toml --extra test "setuptools>=77" "ninja>=1.11" "pybind11>=3" wheel "pytest-xdist>=3.6"
-	STORAGE_OPS_NO_NATIVE=0 $(OLDEST)/bin/pip install --quiet --no-build-isolation --no-deps --editable .
-	OMP_WAIT_POLICY=passive $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+# Versions that no lock names, in environments of their own. lowest-direct: the oldest version of each
+# dependency in pyproject.toml, the newest of theirs.
+test-oldest: RESOLUTION = lowest-direct  ## run the tests with the oldest dependencies
+test-newest: RESOLUTION = highest  ## run the tests with the newest dependencies
+test-oldest test-newest: test-%:
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	build/$*/bin/uv pip install --quiet --python build/$*/bin/python --resolution $(RESOLUTION) \
+	  -r pyproject.toml --extra test "setuptools>=77" "ninja>=1.11" "pybind11>=3" "wheel>=0.45" \
+	  "pytest-xdist>=3.6"
+	STORAGE_OPS_NO_NATIVE=0 build/$*/bin/pip install --quiet --no-build-isolation --no-deps --editable .
+	OMP_WAIT_POLICY=passive build/$*/bin/python -m pytest -n 2 --dist worksteal
 
 # A second build of the package, beside a copy of the tests, which import what lies beside them. The
 # runtime is preloaded since python lacks it, and libstdc++ since the runtime looks up its functions

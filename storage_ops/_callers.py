@@ -9,13 +9,14 @@ from types import FrameType, TracebackType
 
 import torch
 
+_TORCH = os.path.dirname(torch.__file__)
 _NOT_THE_CALLERS = (
-    os.path.dirname(torch.__file__) + os.sep,
+    _TORCH + os.sep,
     os.path.dirname(__file__) + os.sep,
     os.path.dirname(os.__file__) + os.sep + "contextlib.py",
     "<",
 )
-_INSTALLED = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep  # site-packages
+_LIBRARIES = ("site-packages", "dist-packages")
 
 
 def users_place(
@@ -38,6 +39,16 @@ def users_place(
     return found
 
 
+def _installed() -> tuple[str, ...]:
+    """Return how the names of installed files begin.
+
+    A virtual environment can take torch from another folder than the trainer: from the system's
+    Python, or from a path that a program adds later.
+    """
+    folders = {path for path in sys.path if os.path.basename(path) in _LIBRARIES}
+    return tuple(f"{path}{os.sep}" for path in (os.path.dirname(_TORCH), *folders))
+
+
 def warn_caller(message: str) -> None:
     """Warn with a UserWarning that shows a line of the user's program.
 
@@ -45,7 +56,7 @@ def warn_caller(message: str) -> None:
     """
     # Not this frame: a frame that is its own variable keeps the variables of all its callers.
     caller = sys._getframe(1)
-    place = users_place(caller, (*_NOT_THE_CALLERS, _INSTALLED)) or users_place(caller)
+    place = users_place(caller, (*_NOT_THE_CALLERS, *_installed())) or users_place(caller)
     if place is None:
         warnings.warn(message, stacklevel=2)
         return

@@ -43,6 +43,8 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
             f"{argument} is {value!r}; expected a number of bytes, 0 or more, with or without a "
             "unit, such as 400MiB, 0.5GiB or 2e8"
         )
+    if not size:  # a fraction of 0e99999999 or 1e-99999999 would have that many digits
+        return 0
     unit = (1000 if ending.upper() == "B" else 1024) ** _POWERS[prefix.upper()]
     return int(Fraction(number + exponent) * unit)
 

@@ -54,6 +54,7 @@ class _Applied:
             plan.undo()
 
 
+_AUTOCAST_OF_ACCELERATE = {"fp16": "float16", "bf16": "bfloat16"}
 _AUTOCAST_OF_LIGHTNING = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
@@ -74,13 +75,16 @@ def _check_arguments(args: object) -> None:
 def _training_of(args: object, optimizer: Optimizer | None) -> Training:
     """Read what the TrainingArguments of transformers say of a step."""
     size = getattr(args, "per_device_train_batch_size", None)
+    # Without an argument, accelerate takes the precision of `accelerate launch`. transformers 4
+    # sets the same variable, so it stays for the next Trainer of a program.
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), launched)
     return Training(
         optimizer=optimizer,
-        autocast="bfloat16" if getattr(args, "bf16", False)
-        else "float16" if getattr(args, "fp16", False) else "",
+        autocast=_AUTOCAST_OF_ACCELERATE.get(precision, ""),
         accumulate=getattr(args, "gradient_accumulation_steps", 1) > 1,
         remedy=f"lower per_device_train_batch_size, which is {size}",
-    )  # fmt: skip
+    )
 
 
 def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:

@@ -8,13 +8,13 @@ watched, and a warning says if the patched forward did not run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from storage_ops._callers import warn_caller
 from storage_ops._subclass import Replaced
 from storage_ops.integrations import fused_head
 from storage_ops.integrations.deferred_forward import LossOptions
@@ -77,9 +77,8 @@ def _say_that_it_has_no_effect(model: nn.Module) -> None:
     function = getattr(forward, "__func__", forward)
     place = [getattr(function, name, None) for name in ("__module__", "__qualname__")]
     name = ".".join(str(part) for part in place if part) or repr(function)
-    warnings.warn(
+    warn_caller(
         f"patch_causal_lm: the patch of {type(model).__name__} has no effect. {name} has replaced "
         "its forward since, and does not call the patched one. Turn off the option that replaces "
-        "it, such as use_liger_kernel, or call storage_ops.unpatch_causal_lm(model)",
-        stacklevel=4,
+        "it, such as use_liger_kernel, or call storage_ops.unpatch_causal_lm(model)"
     )

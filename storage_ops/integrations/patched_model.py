@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from storage_ops._callers import warn_caller
 from storage_ops._subclass import like
 from storage_ops.integrations.deferred_forward import Forward, LossOptions, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
@@ -133,14 +133,13 @@ def _refuse_without_labels(name: str, option: str, value: object) -> None:
 @functools.cache
 def _say_that_labels_lack(name: str) -> None:
     """Warn, the first time, where a trainer may have taken the labels from the model."""
-    warnings.warn(
+    warn_caller(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer takes the labels from the model "
         "where it has a compute_loss_func or label_smoothing_factor, and so do the ORPO, CPO, TPO "
         "and OnlineDPO trainers of TRL: with "
         'patch_causal_lm(model, logits="deferred") their losses need no logits. A compute_loss() '
-        "of your own can have the labels, and outputs.nll",
-        stacklevel=4,
+        "of your own can have the labels, and outputs.nll"
     )
 
 

@@ -45,7 +45,7 @@ class Rounded(TorchDispatchMode):
 
 
 @pytest.mark.in_turn
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
     st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),

@@ -220,7 +220,7 @@ def check(case):
         assert a is None or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), index
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(CASES)
 @pytest.mark.filterwarnings("ignore:.*modifies in place what the policy")
 @pytest.mark.filterwarnings("ignore:the policy of the selective checkpoint saves nothing")

@@ -76,7 +76,7 @@ def step(plan, w, discards):
     return total
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plan=st.lists(regions, min_size=1, max_size=3), seed=st.integers(0, 1 << 30))
 def test_random_graphs(plan, seed):
     results = []

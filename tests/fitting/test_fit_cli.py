@@ -57,7 +57,9 @@ def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     """In bfloat16 as from_pretrained loads it: buffers in float32, and with a cache by default."""
     made = {
         "llama": partial(transformers.LlamaConfig, **SIZES, num_attention_heads=4),
-        "gpt2": partial(transformers.GPT2Config, n_embd=64, n_layer=3, n_head=4, vocab_size=256),
+        "gpt2": partial(  # transformers 4 has a mask of all positions in each layer
+            transformers.GPT2Config, n_embd=64, n_layer=3, n_head=4, vocab_size=256, n_positions=128
+        ),
     }
     config = made[kind](bos_token_id=1, eos_token_id=2)
     auto = transformers.AutoModelForCausalLM

@@ -129,7 +129,7 @@ def run(plan, seed, how):
 
 
 @pytest.mark.in_turn
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=blocks, seed=st.integers(0, 2**31))
 def test_eager_traced_and_compiled_agree(plan, seed):
     # Eager selective checkpointing refuses in-place ops on what it saves; the numbers are the same.

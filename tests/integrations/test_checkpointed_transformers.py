@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.checkpoint.state import caches
+from storage_ops.checkpoint.state import caches, code_writes
+from storage_ops.checkpoint.state.reachable import Surroundings
 
 from .models import GROUPED, V, tf
 
@@ -18,6 +19,7 @@ MODELS = {
 }
 # It gives its layers the cache by place.
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+GPT2["n_positions"] = 64  # transformers 4 has a mask of all positions in each layer
 MODELS["GPT2Block"] = lambda: tf.GPT2LMHeadModel(
     tf.GPT2Config(vocab_size=V, bos_token_id=1, eos_token_id=2, **GPT2)
 )
@@ -100,6 +102,13 @@ def test_what_does_not_train_has_its_cache(layer):
     if layer != "Gemma3DecoderLayer" or tf.__version__ >= "5":
         with torch.no_grad():
             assert model.train()(ids).past_key_values.get_seq_length() == 8
+
+
+def test_the_code_of_a_model_writes_no_parameters_through_data():
+    """A region that reaches a whole model would copy all of them in each forward."""
+    model = MODELS["LlamaDecoderLayer"]()
+    around = Surroundings.of(lambda ids: model(ids), [], [])
+    assert model in around.modules and not around.writes & code_writes.UNSEEN
 
 
 @pytest.mark.in_turn

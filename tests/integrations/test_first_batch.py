@@ -33,8 +33,9 @@ def train(folder, plan, model, size=SIZE, **options):
         per_device_train_batch_size=size, disable_tqdm=True, **options,
     )  # fmt: skip
     seen = []
-    layer = model.model.layers[0]
-    handle = layer.register_forward_hook(lambda *_: seen.append(changed(model)))
+    # Not on a layer: its checkpoint would copy the parameters of the model that the hook names.
+    embedding = model.model.embed_tokens
+    handle = embedding.register_forward_hook(lambda *_: seen.append(changed(model)))
     try:
         callbacks = [trainer_callback(plan)]
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
@@ -97,14 +98,17 @@ def test_accumulation_that_was_not_planned_is_an_error(tmp_path):
         train(tmp_path, plan, model)
 
 
-def test_autocast_is_compared(tmp_path):
+@pytest.mark.parametrize("launched", [False, True], ids=["an argument", "accelerate launch"])
+def test_autocast_is_compared(tmp_path, monkeypatch, launched):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if launched else "no")
     model, other = tiny(), tiny()  # the forward of a model keeps the autocast of its Trainer
     with torch.autocast("cpu", torch.bfloat16):
         plan, other_plan = fitted(model, share=1), fitted(other, share=1)
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        train(tmp_path, plan, model, bf16=True)
+        train(tmp_path, plan, model, bf16=not launched)
     assert not warned(record)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     with pytest.raises(ValueError, match=r"for autocast to bfloat16, and .* no autocast"):
         train(tmp_path, other_plan, other)
 

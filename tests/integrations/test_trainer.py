@@ -1,6 +1,7 @@
 """Trainer of transformers with patched models, unchanged: training, label smoothing, metrics."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -108,8 +109,10 @@ def test_a_loss_of_results_per_token(tmp_path):
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
     storage_ops.patch_causal_lm(third, returns=("nll",))
     _say_that_labels_lack.cache_clear()
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM.*without labels.*compute_loss\(\)"):
+    with pytest.warns(UserWarning, match="without labels") as record:
         same, _, _ = trained(third, tmp_path, function=focal_of_logits)
+    (said,) = [w for w in record if re.search(r"Llama.*compute_loss\(\)", str(w.message))]
+    assert said.filename == __file__  # the call of Trainer.train()
     torch.testing.assert_close(same, right, rtol=1e-3, atol=1e-5)
 
 

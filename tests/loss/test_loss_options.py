@@ -169,7 +169,7 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
     assert all(borrowed) and len(borrowed) == (0 if frozen else 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes are not borrowed
 @example(2, 1, 129, 128, 0, torch.float32, False, False)  # a narrower slice has room for all tokens
 @given(
@@ -229,7 +229,7 @@ def test_gradcheck(choice):
     assert torch.autograd.gradcheck(differentiable, [made[n] for n in leaves], fast_mode=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sets(st.sampled_from(CHOICES), max_size=8),
     st.sampled_from([(torch.float64, 1e-10), (torch.float32, 2e-4), (torch.bfloat16, 0.15),
@@ -244,7 +244,7 @@ def test_any_options_together(choices, kind):
     compare(list(unique.items()), *kind)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(0, 9), st.integers(0, 9), st.integers(1, 300), st.integers(1, 4),
     st.sampled_from(["contiguous", "transposed", "strided", "expanded"]), st.booleans(),

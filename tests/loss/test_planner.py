@@ -36,7 +36,6 @@ PROBLEMS = st.builds(
 
 # One thread's scratch is four bytes larger than that of three together.
 @example(Problem(1, 2688, 1, Packed(4, 3, False), grads=(False,) * 3), 0.0)
-@settings(deadline=None)
 @given(PROBLEMS, st.floats(0, 1))
 def test_plans_keep_to_the_budget(p, share):
     least = planner.smallest_budget(p)
@@ -76,7 +75,6 @@ def test_logits_wait_where_nothing_is_written_before_them(vocab, rows, hidden, c
         assert rows * padded(width) <= following * hidden
 
 
-@settings(deadline=None)
 @given(PROBLEMS)
 def test_the_default_budget_is_always_enough(p):
     assert planner.choose(p).peak_bytes <= planner.default_budget(p)
@@ -168,7 +166,7 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
 
 
 @pytest.mark.in_turn
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     tokens=st.integers(1, 40),
     hidden=st.sampled_from([8, 60, 300, 2100]),

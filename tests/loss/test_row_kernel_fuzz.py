@@ -26,7 +26,7 @@ IGNORED = -100
 INF, NAN = math.inf, math.nan
 # How many roundings an error may amount to, on top of what `Expected` says that there must be.
 MARGIN = 8
-FUZZ = settings(max_examples=200, deadline=None)
+FUZZ = settings(max_examples=200)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -121,7 +121,7 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
     return planner.schedule(p, strategy, rows or p.tokens, columns, 0, True)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(schedules())
 @example(whole(20, 25, 400))  # all wait
 @example(whole(20, 25, 400, item=2))  # the first are borrowed besides
@@ -151,7 +151,7 @@ def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
     assert (seen["input"] == p.grads[0]).all()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(schedules())
 def test_steps_by_size_are_all_steps(s):
     """Costs are those of tiles of a size times their number."""

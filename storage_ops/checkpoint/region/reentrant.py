@@ -6,7 +6,6 @@ forward as a `Region` does.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.region.inputs import TensorTraits, fail_argument
 from storage_ops.checkpoint.region.region import Options
 from storage_ops.checkpoint.saved.saved import fail_modified
@@ -128,9 +128,8 @@ class _ReentrantCall:
         known = {id(leaf) for leaf in given}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in known:
-                warnings.warn(
+                warn_caller(
                     f"{self._name} puts a tensor into one of its arguments; use_reentrant is True, "
-                    "so that tensor has no gradient. Expected use_reentrant=False",
-                    stacklevel=2,
+                    "so that tensor has no gradient. Expected use_reentrant=False"
                 )
                 return

@@ -9,7 +9,6 @@ a policy that saves nothing warns. torch.compile knows torch's pair only, and ge
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from storage_ops._callers import warn_caller
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.region.region import Region, is_retained
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
@@ -125,11 +125,10 @@ def _ending(mode: type) -> type:
         missing: list[str] = getattr(decide.policy, "never_made", list)()
         if missing:
             names = ", ".join(map(readable, missing))
-            warnings.warn(
+            warn_caller(
                 f"{decide.region} makes fewer calls of {names} where it is compiled than the "
                 "policy of its selective checkpoint saves: what it counts on is recomputed; "
-                "expected a policy for compiled code",
-                stacklevel=2,
+                "expected a policy for compiled code"
             )
 
     # That torch 2.10 and 2.11 do not let through.
@@ -140,10 +139,9 @@ def _ending(mode: type) -> type:
 def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
     if calls:
         ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
-        warnings.warn(
+        warn_caller(
             f"the policy of the selective checkpoint saves nothing in {region}, which is "
-            f"recomputed as a whole; its ops are {', '.join(ran)}",
-            stacklevel=3,
+            f"recomputed as a whole; its ops are {', '.join(ran)}"
         )
 
 
@@ -371,10 +369,9 @@ class _Recording(_Following):
             self._send_away()
         if modified:
             names = sorted({readable(saved.log.name_at(at)) for at in modified})
-            warnings.warn(
+            warn_caller(
                 f"{saved.region} modifies in place what the policy of its selective checkpoint "
-                f"saves: results of {', '.join(names)} are recomputed instead",
-                stacklevel=2,
+                f"saves: results of {', '.join(names)} are recomputed instead"
             )
 
     def _send_away(self) -> None:

@@ -28,7 +28,9 @@ _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
 _MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
 # Packages whose functions write no tensor of a model through `.data`, unless the code says so.
-_PASSED_OVER = frozenset({"torch", "numpy", "peft", "storage_ops", *sys.stdlib_module_names})
+_PASSED_OVER = frozenset(
+    {"torch", "numpy", "peft", "safetensors", "storage_ops", *sys.stdlib_module_names}
+)
 
 
 class Facts(NamedTuple):
@@ -54,7 +56,8 @@ def of_code(code: CodeType) -> int:
     """Return how code, with the functions that are defined in it, may write tensors."""
     found = 0
     names = set(code.co_names)
-    if names & _UNSEEN:
+    unseen = names & _UNSEEN
+    if unseen and not (unseen == {"numpy"} and _imports_numpy(code)):
         found |= UNSEEN
     if names & _WITHOUT_GRAD or code.co_name == "decorate_context":  # torch.no_grad() over a def
         found |= WITHOUT_GRAD
@@ -68,6 +71,12 @@ def of_code(code: CodeType) -> int:
         elif isinstance(const, tuple) and "max_norm" in const:  # torch.nn.functional.embedding
             found |= IN_PLACE | WITHOUT_GRAD
     return found
+
+
+def _imports_numpy(code: CodeType) -> bool:
+    """Return True if code has the name `numpy` only to import a package, such as jax.numpy."""
+    named = (i.opname for i in dis.get_instructions(code) if i.argval == "numpy")
+    return all(name.startswith("IMPORT_") for name in named)
 
 
 def _assigns(code: CodeType) -> bool:
@@ -121,7 +130,7 @@ def of_calls(
         names |= new
         stack += [*_called(known, new), *elsewhere_of(fn)]
         here = (fn.__globals__.get(name) for name in used)
-        stack += [value for value in here if isinstance(value, FunctionType)]
+        stack += [value for value in here if isinstance(value, FunctionType) and _is_code(value)]
     return found
 
 

@@ -6,7 +6,8 @@ Observed with torch 2.13 by allocation events, on AVX2, AVX-512 and an emulated 
 is what products of 16 bits copy on Arm, and convolutions of 16 bits on AVX2.
 
 oneDNN runs each layer and direction of an LSTM in float32. Training keeps a workspace for the
-backward. The workspace also has room for the gradients of all states. Observed on AVX2.
+backward. The workspace also has room for the gradients of all states. Observed on AVX2. oneDNN of
+torch 2.10 takes up to twice the temporary memory that is counted here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 _FEW_CHANNELS = 8  # an input of fewer is read as it is
 _PAGE = 4096  # bytes
 _LARGE_BATCH = 128  # from here on, an LSTM computes the gates of a time step in its turn
+# Copies of an LSTM's hidden states in its workspace. oneDNN 3.7, of torch 2.10, keeps two more.
+_STATES = 5 if torch.__version__.startswith("2.10.") else 3
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
 
@@ -177,7 +180,7 @@ def _lstm_result(*args: Any) -> tuple[Tensor, ...]:
         gates, state = _lstm_step(tokens * batch, tokens * batch, hidden)
         states, cells = _lstm_states(args[0], hidden)
         # The states with their gradients: those of the layer, of the hidden and of the cell state.
-        nbytes = _pages(gates, state, states, cells, states, states, cells)
+        nbytes = _pages(gates, state, *_STATES * [states], cells, cells)
         workspace = args[0].new_empty(nbytes, dtype=torch.uint8)
     return output, hy, cy, workspace
 
