@@ -286,7 +286,7 @@ def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed", "reentrant"])
 @pytest.mark.parametrize("when", ["forward", "backward", "both"])
 def test_weights_that_parametrizations_cache(when, kind):
     class Twice(nn.Module):
@@ -299,7 +299,7 @@ def test_weights_that_parametrizations_cache(when, kind):
             return self.linear(self.linear(self.first(x)).tanh()).tanh()
 
     plain, plain_model, fn, model = pair(kind, Twice)
-    found, x = [], torch.randn(3, 4)
+    found, x = [], torch.randn(3, 4, requires_grad=True)
     cached = nn.utils.parametrize.cached
     for call, each in ((plain, plain_model), (fn, model)):
         with cached() if when != "backward" else contextlib.nullcontext():

@@ -193,6 +193,14 @@ _SETTINGS: tuple[_Source, ...] = (
 )
 
 
+def _dual_number() -> torch.Tensor | None:
+    """Return a dual number that loses its tangent when the current level ends, if there is one."""
+    if forward_ad._current_level < 0:
+        return None
+    dual = forward_ad.make_dual(torch.zeros(()), torch.ones(()))
+    return None if forward_ad.unpack_dual(dual).tangent is None else dual
+
+
 class ExecutionState:
     """State captured before a region runs; a context manager that runs it again the same way."""
 
@@ -207,7 +215,7 @@ class ExecutionState:
         self.modes = active_modes()  # a recompute enters them around the call alone
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
-        self._dual_level = forward_ad._current_level
+        self._dual = _dual_number()
         self._training = [(module, module.training) for module in around.modules]
         self._calls = Calls(around.modules)
         self.effects = Effects(around)
@@ -221,12 +229,13 @@ class ExecutionState:
     def check_dual_level(self, region: str) -> None:
         """Raise if the forward ran in a level of dual numbers that has ended.
 
-        A repetition then has no tangents, and does less work than the forward.
+        A repetition then has no tangents, and does less work than the forward. Another level that
+        is active now has none of the tangents either.
 
         Args:
             region: the name of the region.
         """
-        if forward_ad._current_level < self._dual_level:
+        if self._dual is not None and forward_ad.unpack_dual(self._dual).tangent is None:
             fail(
                 f"{region} ran in a torch.autograd.forward_ad.dual_level() block that has ended, "
                 "and dual numbers lose their tangents there. Expected a backward inside of the "

@@ -82,16 +82,25 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
                 yield each
 
 
-@contextlib.contextmanager
-def without_cached_parametrizations() -> Iterator[None]:
+def without_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Let parametrized weights be computed at each use, and nothing of it be remembered.
 
     What `torch.nn.utils.parametrize.cached` remembers belongs to the parameters and the graph that
     were there, and to no others.
     """
+    return _cached_parametrizations(0)
+
+
+def own_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
+    """Let a block that may run in `torch.nn.utils.parametrize.cached` remember its own weights."""
+    return _cached_parametrizations(parametrize._cache_enabled)
+
+
+@contextlib.contextmanager
+def _cached_parametrizations(enabled: int) -> Iterator[None]:
     module: Any = parametrize
     before = module._cache_enabled, module._cache
-    module._cache_enabled, module._cache = 0, {}
+    module._cache_enabled, module._cache = enabled, {}
     try:
         yield
     finally:
