@@ -4,9 +4,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import random
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -175,6 +177,41 @@ def test_generators_that_an_attribute_leads_to(place, kind):
         generator.manual_seed(0)
         found.append([*steps(call, each, inputs)[0], generator.get_state()])
     assert all(map(torch.equal, *found))
+
+
+OTHERS = {  # makes a generator, draws from it, asks its state
+    "Python": (random.Random, lambda g: g.random(), lambda g: g.getstate()),
+    "numpy": (np.random.default_rng, lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    "numpy, older": (np.random.RandomState, lambda g: g.rand(), lambda g: str(g.get_state())),
+    "the system": (random.SystemRandom, lambda g: g.random() * 0, lambda g: None),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+@pytest.mark.parametrize("place", ["attribute", "object", "closure"])
+@pytest.mark.parametrize("library", OTHERS)
+def test_generators_of_other_libraries(library, place, kind):
+    make, draw, state_of = OTHERS[library]
+
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * y.new_tensor([self.draw() for _ in range(6)])
+
+    plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
+    found, inputs = [], [torch.randn(5, 4)]
+    for call, each in ((plain, plain_model), (fn, model)):
+        generator = make(7)
+        if place == "attribute":
+            each.layer.generator = generator
+            each.layer.draw = types.MethodType(lambda self: draw(self.generator), each.layer)
+        elif place == "object":
+            each.layer.draw = functools.partial(lambda data: draw(data.held), Data(generator))
+        else:
+            each.layer.draw = lambda generator=generator: draw(generator)
+        found.append((*steps(call, each, inputs)[0], state_of(generator)))
+    (*grads, state), (*right, right_state) = found
+    assert all(map(torch.equal, grads, right)) and state == right_state
 
 
 class Normalises:

@@ -23,23 +23,23 @@ from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.modes import active_modes
+from storage_ops.checkpoint.state.random_states import State, state_of
 from storage_ops.checkpoint.state.reachable import Surroundings
 
-_Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
 _trackers: OrderedDict[int, Any] = OrderedDict()
 
 
 def register_rng_tracker(tracker: object) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
-    The default generators of the CPU and of every device are repeated anyway, and so are
-    `torch.Generator` objects that a region is called with, closes over or names as a global, and
-    those that a module or another object among these has as an attribute, or that its forward or
-    `__call__` names. Not repeated unless they are registered: others, those of Python
-    (`register_rng_tracker(random)`) and those of numpy (`register_rng_tracker(numpy.random)`).
+    The default generators of the CPU and of every device are repeated anyway. So are generators
+    that a region is called with, closes over or names as a global, and those that a module or
+    another object among these has as an attribute, or that its forward or `__call__` names: a
+    `torch.Generator`, a `random.Random`, a `numpy.random.Generator`. Not repeated unless they are
+    registered: others, and those that a process has once, `random` and `numpy.random`.
 
     Args:
-        tracker: a `torch.Generator`, `random`, `numpy.random`, or an object with `get_states()` and
+        tracker: a generator, `random`, `numpy.random`, or an object with `get_states()` and
             `set_states(states)`, as Megatron-LM's tracker of tensor-parallel random states has.
 
     Returns:
@@ -61,7 +61,9 @@ def register_rng_tracker(tracker: object) -> RemovableHandle:
 _ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getstate", "setstate"))
 
 
-def _accessors(source: object) -> _Source:
+def _accessors(source: object) -> State:
+    if (found := state_of(source)) is not None:
+        return found
     for get, put in _ACCESSORS:
         if hasattr(source, get) and hasattr(source, put):
             return getattr(source, get), getattr(source, put)
@@ -71,7 +73,7 @@ def _accessors(source: object) -> _Source:
     )
 
 
-def rng_of(device: torch.device) -> _Source:
+def rng_of(device: torch.device) -> State:
     """How to get and set the state of a device's default generator."""
     if device.type == "cpu":
         return _state_of_cpu, torch.default_generator.set_state
@@ -173,7 +175,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 # Modes that change what the same code computes, or by which kernel, which may save other tensors.
-_SETTINGS: tuple[_Source, ...] = (
+_SETTINGS: tuple[State, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (is_disabled, _disable),
     (torch.get_default_dtype, torch.set_default_dtype),

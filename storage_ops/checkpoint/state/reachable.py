@@ -63,7 +63,7 @@ class Surroundings:
     """
 
     modules: list[nn.Module] = field(default_factory=list)
-    generators: dict[torch.Generator, None] = field(default_factory=dict)
+    generators: dict[Any, None] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
     names: list[Name] = field(default_factory=list)

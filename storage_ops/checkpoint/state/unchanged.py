@@ -20,15 +20,13 @@ from storage_ops.checkpoint.state.random_states import undo_draws, undo_draws_of
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
+    GENERATOR,
     MODULE,
     OBJECT,
     attributes_of,
     is_opaque,
-    package_of,
     walk,
 )
-
-_OF_GENERATORS = frozenset({"random", "numpy"})
 
 
 @contextlib.contextmanager
@@ -72,10 +70,10 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
         elif visit.kind == MODULE:
             attributes = vars(value)
             found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
-        elif visit.kind == OBJECT:
-            is_generator = package_of(type(value)) in _OF_GENERATORS
-            found = [value] if is_generator else [attributes_of(value)]
-            found *= is_generator or not is_opaque(type(value))
+        elif visit.kind == GENERATOR:
+            found = [value]
+        elif visit.kind == OBJECT and not is_opaque(type(value)):
+            found = [attributes_of(value)]
         for each in found:
             if id(each) not in seen:
                 seen.add(id(each))
