@@ -265,6 +265,31 @@ class Statistic:
 
 
 @pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+def test_state_that_modules_of_a_class_share(kind):
+    class Shared(nn.Linear):
+        generator, mean, named = torch.Generator(), torch.zeros(6), {}
+
+        def forward(self, x):
+            y = super().forward(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.mean(0))
+                self.named["last"] = self.named["last"] + y.mean(0)
+            noise = torch.rand(6, generator=self.generator)
+            return torch.tanh(y * noise - self.mean.clone() + self.named["last"])
+
+    plain, plain_model, fn, model = pair(kind, lambda: Shared(4, 6))
+    found, inputs = [], [torch.randn(5, 4)]
+    for call, each in ((plain, plain_model), (fn, model)):
+        Shared.generator.manual_seed(0)
+        Shared.mean.zero_()
+        Shared.named["last"] = torch.zeros(6)
+        grads = steps(call, each, inputs)[0]
+        state = [Shared.generator.get_state(), Shared.mean.clone(), Shared.named["last"]]
+        found.append([*grads, *state])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
 @pytest.mark.parametrize("how", ["replace", "write"])
 def test_a_statistic_in_an_object(how, kind):
     class Centred(nn.Linear):
