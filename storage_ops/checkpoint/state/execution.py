@@ -203,6 +203,18 @@ def _dual_number() -> torch.Tensor | None:
     return None if forward_ad.unpack_dual(dual).tangent is None else dual
 
 
+class _Leave:
+    """Leaves a context manager, once."""
+
+    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        self._context: contextlib.AbstractContextManager[Any] | None = context
+
+    def __call__(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
 class ExecutionState:
     """State captured before a region runs; a context manager that runs it again the same way."""
 
@@ -218,6 +230,7 @@ class ExecutionState:
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
         self._dual = _dual_number()
+        self._undo: list[Callable[[], object]] = []
         self._training = [(module, module.training) for module in around.modules]
         self._calls = Calls(around.modules)
         self.effects = Effects(around)
@@ -246,7 +259,7 @@ class ExecutionState:
 
     def __enter__(self) -> None:
         """Make the captured state current, where it is not."""
-        self._undo: list[Callable[[], object]] = []
+        self._undo = []
         try:
             self._restore()
         except BaseException:
@@ -255,12 +268,20 @@ class ExecutionState:
 
     def __exit__(self, *error: object) -> None:
         """Put back what was current, all of it whatever happens."""
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what is still not what was current, as after an interrupt of `__exit__`."""
         try:
             while self._undo:
-                self._undo.pop()()
+                self._undo[-1]()  # once more if an interrupt comes before the next line
+                self._undo.pop()
+        except Exception:
+            self._undo.pop()
+            raise
         finally:
             if self._undo:
-                self.__exit__()
+                self.put_back()
 
     def _set(self, put: Callable[[Any], object], value: object, back: object) -> None:
         self._undo.append(functools.partial(put, back))
@@ -268,7 +289,7 @@ class ExecutionState:
 
     def _around(self, context: contextlib.AbstractContextManager[Any]) -> None:
         context.__enter__()
-        self._undo.append(functools.partial(context.__exit__, None, None, None))
+        self._undo.append(_Leave(context))
 
     def _restore(self) -> None:
         for device_type, (enabled, dtype, cache) in self._autocast.items():
