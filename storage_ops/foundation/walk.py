@@ -3,7 +3,7 @@
 Regions, traced steps and simulations must know what user code can reach: tensors, modules,
 optimizers, containers. They share these rules:
 
-* Strings, numbers, classes and Python modules have nothing inside.
+* Strings, numbers, classes, Python modules and generators of random numbers have nothing inside.
 * A function reaches its closure and its defaults. It reaches the globals that its code names if the
   package that the walk began in defines it: functions of others name globals that lead everywhere.
 * A container reaches its items, unless it has more than `LONG` and they are data (`is_data`).
@@ -18,6 +18,7 @@ import collections
 import dis
 import functools
 import operator
+import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -59,6 +60,8 @@ _KINDS = (
     (nn.Module, MODULE),
     (tuple, TUPLE),
     (torch.Generator, GENERATOR),
+    (random.SystemRandom, PLAIN),  # has no state
+    (random.Random, GENERATOR),
     (weakref.ref, REFERENCE),
 )
 
@@ -67,6 +70,9 @@ _KINDS = (
 def _find_kind(cls: type) -> int:
     if cls in CONTAINERS:
         return CONTAINER
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and issubclass(cls, (numpy.Generator, numpy.RandomState)):
+        return GENERATOR
     return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
 
 

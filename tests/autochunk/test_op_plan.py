@@ -9,14 +9,25 @@ from storage_ops.autochunk.cross_entropy.recognise import recognise
 N, D, V = 64, 8, 4096
 
 
-@pytest.mark.parametrize("num_chunks", [4, N, 16 * N])
-def test_no_more_tiles_than_tokens(num_chunks):
+def tiles_of(tokens, classes, *limits):
     found = []
 
     def backend(gm, inputs):
-        found.append(recognise(gm, num_chunks))
+        found.append(recognise(gm, *limits).num_chunks)
         return gm
 
-    x, w, t = torch.randn(N, D), torch.randn(V, D, requires_grad=True), torch.randint(V, (N,))
+    torch._dynamo.reset()  # another number of classes is a symbol otherwise
+    x, w = (torch.randn(n, D, requires_grad=True) for n in (tokens, classes))
+    t = torch.randint(classes, (tokens,))
     torch.compile(lambda x, w: F.cross_entropy(x @ w.T, t), backend=backend)(x, w)
-    assert min(num_chunks, N // 4) <= found[0].num_chunks <= N
+    return found[0]
+
+
+@pytest.mark.parametrize("num_chunks", [4, N, 16 * N])
+def test_no_more_tiles_than_tokens(num_chunks):
+    assert min(num_chunks, N // 4) <= tiles_of(N, V, num_chunks) <= N
+
+
+@pytest.mark.parametrize("tokens, classes", [(N, V), (16 * N, 256)])
+def test_a_budget_that_no_plan_keeps_makes_no_more_tiles_than_tokens(tokens, classes):
+    assert 1 < tiles_of(tokens, classes, None, 1) <= tokens

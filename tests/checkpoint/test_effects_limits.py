@@ -1,5 +1,6 @@
 """Effects that cannot be undone for a recompute are clear errors."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import storage_ops as so
-from storage_ops.checkpoint.state import effects
+from storage_ops import policies
+from storage_ops.checkpoint.state import contents, effects, execution
 
 from .test_effects import KINDS, pair, steps
 
@@ -181,3 +183,32 @@ def test_an_interrupt_at_any_op_of_the_backward_leaves_the_buffers():
         if mode.ops <= at:
             break
     assert raised > 20
+
+
+def test_an_interrupt_at_any_line_that_puts_back_leaves_the_buffers():
+    """A signal comes between two lines of Python, where no op runs."""
+    x, files = torch.randn(5, 4, requires_grad=True), (execution.__file__, contents.__file__)
+    before, raised = sys.gettrace(), 0
+    for at in range(2000):
+        layer = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+        y, lines = so.CheckpointWrapper(layer, policy=policies.everything)(x), 0
+        state = [*map(torch.clone, layer.buffers()), torch.get_rng_state()]
+
+        def trace(frame, event, argument, at=at):
+            nonlocal lines
+            lines += event == "line"
+            if event == "line" and lines == at + 1:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(lambda frame, *_: trace if frame.f_code.co_filename in files else None)
+        try:
+            y.sum().backward()
+        except KeyboardInterrupt:
+            raised += 1
+        finally:
+            sys.settrace(before)
+        assert all(map(torch.equal, [*layer.buffers(), torch.get_rng_state()], state)), at
+        if lines <= at:
+            break
+    assert raised > 100

@@ -115,9 +115,26 @@ def test_dual_numbers_in_a_level_and_behind_it(name):
     with forward_ad.dual_level():
         right = torch.autograd.grad(loss(lambda x: last(layer(x).exp())), (x, layer.weight))
         assert all(map(torch.equal, torch.autograd.grad(loss(run), (x, layer.weight)), right))
-        late = loss(run)
+        late, later = loss(run), loss(run)
     with pytest.raises(RuntimeError, match=r"dual_level.. block that has ended"):
         late.backward()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="block that has ended"):
+        later.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_reentrant_checkpoints_do_not_take():
+    layer = nn.Sequential(nn.Linear(4, 4))
+    so.apply_activation_checkpoint(layer, {"layer_names": ["0"], "use_reentrant": True})
+    parts = [torch.randn(2, 4), torch.randn(3, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.strided, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Linear is a nested tensor.*use_reentrant=False"):
+        layer(nested)
+    x = torch.randn(3, 4, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.randn(3, 4))
+        with pytest.raises(RuntimeError, match=r"Linear is a dual number.*use_reentrant=False"):
+            layer(dual)
 
 
 @pytest.mark.parametrize("name", WRAPPED)

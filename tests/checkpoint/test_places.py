@@ -4,9 +4,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import random
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -177,6 +179,41 @@ def test_generators_that_an_attribute_leads_to(place, kind):
     assert all(map(torch.equal, *found))
 
 
+OTHERS = {  # makes a generator, draws from it, asks its state
+    "Python": (random.Random, lambda g: g.random(), lambda g: g.getstate()),
+    "numpy": (np.random.default_rng, lambda g: g.random(), lambda g: str(g.bit_generator.state)),
+    "numpy, older": (np.random.RandomState, lambda g: g.rand(), lambda g: str(g.get_state())),
+    "the system": (random.SystemRandom, lambda g: g.random() * 0, lambda g: None),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+@pytest.mark.parametrize("place", ["attribute", "object", "closure"])
+@pytest.mark.parametrize("library", OTHERS)
+def test_generators_of_other_libraries(library, place, kind):
+    make, draw, state_of = OTHERS[library]
+
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * y.new_tensor([self.draw() for _ in range(6)])
+
+    plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
+    found, inputs = [], [torch.randn(5, 4)]
+    for call, each in ((plain, plain_model), (fn, model)):
+        generator = make(7)
+        if place == "attribute":
+            each.layer.generator = generator
+            each.layer.draw = types.MethodType(lambda self: draw(self.generator), each.layer)
+        elif place == "object":
+            each.layer.draw = functools.partial(lambda data: draw(data.held), Data(generator))
+        else:
+            each.layer.draw = lambda generator=generator: draw(generator)
+        found.append((*steps(call, each, inputs)[0], state_of(generator)))
+    (*grads, state), (*right, right_state) = found
+    assert all(map(torch.equal, grads, right)) and state == right_state
+
+
 class Normalises:
     def __init__(self, norm):
         self.norm = norm
@@ -225,6 +262,31 @@ class Statistic:
     def write(self, x):
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return self.mean.clone()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+def test_state_that_modules_of_a_class_share(kind):
+    class Shared(nn.Linear):
+        generator, mean, named = torch.Generator(), torch.zeros(6), {}
+
+        def forward(self, x):
+            y = super().forward(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.mean(0))
+                self.named["last"] = self.named["last"] + y.mean(0)
+            noise = torch.rand(6, generator=self.generator)
+            return torch.tanh(y * noise - self.mean.clone() + self.named["last"])
+
+    plain, plain_model, fn, model = pair(kind, lambda: Shared(4, 6))
+    found, inputs = [], [torch.randn(5, 4)]
+    for call, each in ((plain, plain_model), (fn, model)):
+        Shared.generator.manual_seed(0)
+        Shared.mean.zero_()
+        Shared.named["last"] = torch.zeros(6)
+        grads = steps(call, each, inputs)[0]
+        state = [Shared.generator.get_state(), Shared.mean.clone(), Shared.named["last"]]
+        found.append([*grads, *state])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
@@ -286,7 +348,7 @@ def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed", "reentrant"])
 @pytest.mark.parametrize("when", ["forward", "backward", "both"])
 def test_weights_that_parametrizations_cache(when, kind):
     class Twice(nn.Module):
@@ -299,7 +361,7 @@ def test_weights_that_parametrizations_cache(when, kind):
             return self.linear(self.linear(self.first(x)).tanh()).tanh()
 
     plain, plain_model, fn, model = pair(kind, Twice)
-    found, x = [], torch.randn(3, 4)
+    found, x = [], torch.randn(3, 4, requires_grad=True)
     cached = nn.utils.parametrize.cached
     for call, each in ((plain, plain_model), (fn, model)):
         with cached() if when != "backward" else contextlib.nullcontext():

@@ -63,29 +63,54 @@ def test_gradients_with_the_default_use_cache(layer, mode):
         assert gradients(model, ids)[0].past_key_values.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("mode", ["full", "output_discard"])
-@pytest.mark.parametrize("name", ["jamba", "mamba2"])
+STATES = {  # options of the configuration, and the layers
+    "Jamba": (
+        {**SMALL, "num_hidden_layers": 3, "num_experts": 1, "attn_layer_offset": 1,
+         "attn_layer_period": 2, "mamba_dt_rank": 4},
+        ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"],
+    ),
+    "Zamba2": (
+        {**SMALL, "num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"],
+         "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": 16,
+         "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 4, "attention_head_dim": 16},
+        ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"],
+    ),
+    "NemotronH": (
+        {**SMALL, "head_dim": 8, "hybrid_override_pattern": "M*-", "num_hidden_layers": 3,
+         "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1,
+         "chunk_size": 8},
+        ["NemotronHBlock"],
+    ),
+    "Mamba": ({"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, ["MambaBlock"]),
+    "Mamba2": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "num_heads": 4,
+         "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+        ["Mamba2Block"],
+    ),
+    "FalconMamba": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, ["FalconMambaBlock"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STATES)
 @pytest.mark.filterwarnings("ignore:.*is checkpointed, and its model was")
 def test_layers_that_have_states_in_place_of_keys(name, mode):
-    if not hasattr(tf.DynamicCache, "update_conv_state"):
-        pytest.skip("this version of transformers has caches of its own for these models")
-    if name == "jamba":
-        options = {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4}
-        cfg = tf.JambaConfig(**{**SMALL, "num_hidden_layers": 3}, num_experts=1, **options)
-        model, layers = tf.JambaForCausalLM(cfg), ["JambaMambaDecoderLayer"]
-        layers += ["JambaAttentionDecoderLayer"]
-    else:
-        sizes = {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
-        cfg = tf.Mamba2Config(hidden_size=32, vocab_size=V, num_hidden_layers=2, **sizes)
-        model, layers = tf.Mamba2ForCausalLM(cfg), ["Mamba2Block"]
-    ids, found = torch.randint(1, V, (2, 16)), []
+    if not (hasattr(tf.DynamicCache, "update_conv_state") and hasattr(tf, f"{name}Config")):
+        pytest.skip("this version of transformers has caches of its own for such models")
+    sizes, layers = STATES[name]
+    config = getattr(tf, f"{name}Config")(**{**sizes, "vocab_size": V})
+    model, found = getattr(tf, f"{name}ForCausalLM")(config).train(), []
+    ids = torch.randint(1, V, (2, 16))
     for checkpointed in (False, True):
         if checkpointed:
-            so.apply_activation_checkpoint(model.train(), {"layer_classes": layers, "mode": mode})
+            so.apply_activation_checkpoint(model, {"layer_classes": layers, **MODES[mode]})
         model.zero_grad()
         loss = model(ids, labels=ids, use_cache=True).loss
         loss.backward()
-        found.append([loss, *(p.grad.clone() for p in model.parameters())])
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([loss, *map(torch.clone, grads)])
     torch.testing.assert_close(*found)
 
 

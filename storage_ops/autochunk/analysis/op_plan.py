@@ -52,15 +52,15 @@ def plan_of(
 ) -> tuple[int | None, planner.Plan]:
     """Return the op's memory_budget and its plan.
 
-    The budget is the given one, that of `num_chunks` chunks, or the op's default. Chunks of few
-    tokens are raised to a budget whose plan has at most as many tiles as there are tokens.
+    The budget is the given one, that of `num_chunks` chunks, or the op's default. A budget that no
+    plan keeps, and one of chunks of few tokens, is raised until the plan has at most as many tiles
+    as there are tokens.
     """
     p, rates = _problem(call), rates_of(call.input.device)
-    if num_chunks is None:
-        budget = budget if budget is None else max(budget, planner.smallest_budget(p))
+    if num_chunks is None and (budget is None or budget >= planner.smallest_budget(p)):
         return budget, planner.choose(p, budget, rates)
     tokens = max(p.tokens, 1)
-    count = min(num_chunks, tokens)
+    count = tokens if num_chunks is None else min(num_chunks, tokens)
     while True:
         # A chunk of tokens, padding and products included; the few numbers per token on top.
         share = parts(p.tokens, count) * padded(p.vocab)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -21,6 +22,7 @@ from storage_ops.checkpoint.region.region import Options
 from storage_ops.checkpoint.saved.saved import fail_modified
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.unchanged import own_cached_parametrizations
 
 
 def run_reentrant(
@@ -40,7 +42,8 @@ def run_reentrant(
         parameters: those that the function may read.
 
     Raises:
-        RuntimeError: no input needs grad, but a parameter does.
+        RuntimeError: no input needs grad, but a parameter does, or an input is a dual number or a
+            strided nested tensor.
     """
     leaves, spec = tree_flatten((args, kwargs))
     parameters = list(parameters)
@@ -51,13 +54,32 @@ def run_reentrant(
             f"use_reentrant is True, but no input of {name} needs grad, so its parameters would "
             "get none; expected use_reentrant=False"
         )
-    call = _ReentrantCall(fn, args, kwargs, leaves, spec, options, name, parameters)
-    outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)
+    _refuse_inputs(leaves, name)
+    # The forward runs without grad: a weight that it computes has no graph for the code around.
+    with own_cached_parametrizations():
+        call = _ReentrantCall(fn, args, kwargs, leaves, spec, options, name, parameters)
+        outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)
     node = next((t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn), None)
     # Hooks of saved tensors, where there are any, keep another tensor than the argument.
     if node is not None and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         node.register_prehook(call.check_arguments)
     return tree_unflatten(list(outputs), call.result)
+
+
+def _refuse_inputs(leaves: list[Any], name: str) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.is_nested and leaf.layout is torch.strided:
+            kind = "nested tensor of layout torch.strided"
+        elif forward_ad.unpack_dual(leaf).tangent is not None:
+            kind = "dual number"
+        else:
+            continue
+        raise RuntimeError(
+            f"use_reentrant is True, and an input of {name} is a {kind}, for which torch's "
+            "reentrant checkpoint has no gradient; expected use_reentrant=False"
+        )
 
 
 class _ReentrantCall:

@@ -354,6 +354,7 @@ class Region:
             raise
         finally:
             try:
+                self._state.put_back()
                 self._inputs.forget_new_hooks()
             finally:
                 # Not as they are saved, where the modes of `around` would see each detach.

@@ -23,23 +23,23 @@ from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.modes import active_modes
+from storage_ops.checkpoint.state.random_states import State, state_of
 from storage_ops.checkpoint.state.reachable import Surroundings
 
-_Source = tuple[Callable[[], Any], Callable[[Any], object]]  # get and set a piece of state
 _trackers: OrderedDict[int, Any] = OrderedDict()
 
 
 def register_rng_tracker(tracker: object) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
-    The default generators of the CPU and of every device are repeated anyway, and so are
-    `torch.Generator` objects that a region is called with, closes over or names as a global, and
-    those that a module or another object among these has as an attribute, or that its forward or
-    `__call__` names. Not repeated unless they are registered: others, those of Python
-    (`register_rng_tracker(random)`) and those of numpy (`register_rng_tracker(numpy.random)`).
+    The default generators of the CPU and of every device are repeated anyway. So are generators
+    that a region is called with, closes over or names as a global, and those that a module or
+    another object among these has as an attribute, or that its forward or `__call__` names: a
+    `torch.Generator`, a `random.Random`, a `numpy.random.Generator`. Not repeated unless they are
+    registered: others, and those that a process has once, `random` and `numpy.random`.
 
     Args:
-        tracker: a `torch.Generator`, `random`, `numpy.random`, or an object with `get_states()` and
+        tracker: a generator, `random`, `numpy.random`, or an object with `get_states()` and
             `set_states(states)`, as Megatron-LM's tracker of tensor-parallel random states has.
 
     Returns:
@@ -61,7 +61,9 @@ def register_rng_tracker(tracker: object) -> RemovableHandle:
 _ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getstate", "setstate"))
 
 
-def _accessors(source: object) -> _Source:
+def _accessors(source: object) -> State:
+    if (found := state_of(source)) is not None:
+        return found
     for get, put in _ACCESSORS:
         if hasattr(source, get) and hasattr(source, put):
             return getattr(source, get), getattr(source, put)
@@ -71,7 +73,7 @@ def _accessors(source: object) -> _Source:
     )
 
 
-def rng_of(device: torch.device) -> _Source:
+def rng_of(device: torch.device) -> State:
     """How to get and set the state of a device's default generator."""
     if device.type == "cpu":
         return _state_of_cpu, torch.default_generator.set_state
@@ -173,7 +175,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 # Modes that change what the same code computes, or by which kernel, which may save other tensors.
-_SETTINGS: tuple[_Source, ...] = (
+_SETTINGS: tuple[State, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (is_disabled, _disable),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -193,6 +195,26 @@ _SETTINGS: tuple[_Source, ...] = (
 )
 
 
+def _dual_number() -> torch.Tensor | None:
+    """Return a dual number that loses its tangent when the current level ends, if there is one."""
+    if forward_ad._current_level < 0:
+        return None
+    dual = forward_ad.make_dual(torch.zeros(()), torch.ones(()))
+    return None if forward_ad.unpack_dual(dual).tangent is None else dual
+
+
+class _Leave:
+    """Leaves a context manager, once."""
+
+    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        self._context: contextlib.AbstractContextManager[Any] | None = context
+
+    def __call__(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
 class ExecutionState:
     """State captured before a region runs; a context manager that runs it again the same way."""
 
@@ -207,7 +229,8 @@ class ExecutionState:
         self.modes = active_modes()  # a recompute enters them around the call alone
         self._current = torch.cuda.current_device() if "cuda" in types else -1
         self._settings = [get() for get, _ in _SETTINGS]
-        self._dual_level = forward_ad._current_level
+        self._dual = _dual_number()
+        self._undo: list[Callable[[], object]] = []
         self._training = [(module, module.training) for module in around.modules]
         self._calls = Calls(around.modules)
         self.effects = Effects(around)
@@ -221,12 +244,13 @@ class ExecutionState:
     def check_dual_level(self, region: str) -> None:
         """Raise if the forward ran in a level of dual numbers that has ended.
 
-        A repetition then has no tangents, and does less work than the forward.
+        A repetition then has no tangents, and does less work than the forward. Another level that
+        is active now has none of the tangents either.
 
         Args:
             region: the name of the region.
         """
-        if forward_ad._current_level < self._dual_level:
+        if self._dual is not None and forward_ad.unpack_dual(self._dual).tangent is None:
             fail(
                 f"{region} ran in a torch.autograd.forward_ad.dual_level() block that has ended, "
                 "and dual numbers lose their tangents there. Expected a backward inside of the "
@@ -235,7 +259,7 @@ class ExecutionState:
 
     def __enter__(self) -> None:
         """Make the captured state current, where it is not."""
-        self._undo: list[Callable[[], object]] = []
+        self._undo = []
         try:
             self._restore()
         except BaseException:
@@ -244,12 +268,20 @@ class ExecutionState:
 
     def __exit__(self, *error: object) -> None:
         """Put back what was current, all of it whatever happens."""
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what is still not what was current, as after an interrupt of `__exit__`."""
         try:
             while self._undo:
-                self._undo.pop()()
+                self._undo[-1]()  # once more if an interrupt comes before the next line
+                self._undo.pop()
+        except Exception:
+            self._undo.pop()
+            raise
         finally:
             if self._undo:
-                self.__exit__()
+                self.put_back()
 
     def _set(self, put: Callable[[Any], object], value: object, back: object) -> None:
         self._undo.append(functools.partial(put, back))
@@ -257,7 +289,7 @@ class ExecutionState:
 
     def _around(self, context: contextlib.AbstractContextManager[Any]) -> None:
         context.__enter__()
-        self._undo.append(functools.partial(context.__exit__, None, None, None))
+        self._undo.append(_Leave(context))
 
     def _restore(self) -> None:
         for device_type, (enabled, dtype, cache) in self._autocast.items():

@@ -5,30 +5,39 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+State = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How to get and set the state of a generator."""
 
-def undo_draws(value: object) -> Callable[[], None] | None:
-    """Return a function that gives a generator its state of now back; None for other values.
+
+def state_of(value: object) -> State | None:
+    """Return how to get and set the state of a generator; None for other values.
 
     Args:
         value: a `random.Random`, a `numpy.random.Generator` or a `numpy.random.RandomState`.
     """
     if isinstance(value, random.Random):
-        if isinstance(value, random.SystemRandom):  # has no state
-            return None
-        state = value.getstate()
-        return lambda: value.setstate(state)
+        has_state = not isinstance(value, random.SystemRandom)
+        return (value.getstate, value.setstate) if has_state else None
     numpy: Any = sys.modules.get("numpy.random")
     generator: Any = value
     if isinstance(value, getattr(numpy, "RandomState", ())):
-        found = generator.get_state()
-        return lambda: generator.set_state(found)
+        return generator.get_state, generator.set_state
     if isinstance(value, getattr(numpy, "Generator", ())):
         bits = generator.bit_generator
-        now = bits.state
-        return lambda: setattr(bits, "state", now)
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
+
+
+def undo_draws(value: object) -> Callable[[], object] | None:
+    """Return a function that gives a generator its state of now back; None for other values."""
+    found = state_of(value)
+    if found is None:
+        return None
+    get, put = found
+    return partial(put, get())
 
 
 def undo_draws_of_process() -> list[Callable[[], None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -63,7 +63,7 @@ class Surroundings:
     """
 
     modules: list[nn.Module] = field(default_factory=list)
-    generators: dict[torch.Generator, None] = field(default_factory=dict)
+    generators: dict[Any, None] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
     names: list[Name] = field(default_factory=list)
@@ -204,6 +204,7 @@ class Surroundings:
         for cls in types:
             inside += code_writes.run_by(cls)
         self.classes.update(types)
+        inside += [value for cls in own for value in _shared_state(cls, names)]
         return inside, names
 
     def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
@@ -216,6 +217,19 @@ class Surroundings:
         self.names += [n for n in names if kind_of(type(n[2])) in (TENSOR, MODULE)]
         defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
         return [value for _, _, value in names] + list(defaults), facts.names
+
+
+def _shared_state(cls: type, names: frozenset[str]) -> Iterator[Any]:
+    """Yield the tensors, generators and containers that a class has under these names."""
+    for base in cls.__mro__:
+        if is_of_torch(base):
+            break
+        for name, value in vars(base).items():
+            if name in names and kind_of(type(value)) in _SHARED:
+                yield value
+
+
+_SHARED = frozenset({TENSOR, GENERATOR, CONTAINER})
 
 
 class _EveryName(frozenset[str]):

@@ -20,15 +20,13 @@ from storage_ops.checkpoint.state.random_states import undo_draws, undo_draws_of
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
+    GENERATOR,
     MODULE,
     OBJECT,
     attributes_of,
     is_opaque,
-    package_of,
     walk,
 )
-
-_OF_GENERATORS = frozenset({"random", "numpy"})
 
 
 @contextlib.contextmanager
@@ -72,26 +70,35 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
         elif visit.kind == MODULE:
             attributes = vars(value)
             found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
-        elif visit.kind == OBJECT:
-            is_generator = package_of(type(value)) in _OF_GENERATORS
-            found = [value] if is_generator else [attributes_of(value)]
-            found *= is_generator or not is_opaque(type(value))
+        elif visit.kind == GENERATOR:
+            found = [value]
+        elif visit.kind == OBJECT and not is_opaque(type(value)):
+            found = [attributes_of(value)]
         for each in found:
             if id(each) not in seen:
                 seen.add(id(each))
                 yield each
 
 
-@contextlib.contextmanager
-def without_cached_parametrizations() -> Iterator[None]:
+def without_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Let parametrized weights be computed at each use, and nothing of it be remembered.
 
     What `torch.nn.utils.parametrize.cached` remembers belongs to the parameters and the graph that
     were there, and to no others.
     """
+    return _cached_parametrizations(0)
+
+
+def own_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
+    """Let a block that may run in `torch.nn.utils.parametrize.cached` remember its own weights."""
+    return _cached_parametrizations(parametrize._cache_enabled)
+
+
+@contextlib.contextmanager
+def _cached_parametrizations(enabled: int) -> Iterator[None]:
     module: Any = parametrize
     before = module._cache_enabled, module._cache
-    module._cache_enabled, module._cache = 0, {}
+    module._cache_enabled, module._cache = enabled, {}
     try:
         yield
     finally:
