@@ -11,10 +11,8 @@ def simulated_peak(run):
     """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
     ledger, held = Ledger(int), Captured(run, (), {})
     with simulating(ledger, held, (), {}, Assumption(None), False) as (_, args, kwargs):
-        out = call_simulated(run, args, kwargs)
-    peak = max(ledger.levels()) - sum(block.nbytes for block in ledger.inputs)
-    del out
-    return peak
+        call_simulated(run, args, kwargs)
+    return max(ledger.levels()) - sum(block.nbytes for block in ledger.inputs)
 
 
 def measured_peak(run):
