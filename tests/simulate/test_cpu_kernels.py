@@ -101,13 +101,14 @@ CASES = {
         lambda x: x.count_nonzero(-1), lambda x: x.count_nonzero((0, 1)),
         lambda x: x.count_nonzero(),
     ],
-    "aten::median.default": [lambda x: x.detach().median()],
-    "aten::nanmedian.default": [lambda x: x.detach().nanmedian()],
+    "aten::median.default": [lambda x: x.detach().median(), lambda x: x.median()],
+    "aten::nanmedian.default": [lambda x: x.nanmedian()],
     "aten::_fft_r2c": [lambda x: fft.rfft(x.float()).abs(), lambda x: fft.rfft(image(x), dim=1)],
     "aten::_fft_c2c": [lambda x: fft.fft(image(x) + 0j, dim=1), lambda x: fft.fft2(image(x))],
     "aten::_fft_c2r": [
         lambda x: fft.irfft(image(x)), lambda x: fft.irfft(image(x), dim=1),
         lambda x: fft.irfft2(image(x)), lambda x: fft.hfft2(image(x)),
+        lambda x: fft.irfftn(image(x)),
     ],
     "aten::native_group_norm_backward": [lambda x: F.group_norm(x.view(-1, 16, 4), 4)],
     "aten::batch_norm_backward": [
@@ -155,6 +156,8 @@ def check(run, rel=0.03):
 # What real tensors of any device allocate in an op, and fake ones do not show.
 GAPS = {
     "soft margin": lambda x: F.soft_margin_loss(x, x.detach()),
+    "largest": lambda x: x.max(),
+    "smallest": lambda x: torch.min(x),
     "sgn": lambda x: x.sgn(),
     "isinf": lambda x: x.isinf(),
     "columns of patches": lambda x: F.unfold(x.view(4, 2, -1, WIDTH), 3),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous
 
@@ -137,34 +138,53 @@ def _median(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.use(args[0], args[0].numel() * args[0].itemsize)
 
 
-def _copies_rows(x: Tensor, dims: Sequence[int]) -> bool:
-    """Return True if the rows of `dims` do not lie in memory one after the other."""
-    rows = {dim % x.dim() for dim in dims}
-    others = [dim for dim in range(x.dim()) if dim not in rows and x.shape[dim] > 1]
-    others.sort(key=x.stride, reverse=True)
-    return any(x.stride(a) != x.stride(b) * x.shape[b] for a, b in itertools.pairwise(others))
+class _Rows:
+    """The dimensions of a tensor outside of those that a Fourier transform takes."""
+
+    def __init__(self, sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> None:
+        self.sizes, self.strides = sizes, strides
+        self.dims = [dim % len(sizes) for dim in dims]
+        self.others = [dim for dim in range(len(sizes)) if dim not in self.dims]
+        self.others.sort(key=lambda dim: strides[dim], reverse=True)
+
+    def are_copied(self) -> bool:
+        """Return True if rows do not lie in memory one after the other."""
+        pairs = itertools.pairwise([dim for dim in self.others if self.sizes[dim] > 1])
+        return any(self.strides[a] != self.strides[b] * self.sizes[b] for a, b in pairs)
+
+    def transformed(self, dim: int) -> _Rows:
+        """Return the rows of `dim` in the result of a transform, which has one row after the other.
+
+        The result has the sizes of the input.
+        """
+        strides, step = list(self.strides), 1
+        for each in reversed(self.others + self.dims):
+            strides[each], step = step, step * self.sizes[each]
+        return _Rows(self.sizes, strides, [dim])
 
 
 def _fft(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    x, dims = args[:2]
     see(out)
-    if torch.backends.mkl.is_available() and _copies_rows(args[0], args[1]):
-        scratch.use(args[0], args[0].numel() * args[0].itemsize)
+    if torch.backends.mkl.is_available() and _Rows(x.shape, x.stride(), dims).are_copied():
+        scratch.use(x, x.numel() * x.itemsize)
 
 
 def _fft_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Transform all dimensions but the last into a complex tensor first."""
     x, (*first, last) = args[:2]
-    if not torch.backends.mkl.is_available():
-        return see(out)
-    nbytes = x.numel() * x.itemsize
-    between = scratch.take_bytes(x, nbytes) if first else []
-    if first and _copies_rows(x, first):
-        scratch.use(x, nbytes)
+    has_mkl, nbytes = torch.backends.mkl.is_available(), x.numel() * x.itemsize
+    between: list[Block] = []
+    rows = _Rows(x.shape, x.stride(), first or [last])
+    if first and has_mkl:
+        between = scratch.take_bytes(x, nbytes)
+        if rows.are_copied():
+            scratch.use(x, nbytes)
+        rows = rows.transformed(last)
     see(out)
-    if first or _copies_rows(x, [last]):
+    if has_mkl and rows.are_copied():
         scratch.use(x, nbytes)
     scratch.give_back(between)
-    return None
 
 
 def _group_norm_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
