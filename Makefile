@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all test-op-database measured-programs test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
+.PHONY: demo test test-all measured-programs test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -21,9 +21,6 @@ test: $(READY)  ## run the tests; where CI is set, a share of those that come in
 
 test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
-
-test-op-database: $(READY)  ## compare the estimates of every op of torch's own database
-	CI= OP_DATABASE=1 $(PYTEST) tests/simulate/test_op_database.py
 
 # timm, diffusers and torch-geometric are needed for this page alone.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv

@@ -1,13 +1,11 @@
 """Every op of torch's own database of ops: simulated peaks on a CPU against measured ones.
 
-Only the weekly workflow sets `OP_DATABASE`, because 600 cases take seconds each. A case repeats the
-first dimension of samples until a call takes enough memory to compare, and runs forward and
-backward.
+A case repeats the first dimension of samples until a call takes enough memory to compare, and runs
+forward and backward.
 """
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -18,25 +16,33 @@ from .cpu_peaks import measured_peak, simulated_peak
 
 SAMPLES = 2  # of each op, at most
 ENOUGH = 1 << 18  # bytes; a smaller peak has too large a share of numbers that no row counts
+LARGEST = 1 << 26  # bytes of an input; the peaks of some ops do not grow with it
 STEP = 8  # times as many rows, to see how the peak grows with them
 WITHIN = 0.05
 # Ops of which a sample deviates by more, with the reason.
 KNOWN = {
     "allclose": "refused: it compares values, which a simulation does not have",
-    "cholesky_solve": "LAPACK's copies of the operands have no row",
-    "clamp": "with tensors as limits, the backward joins two masks out of place",
-    "combinations": "too high by up to a third; the cause is not known",
+    "clamp": "7 % too high: with tensors as limits, the backward joins two masks out of place",
+    "combinations": "30 % too high: a fake tensor selects by indices instead of by the mask",
+    "linalg.cond": "5 % too low: LAPACK's copies of tiny matrices have no row",
+    "linalg.matrix_rank": "70 % too high: a fake tensor has singular vectors that no one asked for",
+    "linalg.svdvals": "5 % too low: LAPACK's copies of tiny matrices have no row",
+    "linalg.vander": "60 % too high: only calls from Python of `cumprod` divide in the backward",
     "masked_select": "the number of selected elements is assumed",
+    "nn.functional.bilinear": "54 % too low: the products of slices have no row",
 }
+LONG = {"nn.functional.multilabel_margin_loss", "unbind", "unbind_copy"}
 
 
 def cases():
-    """The first entry of each op that takes float32 numbers."""
+    """The first entry of each op that takes float32 numbers on a CPU."""
     found = {}
     for info in op_db:
-        if torch.float32 in info.dtypes:
+        if torch.float32 in info.dtypes and not info.name.startswith("jiterator"):
             found.setdefault(info.name, info)
-    return list(found.values())
+    for name, info in found.items():
+        mark = pytest.mark.slow if name in LONG else pytest.mark.in_turn
+        yield pytest.param(info, id=name, marks=mark)
 
 
 def longer(info, sample, times):
@@ -70,6 +76,8 @@ def ratio_of(info, sample):
     """Return the simulated peak over the measured one; None if no number of rows suffices."""
     times, before = 1, 0
     for _ in range(4):
+        if times * sample.input.nbytes > LARGEST:
+            return None
         run = longer(info, sample, times)
         try:
             measured = measured_peak(run)
@@ -90,9 +98,8 @@ def ratio_of(info, sample):
     return None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("OP_DATABASE" not in os.environ, reason="OP_DATABASE is not set")
-@pytest.mark.parametrize("info", cases(), ids=lambda info: info.name)
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="rows are of torch 2.13")
+@pytest.mark.parametrize("info", cases())
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_near_or_known(info):
     samples = filter(has_rows, info.sample_inputs("cpu", torch.float32))

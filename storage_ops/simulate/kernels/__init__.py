@@ -1,11 +1,18 @@
 """Facts of memory in the table of ops: temporary buffers, and results that torch's fakes get wrong.
 
 `cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
-products, `cpu_copies.py` copies of operands on a CPU. `scratch.py` records them in a ledger.
-`fake_tensor_gaps.py` has what real tensors do differently on every device, and results for fake
-tensors that torch's own fakes get wrong.
+products, `cpu_copies.py` copies of operands on a CPU, and `cpu_convolutions.py` those of
+convolutions. `scratch.py` records them in a ledger. `fake_tensor_gaps.py` has what real tensors do
+differently on every device, and results for fake tensors that torch's own fakes get wrong.
 """
 
-from storage_ops.simulate.kernels import cpu, cpu_copies, cuda, fake_tensor_gaps, scratch
+from storage_ops.simulate.kernels import (
+    cpu,
+    cpu_convolutions,
+    cpu_copies,
+    cuda,
+    fake_tensor_gaps,
+    scratch,
+)
 
-__all__ = ["cpu", "cpu_copies", "cuda", "fake_tensor_gaps", "scratch"]
+__all__ = ["cpu", "cpu_convolutions", "cpu_copies", "cuda", "fake_tensor_gaps", "scratch"]

@@ -7,17 +7,22 @@ Observed by allocation events with torch 2.13.
 * A sum in another dtype than that of its operand adds up a copy of the operand.
 * A softmax reads contiguous copies of its operands, and so does a reduced `nll_loss`.
 * Gathering and scattering 16-bit numbers work on float32.
+* `all` and `any` read booleans, and `sort` numbers the elements of a row.
+* MKL transforms rows one after the other, and copies an input whose rows are not.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous
 
@@ -80,6 +85,117 @@ def _kthvalue(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See
     scratch.use(args[0], args[0].numel() * (args[0].itemsize + out[1].itemsize))
 
 
+def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
+    """Copy the indices of a row to all rows."""
+    for result in out:
+        see(result)
+    x, dim = args[0], args[1] if len(args) > 1 else -1  # `stable` has its own by name
+    if x.dim():
+        scratch.use(x, x.shape[dim] * out[1].itemsize)
+
+
+def _unique(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    """Sort a copy with its indices. Counts are differences of positions."""
+    x, counts = args[0], out[2]
+    taken = scratch.take_bytes(x, x.numel() * x.itemsize)
+    taken += scratch.take_bytes(x, x.numel() * counts.itemsize)
+    scratch.use(x, x.numel() * counts.itemsize)
+    for result in out:
+        see(result)
+    scratch.give_back(taken + scratch.take(counts))
+
+
+def _unique_consecutive(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    """Return the first elements of a tensor that is as large as the input."""
+    x, values = args[0], out[0]
+    if values.dim() == 1:
+        whole = scratch.ledger.block(values, x.numel() * x.itemsize, scratch.name)
+        scratch.ledger.see_as(values, whole)
+    for result in out:
+        see(result)
+
+
+def _as_booleans(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    see(out)
+    if args[0].dtype not in (torch.bool, torch.uint8):
+        scratch.use(args[0], args[0].numel())
+
+
+def _count_nonzero(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Add up booleans along dimensions, which `sum` copies."""
+    x = args[0]
+    if len(args) == 1 or args[1] is None:
+        return see(out)
+    mask = scratch.take_bytes(x, x.numel())
+    see(out)
+    scratch.use(x, x.numel() * out.itemsize)
+    scratch.give_back(mask)
+    return None
+
+
+def _median(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    see(out)
+    scratch.use(args[0], args[0].numel() * args[0].itemsize)
+
+
+class _Rows:
+    """The dimensions of a tensor outside of those that a Fourier transform takes."""
+
+    def __init__(self, sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> None:
+        self.sizes, self.strides = sizes, strides
+        self.dims = [dim % len(sizes) for dim in dims]
+        self.others = [dim for dim in range(len(sizes)) if dim not in self.dims]
+        self.others.sort(key=lambda dim: strides[dim], reverse=True)
+
+    def are_copied(self) -> bool:
+        """Return True if rows do not lie in memory one after the other."""
+        pairs = itertools.pairwise([dim for dim in self.others if self.sizes[dim] > 1])
+        return any(self.strides[a] != self.strides[b] * self.sizes[b] for a, b in pairs)
+
+    def transformed(self, dim: int) -> _Rows:
+        """Return the rows of `dim` in the result of a transform, which has one row after the other.
+
+        The result has the sizes of the input.
+        """
+        strides, step = list(self.strides), 1
+        for each in reversed(self.others + self.dims):
+            strides[each], step = step, step * self.sizes[each]
+        return _Rows(self.sizes, strides, [dim])
+
+
+def _fft(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    x, dims = args[:2]
+    see(out)
+    if torch.backends.mkl.is_available() and _Rows(x.shape, x.stride(), dims).are_copied():
+        scratch.use(x, x.numel() * x.itemsize)
+
+
+def _fft_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Transform all dimensions but the last into a complex tensor first."""
+    x, (*first, last) = args[:2]
+    has_mkl, nbytes = torch.backends.mkl.is_available(), x.numel() * x.itemsize
+    between: list[Block] = []
+    rows = _Rows(x.shape, x.stride(), first or [last])
+    if first and has_mkl:
+        between = scratch.take_bytes(x, nbytes)
+        if rows.are_copied():
+            scratch.use(x, nbytes)
+        rows = rows.transformed(last)
+    see(out)
+    if has_mkl and rows.are_copied():
+        scratch.use(x, nbytes)
+    scratch.give_back(between)
+
+
+def _group_norm_backward(scratch: Scratch, args: Args, out: Any, see: See) -> None:
+    """Add up two numbers for each channel of an image."""
+    for result in out:
+        if result is not None:
+            see(result)
+    images, channels = args[5:7]
+    scratch.use(args[0], 2 * images * channels * 4)
+
+
 def _matrix_exp(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Take powers and sums of a Taylor polynomial of the degree that usual matrices need."""
     see(out)
@@ -138,6 +254,15 @@ describe("scatter scatter_ scatter_add scatter_add_", scratch_on_cpu=_gather)
 describe("scatter_reduce scatter_reduce_", scratch_on_cpu=_scatter_reduce)
 describe("kthvalue", scratch_on_cpu=_kthvalue)
 describe("linalg_matrix_exp", scratch_on_cpu=_matrix_exp)
+describe("sort", scratch_on_cpu=_sort)
+describe("_unique2", scratch_on_cpu=_unique)
+describe("unique_consecutive", scratch_on_cpu=_unique_consecutive)
+describe("all any", scratch_on_cpu=_as_booleans)
+describe("count_nonzero", scratch_on_cpu=_count_nonzero)
+describe("median.default nanmedian.default", scratch_on_cpu=_median)
+describe("_fft_r2c _fft_c2c", scratch_on_cpu=_fft)
+describe("_fft_c2r", scratch_on_cpu=_fft_to_real)
+describe("native_group_norm_backward", scratch_on_cpu=_group_norm_backward)
 describe("renorm", scratch_on_cpu=_renorm)
 describe("_euclidean_dist", scratch_on_cpu=_euclidean_distance)
 describe("_softmax _log_softmax", scratch_on_cpu=of_contiguous(0), scratch_on_gpu=of_contiguous(0))

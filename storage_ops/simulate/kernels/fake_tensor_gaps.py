@@ -7,9 +7,11 @@
   Under a dispatch mode it makes a new tensor.
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
-* `logsumexp` has the exponentials in memory.
+* `logsumexp` has the exponentials in memory, and `isinf` the absolute numbers.
+* `im2col` and `col2im` resize a tensor as large as their input, which does not become smaller.
 * Batch norm, `roll` and `channel_shuffle` on a CPU return the memory format of their input. Fakes
   have other strides, so that later calls of `contiguous` and `reshape` would copy or not.
+* Zeros that a formula of autograd skips have no memory.
 * Some fakes refuse what kernels compute.
 """
 
@@ -148,6 +150,35 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
     return kernel
 
 
+def _soft_margin_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Compute the gradient of a soft margin out of three tensors, and multiply the last."""
+    taken = scratch.take(out, out, out)
+    scratch.give_back(taken[1:])
+    see(out)
+    scratch.give_back(taken[:1])
+
+
+def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    x: Tensor = args[0]
+    taken = scratch.take_bytes(x, x.numel() * x.itemsize) if x.is_floating_point() else []
+    see(out)
+    scratch.give_back(taken)
+
+
+def _without_memory(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    scratch.ledger.see_as(out, scratch.ledger.block(out, 0, scratch.name))
+
+
+def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    nbytes = args[0].numel() * args[0].itemsize
+    if nbytes > out.nbytes:
+        scratch.ledger.see_as(out, scratch.ledger.block(out, nbytes, scratch.name))
+        return
+    taken = scratch.take_bytes(args[0], nbytes)
+    see(out)
+    scratch.give_back(taken)
+
+
 # The functions below return results for fake tensors, or NotImplemented if torch's own is right.
 def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
     """Return the bins of a histogram; torch's fake refuses integers, which GPUs count."""
@@ -221,6 +252,10 @@ describe("huber_loss.default", scratch=_loss(2, False, True))
 describe("soft_margin_loss.default", scratch=_loss(2, True, False))
 describe("binary_cross_entropy.default", scratch=_loss(3, True, False))
 describe("logsumexp.default", scratch=_logsumexp)
+describe("soft_margin_loss_backward.default", scratch=_soft_margin_backward)
+describe("isinf.default", scratch=_isinf)
+describe("_efficientzerotensor.default", scratch=_without_memory)
+describe("im2col.default col2im.default", scratch=_resized)
 describe("histc.default", result=_integers_counted)
 describe("addmm.dtype_out", result=_given)
 describe("_grouped_mm.default", result=_grouped_product)

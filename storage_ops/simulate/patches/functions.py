@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.patches.packed import OF_PACKED, call_packed
-from storage_ops.simulate.patches.prods import OF_PRODS, call_prod
+from storage_ops.simulate.patches.prods import OF_EXTREMA, OF_PRODS, call_extremum, call_prod
 from storage_ops.simulate.values.wrappers import is_wrapper
 
 _DATA: Any = Tensor.data
@@ -63,6 +63,8 @@ class Functions(TorchFunctionMode):
             return call_packed(self._simulation, func, args)
         if func in OF_PRODS:
             return call_prod(func, args, kwargs or {})
+        if func in OF_EXTREMA:
+            return call_extremum(func, args, kwargs or {})
         if func in _CTC:
             args, kwargs = _with_tensors_of_lengths(args, kwargs or {})
         if self._on_meta and torch.is_autocast_enabled("cpu"):

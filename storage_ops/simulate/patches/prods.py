@@ -1,8 +1,11 @@
-"""The gradients of `prod` and `cumprod`, which autograd computes in two ways.
+"""Gradients that autograd computes in another way for fake tensors: products and extrema.
 
 If no element is zero, autograd divides the result by the input. It looks for zeros in plain tensors
 only, and takes a way with more memory for fake tensors. Training steps seldom have an exact zero in
 a product, so the functions here divide.
+
+The gradient of the largest, smallest or median element goes to all elements that equal it. For fake
+tensors autograd looks for NaN in each element, which takes other memory.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from storage_ops.simulate.values.wrappers import is_wrapper
 
 _PROD: set[object] = {torch.prod, Tensor.prod}
 OF_PRODS: set[object] = {*_PROD, torch.cumprod, Tensor.cumprod}
+OF_EXTREMA: set[object] = {
+    torch.max, Tensor.max, torch.min, Tensor.min, torch.median, Tensor.median, torch.nanmedian,
+    Tensor.nanmedian,
+}  # fmt: skip
 
 
 def call_prod(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -32,9 +39,23 @@ def call_prod(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return _Cumprod.apply(x, dim, dtype)  # type: ignore[no-untyped-call]
 
 
+def call_extremum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of `OF_EXTREMA`, so that its backward compares all elements with one."""
+    named = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x = named.get("input")
+    if len(named) > 1 or not _reads_values(x):
+        return func(*args, **kwargs)
+    return _Extremum.apply(func, x)  # type: ignore[no-untyped-call]
+
+
 def _divides(x: Any, dim: object) -> bool:
     """Return True if autograd looks for zeros in `x`, a tensor with elements along `dim`."""
-    if not isinstance(x, Tensor) or is_wrapper(x) or not (dim is None or isinstance(dim, int)):
+    return (dim is None or isinstance(dim, int)) and _reads_values(x)
+
+
+def _reads_values(x: Any) -> bool:
+    """Return True if autograd reads values of the real tensor that `x` stands for."""
+    if not isinstance(x, Tensor) or is_wrapper(x):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.dim() == 0 or x.numel() <= 1:
         return False
@@ -65,6 +86,20 @@ class _Prod(torch.autograd.Function):
         result = gradient * (out / x).conj()
         del zeros, counts
         return result, None, None, None
+
+
+class _Extremum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out = func(x)
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        x, out = ctx.saved_tensors
+        mask, result = x == out, torch.zeros_like(x)
+        return None, result.masked_fill_(mask, gradient / mask.sum())
 
 
 class _Cumprod(torch.autograd.Function):

@@ -192,7 +192,8 @@ class Values:
             known[id(t)] = self.read(t)
             if known[id(t)] is None and any_numbers and t.is_floating_point():
                 with no_dispatch():
-                    known[id(t)] = torch.rand((), dtype=t.dtype).expand(t.shape)
+                    # Different numbers in a matrix, so that it has full rank.
+                    known[id(t)] = torch.rand(t.shape[-2:], dtype=t.dtype).expand(t.shape)
             if known[id(t)] is None:
                 return None
         cpu = torch.device("cpu")

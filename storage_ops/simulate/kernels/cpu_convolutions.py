@@ -1,0 +1,209 @@
+"""Copies of images and weights that oneDNN convolves on a CPU.
+
+oneDNN stores the channels of an image in blocks and fills up the last block. It computes a
+transposed convolution as the gradient of an untransposed one, so `_Call` describes both. Observed
+with torch 2.13 by allocation events and `ONEDNN_VERBOSE=1`, on AVX2 and AVX-512:
+
+| computed | images |
+|---|---|
+| result | in blocks; an inner image with less channels than a block is read as it is |
+| gradient of the inner image | in blocks; with strides, channels are last |
+| gradient of the weight | in blocks; those of an inner image with few channels are smaller |
+
+Not counted are the buffers of one thread, and convolutions of 16 bits on AVX2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from storage_ops.foundation.ledger import Block
+from storage_ops.foundation.ops import Args, describe
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
+
+# Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
+_CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
+_SMALL = 8  # channels of a block that is not a whole vector of AVX-512
+_SMALLEST = 8 if _CHANNELS == 8 else 4  # of a group of channels
+_COLORS = 3  # up to so many channels, the gradient of a weight reads an image as it is
+_AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images that are not copied, and not filled up
+_WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
+
+
+class _Blocks(NamedTuple):
+    """The channels of a block in the copies of the operands of a convolution.
+
+    Attributes:
+        inner: of the image that an untransposed convolution reads.
+        outer: of the image that it writes.
+        weight: of the weight, along its channels of the outer and of the inner image.
+    """
+
+    inner: int
+    outer: int
+    weight: tuple[int, int]
+
+
+class _Call(NamedTuple):
+    """A convolution. The weight of a transposed one has its inner channels second, too."""
+
+    weight: Tensor
+    strides: Sequence[int]
+    groups: int
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether the gradient of the inner image is computed with channels last."""
+        return self.groups == 1 and max(self.strides) > 1
+
+    def of_result(self) -> _Blocks:
+        """Return the blocks of the convolution itself."""
+        if self.groups > 1:
+            return self._of_groups(_SMALLEST)
+        if self._is_pointwise() or self.weight.shape[1] >= _CHANNELS:
+            return _all(_CHANNELS)
+        return _Blocks(_AS_IT_IS, _CHANNELS, (_CHANNELS, 1))
+
+    def of_gradient(self) -> _Blocks:
+        """Return the blocks of the gradient of the inner image."""
+        if self.groups > 1:
+            return self._of_groups(_SMALLEST)
+        if self.is_channels_last:
+            return _Blocks(_CHANNELS_LAST, _CHANNELS_LAST, (1, _CHANNELS))
+        return _all(_CHANNELS)
+
+    def of_weight(self, transposed: bool) -> _Blocks:
+        """Return the blocks of the gradient of the weight."""
+        if self.groups > 1:
+            return self._of_groups(_SMALL, transposed)
+        channels = self.weight.shape[1]
+        if self._is_pointwise() or channels >= _CHANNELS:
+            return _all(_CHANNELS)
+        return _all(_SMALL) if channels > _COLORS else _Blocks(0, _CHANNELS, (_CHANNELS, 1))
+
+    def _is_pointwise(self) -> bool:
+        return self.weight[0, 0].numel() == 1
+
+    def _of_groups(self, smallest: int, is_product: bool = False) -> _Blocks:
+        """Return the blocks of groups, which are as large as the channels of a group allow."""
+        outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
+        if outer == inner == 1 and not is_product:  # of several groups
+            return _Blocks(_CHANNELS, _CHANNELS, (_CHANNELS, 1))
+        whole = outer % smallest == inner % smallest == 0
+        return _all(1 if whole else _AS_IT_IS)
+
+
+def _all(channels: int) -> _Blocks:
+    return _Blocks(channels, channels, (channels, channels))
+
+
+def _filled(channels: int, block: int) -> int:
+    return -(-channels // block) * block
+
+
+def _take_image(scratch: Scratch, image: Tensor, block: int) -> list[Block]:
+    if block == _AS_IT_IS or (block == _CHANNELS_LAST and image.shape[1] == 1):
+        return []
+    channels = _filled(image.shape[1], block)
+    return scratch.take_bytes(image, image[:, :1].numel() * channels * image.itemsize)
+
+
+def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> list[Block]:
+    outer, inner = blocks
+    if outer == _AS_IT_IS:
+        return []
+    channels = _filled(weight.shape[0], outer) * _filled(weight.shape[1], inner)
+    return scratch.take_bytes(weight, weight[0, 0].numel() * channels * weight.itemsize)
+
+
+def _is_on_onednn(weight: Tensor, strides: Sequence[int]) -> bool:
+    """Whether oneDNN convolves; one thread multiplies matrices where the kernel is one element."""
+    several = torch.get_num_threads() > 1 or max(strides) > 1
+    return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
+
+
+def _is_product(args: Args) -> bool:
+    """Whether the gradient of a weight, as of the patches of a ViT, is a product of columns."""
+    weight, transposed, groups = args[2], args[7], args[9]
+    plain = weight.dim() == 4 and weight.dtype == torch.float32
+    return plain and not transposed and groups == 1 and weight.shape[-1] > _WIDEST
+
+
+def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    x, weight, strides, transposed, groups = args[0], args[1], args[3], args[6], args[8]
+    if not _is_on_onednn(weight, strides):
+        again = scratch.take(out) if transposed else []
+        see(out)
+        scratch.give_back(again)
+        return
+    call = _Call(weight, strides, groups)
+    blocks = call.of_gradient() if transposed else call.of_result()
+    read, written = blocks[:2] if not transposed else blocks[1::-1]
+    operands = _take_image(scratch, x, read) + _take_weight(scratch, weight, blocks.weight)
+    result = _take_image(scratch, out, written)
+    if transposed and args[2] is not None and not call.is_channels_last:
+        operands += _take_image(scratch, out, written)  # before the bias is added
+    scratch.give_back(operands)
+    again = scratch.take(out) if transposed and call.is_channels_last else []
+    see(out)
+    scratch.give_back(again + result)
+
+
+def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
+    grad, x, weight, strides, transposed, groups = *args[:3], args[4], args[7], args[9]
+    of_x, of_weight, of_bias = out
+    # Such as that of a mean over an image, which is one number for all of it.
+    dense = (
+        []
+        if is_dense(grad.shape, grad.stride())
+        else scratch.take_bytes(grad, grad.numel() * grad.itemsize)
+    )
+    if not _is_on_onednn(weight, strides):
+        for t in [t for t in out if t is not None]:
+            see(t)
+        scratch.give_back(dense)
+        return
+    call = _Call(weight, strides, groups)
+    if of_x is not None:
+        blocks = call.of_result() if transposed else call.of_gradient()
+        written, read = blocks[:2] if not transposed else blocks[1::-1]
+        operands = _take_image(scratch, grad, read) + _take_weight(scratch, weight, blocks.weight)
+        result = _take_image(scratch, x, written)
+        scratch.give_back(operands)
+        again = scratch.take(x) if call.is_channels_last and not transposed else []
+        see(of_x)
+        scratch.give_back(again + result)
+    if of_weight is not None and _is_product(args):
+        result = scratch.take(weight)
+        columns = weight[0].nbytes * grad[0, 0].numel()
+        sums = torch.get_num_threads() * (4 * weight.nbytes + columns)
+        scratch.use(weight, sums)
+        see(of_weight)
+        scratch.give_back(result)
+    elif of_weight is not None:
+        blocks = call.of_weight(transposed)
+        inner, outer = (grad, x) if transposed else (x, grad)
+        operands = _take_image(scratch, outer, blocks.outer)
+        operands += _take_image(scratch, inner, blocks.inner)
+        result = _take_weight(scratch, weight, blocks.weight)
+        if weight.itemsize == 2:  # sums are in float32, and each thread turns an image of both
+            turned = (x[:1], grad[:1]) if weight[0, 0].numel() > 1 else ()
+            sums = scratch.take(weight, times=2)
+            for image in turned * torch.get_num_threads():
+                sums += _take_image(scratch, image, _CHANNELS)
+            scratch.give_back(sums)
+        scratch.give_back(operands)
+        see(of_weight)
+        scratch.give_back(result)
+    if of_bias is not None:
+        see(of_bias)
+    scratch.give_back(dense)
+
+
+describe("convolution.default", scratch_on_cpu=_convolution)
+describe("convolution_backward.default", scratch_on_cpu=_convolution_backward)
