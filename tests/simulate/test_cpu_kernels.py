@@ -38,6 +38,10 @@ def image(x):
     return x.float().view(-1, 16, 32)
 
 
+def logit_losses(x, reduction, **kwargs):
+    return F.binary_cross_entropy_with_logits(x, x.detach(), reduction=reduction, **kwargs)
+
+
 def reduced(how):
     return lambda x: zeros(x.dtype).scatter_reduce(0, indices(), x, how)
 
@@ -65,7 +69,23 @@ CASES = {
         lambda x: (x > 0.5).sum(), lambda x: x.amax(-1),
     ],
     "aten::nansum": [lambda x: x.nansum(-1, dtype=torch.float64)],
-    "aten::mean": [lambda x: x.mean(-1, dtype=torch.float64)],
+    "aten::mean": [
+        lambda x: x.mean(-1, dtype=torch.float64), lambda x: x.mean(), lambda x: x.mean(-1),
+    ],
+    "aten::mse_loss.default": [lambda x: F.mse_loss(x, x.detach())],
+    "aten::smooth_l1_loss.default": [lambda x: F.smooth_l1_loss(x, x.detach() * 0)],
+    "aten::huber_loss.default": [
+        lambda x: F.huber_loss(x, x.detach()), lambda x: F.huber_loss(x, x.detach() / 2, "sum"),
+    ],
+    "aten::soft_margin_loss.default": [lambda x: F.soft_margin_loss(x, x.detach())],
+    "aten::binary_cross_entropy.default": [
+        lambda x: F.binary_cross_entropy(x, x.detach()),
+        lambda x: F.binary_cross_entropy(x, x.detach(), reduction="sum"),
+    ],
+    "aten::binary_cross_entropy_with_logits.default": [
+        lambda x: logit_losses(x, "none"), lambda x: logit_losses(x, "mean"),
+        lambda x: logit_losses(x, "sum", pos_weight=x.detach()),
+    ],
     "aten::prod": [
         lambda x: x.detach().prod(-1, dtype=torch.float64), lambda x: x.prod(), lambda x: x.prod(1),
         lambda x: torch.prod(x, dim=0, keepdim=True), lambda x: x.view(-1, 4).prod(-1),
@@ -156,10 +176,9 @@ def check(run, rel=0.03):
 
 # What real tensors of any device allocate in an op, and fake ones do not show.
 GAPS = {
-    "soft margin": lambda x: F.soft_margin_loss(x, x.detach()),
+    "clamp": lambda x: x.clamp(x.detach() * 0.5, x.detach()),
     "largest": lambda x: x.max(),
     "smallest": lambda x: torch.min(x),
-    "sgn": lambda x: x.sgn(),
     "isinf": lambda x: x.isinf(),
     "columns of patches": lambda x: F.unfold(x.view(4, 2, -1, WIDTH), 3),
     "distant patches": lambda x: F.unfold(x.view(4, 2, -1, WIDTH), 2, stride=4),

@@ -14,22 +14,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .cpu_peaks import measured_peak, simulated_peak
 
-SAMPLES = 2  # of each op, at most
+SAMPLES = 4  # of each op, at most
 ENOUGH = 1 << 18  # bytes; a smaller peak has too large a share of numbers that no row counts
 LARGEST = 1 << 26  # bytes of an input; the peaks of some ops do not grow with it
+SMALL = 1 << 14  # bytes; a copy of a transposed matrix has a buffer of 60 rows and columns
 STEP = 8  # times as many rows, to see how the peak grows with them
 WITHIN = 0.05
 # Ops of which a sample deviates by more, with the reason.
 KNOWN = {
+    "_unsafe_masked_index": "25 % too low: the masks of indices have no row",
+    "_unsafe_masked_index_put_accumulate": "23 % too low: the masks of indices have no row",
     "allclose": "refused: it compares values, which a simulation does not have",
-    "clamp": "7 % too high: with tensors as limits, the backward joins two masks out of place",
+    "cholesky_solve": "26 % too low: LAPACK's copies of the operands have no row",
     "combinations": "30 % too high: a fake tensor selects by indices instead of by the mask",
-    "linalg.cond": "5 % too low: LAPACK's copies of tiny matrices have no row",
+    "linalg.det": "57 % too low: a matrix of one element has another backward",
     "linalg.matrix_rank": "70 % too high: a fake tensor has singular vectors that no one asked for",
-    "linalg.svdvals": "5 % too low: LAPACK's copies of tiny matrices have no row",
+    "linalg.slogdet": "20 % too low: a matrix of one element has another backward",
     "linalg.vander": "60 % too high: only calls from Python of `cumprod` divide in the backward",
+    "logdet": "20 % too low: a matrix of one element has another backward",
     "masked_select": "the number of selected elements is assumed",
-    "nn.functional.bilinear": "54 % too low: the products of slices have no row",
+    "nn.functional.bilinear": "75 % too low: the products of slices have no row",
+    "nn.functional.conv_transpose3d": "26 % too low: the columns of tiny groups have no row",
+    "sgn": "50 % too high: zeros that autograd does not allocate have memory in a fake tensor",
+    "unique": "60 % too low: sorting slices along a dimension has no row",
+    "unique_consecutive": "25 % too low: comparing slices along a dimension has no row",
 }
 LONG = {"nn.functional.multilabel_margin_loss", "unbind", "unbind_copy"}
 
@@ -85,9 +93,10 @@ def ratio_of(info, sample):
             return None  # these rows do not fit to the other arguments
         if measured >= ENOUGH:
             try:
-                return simulated_peak(run) / measured
+                simulated = simulated_peak(run)
             except RuntimeError:
                 return 0.0  # refused, because it needs values
+            return 1.0 if abs(simulated - measured) <= SMALL else simulated / measured
         if not measured:
             return None
         if before:  # grows linearly in the rows, or faster
@@ -99,7 +108,7 @@ def ratio_of(info, sample):
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="rows are of torch 2.13")
-@pytest.mark.parametrize("info", cases())
+@pytest.mark.parametrize("info", list(cases()))
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_near_or_known(info):
     samples = filter(has_rows, info.sample_inputs("cpu", torch.float32))

@@ -4,7 +4,8 @@ Observed by allocation events with torch 2.13.
 
 * An op of single elements computes in one dtype. Operands of another dtype are copied first, and
   the result of an op in place is written back from a copy.
-* A sum in another dtype than that of its operand adds up a copy of the operand.
+* A sum in another dtype than that of its operand adds up a copy of the operand. So does a mean of
+  16-bit numbers, in float32.
 * A softmax reads contiguous copies of its operands, and so does a reduced `nll_loss`.
 * Gathering and scattering 16-bit numbers work on float32.
 * `all` and `any` read booleans, and `sort` numbers the elements of a row.
@@ -60,6 +61,30 @@ def _summed(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     if x.dtype != out.dtype and not x.is_complex():
         scratch.use(x, x.numel() * out.itemsize)
+
+
+def _mean(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Add up a copy in float32 of 16-bit numbers."""
+    _summed(scratch, args, out, see)
+    if args[0].dtype == out.dtype and out.dtype in _LOW:
+        scratch.use(args[0], 4 * args[0].numel())
+
+
+def _mean_of_losses(at: int, made: int) -> Kernel:
+    """Return the kernel of the mean of 16-bit losses, which are copied in float32.
+
+    Args:
+        at: the position of the reduction among the arguments.
+        made: how many tensors as large as all losses exist then, besides what other rows count.
+    """
+
+    def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+        see(out)
+        if out.dtype in _LOW and (len(args) <= at or args[at] == 1):
+            losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            scratch.use(out, losses * (made * out.itemsize + 4))
+
+    return kernel
 
 
 def _gather(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -246,9 +271,17 @@ describe("where", scratch_on_cpu=_promoted(1))
 describe("masked_fill masked_fill_ masked_scatter masked_scatter_", scratch_on_cpu=_masked)
 describe("abs angle", scratch_on_cpu=_complex_to_real)
 describe(
-    "sum nansum mean prod linalg_vector_norm cumsum cumprod",
+    "sum nansum prod linalg_vector_norm cumsum cumprod",
     scratch_on_cpu=_summed,
 )
+describe("mean", scratch_on_cpu=_mean)
+describe(
+    "mse_loss.default smooth_l1_loss.default huber_loss.default",
+    scratch_on_cpu=_mean_of_losses(2, 1),
+)
+describe("soft_margin_loss.default", scratch_on_cpu=_mean_of_losses(2, 0))
+describe("binary_cross_entropy.default", scratch_on_cpu=_mean_of_losses(3, 0))
+describe("binary_cross_entropy_with_logits.default", scratch_on_cpu=_mean_of_losses(4, 2))
 describe("gather", scratch_on_cpu=_gather)
 describe("scatter scatter_ scatter_add scatter_add_", scratch_on_cpu=_gather)
 describe("scatter_reduce scatter_reduce_", scratch_on_cpu=_scatter_reduce)

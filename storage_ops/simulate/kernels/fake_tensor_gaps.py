@@ -5,13 +5,13 @@
   under torch.func, and inside of DTensors, for which none of this is asked.
 * Autograd adds a gradient to the one that arrived before it in place, if nothing else holds that.
   Under a dispatch mode it makes a new tensor.
+* Some formulas of gradients write into a tensor that they have made, and for fake tensors do not.
 * The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
   long as the number lives.
 * `logsumexp` has the exponentials in memory, and `isinf` the absolute numbers.
 * `im2col` and `col2im` resize a tensor as large as their input, which does not become smaller.
 * Batch norm, `roll` and `channel_shuffle` on a CPU return the memory format of their input. Fakes
   have other strides, so that later calls of `contiguous` and `reshape` would copy or not.
-* Zeros that a formula of autograd skips have no memory.
 * Some fakes refuse what kernels compute.
 """
 
@@ -41,6 +41,12 @@ _CHOICES = re.compile(
     "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Kthvalue|Median|Nanmedian|Mode|Sort|Topk"
     r"|Trace)Backward\d+"
 )
+# Formulas that write into their own tensors, by the op that is another for fake ones.
+_FORMULAS = {
+    _aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
+    _aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
+    _aten.logical_and.default: "ClampBackward0",
+}
 # Whose frames are between an op and who calls it in a simulation.
 _SIMULATES = ("mode", "kernels", "values", "patches", "ranks")
 _OURS = (
@@ -64,6 +70,9 @@ def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
         return func
     if func is _aten.add.Tensor:
         is_same = _adds_up(node, block) and _is_lent_to_nobody(*args[:2])
+    elif func in _FORMULAS:
+        is_own = node.name() == _FORMULAS[func] and block.node == node._sequence_nr()
+        is_same = is_own and not torch.is_grad_enabled()
     else:
         is_same = bool(_CHOICES.fullmatch(node.name())) and block.made_by in _ZEROS
     if is_same and _is_called_by_autograd() and not _is_transformed():
@@ -150,6 +159,16 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
     return kernel
 
 
+def _logit_losses(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Compute log sigmoids, and losses from them."""
+    losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
+    taken = scratch.take_bytes(out, losses)
+    if len(args) <= 4 or args[4] != 0:  # reduced
+        scratch.use(out, losses)
+    see(out)
+    scratch.give_back(taken)
+
+
 def _soft_margin_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Compute the gradient of a soft margin out of three tensors, and multiply the last."""
     taken = scratch.take(out, out, out)
@@ -163,10 +182,6 @@ def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     taken = scratch.take_bytes(x, x.numel() * x.itemsize) if x.is_floating_point() else []
     see(out)
     scratch.give_back(taken)
-
-
-def _without_memory(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    scratch.ledger.see_as(out, scratch.ledger.block(out, 0, scratch.name))
 
 
 def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -252,9 +267,12 @@ describe("huber_loss.default", scratch=_loss(2, False, True))
 describe("soft_margin_loss.default", scratch=_loss(2, True, False))
 describe("binary_cross_entropy.default", scratch=_loss(3, True, False))
 describe("logsumexp.default", scratch=_logsumexp)
+describe("sub.Tensor", in_place=_aten.sub_.Tensor)
+describe("mul.Tensor", in_place=_aten.mul_.Tensor)
+describe("logical_and.default", in_place=_aten.logical_and_.default)
+describe("binary_cross_entropy_with_logits.default", scratch=_logit_losses)
 describe("soft_margin_loss_backward.default", scratch=_soft_margin_backward)
 describe("isinf.default", scratch=_isinf)
-describe("_efficientzerotensor.default", scratch=_without_memory)
 describe("im2col.default col2im.default", scratch=_resized)
 describe("histc.default", result=_integers_counted)
 describe("addmm.dtype_out", result=_given)
