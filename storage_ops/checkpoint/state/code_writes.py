@@ -25,6 +25,8 @@ WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write paramet
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
+# Names of the function that torch.no_grad() makes of another. Since torch 2.15 it is no_grad itself.
+_DECORATED = _WITHOUT_GRAD | {"decorate_context"}
 _MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
 # Packages whose functions write no tensor of a model through `.data`, unless the code says so.
@@ -59,7 +61,7 @@ def of_code(code: CodeType) -> int:
     unseen = names & _UNSEEN
     if unseen and not (unseen == {"numpy"} and _imports_numpy(code)):
         found |= UNSEEN
-    if names & _WITHOUT_GRAD or code.co_name == "decorate_context":  # torch.no_grad() over a def
+    if names & _WITHOUT_GRAD or code.co_name in _DECORATED:
         found |= WITHOUT_GRAD
     if any(n.endswith("_") and not n.endswith("__") for n in names) or _assigns(code):
         found |= IN_PLACE
