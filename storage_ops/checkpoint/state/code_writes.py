@@ -25,7 +25,7 @@ WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write paramet
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
-# Names of the function that torch.no_grad() makes of another. Since torch 2.15 it is no_grad itself.
+# Names of the function that torch.no_grad() makes of another one; since torch 2.15 its own name.
 _DECORATED = _WITHOUT_GRAD | {"decorate_context"}
 _MANY = 4096  # pieces of code of which is remembered what they tell
 _ENTRIES = ("forward", "__call__")
