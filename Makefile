@@ -87,11 +87,12 @@ CXX_SOURCES = $(wildcard csrc/*.* csrc/*/* cuda/* $(addprefix tests/,other_devic
 
 build: $(READY)  ## build the native libraries in place
 
-lint: $(VENV)/installed  ## ruff, mypy, import-linter and clang-format
+lint: $(VENV)/installed  ## ruff, mypy, import-linter, codespell and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
 # A user's file lies outside of the checkout, so the installation must lead a type checker here.
