@@ -164,9 +164,10 @@ def version() -> str:
 def hidden() -> Path | None:
     """Where storage_ops is installed with its libraries, if what was imported is without any.
 
-    So it is where python starts in a checkout after `pip install .`: it imports the sources.
+    So it is where python starts in a checkout after `pip install .`: it imports the sources. A
+    package that was built without libraries hides nothing.
     """
-    if any(FOLDER.glob("*.so")):
+    if any(FOLDER.glob("*.so")) or build_info():
         return None
     folders = (
         Path(str(found.locate_file("storage_ops")))
