@@ -128,7 +128,7 @@ CASES = {
     "aten::_fft_c2c": [lambda x: fft.fft(image(x) + 0j, dim=1), lambda x: fft.fft2(image(x))],
     "aten::_fft_c2r": [
         lambda x: fft.irfft(image(x)),
-        # Fake results of torch 2.10 have other strides, so the backward copies less in a simulation.
+        # Fake results of torch 2.10 have other strides, so its simulated backward copies less.
         *([] if torch.__version__ < "2.13" else [lambda x: fft.irfft(image(x), dim=1)]),
         lambda x: fft.irfft2(image(x)), lambda x: fft.hfft2(image(x)),
         lambda x: fft.irfftn(image(x)),
