@@ -320,8 +320,7 @@ class Simulation(TorchDispatchMode):
         args, kwargs = with_tensors(self.twin, (args, kwargs))
         given = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
-        is_strided = bool(given) and given[0].layout == torch.strided
-        if facts.in_place is not None and not is_inside and is_strided:
+        if facts.in_place is not None and not is_inside and given[0].layout == torch.strided:
             block = self.ledger.block_of(given[0])
             func = fake_tensor_gaps.as_real(func, facts.in_place, block, args)
             facts = facts_of(func)

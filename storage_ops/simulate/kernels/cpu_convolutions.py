@@ -158,11 +158,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
     grad, x, weight, strides, transposed, groups = *args[:3], args[4], args[7], args[9]
     of_x, of_weight, of_bias = out
     # Such as that of a mean over an image, which is one number for all of it.
-    dense = (
-        []
-        if is_dense(grad.shape, grad.stride())
-        else scratch.take_bytes(grad, grad.numel() * grad.itemsize)
-    )
+    dense = [] if is_dense(grad.shape, grad.stride()) else scratch.take(grad)
     if not _is_on_onednn(weight, strides):
         for t in [t for t in out if t is not None]:
             see(t)

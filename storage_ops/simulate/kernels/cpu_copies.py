@@ -25,6 +25,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
+from storage_ops.simulate.kernels.fake_tensor_gaps import count_losses
 from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See, of_contiguous
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -81,8 +82,7 @@ def _mean_of_losses(at: int, made: int) -> Kernel:
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         see(out)
         if out.dtype in _LOW and (len(args) <= at or args[at] == 1):
-            losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-            scratch.use(out, losses * (made * out.itemsize + 4))
+            scratch.use(out, count_losses(args) * (made * out.itemsize + 4))
 
     return kernel
 
@@ -122,8 +122,7 @@ def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) ->
 def _unique(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
     """Sort a copy with its indices. Counts are differences of positions."""
     x, counts = args[0], out[2]
-    taken = scratch.take_bytes(x, x.numel() * x.itemsize)
-    taken += scratch.take_bytes(x, x.numel() * counts.itemsize)
+    taken = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
     scratch.use(x, x.numel() * counts.itemsize)
     for result in out:
         see(result)
@@ -134,7 +133,7 @@ def _unique_consecutive(scratch: Scratch, args: Args, out: tuple[Tensor, ...], s
     """Return the first elements of a tensor that is as large as the input."""
     x, values = args[0], out[0]
     if values.dim() == 1:
-        whole = scratch.ledger.block(values, x.numel() * x.itemsize, scratch.name)
+        whole = scratch.ledger.block(values, x.nbytes, scratch.name)
         scratch.ledger.see_as(values, whole)
     for result in out:
         see(result)
@@ -160,7 +159,7 @@ def _count_nonzero(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 def _median(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
-    scratch.use(args[0], args[0].numel() * args[0].itemsize)
+    scratch.use(args[0], args[0].nbytes)
 
 
 class _Rows:
@@ -192,23 +191,22 @@ def _fft(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, dims = args[:2]
     see(out)
     if torch.backends.mkl.is_available() and _Rows(x.shape, x.stride(), dims).are_copied():
-        scratch.use(x, x.numel() * x.itemsize)
+        scratch.use(x, x.nbytes)
 
 
 def _fft_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Transform all dimensions but the last into a complex tensor first."""
     x, (*first, last) = args[:2]
-    has_mkl, nbytes = torch.backends.mkl.is_available(), x.numel() * x.itemsize
-    between: list[Block] = []
+    has_mkl, between = torch.backends.mkl.is_available(), list[Block]()
     rows = _Rows(x.shape, x.stride(), first or [last])
     if first and has_mkl:
-        between = scratch.take_bytes(x, nbytes)
+        between = scratch.take(x)
         if rows.are_copied():
-            scratch.use(x, nbytes)
+            scratch.use(x, x.nbytes)
         rows = rows.transformed(last)
     see(out)
     if has_mkl and rows.are_copied():
-        scratch.use(x, nbytes)
+        scratch.use(x, x.nbytes)
     scratch.give_back(between)
 
 

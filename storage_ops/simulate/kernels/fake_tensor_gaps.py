@@ -138,6 +138,11 @@ def _logsumexp(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.use(args[0], args[0].numel() * out.itemsize * copies)
 
 
+def count_losses(args: Args) -> int:
+    """Return how many losses a call has before they are reduced."""
+    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+
+
 def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
     """Return the scratch of a loss.
 
@@ -150,7 +155,7 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         if _is_transformed() or (len(args) > at and args[at] == 0):
             return  # not reduced
-        losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
+        losses = count_losses(args) * out.itemsize
         if is_kept:
             scratch.ledger.see_as(out, scratch.ledger.block(out, losses, scratch.name))
         if is_made:
@@ -161,7 +166,7 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
 
 def _logit_losses(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Compute log sigmoids, and losses from them."""
-    losses = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * out.itemsize
+    losses = count_losses(args) * out.itemsize
     taken = scratch.take_bytes(out, losses)
     if len(args) <= 4 or args[4] != 0:  # reduced
         scratch.use(out, losses)
@@ -185,11 +190,10 @@ def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    nbytes = args[0].numel() * args[0].itemsize
-    if nbytes > out.nbytes:
-        scratch.ledger.see_as(out, scratch.ledger.block(out, nbytes, scratch.name))
+    if args[0].nbytes > out.nbytes:
+        scratch.ledger.see_as(out, scratch.ledger.block(out, args[0].nbytes, scratch.name))
         return
-    taken = scratch.take_bytes(args[0], nbytes)
+    taken = scratch.take(args[0])
     see(out)
     scratch.give_back(taken)
 
