@@ -111,8 +111,16 @@ def test_lists_of_known_values_and_batch_sizes_are_known():
 
 @pytest.mark.parametrize("driver", [None, "gels"])  # which wants matrices of full rank
 def test_sizes_of_least_squares_are_known(driver):
-    batch = torch.randn(64, 32), torch.randn(64, 2)
-    assert simulate_step(Solving(driver), batch).peak_bytes
+    model, batch = Solving(driver), (torch.randn(64, 32), torch.randn(64, 2))
+    state = torch.get_rng_state()
+    assert simulate_step(model, batch).peak_bytes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unknown_numbers_of_an_op_are_not_drawn_from_the_default_generator():
+    x, state = torch.empty(64, 32, device="meta"), torch.get_rng_state()
+    assert estimate(lambda x: torch.linalg.lstsq(x, x).solution, x).peak_bytes
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_is_said_of_data_comes_before_the_data():

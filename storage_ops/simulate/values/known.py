@@ -192,8 +192,10 @@ class Values:
             known[id(t)] = self.read(t)
             if known[id(t)] is None and any_numbers and t.is_floating_point():
                 with no_dispatch():
-                    # Different numbers in a matrix, so that it has full rank.
-                    known[id(t)] = torch.rand(t.shape[-2:], dtype=t.dtype).expand(t.shape)
+                    # Different numbers in a matrix, so that it has full rank, and a generator of
+                    # their own, so that the program's draws stay the same.
+                    some = torch.rand(t.shape[-2:], dtype=t.dtype, generator=torch.Generator())
+                    known[id(t)] = some.expand(t.shape)
             if known[id(t)] is None:
                 return None
         cpu = torch.device("cpu")
