@@ -11,13 +11,8 @@ from benchmarks.report.rows import Result, Row, columns, is_ours, points, shapes
 if TYPE_CHECKING:
     from rich.console import Console
 
-WORDS = (
-    "shape",
-    "case",
-    "on",
-    "plan",
-    "because of",
-)  # titles of columns that hold words, not numbers
+# Titles of columns that hold words, not numbers.
+WORDS = ("shape", "case", "on", "plan", "because of")
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

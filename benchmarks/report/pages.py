@@ -56,66 +56,55 @@ def point(row: Row | None) -> str:
     return f"{row[column]:.2f}, {row[PEAK]:.0f} MiB" if column else ""
 
 
-GAINS = {
-    "`fit` with the loss": "storage_ops, with the loss, 51%",
-    "a smaller budget": "storage_ops, with the loss, 34%",
-    "offloading and tiles too": "storage_ops, with all, 30%",
-}
-JOB = {
-    "linear_cross_entropy": "`linear_cross_entropy`",
-    "all": "output discarding and selective checkpointing too",
-}
+HALF = "storage_ops, with the loss, 51%"  # a plan for half the memory
+# Rows of the README's table: a benchmark, a shape, the case that is plain, and for each other
+# case what the table calls it.
+GAINS = (
+    ("carried_plans", "Llama, 2 x 8192 tokens", "none", {
+        HALF: "Llama of 1.5 billion parameters, `fit` with the loss",
+        "storage_ops, with the loss, 34%": "Llama of 1.5 billion parameters, a smaller budget",
+        "storage_ops, with all, 30%":
+            "Llama of 1.5 billion parameters, offloading and tiles too",
+    }),
+    ("train_gpt", "gpt2-small, 16 x 1024 tokens, bfloat16", "plain", {
+        "linear_cross_entropy": "gpt2-small, 16 x 1024 tokens, `linear_cross_entropy`",
+        "all": "gpt2-small, 16 x 1024 tokens, output discarding and selective checkpointing too",
+    }),
+    ("linear_cross_entropy", "R1 bfloat16", "eager", {
+        "storage_ops, 1/4": f"loss alone, {' x '.join(map(str, GPU_SHAPES['R1']))}, "
+        "a quarter of the logits",
+    }),
+)  # fmt: skip
 
 
-def planned_llama() -> dict[str, Row]:
-    """Return the rows of a Llama on a GPU whose plans were made without one, by case."""
-    result = next(result for result in results_of("carried_plans") if result["gpu"] is not None)
-    return {row["case"]: row for row in result["rows"]}
+def on_gpu(stem: str, shape: str, *cases: str) -> list[Row]:
+    """Return the rows of some cases on the first GPU."""
+    result = next(result for result in results_of(stem) if result["gpu"] is not None)
+    return [row for case in cases if (row := at(shapes(result)[shape], case)) is not None]
 
 
 def headline() -> str:
     """Return the first figures of the README."""
-    rows = planned_llama()
-    plain, ours = rows["none"], rows["storage_ops, with the loss, 51%"]
-    peaks = [row[PEAK] / 1024 for row in (plain, ours)]
-    slower = ours["time / none"]
+    plain, ours = on_gpu("carried_plans", "Llama, 2 x 8192 tokens", "none", HALF)
     return (
-        f"A training step of a Llama with 1.5 billion parameters takes **{peaks[1]:.0f} GiB "
-        f"instead of {peaks[0]:.0f} GiB** on an H200, in {slower:.2f} of the time.\n"
+        f"A training step of a Llama with 1.5 billion parameters takes **{ours[PEAK] / 1024:.0f} "
+        f"GiB instead of {plain[PEAK] / 1024:.0f} GiB** on an H200, in {ours['time / none']:.2f} "
+        "of the time.\n"
     )
 
 
 def gains() -> str:
     """Return the table of the README: what each part saves on a GPU."""
-    rows = planned_llama()
-    job = next(result for result in results_of("train_gpt") if result["gpu"] is not None)
-    loss = next(result for result in results_of("linear_cross_entropy") if result["gpu"])
-    lines = [
-        [f"Llama of 1.5 billion parameters, {name}", rows[case], rows["none"], "time / none"]
-        for name, case in GAINS.items()
-    ]
-    shape, of_shape = next(iter(shapes(job).items()))
-    lines += [
-        [
-            f"{shape.removesuffix(', bfloat16')}, {name}",
-            at(of_shape, case),
-            of_shape[0],
-            "time / plain",
-        ]
-        for case, name in JOB.items()
-    ]
-    found = shapes(loss)["R1 bfloat16"]
-    tokens, width, vocab = GPU_SHAPES["R1"]
-    eager = at(found, "eager")
-    lines += [[f"loss alone, {tokens} x {width} x {vocab}, a quarter of the logits",
-               at(found, "storage_ops, 1/4"), eager, "time / floor"]]  # fmt: skip
-    cells = [
-        [name, f"{base[PEAK] / 1024:.1f} GiB", f"{row[PEAK] / 1024:.1f} GiB",
-         f"{row[column] / base[column]:.2f}"]
-        for name, row, base, column in lines
-    ]  # fmt: skip
+    lines = []
+    for stem, shape, base, names in GAINS:
+        plain, *others = on_gpu(stem, shape, base, *names)
+        column = time_of(plain) or ""
+        for row in others:
+            ratio = row[column] / plain[column]
+            peaks = [f"{each[PEAK] / 1024:.1f} GiB" for each in (plain, row)]
+            lines.append([names[row["case"]], *peaks, f"{ratio:.2f}"])
     titles = ["one training step on an H200, bfloat16", "plain peak", "peak", "time / plain"]
-    return table(titles, cells)
+    return table(titles, lines)
 
 
 def demo() -> str:
