@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.checkpoint.discard import options
+from storage_ops.checkpoint.discard import output_discard
 from storage_ops.checkpoint.layers import config
 from storage_ops.checkpoint.region import region
 from storage_ops.checkpoint.selective import policies
@@ -77,7 +77,7 @@ SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
             (keywords(so.linear_kl_div, "reduction", "token_weight", "scale_by_temperature")
              - {"target", "target_weight"}) | keywords(so.losses.kd, *RETURNS),
         ),
-        (options.DiscardOptions, arguments(so.OutputDiscardCheckpoint)),
+        (output_discard.DiscardOptions, arguments(so.OutputDiscardCheckpoint)),
         (config.LayerOptions, arguments(so.ActivationCheckpointConfig) - OF_LAYERS),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

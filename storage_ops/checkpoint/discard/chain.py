@@ -11,8 +11,11 @@ from typing_extensions import ParamSpec, TypeVar, Unpack
 
 from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
 from storage_ops.checkpoint.discard.containers import Containers
-from storage_ops.checkpoint.discard.options import DiscardOptions
-from storage_ops.checkpoint.discard.output_discard import OutputDiscardCheckpoint, run_region
+from storage_ops.checkpoint.discard.output_discard import (
+    DiscardOptions,
+    OutputDiscardCheckpoint,
+    run_region,
+)
 from storage_ops.checkpoint.region.region import Region, is_repeatable
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.foundation import regions

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
-from typing_extensions import ParamSpec, TypeVar, Unpack
+from typing_extensions import ParamSpec, TypedDict, TypeVar, Unpack
 
 from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
 from storage_ops.checkpoint.discard.containers import Containers
-from storage_ops.checkpoint.discard.options import DiscardOptions
 from storage_ops.checkpoint.region.inputs import leaves_of
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region.region import (
@@ -37,6 +36,18 @@ from storage_ops.foundation import regions
 P = ParamSpec("P", default=...)
 T = TypeVar("T", default=Any)
 M = TypeVar("M")
+
+
+class DiscardOptions(TypedDict, total=False):
+    """Arguments of `OutputDiscardCheckpoint`; tests/test_types.py compares the names."""
+
+    preserve_rng_state: bool
+    determinism_check: DeterminismCheck
+    debug: bool
+    context_fn: ContextFn | None
+    retain_input_tensors: bool
+    fp8: Any
+    ckpt_manager: Any
 
 
 class OutputDiscardCheckpoint:

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from storage_ops._subclass import Replaced
 from storage_ops.checkpoint.discard.chain import OutputDiscardChain
 from storage_ops.checkpoint.discard.consumers import ConsumerHooks
-from storage_ops.checkpoint.discard.options import DiscardOptions
+from storage_ops.checkpoint.discard.output_discard import DiscardOptions
 from storage_ops.checkpoint.region.inputs import leaves_of
 from storage_ops.checkpoint.region.rows import keep_ends_of_rows
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key

@@ -28,7 +28,7 @@ from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, le
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard
 from storage_ops.checkpoint.saved.guard import storage_key
-from storage_ops.checkpoint.saved.op_log import OpLog
+from storage_ops.checkpoint.saved.matching import OpLog
 from storage_ops.checkpoint.saved.outputs import (
     DiscardableOutput,
     discardable_outputs,

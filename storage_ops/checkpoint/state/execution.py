@@ -23,8 +23,8 @@ from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.modes import active_modes
-from storage_ops.checkpoint.state.random_states import State, state_of
 from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.unchanged import State, state_of
 
 _trackers: OrderedDict[int, Any] = OrderedDict()
 

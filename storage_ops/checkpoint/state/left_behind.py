@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.state.containers import MISSING, copy_of, put
-from storage_ops.checkpoint.state.random_states import undo_draws_of_process
+from storage_ops.checkpoint.state.unchanged import undo_draws_of_process
 from storage_ops.foundation.walk import (
     CONTAINERS,
     MAPPINGS,

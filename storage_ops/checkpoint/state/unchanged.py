@@ -8,15 +8,16 @@ computes nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from storage_ops.checkpoint.state.containers import Undo, copy_of, put
-from storage_ops.checkpoint.state.random_states import undo_draws, undo_draws_of_process
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
@@ -27,6 +28,9 @@ from storage_ops.foundation.walk import (
     is_opaque,
     walk,
 )
+
+# How to get and set the state of a generator.
+State = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 @contextlib.contextmanager
@@ -51,7 +55,7 @@ def undo_changes(roots: Iterable[Any]) -> Undo:
     found: Undo = []
     for value in _reached(roots):
         if isinstance(value, CONTAINERS):
-            found.append(functools.partial(put, value, copy_of(value)))
+            found.append(partial(put, value, copy_of(value)))
         elif (undo := undo_draws(value)) is not None:
             found.append(undo)
     return found
@@ -132,3 +136,42 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
     finally:
         for where, name, t in reversed(before):
             where[name] = t
+
+
+def state_of(value: object) -> State | None:
+    """Return how to get and set the state of a generator; None for other values.
+
+    Args:
+        value: a `random.Random`, a `numpy.random.Generator` or a `numpy.random.RandomState`.
+    """
+    if isinstance(value, random.Random):
+        has_state = not isinstance(value, random.SystemRandom)
+        return (value.getstate, value.setstate) if has_state else None
+    numpy: Any = sys.modules.get("numpy.random")
+    generator: Any = value
+    if isinstance(value, getattr(numpy, "RandomState", ())):
+        return generator.get_state, generator.set_state
+    if isinstance(value, getattr(numpy, "Generator", ())):
+        bits = generator.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+def undo_draws(value: object) -> Callable[[], object] | None:
+    """Return a function that gives a generator its state of now back; None for other values."""
+    found = state_of(value)
+    if found is None:
+        return None
+    get, put = found
+    return partial(put, get())
+
+
+def undo_draws_of_process() -> list[Callable[[], None]]:
+    """Return functions that give `random` and `numpy.random` their states of now back."""
+    state = random.getstate()
+    found: list[Callable[[], None]] = [lambda: random.setstate(state)]
+    numpy: Any = sys.modules.get("numpy.random")
+    if hasattr(numpy, "get_state"):
+        of_numpy = numpy.get_state()
+        found.append(lambda: numpy.set_state(of_numpy))
+    return found
