@@ -38,6 +38,10 @@ def image(x):
     return x.float().view(-1, 16, 32)
 
 
+def orthogonal(x):
+    return torch.linalg.householder_product(x.detach().float(), x.detach()[0].float())
+
+
 def logit_losses(x, reduction, **kwargs):
     return F.binary_cross_entropy_with_logits(x, x.detach(), reduction=reduction, **kwargs)
 
@@ -138,6 +142,16 @@ CASES = {
         lambda x: aten._batch_norm_with_update(image(x), *[torch.ones(16)] * 4, 0.1, 1e-5)[0]
     ],
     "aten::linalg_matrix_exp": [lambda x: torch.matrix_exp(x.view(-1, 16, 16))],
+    "aten::linalg_householder_product": [
+        lambda x: orthogonal(x), lambda x: orthogonal(x[:, :64]),
+    ],
+    "aten::linalg_qr": [
+        lambda x: torch.linalg.qr(x.float())[0],
+        lambda x: torch.linalg.qr(x.detach().float().view(2048, -1), "r")[1],
+        lambda x: torch.linalg.qr(x.float().detach() + 0j)[0],
+        lambda x: torch.linalg.qr(x.float().view(2048, -1))[0],
+        lambda x: torch.linalg.qr(x.float().view(-1, 8).detach())[0],
+    ],
     "aten::renorm": [lambda x: x.renorm(2, 0, 1.0)],
     "aten::native_batch_norm_backward": [
         lambda x: normalized(x.float().view(-1, 16, 8, 8)),

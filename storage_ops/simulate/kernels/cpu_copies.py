@@ -10,6 +10,8 @@ Observed by allocation events with torch 2.13.
 * Gathering and scattering 16-bit numbers work on float32.
 * `all` and `any` read booleans, and `sort` numbers the elements of a row.
 * MKL transforms rows one after the other, and copies an input whose rows are not.
+* LAPACK factors a matrix into QR in place of one of the results, and makes Q in blocks of columns,
+  where several threads need a copy of a block.
 """
 
 from __future__ import annotations
@@ -225,6 +227,39 @@ def _matrix_exp(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.use(out, 10 * out.nbytes)
 
 
+def _columns_at_once(rows: int, columns: int, is_complex: bool) -> int:
+    """Return how many columns of Q MKL makes at once, as observed."""
+    if is_complex:
+        return 32
+    if rows > 1 << 13:
+        return 16 if columns <= 24 else 32
+    numbers = rows * columns
+    several = 128 if numbers >= 3 << 19 else 64 if numbers > 15 << 14 else 32
+    return 16 if columns <= 64 else several
+
+
+def _q(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Make Q from the vectors that a QR factorization leaves."""
+    see(out)
+    rows, columns = out.shape[-2:]
+    work = columns if torch.get_num_threads() == 1 else rows + 2 * columns
+    at_once = _columns_at_once(rows, columns, out.is_complex())
+    scratch.use(out, at_once * work * out.itemsize)
+
+
+def _qr(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
+    """Factor the matrix in place of Q, or of R, or in a copy if there is neither."""
+    x, (q, r) = args[0], out
+    see(r)
+    copies = scratch.take(x) if not q.numel() and x.shape != r.shape else []
+    scratch.use(x, 17 * x.shape[-1] * x.itemsize)  # for blocks of 16 rows
+    if q.numel():
+        _q(scratch, args, q, see)
+    else:
+        see(q)
+    scratch.give_back(copies)
+
+
 def _renorm(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
     if out.dtype in _LOW:
@@ -294,6 +329,8 @@ describe("median.default nanmedian.default", scratch_on_cpu=_median)
 describe("_fft_r2c _fft_c2c", scratch_on_cpu=_fft)
 describe("_fft_c2r", scratch_on_cpu=_fft_to_real)
 describe("native_group_norm_backward", scratch_on_cpu=_group_norm_backward)
+describe("linalg_householder_product", scratch_on_cpu=_q)
+describe("linalg_qr", scratch_on_cpu=_qr)
 describe("renorm", scratch_on_cpu=_renorm)
 describe("_euclidean_dist", scratch_on_cpu=_euclidean_distance)
 describe("_softmax _log_softmax", scratch_on_cpu=of_contiguous(0), scratch_on_gpu=of_contiguous(0))
