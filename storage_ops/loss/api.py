@@ -99,6 +99,8 @@ def linear_cross_entropy(
     logits_dtype: torch.dtype | None = None,
     selected_ids: Tensor | None = None,
     top_k: int | None = None,
+    gradient_tolerance: float = 0.0,
+    max_classes: float | None = None,
     returns: Sequence[Result] = ("loss",),
     options: Any = None,
 ) -> Any:
@@ -266,7 +268,8 @@ def linear_cross_entropy(
         "accumulate_dtype": accumulate_dtype, "memory_budget": memory_budget, "plan": plan,
         "process_group": process_group, "valid_classes": valid_classes, "input_grad": input_grad,
         "check_ranks": check_ranks, "divisor": divisor, "logits_dtype": logits_dtype,
-        "selected_ids": selected_ids, "top_k": top_k,
+        "selected_ids": selected_ids, "top_k": top_k, "gradient_tolerance": gradient_tolerance,
+        "max_classes": max_classes,
     }  # fmt: skip
     if linear_weight.dim() > 2:
         return loss_of_positions(linear_cross_entropy, input, linear_weight, target, **keywords)
@@ -300,7 +303,7 @@ def linear_cross_entropy(
     refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     head = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in head)
-    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
+    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax", "dropped")]
     wants[1] = wants[1] or "z_loss" in returns
     wants[3] = wants[3] or "correct" in returns
     in_forward = (
@@ -323,9 +326,10 @@ def linear_cross_entropy(
         in_forward=in_forward, grad_mask=needs, wants=tuple(wants),
         **{name: keywords[name] for name in _OF_THE_OP},
     )  # fmt: skip
-    loss, nll, lse, entropy, picked, argmax, top_ids, *_ = op.apply(call)
+    loss, nll, lse, entropy, picked, argmax, dropped, top_ids, *_ = op.apply(call)
     results: dict[str, Any] = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
+        "dropped": dropped,
     }  # fmt: skip
     if "selected" in returns or "topk" in returns:
         first = picked.shape[-1] - (top_k or 0)

@@ -24,7 +24,9 @@ from storage_ops.loss.planning.problem import REDUCTIONS, Reduction
 _Call = TypeVar("_Call")
 
 InputGrad = Literal["replicate", "partial", "reduce_scatter"]
-TensorResult = Literal["loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected"]
+TensorResult = Literal[
+    "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "dropped"
+]
 Result = Literal[TensorResult, "topk"]  # "topk" is a pair of tensors
 
 INPUT_GRADS: tuple[InputGrad, ...] = get_args(InputGrad)
@@ -47,6 +49,8 @@ class Options(TypedDict, total=False):
     input_grad: InputGrad
     check_ranks: bool
     logits_dtype: torch.dtype | None
+    gradient_tolerance: float
+    max_classes: float | None
     options: Any
 
 
@@ -143,6 +147,10 @@ RULES = (
     Rule("shift", lambda k: k >= 0, "a number of tokens >= 0"),
     MAX_VALID,
     VALID_CLASSES,
+    Rule("gradient_tolerance", is_number, "a number", TypeError),
+    Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
+    Rule("max_classes", lambda share: share is None or is_number(share), "a number", TypeError),
+    Rule("max_classes", lambda share: share is None or 0 < share <= 1, "None, or a share up to 1"),
     one_of("input_grad", INPUT_GRADS),
     true_or_false("check_ranks"),
     Rule(
@@ -186,7 +194,7 @@ class Call(NamedTuple):
     Attributes:
         in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
         grad_mask: whether input, weight and bias need gradients.
-        wants: whether nll, lse, entropy and argmax are asked for.
+        wants: whether nll, lse, entropy, argmax and dropped are asked for.
         selected_ids: those of the tokens that are scored, after the shift.
     """
 
@@ -211,7 +219,7 @@ class Call(NamedTuple):
     group: str = ""
     in_forward: bool = True
     grad_mask: tuple[bool, ...] = (True, True, False)
-    wants: tuple[bool, ...] = (False, False, False, False)
+    wants: tuple[bool, ...] = (False,) * 5
     valid_classes: int | None = None
     input_grad: str = "replicate"
     check_ranks: bool = False
@@ -219,6 +227,8 @@ class Call(NamedTuple):
     logits_dtype: torch.dtype | None = None
     selected_ids: Tensor | None = None
     top_k: int = 0
+    gradient_tolerance: float = 0.0
+    max_classes: float | None = None
 
     @property
     def keeps(self) -> bool:

@@ -74,6 +74,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
     if rows.picked is not None:
         picked, top_ids = map(tokens.spread, rows.picked.log_probabilities())
+    dropped = state.new_empty(0)
+    if run.dropped is not None:
+        dropped = tokens.spread(run.dropped)
     return (
         rows.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
@@ -81,6 +84,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
+        dropped,
         top_ids,
         tokens.spread_state(state),
         *grads,
@@ -113,7 +117,7 @@ def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     given = args[_UPSTREAM:]
     call = Call(*given) if into else Call.of_backward(given)
     # Its results are those of the backward alone.
-    return call._replace(in_forward=False, wants=(False,) * 4)
+    return call._replace(in_forward=False, wants=(False,) * 5)
 
 
 def _backward(
@@ -297,12 +301,13 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     picked = input.new_empty((*shape, selected + call.top_k) if picks else (0,), dtype=wide)
     top_ids = input.new_empty((*shape, call.top_k) if picks else (0,), dtype=torch.int64)
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
+    dropped = input.new_empty(shape if wants[4] else (0,), dtype=wide)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, count_of(whole)), dtype=wide)
     grads = gradients_like(call, call.in_forward)
     if call.keeps:
         grads = (run_of(call).left(), *grads[1:])
-    return loss, *per_token, picked, argmax, top_ids, state, *grads
+    return loss, *per_token, picked, argmax, dropped, top_ids, state, *grads
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)

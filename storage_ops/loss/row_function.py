@@ -13,6 +13,7 @@ from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
 from storage_ops.loss.engine.sums import Sums
+from storage_ops.loss.engine.tokens import may_count
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
@@ -72,6 +73,33 @@ class CrossEntropyRows(RowFunction):
         if picked is not None and products is not None and self.upstream is not None:
             picked.write(step, tile, products, self.upstream)
         return None if before is None else before - self.state[0, step.rows]
+
+    def probabilities(self, step: Step, tile: Tensor, rows: slice) -> Tensor:
+        """See `RowFunction`."""
+        head, state = self._head, self.state[:, step.rows][:, rows]
+        valid = head.tokens.target[step.rows][rows] != head.call.ignore_index
+        z = self.logits(tile[rows], step.classes)
+        z.sub_((state[0] + state[1].log()).unsqueeze(1)).exp_()
+        return z.masked_fill_(valid.logical_not_().unsqueeze(1), 0)
+
+    def targets(self, step: Step) -> Tensor:
+        """See `RowFunction`."""
+        head, classes = self._head, step.classes
+        local = head.tokens.target[step.rows] - head.first_class - classes.start
+        here = (local >= 0) & (local < classes.stop - classes.start)
+        if may_count(local):
+            return local[here]
+        return torch.where(here, local, 0)  # which class 0 is then, at no risk
+
+    def logits(self, tile: Tensor, classes: slice) -> Tensor:
+        """Return a copy of logits as the softmax takes them: with bias, scale and cap."""
+        call, bias = self._head.call, self.bias
+        z = self.state.new_empty(tile.shape).copy_(tile)
+        z = z if bias is None else z.add_(bias[classes])
+        z.mul_(call.logit_scale)
+        if call.softcap:
+            z.div_(call.softcap).tanh_().mul_(call.softcap)
+        return z
 
     def _row_kernel(self, step: Step, tile: Tensor) -> None:
         head, rows, classes, phases = self._head, step.rows, step.classes, step.phases
@@ -195,7 +223,7 @@ def target_gradient(run: CrossEntropyRun) -> Tensor:
     d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
     """
     call, tokens, state = run.head.call, run.head.tokens, run.rows.state
-    bias, upstream = run.rows.bias, run.rows.upstream
+    upstream = run.rows.upstream
     result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
     flat = result.view(-1, len(call.weight))[call.shift :]
     assert upstream is not None
@@ -204,12 +232,7 @@ def target_gradient(run: CrossEntropyRun) -> Tensor:
     lse = (state[0] + state[1].log()).unsqueeze(1)
     for step, tile in run.tiles():
         rows, classes = step.rows, step.classes
-        z = flat[rows, classes].to(state.dtype).copy_(tile)
-        z = z if bias is None else z.add_(bias[classes])
-        z.mul_(call.logit_scale)
-        if call.softcap:
-            z.div_(call.softcap).tanh_().mul_(call.softcap)
-        z.neg_().add_(lse[rows])
+        z = run.rows.logits(tile, classes).neg_().add_(lse[rows])
         if tokens.class_weight is not None:
             z.mul_(tokens.class_weight[classes])
         flat[rows, classes] = z.mul_(factor[rows])

@@ -11,6 +11,7 @@ from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.ranks import Ranks, ranks_of
 from storage_ops.loss.engine.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.loss.planning.cost import EXPECTED
 from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for
 from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import takes
@@ -99,6 +100,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         top=call.top_k,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
+        multiplied=EXPECTED if call.gradient_tolerance else 1.0,
     )
 
 

@@ -32,12 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from storage_ops.loss.engine.head import Head
 from storage_ops.loss.engine.kept import free
 from storage_ops.loss.engine.ranks import traced
+from storage_ops.loss.engine.selection import Selection, select
 from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.planning.problem import padded
 from storage_ops.loss.planning.schedule import (
     GRADIENT,
     MERGE,
     RUNNING_RESCALE,
+    UPDATE,
     Place,
     Schedule,
     Step,
@@ -63,6 +65,17 @@ class RowFunction(ABC):
         with respect to its logits, from the finished state. EXPONENTIALS overwrites it by the
         exponentials that RUNNING_RESCALE adds up. Returns the change of the rows' maximum then.
         """
+
+    @abstractmethod
+    def probabilities(self, step: Step, tile: Tensor, rows: slice) -> Tensor:
+        """Return those of some rows of a tile of logits, from the finished state.
+
+        They are 0 for tokens that are ignored, and scale how much a class may change a gradient.
+        """
+
+    @abstractmethod
+    def targets(self, step: Step) -> Tensor:
+        """Return the classes of a tile that are targets of its tokens, with duplicates."""
 
     def merging(self, rows: slice) -> Iterator[None]:
         """Merge the state of rows over the ranks; stop wherever the ranks' numbers are under way.
@@ -93,6 +106,7 @@ class Run(Generic[Rows]):
         head: the operands.
         rows: the row function.
         schedule: the way through the logits. With `first` it is that of the gradients.
+        dropped: (n,) the probability that each token leaves out of its gradient, if asked for.
     """
 
     def __init__(
@@ -116,6 +130,11 @@ class Run(Generic[Rows]):
         self._tile: Tensor | None = None
         self._merges: list[tuple[slice, Iterator[None]]] = []  # that are under way, oldest first
         self._chunk, self._x = slice(0, 0), head.tokens.x
+        # Which classes suffice is a question of values, and a graph has the ops of all values.
+        self._selects = head.problem.selects and not traced()
+        self.dropped: Tensor | None = None
+        if head.call.wants[-1]:
+            self.dropped = rows.state.new_zeros(head.tokens.count)
 
     @functools.cached_property
     def every(self) -> bool:
@@ -204,16 +223,37 @@ class Run(Generic[Rows]):
         if step.phases == MERGE:
             self._merge(step.rows)
             return
-        tile, change = self._logits(step), None
+        tile, change, selection = self._logits(step), None, None
         if step.phases & GRADIENT:
             self._end_merges(step.rows)
+        if step.phases & GRADIENT and step.adds and self._selects:
+            if step.phases & UPDATE:
+                self.rows.work(step._replace(phases=UPDATE), tile)
+                step = step._replace(phases=GRADIENT)
+            selection = self._select(step, tile)
         if step.phases:
             change = self.rows.work(step, tile)
         if step.adds:
             if change is not None:
                 self.sums.rescale(step, change)
-            self.sums.add(step, self._gathered(step), tile)
+            self.sums.add(step, self._gathered(step), tile, selection)
             self._advance_merges()
+
+    def _select(self, step: Step, tile: Tensor) -> Selection | None:
+        """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
+        head = self.head
+        found = select(
+            functools.partial(self.rows.probabilities, step, tile),
+            (len(tile), tile.shape[1]),
+            self.rows.targets(step),
+            head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,
+            head.call.max_classes,
+        )
+        if found is None:  # nor does it for tokens of the same batch
+            self._selects = False
+        elif self.dropped is not None:
+            self.dropped[step.rows] += found.dropped
+        return found
 
     def _logits(self, step: Step) -> Tensor:
         """The tile of a step, multiplied, copied, or as it was left."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.engine.head import Head
+from storage_ops.loss.engine.selection import Selection, multiply
 from storage_ops.loss.planning.cost import narrowed_rows, plain_rows
 from storage_ops.loss.planning.devices import on_gpu
 from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, slices
@@ -74,10 +75,22 @@ class Sums:
         assert self.weight is not None
         return self.weight[classes].view(-1)
 
-    def add(self, step: Step, x: Tensor, dz: Tensor) -> None:
-        """Add what the gradient of a tile of logits gives; the tile may be overwritten."""
+    def add(
+        self, step: Step, x: Tensor, dz: Tensor, selection: Selection | None = None
+    ) -> None:
+        """Add what the gradient of a tile of logits gives; the tile may be overwritten.
+
+        Args:
+            step: the tile.
+            x: (rows, D) its input rows.
+            dz: (rows, classes) the gradient with respect to its logits.
+            selection: what it is multiplied with; None: all classes.
+        """
         if step.adds & WEIGHT and self.bias is not None:
             bias_gradient(dz, self.bias[step.classes])
+        if selection is not None:
+            self._add_selected(step, x, dz, selection)
+            return
         dz = _narrowed(dz, x.dtype)
         if step.adds & INPUT:
             self._add_to_input(step, x, dz)
@@ -86,16 +99,56 @@ class Sums:
                 self.finish_input()  # its sums are in the memory that is written now
             self._add_to_weight(step, x, dz)
 
+    def _add_selected(self, step: Step, x: Tensor, dz: Tensor, selection: Selection) -> None:
+        wide, w = arithmetic(x.dtype), self._weight[step.classes]
+        columns = x.new_zeros(len(w), dtype=wide)
+        bias_gradient(dz, columns)
+        part = None
+        if step.adds & INPUT and self.input is not None:
+            part = x.new_zeros(x.shape, dtype=wide)
+        total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
+        if total is not None and not again:
+            total.zero_()
+        dz = _narrowed(dz, x.dtype)
+        multiply(selection, self._matmul, dz, x, w, columns, part, total)
+        if part is not None:
+            self._put(step, part, selection.tokens)
+        if total is not None:
+            self._complete(step, total)
+
+    def _put(self, step: Step, part: Tensor, tokens: Tensor) -> None:
+        """Add a part of the input's gradient, whose rows are these of the tile's tokens."""
+        assert self.input is not None
+        rows, kept = step.rows, self._tokens.kept
+        places = tokens + rows.start if kept is None else kept[rows][tokens]
+        again = self._counted(step)
+        if again:
+            part += self.input[places]
+        self.input[places] = part.to(self.input.dtype)
+        self._reduce_complete(rows)
+
+    def _counted(self, step: Step) -> bool:
+        """Count the classes of a tile; return True if others were added to its rows before."""
+        first, classes = step.rows.start, step.classes
+        added = self._added.get(first, 0)
+        self._added[first] = added + classes.stop - classes.start
+        return added > 0
+
+    def _reduce_complete(self, rows: slice) -> None:
+        """Begin to add up rows over the ranks that all classes were added to."""
+        complete = self._added[rows.start] == self._schedule.problem.vocab
+        if self._tokens.kept is None and complete and not self._partial:
+            assert self.input is not None
+            self._reduced += self._ranks.reduce(self.input, rows, self._scatters)
+
     def _add_to_input(self, step: Step, x: Tensor, dz: Tensor) -> None:
         if self.input is None:
             return
         rows, w = step.rows, self._weight[step.classes]
-        added, kept = self._added.get(rows.start, 0), self._tokens.kept
-        again, self._added[rows.start] = added > 0, added + len(w)
+        kept, again = self._tokens.kept, self._counted(step)
         if kept is None:
             self._matmul.input_gradient(dz, w, self.input[rows], again)
-            if not self._partial and self._added[rows.start] == self._schedule.problem.vocab:
-                self._reduced += self._ranks.reduce(self.input, rows, self._scatters)
+            self._reduce_complete(rows)
             return
         part = x.new_empty(x.shape, dtype=self.input.dtype)
         self._matmul.input_gradient(dz, w, part, False)
@@ -105,18 +158,32 @@ class Sums:
             self.input.index_copy_(0, kept[rows], part)
 
     def _add_to_weight(self, step: Step, x: Tensor, dz: Tensor) -> None:
+        part, again = self._weight_of(step)
+        if part is not None:
+            self._matmul.weight_gradient(dz, x, part, again)
+            self._complete(step, part)
+
+    def _weight_of(self, step: Step) -> tuple[Tensor | None, bool]:
+        """Return the sum of the weight's gradient of a tile's classes, and whether it has values.
+
+        It is None if the weight needs no gradient.
+        """
         classes = step.classes
         if not self._schedule.problem.grads[1]:
-            return
+            return None, False
         total, first = self.weight, 0
         if self._wide is not None:
             total, first = self._wide, classes.start if self.weight is not None else 0
         assert total is not None
-        added = self._rows_added.get(classes.start, 0)
-        self._rows_added[classes.start] = added + len(dz)
         part = total[classes.start - first : classes.stop - first]
-        self._matmul.weight_gradient(dz, x, part, added > 0 or total is self._into)
-        complete = added + len(dz) == self._tokens.count
+        return part, self._rows_added.get(classes.start, 0) > 0 or total is self._into
+
+    def _complete(self, step: Step, part: Tensor) -> None:
+        """Count the rows that were added to a part of the sum; round it when all of them were."""
+        classes, rows = step.classes, step.rows
+        added = self._rows_added.get(classes.start, 0) + rows.stop - rows.start
+        self._rows_added[classes.start] = added
+        complete = added == self._tokens.count
         if complete and self._wide is not None and self.weight is not None:
             self.weight[classes] = part
 

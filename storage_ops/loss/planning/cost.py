@@ -29,6 +29,9 @@ PICK_BYTES = 64  # of a class whose log-probability is asked for, for each token
 GROUP = 32  # logits of which the largest is found first
 TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copies of it
 PLAIN_COPIES = 9  # of those, most of them, that it makes
+BUCKETS = 16  # of classes that a token's gradient is multiplied with, or leaves out
+GATHERED = 1024  # classes of a bucket that are gathered at a time
+EXPECTED = 0.4  # of all classes, multiplied with each token's gradient, of a trained model
 
 
 def plain_rows(rows: int, columns: int) -> int:
@@ -59,6 +62,24 @@ def top_width(columns: int, k: int) -> int:
 def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
     """Rows of a tile whose k largest logits are looked for at a time."""
     return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
+
+
+def probability_rows(rows: int, columns: int) -> int:
+    """Rows of a tile whose probabilities are formed at a time to select classes."""
+    return max(1, min(rows, 4 * PLAIN // max(columns, 1)))
+
+
+def selection_bytes(p: Problem, rows: int, classes: int) -> int:
+    """What a tile needs to select classes and to multiply with them, besides products' scratch."""
+    wide, item, d, gathered = p.arithmetic, p.itemsize, p.hidden, min(GATHERED, classes)
+    ranked = classes * (8 + 2 * wide)  # classes by mass, masses or sums of the gradient
+    probabilities = 3 * wide * probability_rows(rows, classes) * classes
+    selecting = max(classes * (24 + wide), classes * BUCKETS * wide + probabilities)
+    kept = rows * (BUCKETS * 3 * wide + 24)
+    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + item))
+    piece = gathered * (rows * item + d * (2 * item + 2 * wide))
+    multiplying = sums + max(classes * BUCKETS * item, piece, rows * d * item)
+    return ranked + kept + max(selecting, multiplying)
 
 
 def narrowed_rows(rows: int) -> int:
@@ -138,6 +159,14 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             most = max(most, size)
         if adds & WEIGHT and with_weight:
             most = max(most, m.scratch_bytes(Kind.WEIGHT, rows, classes, d, wide_weight))
+        if adds and phases & GRADIENT and p.selects:
+            gathered = min(GATHERED, classes)
+            size = max(
+                m.scratch_bytes(Kind.INPUT, rows, gathered, d, True) * with_input,
+                m.scratch_bytes(Kind.WEIGHT, rows, gathered, d, True) * with_weight,
+                m.scratch_bytes(Kind.INPUT, rows, classes, BUCKETS, True),
+            )
+            most = max(most, selection_bytes(p, rows, classes) + size)
         if adds & WEIGHT and with_bias:
             copies = arithmetic * plain_elements(rows, classes) * converts
             most = max(most, copies + 2 * classes * arithmetic)

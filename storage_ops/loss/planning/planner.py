@@ -245,7 +245,7 @@ def allowed(p: Problem) -> list[str]:
     result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
-    if p.in_forward and p.rescales and p.grads == (True, False, False):
+    if p.in_forward and p.rescales and not p.selects and p.grads == (True, False, False):
         result.append(RUNNING_RESCALE)
     return result
 

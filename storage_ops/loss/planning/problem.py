@@ -39,6 +39,8 @@ class Problem:
         alike: every rank has as many, and so the same steps: the state of a chunk is merged while
             the next is multiplied, in a second tile.
         keeps: the last tile of the forward may stay until the backward, which begins with it.
+        multiplied: the share of the classes that gradients are expected to be multiplied with;
+            below 1: the others are left out, for which tiles have scratch memory.
     """
 
     tokens: int
@@ -62,6 +64,12 @@ class Problem:
     several: bool = False
     alike: bool = True
     keeps: bool = False
+    multiplied: float = 1.0
+
+    @property
+    def selects(self) -> bool:
+        """Whether classes may be left out of the gradient."""
+        return self.multiplied < 1
 
     @property
     def itemsize(self) -> int:

@@ -377,7 +377,7 @@ def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
     0 where they cannot wait for their gradient, there are no such sums, or few classes are left: no
     tile is wider than those.
     """
-    if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into:
+    if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into or p.selects:
         return 0
     if strategy != VOCAB_SLICED and not (strategy == TOKEN_CHUNKED and parks(p, rows)):
         return 0
@@ -388,6 +388,8 @@ def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
 def parks(p: Problem, rows: int) -> bool:
     """Whether logits may lie in the memory of the weight's gradient: nothing was written there."""
     if p.wide_logits:  # it has room for half as many, which may not be aligned
+        return False
+    if p.selects:  # a tile adds to the classes that it selects, of a gradient that begins as 0
         return False
     return p.in_forward and p.grads[1] and not p.into and rows >= p.tokens
 
