@@ -42,7 +42,9 @@ def kernels() -> list[Native]:
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
-    newest, cpu = minors[-1], "csrc/rows/linear_cross_entropy.cpp csrc/rows/divergence.cpp"
+    newest, cpu = minors[-1], " ".join(
+        f"csrc/rows/{name}.cpp" for name in ("linear_cross_entropy", "divergence", "tile_selection")
+    )
     if (ROOT / "csrc/products").is_dir():  # or torch's products are used
         cpu += " csrc/products/products.cpp"
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]

@@ -55,6 +55,11 @@ SCHEMAS: dict[str, str] = {
         "int ignore_index, float softcap, float logit_scale, float label_smoothing, int phases) "
         "-> ()"
     ),
+    "_tile_sums": (
+        "(Tensor(a!) out, Tensor tile, Tensor? lse, Tensor? bias, Tensor? bucket, "
+        "float softcap, float logit_scale) -> ()"
+    ),
+    "_gather_tile": "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns) -> ()",
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",
     "_transposed_product": (
         "(Tensor(a!) out, Tensor(b!) left, Tensor right, Tensor(c!) scratch, bool add) -> ()"

@@ -238,6 +238,8 @@ def apply(call: Call) -> tuple[Tensor, ...]:
 
 _FALLBACKS: dict[str, Callable[..., None]] = {
     "_cross_entropy_rows": reference.cross_entropy_rows,
+    "_tile_sums": reference.tile_sums,
+    "_gather_tile": reference.gather_tile,
     "_product": matmul_reference.product,
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from storage_ops.loss.planning.cost import plain_rows
-from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE
+from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, SLOPE, UPDATE, slices
 
 
 def _weighted(weight: Tensor, z: Tensor) -> Tensor:
@@ -274,3 +274,42 @@ def scale(self: Tensor, factor: Tensor) -> None:
     """Multiply `self` by a number; by 1 on a CPU, where that is known, nothing is read."""
     if factor.device.type != "cpu" or factor.item() != 1:
         self.mul_(factor)
+
+
+def tile_sums(
+    out: Tensor,
+    tile: Tensor,
+    lse: Tensor | None,
+    bias: Tensor | None,
+    bucket: Tensor | None,
+    softcap: float,
+    logit_scale: float,
+) -> None:
+    """Add up a tile of numbers, or of the probabilities of its logits.
+
+    Args:
+        out: gets the sum of each column, or with `bucket` those of each row by bucket.
+        tile: (rows, columns) numbers, or products.
+        lse: (rows,) of the logits, +inf for rows that do not count; None: numbers as they are.
+        bias: (columns,) or None.
+        bucket: (columns,) uint8, or None.
+        softcap, logit_scale: see `logits_of`.
+    """
+    bias = None if bias is None else bias.to(out.dtype)
+    parts = slices(len(tile), plain_rows(*tile.shape))
+    if bucket is None:
+        out.zero_()
+    for part in parts:
+        values = logits_of(tile[part].to(out.dtype), bias, softcap, logit_scale)
+        if lse is not None:
+            values = (values - lse[part].unsqueeze(1)).exp_()
+        if bucket is None:
+            out += values.sum(0)
+        else:
+            columns = bucket.long().expand_as(values)
+            out[part].zero_().scatter_add_(1, columns, values)
+
+
+def gather_tile(out: Tensor, tile: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Copy some rows and columns of a tile: out[i, j] = tile[rows[i], columns[j]]."""
+    out.copy_(tile[rows.unsqueeze(1), columns])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -74,13 +75,15 @@ class CrossEntropyRows(RowFunction):
             picked.write(step, tile, products, self.upstream)
         return None if before is None else before - self.state[0, step.rows]
 
-    def probabilities(self, step: Step, tile: Tensor, rows: slice) -> Tensor:
+    def probability_sums(
+        self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None
+    ) -> None:
         """See `RowFunction`."""
-        head, state = self._head, self.state[:, step.rows][:, rows]
-        valid = head.tokens.target[step.rows][rows] != head.call.ignore_index
-        z = self.logits(tile[rows], step.classes)
-        z.sub_((state[0] + state[1].log()).unsqueeze(1)).exp_()
-        return z.masked_fill_(valid.logical_not_().unsqueeze(1), 0)
+        call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
+        ignored = self._head.tokens.target[step.rows] == call.ignore_index
+        lse = (shift + total.log()).masked_fill_(ignored, math.inf)
+        bias = None if self.bias is None else self.bias[step.classes]
+        _OPS._tile_sums(out, tile, lse, bias, buckets, call.softcap, call.logit_scale)
 
     def targets(self, step: Step) -> Tensor:
         """See `RowFunction`."""
@@ -90,16 +93,6 @@ class CrossEntropyRows(RowFunction):
         if may_count(local):
             return local[here]
         return torch.where(here, local, 0)  # which class 0 is then, at no risk
-
-    def logits(self, tile: Tensor, classes: slice) -> Tensor:
-        """Return a copy of logits as the softmax takes them: with bias, scale and cap."""
-        call, bias = self._head.call, self.bias
-        z = self.state.new_empty(tile.shape).copy_(tile)
-        z = z if bias is None else z.add_(bias[classes])
-        z.mul_(call.logit_scale)
-        if call.softcap:
-            z.div_(call.softcap).tanh_().mul_(call.softcap)
-        return z
 
     def _row_kernel(self, step: Step, tile: Tensor) -> None:
         head, rows, classes, phases = self._head, step.rows, step.classes, step.phases
@@ -223,7 +216,7 @@ def target_gradient(run: CrossEntropyRun) -> Tensor:
     d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
     """
     call, tokens, state = run.head.call, run.head.tokens, run.rows.state
-    upstream = run.rows.upstream
+    bias, upstream = run.rows.bias, run.rows.upstream
     result = torch.zeros_like(call.target, memory_format=torch.contiguous_format)
     flat = result.view(-1, len(call.weight))[call.shift :]
     assert upstream is not None
@@ -232,7 +225,12 @@ def target_gradient(run: CrossEntropyRun) -> Tensor:
     lse = (state[0] + state[1].log()).unsqueeze(1)
     for step, tile in run.tiles():
         rows, classes = step.rows, step.classes
-        z = run.rows.logits(tile, classes).neg_().add_(lse[rows])
+        z = flat[rows, classes].to(state.dtype).copy_(tile)
+        z = z if bias is None else z.add_(bias[classes])
+        z.mul_(call.logit_scale)
+        if call.softcap:
+            z.div_(call.softcap).tanh_().mul_(call.softcap)
+        z.neg_().add_(lse[rows])
         if tokens.class_weight is not None:
             z.mul_(tokens.class_weight[classes])
         flat[rows, classes] = z.mul_(factor[rows])

@@ -67,10 +67,17 @@ class RowFunction(ABC):
         """
 
     @abstractmethod
-    def probabilities(self, step: Step, tile: Tensor, rows: slice) -> Tensor:
-        """Return those of some rows of a tile of logits, from the finished state.
+    def probability_sums(
+        self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None
+    ) -> None:
+        """Add up the probabilities of a tile of logits, from the finished state.
 
-        They are 0 for tokens that are ignored, and scale how much a class may change a gradient.
+        Those of ignored tokens are 0.
+
+        Args:
+            step, tile: the tile.
+            out: gets the sum of each class, or with `buckets` those of each token by bucket.
+            buckets: (classes,) uint8, the bucket of each class of the tile, or None.
         """
 
     @abstractmethod
@@ -243,9 +250,10 @@ class Run(Generic[Rows]):
         """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
         head = self.head
         found = select(
-            functools.partial(self.rows.probabilities, step, tile),
-            (len(tile), tile.shape[1]),
+            functools.partial(self.rows.probability_sums, step, tile),
             self.rows.targets(step),
+            tile.shape,
+            self.rows.state,
             head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,
             head.call.max_classes,
         )

@@ -34,11 +34,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storage_ops.loss.planning.cost import BUCKETS, GATHERED, probability_rows
+from storage_ops.loss.planning.cost import BUCKETS, GATHERED
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
+_OPS = torch.ops.storage_ops
 PAYS = 0.75  # of all multiplications; with more of them a tile is multiplied whole
+
+# Adds up the probabilities of a tile's logits: of each class, or of each token by bucket of classes.
+ProbabilitySums = Callable[[Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Selection:
         classes: (classes,) the classes of the tile by mass, its targets first.
         tokens: (rows,) the tokens of the tile by need.
         needs: (rows,) how many buckets each of `tokens` needs.
+        buckets: (classes,) uint8, the bucket of each class of the tile.
         bounds: where buckets begin among `classes`, and where the last one ends.
         counts: how many tokens need each bucket.
         dropped: (rows,) the probability that each token of the tile leaves out.
@@ -57,37 +62,44 @@ class Selection:
     classes: Tensor
     tokens: Tensor
     needs: Tensor
+    buckets: Tensor
     bounds: list[int]
     counts: list[int]
     dropped: Tensor
 
+    @property
+    def used(self) -> int:
+        """How many buckets any token needs."""
+        return sum(count > 0 for count in self.counts)
+
     def pieces(self) -> list[tuple[int, slice]]:
         """Return the bucket and the place among `classes` of what is gathered at a time."""
-        bounds = zip(self.bounds, self.bounds[1:], strict=False)
+        bounds = list(zip(self.bounds, self.bounds[1:], strict=False))[: self.used]
         return [(k, part) for k, (a, b) in enumerate(bounds) for part in slices(b, GATHERED, a)]
 
 
 def select(
-    probabilities: Callable[[slice], Tensor],
-    shape: tuple[int, int],
+    probability_sums: ProbabilitySums,
     targets: Tensor,
+    shape: torch.Size,
+    like: Tensor,
     may_drop: float,
     max_classes: float | None,
 ) -> Selection | None:
     """Choose what to multiply the gradient of a tile with; None if leaving out does not pay.
 
     Args:
-        probabilities: returns those of some rows of the tile, 0 for ignored tokens.
-        shape: rows and classes of the tile.
+        probability_sums: see above; ignored tokens have none.
         targets: classes of the tile that no token may leave out; with duplicates.
+        shape: rows and classes of the tile.
+        like: a tensor in the dtype of the arithmetic, on the device.
         may_drop: the probability that a token may leave out.
         max_classes: the share of the classes that all tokens are multiplied with, whatever they
             leave out; None: as many as they need, which waits for the device once.
     """
     high, wide = shape
-    blocks = slices(high, probability_rows(high, wide))
-    mass = sum(probabilities(rows).sum(0) for rows in blocks)
-    assert isinstance(mass, Tensor)
+    mass = like.new_empty(wide)
+    probability_sums(mass, None)
     mass.nan_to_num_(0.0, 0.0)
     mass[targets] = math.inf
     first = min(len(targets), wide)
@@ -96,8 +108,11 @@ def select(
     if max_classes is not None:
         first = max(first, math.ceil(max_classes * wide))
     classes, bounds = mass.argsort(descending=True, stable=True), _bounds(first, wide)
-    indicator = _indicator(classes, bounds, mass.dtype)
-    held = torch.cat([probabilities(rows) @ indicator for rows in blocks])
+    buckets = torch.empty_like(classes, dtype=torch.uint8)
+    for k, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        buckets[classes[begin:end]] = k
+    held = like.new_empty(high, len(bounds) - 1)
+    probability_sums(held, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
     tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
@@ -112,7 +127,7 @@ def select(
             return None
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
-    return Selection(classes, tokens, needs[tokens], bounds, counts, dropped)
+    return Selection(classes, tokens, needs[tokens], buckets, bounds, counts, dropped)
 
 
 def multiply(
@@ -121,7 +136,6 @@ def multiply(
     dz: Tensor,
     x: Tensor,
     w: Tensor,
-    sums: Tensor,
     into_input: Tensor | None,
     into_weight: Tensor | None,
 ) -> None:
@@ -132,43 +146,49 @@ def multiply(
         matmul: who multiplies.
         dz: (rows, classes) the gradient with respect to the logits.
         x, w: (rows, D) and (classes, D), in the dtype of dz.
-        sums: (classes,) the sum of dz over its rows.
-        into_input: (rows, D) zeros that get the input's gradient, in the order of `chosen.tokens`.
+        into_input: (rows, D) zeros in the dtype of the arithmetic, that get the input's gradient in
+            the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to.
     """
-    x, wide = x[chosen.tokens], sums.dtype
-    margins = sums.new_empty(len(x), len(chosen.counts))
-    indicator = _indicator(chosen.classes, chosen.bounds, dz.dtype)
-    matmul.input_gradient(dz, indicator, margins, False)
-    del indicator
-    bucket = torch.arange(len(chosen.counts), device=dz.device)
+    used, size, x = chosen.used, x.shape[1], x[chosen.tokens]
+    wide = dz.dtype if dz.dtype == torch.float64 else torch.float32
+    columns = dz.new_empty(len(w), dtype=wide)
+    _OPS._tile_sums(columns, dz, None, None, None, 0.0, 1.0)
+    margins = columns.new_empty(len(x), len(chosen.counts))
+    _OPS._tile_sums(margins, dz, None, None, chosen.buckets, 0.0, 1.0)
+    # Buckets that no token needs are one; of the others what each token leaves out.
+    margins = torch.cat((margins[:, :used], margins[:, used:].sum(1, keepdim=True)), 1)
+    bucket = torch.arange(used + 1, device=dz.device)
     left = margins[chosen.tokens].mul_(bucket >= chosen.needs.unsqueeze(1))
     total = left.sum(0)
-    average = left * torch.where(total == 0, 0, total.reciprocal())
-    of_input = sums.new_zeros(len(bucket), x.shape[1])
-    matmul.weight_gradient(average.to(x.dtype), x, of_input, False)
-    of_weight = sums.new_zeros(len(bucket), x.shape[1])
+    shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
+    inputs, weights = columns.new_zeros(2, used + 1, size)
+    matmul.weight_gradient(shares, x, inputs, False)
     for k, place in chosen.pieces():
         count, classes = chosen.counts[k], chosen.classes[place]
-        weight, column = w[classes], sums[classes]
-        part = sums.new_zeros(len(classes), x.shape[1]) if into_weight is not None else None
-        if count:
-            piece = dz[chosen.tokens[:count].unsqueeze(1), classes]
-            column = column - piece.sum(0, dtype=wide)
-            if into_input is not None:
-                matmul.input_gradient(piece, weight, into_input[:count], True)
-            if part is not None:
-                matmul.weight_gradient(piece, x[:count], part, False)
-            del piece
+        weight, column = w[classes], columns[classes]
+        columns[classes] = 0
+        piece = dz.new_empty(count, len(classes))
+        _OPS._gather_tile(piece, dz, chosen.tokens[:count], classes)
         if count < len(x):
-            of_weight[k] += column.to(w.dtype) @ weight
-            if part is not None:
-                part.addr_(column, of_input[k])
-        if part is not None and into_weight is not None:
-            part += into_weight[classes]
-            into_weight[classes] = part.to(into_weight.dtype)
+            inner = torch.empty_like(column)
+            _OPS._tile_sums(inner, piece, None, None, None, 0.0, 1.0)
+            column -= inner
+            weights[k] += column.to(w.dtype) @ weight
+        if into_input is not None:
+            matmul.input_gradient(piece, weight, into_input[:count], True)
+        if into_weight is not None:
+            part = columns.new_empty(len(classes), size)
+            matmul.weight_gradient(piece, x[:count], part, False)
+            if count < len(x):
+                part.addr_(column, inputs[k])
+            into_weight.index_add_(0, classes, part.to(into_weight.dtype))
+    rest = columns.to(w.dtype).unsqueeze(0)  # of the buckets that no token needs
+    matmul.input_gradient(rest, w, weights[used:], False)
+    if into_weight is not None:
+        matmul.weight_gradient(rest, inputs[used:].to(w.dtype), into_weight, True)
     if into_input is not None:
-        matmul.input_gradient(average.to(w.dtype), of_weight.to(w.dtype), into_input, True)
+        matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
 
 
 def _bounds(first: int, classes: int) -> list[int]:
@@ -176,15 +196,7 @@ def _bounds(first: int, classes: int) -> list[int]:
     first = max(first, min(classes, GATHERED // 4), 1)
     growth = classes / first
     ranks = {math.ceil(first * growth ** (k / (BUCKETS - 1))) for k in range(BUCKETS)}
-    return [0, *sorted(min(rank, classes) for rank in ranks | {classes} if rank <= classes)]
-
-
-def _indicator(classes: Tensor, bounds: list[int], dtype: torch.dtype) -> Tensor:
-    """Return a (classes, buckets) matrix with 1 where a class is in a bucket."""
-    result = torch.zeros(len(classes), len(bounds) - 1, dtype=dtype, device=classes.device)
-    for k, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        result[classes[begin:end], k] = 1
-    return result
+    return [0, *sorted(min(rank, classes) for rank in ranks | {classes})]
 
 
 def _counts(needs: Tensor, buckets: int) -> list[int]:

@@ -100,17 +100,14 @@ class Sums:
             self._add_to_weight(step, x, dz)
 
     def _add_selected(self, step: Step, x: Tensor, dz: Tensor, selection: Selection) -> None:
-        wide, w = arithmetic(x.dtype), self._weight[step.classes]
-        columns = x.new_zeros(len(w), dtype=wide)
-        bias_gradient(dz, columns)
-        part = None
+        w, part = self._weight[step.classes], None
         if step.adds & INPUT and self.input is not None:
-            part = x.new_zeros(x.shape, dtype=wide)
+            part = x.new_zeros(x.shape, dtype=arithmetic(x.dtype))
         total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
         if total is not None and not again:
             total.zero_()
         dz = _narrowed(dz, x.dtype)
-        multiply(selection, self._matmul, dz, x, w, columns, part, total)
+        multiply(selection, self._matmul, dz, x, w, part, total)
         if part is not None:
             self._put(step, part, selection.tokens)
         if total is not None:
