@@ -4,18 +4,21 @@ A trained model gives nearly all of its probability to few classes. The gradient
 dz (tokens, classes), is multiplied by the weight and by the input. Both products can leave out
 classes of which a token has next to nothing:
 
-    classes by their mass -->   targets | bucket | bucket  | bucket
-                               +--------+--------+---------+-----------+
-    tokens by the number       | ###### | ###### | ####### | ######### |
-    of buckets that they need  | ###### | ###### | ####### | ......... |
-                   |           | ###### | ###### | ....... | ......... |
-                   v           | ###### | ...... | ....... | ......... |
-                               +--------+--------+---------+-----------+
+    classes by their mass -->   targets | bucket | bucket  | rest
+                               +--------+--------+---------+-----------------+
+    flat tokens                | ###### | ###### | ####### | ############### |
+    tokens by the number       | ###### | ###### | ####### | ............... |
+    of buckets that they need  | ###### | ###### | ####### | ............... |
+                   |           | ###### | ###### | ....... | ............... |
+                   v           | ###### | ...... | ....... | ............... |
+                               +--------+--------+---------+-----------------+
 
 * The *mass* of a class is the sum of its probabilities over the tokens of a tile. Classes are
   ordered by mass, the targets of the tile first, and divided into *buckets* of growing width.
-* A token needs the shortest prefix of buckets beyond which it has no more probability than it may
+* A token *needs* the shortest prefix of buckets beyond which it has no more probability than it may
   leave out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
+* Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
+  the few that need more than is worth that, are multiplied with all other classes in their order.
 * What is left out of a bucket (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = B.T 1, s = the sum of B. It has the same sums of rows and columns, and
   its products with weight and input are thin. For each token the classes that are left out count as
@@ -39,7 +42,9 @@ from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
 _OPS = torch.ops.storage_ops
-PAYS = 0.75  # of all multiplications; with more of them a tile is multiplied whole
+PAYS = 0.9  # of the work of a whole tile; with more of it a tile is multiplied whole
+# Tokens whose products take as long as to gather a row of the weight and to add its gradient.
+GATHERING = {"cpu": 96, "cuda": 400}
 
 # Adds up the probabilities of a tile's logits: of each class, or of each token by bucket of classes.
 ProbabilitySums = Callable[[Tensor, Tensor | None], None]
@@ -50,12 +55,13 @@ class Selection:
     """What the gradient of a tile is multiplied with.
 
     Attributes:
-        classes: (classes,) the classes of the tile by mass, its targets first.
+        classes: (classes,) the classes of the tile by bucket, its targets in the first.
         tokens: (rows,) the tokens of the tile by need.
         needs: (rows,) how many buckets each of `tokens` needs.
         buckets: (classes,) uint8, the bucket of each class of the tile.
         bounds: where buckets begin among `classes`, and where the last one ends.
-        counts: how many tokens need each bucket.
+        counts: how many tokens need each of the buckets that are gathered; the others are the rest.
+        flat: how many of `tokens`, the first, are multiplied with the rest as well.
         dropped: (rows,) the probability that each token of the tile leaves out.
     """
 
@@ -65,17 +71,14 @@ class Selection:
     buckets: Tensor
     bounds: list[int]
     counts: list[int]
+    flat: int
     dropped: Tensor
-
-    @property
-    def used(self) -> int:
-        """How many buckets any token needs."""
-        return sum(count > 0 for count in self.counts)
 
     def pieces(self) -> list[tuple[int, slice]]:
         """Return the bucket and the place among `classes` of what is gathered at a time."""
-        bounds = list(zip(self.bounds, self.bounds[1:], strict=False))[: self.used]
-        return [(k, part) for k, (a, b) in enumerate(bounds) for part in slices(b, GATHERED, a)]
+        ends = enumerate(zip(self.bounds, self.bounds[1:], strict=False))
+        gathered = list(ends)[: len(self.counts)]
+        return [(k, part) for k, (a, b) in gathered for part in slices(b, GATHERED, a)]
 
 
 def select(
@@ -111,23 +114,23 @@ def select(
     buckets = torch.empty_like(classes, dtype=torch.uint8)
     for k, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         buckets[classes[begin:end]] = k
+    classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
     held = like.new_empty(high, len(bounds) - 1)
     probability_sums(held, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
     tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
-        needs = torch.ones_like(tails[:, 0], dtype=torch.int64)
-        counts = [high] + [0] * (len(bounds) - 2)
+        needs, counts, flat = torch.ones_like(tails[:, 0], dtype=torch.int64), [high], 0
     else:
         needs = tails[:, 1:-1].le(may_drop).logical_not_().sum(1) + 1  # of nan all
-        counts = _counts(needs, len(bounds) - 1)
-        widths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-        multiplied = sum(n * width for n, width in zip(counts, widths, strict=True))
-        if multiplied > PAYS * high * wide and not isinstance(mass, FakeTensor):
+        found = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
+        if found is None:
             return None
+        counts, flat = found
+        needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
-    return Selection(classes, tokens, needs[tokens], buckets, bounds, counts, dropped)
+    return Selection(classes, tokens, needs[tokens], buckets, bounds, counts, flat, dropped)
 
 
 def multiply(
@@ -150,45 +153,95 @@ def multiply(
             the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to.
     """
-    used, size, x = chosen.used, x.shape[1], x[chosen.tokens]
+    size, x = x.shape[1], x[chosen.tokens]
+    flat, used, count = chosen.flat, len(chosen.counts), len(x)
     wide = dz.dtype if dz.dtype == torch.float64 else torch.float32
-    columns = dz.new_empty(len(w), dtype=wide)
-    _OPS._tile_sums(columns, dz, None, None, None, 0.0, 1.0)
-    margins = columns.new_empty(len(x), len(chosen.counts))
-    _OPS._tile_sums(margins, dz, None, None, chosen.buckets, 0.0, 1.0)
-    # Buckets that no token needs are one; of the others what each token leaves out.
-    margins = torch.cat((margins[:, :used], margins[:, used:].sum(1, keepdim=True)), 1)
-    bucket = torch.arange(used + 1, device=dz.device)
-    left = margins[chosen.tokens].mul_(bucket >= chosen.needs.unsqueeze(1))
-    total = left.sum(0)
-    shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
+    columns, margins = dz.new_empty(len(w), dtype=wide), _margins(chosen, dz, wide)
+    _sum(dz, columns)
+    total = margins.sum(0)
+    shares = (margins * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
+    # For each bucket, and for the rest, the average input and class of what is left out.
     inputs, weights = columns.new_zeros(2, used + 1, size)
     matmul.weight_gradient(shares, x, inputs, False)
+    # The rest of the classes: those of flat tokens, and what others leave out as one more token.
+    rows = torch.cat((x[:flat], inputs[used:].to(x.dtype)))
+    sums = columns.new_zeros(flat + 1, size)
+    for classes in slices(len(w), GATHERED):
+        piece = dz.new_empty(flat + 1, classes.stop - classes.start)
+        piece[:flat] = dz[chosen.tokens[:flat], classes]
+        piece[flat] = columns[classes] - _column_sums(piece[:flat], wide)
+        piece.masked_fill_(chosen.buckets[classes] < used, 0)
+        matmul.input_gradient(piece, w[classes], sums, True)
+        if into_weight is not None:
+            matmul.weight_gradient(piece, rows, into_weight[classes], True)
+        del piece
+    weights[used] = sums[flat]
+    if into_input is not None:
+        into_input[:flat] = sums[:flat]
     for k, place in chosen.pieces():
-        count, classes = chosen.counts[k], chosen.classes[place]
+        needed, classes = chosen.counts[k], chosen.classes[place]
         weight, column = w[classes], columns[classes]
-        columns[classes] = 0
-        piece = dz.new_empty(count, len(classes))
-        _OPS._gather_tile(piece, dz, chosen.tokens[:count], classes)
-        if count < len(x):
-            inner = torch.empty_like(column)
-            _OPS._tile_sums(inner, piece, None, None, None, 0.0, 1.0)
-            column -= inner
+        piece = dz.new_empty(needed, len(classes))
+        _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
+        if needed < count:
+            column -= _column_sums(piece, wide)
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
-            matmul.input_gradient(piece, weight, into_input[:count], True)
+            matmul.input_gradient(piece, weight, into_input[:needed], True)
         if into_weight is not None:
             part = columns.new_empty(len(classes), size)
-            matmul.weight_gradient(piece, x[:count], part, False)
-            if count < len(x):
+            matmul.weight_gradient(piece, x[:needed], part, False)
+            if needed < count:
                 part.addr_(column, inputs[k])
             into_weight.index_add_(0, classes, part.to(into_weight.dtype))
-    rest = columns.to(w.dtype).unsqueeze(0)  # of the buckets that no token needs
-    matmul.input_gradient(rest, w, weights[used:], False)
-    if into_weight is not None:
-        matmul.weight_gradient(rest, inputs[used:].to(w.dtype), into_weight, True)
+            del part
     if into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+
+
+def _margins(chosen: Selection, dz: Tensor, wide: torch.dtype) -> Tensor:
+    """Return what each of `chosen.tokens` leaves out of each gathered bucket, and of the rest."""
+    used = len(chosen.counts)
+    of_all = dz.new_empty(len(dz), len(chosen.bounds) - 1, dtype=wide)
+    _sum(dz, of_all, chosen.buckets)
+    margins = torch.cat((of_all[:, :used], of_all[:, used:].sum(1, keepdim=True)), 1)
+    bucket = torch.arange(used + 1, device=dz.device)
+    left = bucket >= chosen.needs.unsqueeze(1)
+    return margins[chosen.tokens].masked_fill_(left.logical_not_(), 0)
+
+
+def _sum(tile: Tensor, out: Tensor, buckets: Tensor | None = None) -> None:
+    """Add up the columns of a tile, or with `buckets` those of each row by bucket."""
+    _OPS._tile_sums(out, tile, None, None, buckets, 0.0, 1.0)
+
+
+def _column_sums(tile: Tensor, wide: torch.dtype) -> Tensor:
+    out = tile.new_empty(tile.shape[1], dtype=wide)
+    _sum(tile, out)
+    return out
+
+
+def _cheapest(
+    counts: list[int], bounds: list[int], tokens: int, device: str
+) -> tuple[list[int], int] | None:
+    """Return how many tokens need each bucket that is worth to gather, and the flat tokens.
+
+    None if all tokens are best multiplied with all classes.
+
+    Args:
+        counts: how many tokens need each bucket.
+        bounds: where buckets begin and the last one ends.
+        tokens: how many there are.
+        device: its type.
+    """
+    gathering, classes, best = GATHERING.get(device, GATHERING["cuda"]), bounds[-1], None
+    least, before = PAYS * tokens * classes, 0
+    for used, begin in enumerate(bounds[:-1]):
+        work = before + (counts[used] + 1) * classes
+        if used and work < least:
+            least, best = work, (counts[:used], counts[used])
+        before += (gathering + counts[used]) * (bounds[used + 1] - begin)
+    return best
 
 
 def _bounds(first: int, classes: int) -> list[int]:
