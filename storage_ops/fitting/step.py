@@ -135,7 +135,7 @@ def loss_seconds(call: Call, rates: Rates) -> float:
     vocab, hidden = call.weight.shape
     p = problem_of(
         call.input.numel() // hidden, hidden, vocab, call.input.dtype, grads, call.reduction,
-        call.accumulate_dtype, call.logits_dtype, call.max_valid, device,
+        call.accumulate_dtype, call.logits_dtype, call.max_valid, device, call.gradient_tolerance,
     )  # fmt: skip
     return planner.choose(p, call.memory_budget, rates).seconds
 

@@ -197,12 +197,27 @@ def linear_cross_entropy(
         selected_ids: for "selected": (..., K), dtypes of target, K classes for every token. shift
             moves them as it moves target; ignore_index stands for no class.
         top_k: for "topk": how many classes.
+        gradient_tolerance: how much of each token's probability may be left out of its gradient, as
+            one number from 0 (nothing is) to below 1. Losses and all results stay exact. For every
+            token, the classes that are left out hold at most this much of its probability; its
+            target and all others have their exact gradient. What is left out of the input's
+            gradient is replaced by an average of such classes, so that its error is far below
+            tolerance * the largest norm of a row of linear_weight. 3e-3 has errors like those of
+            rounding to bfloat16. Where the model is sure, most classes are left out of two of the
+            three products; where it is not, as at the first step, nothing is. Not for labels that
+            are smoothed or spread, nor beside "entropy", "selected" and "topk". See the page
+            "Below three products" in docs.
+        max_classes: with gradient_tolerance: the share of the classes, from above 0 to 1, that the
+            gradient is multiplied with, whatever tokens leave out. On a GPU that saves one wait for
+            the device for each chunk of tokens, so it may be captured in a CUDA graph; "dropped"
+            tells what it costs. None: as many as the tolerance asks for.
         returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
             "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
             or the most probable class; not for distributions in a process_group), "z_loss" (z_loss
             * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the top_k
             largest log-probabilities, largest first, and their classes; of equal ones the lowest
-            classes). All but the loss have one value per token, or K, which is 0 (-1 for classes)
+            classes) and "dropped" (the probability that is left out of the token's gradient, 0
+            without gradients; only where they are made in the forward). All but the loss have one value per token, or K, which is 0 (-1 for classes)
             where the token is ignored. loss, nll, lse, entropy, selected and the log-probabilities
             of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
@@ -314,6 +329,12 @@ def linear_cross_entropy(
         and not any(name in returns for name in _PER_TOKEN)
         and not transforming()
     )
+    if "dropped" in returns and any(needs) and not in_forward:
+        raise ValueError(
+            "linear_cross_entropy: returns has 'dropped', and the gradients are made in the "
+            "backward; expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
+            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in returns"
+        )
     if selected_ids is not None and shift:
         selected_ids = selected_ids[..., int(shift) :, :]
     keywords.update(

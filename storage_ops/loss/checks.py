@@ -157,6 +157,8 @@ def check_arguments(
         raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
+    if given["gradient_tolerance"] and target.is_floating_point():
+        raise wrong(TypeError, "target is", target.dtype, "class indices with a gradient_tolerance")
     selected_ids, classes = given["selected_ids"], vocab if process_group is None else None
     _check_picks(selected_ids, given["top_k"], returns, tokens, classes)
     check_shapes(
@@ -234,6 +236,29 @@ def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
             raise wrong(ValueError, f"{name} is", given[name], f"one of {sums}")
     if divisor is not None:
         check_divisor(divisor, given["reduction"])
+    if given["gradient_tolerance"]:
+        _check_tolerance(given)
+    elif given["max_classes"] is not None:
+        rule = "None without a gradient_tolerance"
+        raise wrong(ValueError, "max_classes is", given["max_classes"], rule)
+
+
+# Their gradients do not shrink with a class's probability.
+_NOT_BOUNDED = ("entropy", "selected", "topk")
+
+
+def _check_tolerance(given: Mapping[str, Any]) -> None:
+    """Check the options of a call whose gradient may leave classes out."""
+    rule = "0 with a gradient_tolerance: every class has a part of each token's target"
+    if given["label_smoothing"]:
+        raise wrong(ValueError, "label_smoothing is", given["label_smoothing"], rule)
+    unbounded = [name for name in given["returns"] if name in _NOT_BOUNDED]
+    if unbounded:
+        rule = (
+            f"none of {_NOT_BOUNDED} with a gradient_tolerance, which does not bound the error of "
+            "their gradients; get them from a call under torch.no_grad()"
+        )
+        raise wrong(ValueError, "returns is", repr(given["returns"]), rule)
 
 
 def check_divisor(divisor: float | Tensor, reduction: str) -> None:

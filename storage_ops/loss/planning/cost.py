@@ -64,22 +64,16 @@ def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
     return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
 
 
-def probability_rows(rows: int, columns: int) -> int:
-    """Rows of a tile whose probabilities are formed at a time to select classes."""
-    return max(1, min(rows, 4 * PLAIN // max(columns, 1)))
-
-
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     """What a tile needs to select classes and to multiply with them, besides products' scratch."""
     wide, item, d, gathered = p.arithmetic, p.itemsize, p.hidden, min(GATHERED, classes)
-    ranked = classes * (8 + 2 * wide)  # classes by mass, masses or sums of the gradient
-    probabilities = 3 * wide * probability_rows(rows, classes) * classes
-    selecting = max(classes * (24 + wide), classes * BUCKETS * wide + probabilities)
-    kept = rows * (BUCKETS * 3 * wide + 24)
-    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + item))
+    ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
+    sorting = classes * 40
+    kept = rows * (BUCKETS * 4 * wide + 40)
+    sums = d * (rows * (2 * item + 2 * wide) + BUCKETS * (2 * wide + 2 * item))
     piece = gathered * (rows * item + d * (2 * item + 2 * wide))
-    multiplying = sums + max(classes * BUCKETS * item, piece, rows * d * item)
-    return ranked + kept + max(selecting, multiplying)
+    copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
+    return ranked + kept + copies + max(sorting, sums + max(piece, rows * d * item))
 
 
 def narrowed_rows(rows: int) -> int:
@@ -164,7 +158,6 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             size = max(
                 m.scratch_bytes(Kind.INPUT, rows, gathered, d, True) * with_input,
                 m.scratch_bytes(Kind.WEIGHT, rows, gathered, d, True) * with_weight,
-                m.scratch_bytes(Kind.INPUT, rows, classes, BUCKETS, True),
             )
             most = max(most, selection_bytes(p, rows, classes) + size)
         if adds & WEIGHT and with_bias:
@@ -193,28 +186,31 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
     for (rows, classes, origin, phases, adds), times in s.work.items():
         logits, tile = rows * classes * p.logit_bytes, rows * classes * item
         weight = classes * d * item * share
-        products = []  # kind, whether it is wide, bytes of operands and result, bytes of sums
+        selects = bool(adds and phases & GRADIENT and p.selects)
+        used = round(p.multiplied * classes) if selects else classes
+        products = []  # kind, classes, whether it is wide, bytes of operands and result, bytes of sums
         if origin == MULTIPLIED:
             read = weight + rows * d * item + logits
-            products.append((Kind.LOGITS, p.wide_logits, read, 0.0))
+            products.append((Kind.LOGITS, classes, p.wide_logits, read, 0.0))
         if adds & INPUT and p.grads[0]:
-            products.append((Kind.INPUT, wide_input, weight + tile, rows * input_sum))
+            products.append((Kind.INPUT, used, wide_input, weight + tile, rows * input_sum))
         if adds & WEIGHT and p.grads[1]:
-            products.append(
-                (Kind.WEIGHT, wide_weight, float(tile + rows * d * item), classes * weight_sum)
-            )
+            read = float(tile + rows * d * item)
+            products.append((Kind.WEIGHT, used, wide_weight, read, classes * weight_sum))
         # The row kernel writes the gradient over the logits.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
         touched = float(passes * logits)
         if adds and p.wide_logits:  # rounded to other memory, and copied back
             touched += logits + 3 * tile
+        if selects:  # the tile is read four times, and what is used of it and of weights is copied
+            touched += 4 * logits + 2 * used * rows * item + 5 * used * d * item
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched
-        for kind, wide, read, sums in products:
-            time += m.seconds(kind, rows, classes, d, wide, read, sums, rates)
+        for kind, width, wide, read, sums in products:
+            time += m.seconds(kind, rows, width, d, wide, read, sums, rates)
             bytes_moved += read + sums
-        flops += 2 * rows * classes * d * len(products) * times
+            flops += 2 * rows * width * d * times
         moved += bytes_moved * times
         seconds += time * times
     return flops, round(moved), seconds

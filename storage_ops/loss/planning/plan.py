@@ -7,6 +7,7 @@ from typing import Any
 
 from storage_ops import matmul
 from storage_ops.loss.planning import planner
+from storage_ops.loss.planning.cost import EXPECTED
 from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
@@ -72,6 +73,8 @@ def problem_of(
     logits_dtype: Any,
     max_valid: int | None,
     device: str,
+    gradient_tolerance: float = 0.0,
+    share: float | None = None,
 ) -> Problem:
     """What a plan depends on, from the arguments of `plan`, checked."""
     for argument, value, least in (
@@ -111,7 +114,24 @@ def problem_of(
         gathers=max_valid is not None,
         plain=device == "cpu" and not has_row_kernel("cpu"),
         wide_logits=logits not in (None, name),
+        multiplied=_expected(gradient_tolerance, share),
     )
+
+
+def _expected(gradient_tolerance: float, share: float | None) -> float:
+    """Return the share of classes that gradients are expected to be multiplied with, checked."""
+    for argument, value in (("gradient_tolerance", gradient_tolerance), ("share", share)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise TypeError(f"{argument} is {value!r}; expected a number")
+    if not 0 <= gradient_tolerance < 1:
+        rule = "a probability from 0 to below 1"
+        raise ValueError(f"gradient_tolerance is {gradient_tolerance}; expected {rule}")
+    if share is None:
+        return EXPECTED if gradient_tolerance else 1.0
+    if not gradient_tolerance or not 0 < share <= 1:
+        rule = "None, or from above 0 to 1 with a gradient_tolerance"
+        raise ValueError(f"share is {share}; expected {rule}")
+    return float(share)
 
 
 def pick(
@@ -164,6 +184,8 @@ def plan(
     accumulate_dtype: Any = None,
     logits_dtype: Any = None,
     max_valid: int | None = None,
+    gradient_tolerance: float = 0.0,
+    share: float | None = None,
     device: str | None = None,
     strategy: Strategy | None = None,
     num_chunks: int | None = None,
@@ -179,6 +201,10 @@ def plan(
         reduction: "mean", "sum" or "none".
         accumulate_dtype, logits_dtype: as in `linear_cross_entropy`, as a dtype or text.
         max_valid: the most tokens that are not ignored; no others are worked on.
+        gradient_tolerance: as in `linear_cross_entropy`.
+        share: with gradient_tolerance: the part of the classes that a token's gradient is expected
+            to be multiplied with. None: 0.4, which a trained model of 49,152 classes needs for
+            3e-3.
         device: whose rates predict the time: "h200", "h100", "gh200", "b200", "gb200", "b300",
             "gb300", "a100", "l40s", "rtx4090", "rtx5090" or "cpu". None: the GPU that is present
             (by the rates of an A100 if it is none of these), else the CPU with the current number
@@ -219,7 +245,7 @@ def plan(
     device = default_device() if device is None else device
     p = problem_of(
         tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, logits_dtype, max_valid,
-        device,
+        device, gradient_tolerance, share,
     )  # fmt: skip
     rates = named(device)
     chosen = pick(p, rates, budget, strategy, num_chunks)

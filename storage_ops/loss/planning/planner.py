@@ -390,11 +390,14 @@ def default_budget(p: Problem) -> int:
 
     The sum is what chunks of tokens take, which need a product less than other plans; unless there
     are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
+    Where classes may be left out of the gradient, what it takes to select them is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
+    if p.selects:
+        least += cost.selection_bytes(p, max(p.tokens, 1), max(p.vocab, 1))
     return least + sums + bounded(part)
 
 
