@@ -42,8 +42,12 @@ def kernels() -> list[Native]:
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
-    newest, cpu = minors[-1], " ".join(
-        f"csrc/rows/{name}.cpp" for name in ("linear_cross_entropy", "divergence", "tile_selection")
+    newest, cpu = (
+        minors[-1],
+        " ".join(
+            f"csrc/rows/{name}.cpp"
+            for name in ("linear_cross_entropy", "divergence", "tile_selection")
+        ),
     )
     if (ROOT / "csrc/products").is_dir():  # or torch's products are used
         cpu += " csrc/products/products.cpp"
@@ -59,7 +63,7 @@ def kernels() -> list[Native]:
         macros = [ninja_file.STABLE, "-DUSE_CUDA"]
         cuda = Native(
             name,
-            "cuda/linear_cross_entropy.cu cuda/divergence.cu cuda/scale.cu",
+            "cuda/linear_cross_entropy.cu cuda/divergence.cu cuda/scale.cu cuda/tile_selection.cu",
             newest,
             macros,
             needs,

@@ -11,15 +11,16 @@ _LOSS_ARGUMENTS = (
     "Tensor? token_weight, Tensor? accumulate_into, str reduction, int ignore_index, "
     "float label_smoothing, float z_loss, float softcap, float logit_scale, SymInt shift, "
     "SymInt? max_valid, ScalarType? accumulate_dtype, SymInt? memory_budget, str plan, str group, "
-    "bool early, bool[3] grad_mask, bool[5] wants, int? valid_classes=None, "
+    "bool early, bool[3] grad_mask, bool[4] wants, int? valid_classes=None, "
     "str input_grad='replicate', bool check_ranks=False, Tensor? divisor=None, "
     "ScalarType? logits_dtype=None, Tensor? selected_ids=None, SymInt top_k=0, "
-    "float gradient_tolerance=0.0, float? max_classes=None"
+    "float gradient_tolerance=0.0, float? max_classes=None, bool want_dropped=False"
 )
 
 _LOSS_RESULTS = (
     "(Tensor loss, Tensor nll, Tensor lse, Tensor entropy, Tensor picked, Tensor argmax, "
-    "Tensor dropped, Tensor top_ids, Tensor state, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+    "Tensor top_ids, Tensor dropped, Tensor state, Tensor grad_input, Tensor grad_weight, "
+    "Tensor grad_bias)"
 )
 
 _LOSS_UPSTREAM = (

@@ -31,6 +31,8 @@ REFERENCES = {
     "_check_storage": "check_storage",
     "_record_stream": "storage_of",
     "_cross_entropy_rows": "cross_entropy_rows",
+    "_tile_sums": "tile_sums",
+    "_gather_tile": "gather_tile",
     "_chunked_span": "chunked_span",
     "_divergence_rows": "divergence_rows",
     "_product": "product",

@@ -146,6 +146,21 @@ CASES = {
         (torch.randn(5, 16)[:, :7], *rows()[1:]),
         rows(count=0),
     ],
+    "_tile_sums": [
+        (torch.empty(7), torch.randn(5, 7), None, None, None, 0.0, 1.0),
+        (
+            torch.empty(5, 3),
+            torch.randn(5, 7),
+            torch.rand(5) + 3,
+            torch.randn(7),
+            (torch.arange(7) % 3).to(torch.uint8),
+            4.0,
+            0.5,
+        ),
+    ],
+    "_gather_tile": [
+        (torch.empty(3, 2), torch.randn(5, 7), torch.tensor([4, 0, 0]), torch.tensor([6, 1])),
+    ],
     "_product": [product(False), product(True), product(True, torch.bfloat16)],
     "_product_scratch": [(100, 200, 5000, 2, rounded, False) for rounded in (False, True)],
     "_product_kind": [()],

@@ -217,9 +217,9 @@ def linear_cross_entropy(
             * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the top_k
             largest log-probabilities, largest first, and their classes; of equal ones the lowest
             classes) and "dropped" (the probability that is left out of the token's gradient, 0
-            without gradients; only where they are made in the forward). All but the loss have one value per token, or K, which is 0 (-1 for classes)
-            where the token is ignored. loss, nll, lse, entropy, selected and the log-probabilities
-            of topk are differentiable.
+            without gradients; only where they are made in the forward). All but the loss have one
+            value per token, or K, which is 0 (-1 for classes) where the token is ignored. loss,
+            nll, lse, entropy, selected and the log-probabilities of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
             calls need no edit. Without effect: memory_budget says what chunks may take.
 
@@ -318,7 +318,7 @@ def linear_cross_entropy(
     refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     head = (input, linear_weight, linear_bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in head)
-    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax", "dropped")]
+    wants = [name in returns for name in ("nll", "lse", "entropy", "argmax")]
     wants[1] = wants[1] or "z_loss" in returns
     wants[3] = wants[3] or "correct" in returns
     in_forward = (
@@ -345,9 +345,10 @@ def linear_cross_entropy(
     call = Call(
         input, linear_weight, target, linear_bias, weight, group=ranks.name_of(process_group),
         in_forward=in_forward, grad_mask=needs, wants=tuple(wants),
+        want_dropped="dropped" in returns,
         **{name: keywords[name] for name in _OF_THE_OP},
     )  # fmt: skip
-    loss, nll, lse, entropy, picked, argmax, dropped, top_ids, *_ = op.apply(call)
+    loss, nll, lse, entropy, picked, argmax, top_ids, dropped, *_ = op.apply(call)
     results: dict[str, Any] = {
         "loss": loss, "nll": nll, "lse": lse, "entropy": entropy, "argmax": argmax,
         "dropped": dropped,

@@ -194,7 +194,7 @@ class Call(NamedTuple):
     Attributes:
         in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
         grad_mask: whether input, weight and bias need gradients.
-        wants: whether nll, lse, entropy, argmax and dropped are asked for.
+        wants: whether nll, lse, entropy and argmax are asked for.
         selected_ids: those of the tokens that are scored, after the shift.
     """
 
@@ -219,7 +219,7 @@ class Call(NamedTuple):
     group: str = ""
     in_forward: bool = True
     grad_mask: tuple[bool, ...] = (True, True, False)
-    wants: tuple[bool, ...] = (False,) * 5
+    wants: tuple[bool, ...] = (False, False, False, False)
     valid_classes: int | None = None
     input_grad: str = "replicate"
     check_ranks: bool = False
@@ -229,6 +229,7 @@ class Call(NamedTuple):
     top_k: int = 0
     gradient_tolerance: float = 0.0
     max_classes: float | None = None
+    want_dropped: bool = False
 
     @property
     def keeps(self) -> bool:

@@ -84,8 +84,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
-        dropped,
         top_ids,
+        dropped,
         tokens.spread_state(state),
         *grads,
     )
@@ -117,7 +117,7 @@ def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     given = args[_UPSTREAM:]
     call = Call(*given) if into else Call.of_backward(given)
     # Its results are those of the backward alone.
-    return call._replace(in_forward=False, wants=(False,) * 5)
+    return call._replace(in_forward=False, wants=(False,) * 4, want_dropped=False)
 
 
 def _backward(
@@ -155,7 +155,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
     call = call._replace(accumulate_into=None)
     if call.top_k:  # for the backward both are given
-        given, top_ids = call.selected_ids, output[-5]
+        given, top_ids = call.selected_ids, output[-6]
         ids = top_ids if given is None else torch.cat((given, top_ids), -1)
         call = call._replace(selected_ids=ids, top_k=0)
     set_up(ctx, call, _PLACES, output, _DIFFERENTIABLE, tile)
@@ -303,13 +303,13 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     picked = input.new_empty((*shape, selected + call.top_k) if picks else (0,), dtype=wide)
     top_ids = input.new_empty((*shape, call.top_k) if picks else (0,), dtype=torch.int64)
     argmax = input.new_empty(shape if wants[3] else (0,), dtype=torch.int64)
-    dropped = input.new_empty(shape if wants[4] else (0,), dtype=wide)
+    dropped = input.new_empty(shape if call.want_dropped else (0,), dtype=wide)
     loss = input.new_empty(shape if call.reduction == "none" else (), dtype=wide)
     state = input.new_empty((STATE_ROWS, count_of(whole)), dtype=wide)
     grads = gradients_like(call, call.in_forward)
     if call.keeps:
         grads = (run_of(call).left(), *grads[1:])
-    return loss, *per_token, picked, argmax, dropped, top_ids, state, *grads
+    return loss, *per_token, picked, argmax, top_ids, dropped, state, *grads
 
 
 @register_fake(_BACKWARD_NAME, lib=_schemas.library)

@@ -17,7 +17,10 @@ from storage_ops import _schemas
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-KERNELS = [ROOT / f"cuda/{name}.cu" for name in ("linear_cross_entropy", "divergence", "scale")]
+KERNELS = [
+    ROOT / f"cuda/{name}.cu"
+    for name in ("linear_cross_entropy", "divergence", "scale", "tile_selection")
+]
 NAMESPACE = "storage_ops_emulated"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]

@@ -140,7 +140,7 @@ class Run(Generic[Rows]):
         # Which classes suffice is a question of values, and a graph has the ops of all values.
         self._selects = head.problem.selects and not traced()
         self.dropped: Tensor | None = None
-        if head.call.wants[-1]:
+        if head.call.want_dropped:
             self.dropped = rows.state.new_zeros(head.tokens.count)
 
     @functools.cached_property

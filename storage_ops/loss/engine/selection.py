@@ -1,8 +1,8 @@
-"""Choose the classes that gradients are multiplied with, for a bound on what each token leaves out.
+"""Leave classes out of the gradient, with a bound on the probability that each token loses.
 
-A trained model gives nearly all of its probability to few classes. The gradient of a tile of logits,
-dz (tokens, classes), is multiplied by the weight and by the input. Both products can leave out
-classes of which a token has next to nothing:
+A trained model gives nearly all of its probability to few classes. The gradient dz (tokens,
+classes) of a tile of logits is multiplied by the weight and by the input. Both products can leave
+out classes of which a token has next to nothing:
 
     classes by their mass -->   targets | bucket | bucket  | rest
                                +--------+--------+---------+-----------------+
@@ -18,17 +18,18 @@ classes of which a token has next to nothing:
 * A token *needs* the shortest prefix of buckets beyond which it has no more probability than it may
   leave out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
-  the few that need more than is worth that, are multiplied with all other classes in their order.
+  the few that need more than is worth that, are multiplied with all other classes in place.
 * What is left out of a bucket (.) is replaced by the product of its margins: B is about
-  r c.T / s, with r = B 1, c = B.T 1, s = the sum of B. It has the same sums of rows and columns, and
-  its products with weight and input are thin. For each token the classes that are left out count as
-  one average class of each bucket, so no probability is lost.
+  r c.T / s, with r = B 1, c = B.T 1, s = the sum of B. It has the same sums of rows and columns,
+  and its products with weight and input are thin. For each token the classes that are left out
+  count as one average class of each bucket, so no probability is lost.
 
 Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,16 +38,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from storage_ops.loss.planning.cost import BUCKETS, GATHERED
+from storage_ops.loss.planning.cost import BUCKETS, gathered_classes
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
 _OPS = torch.ops.storage_ops
+LEAST = 256  # classes of the first bucket
 PAYS = 0.9  # of the work of a whole tile; with more of it a tile is multiplied whole
 # Tokens whose products take as long as to gather a row of the weight and to add its gradient.
 GATHERING = {"cpu": 96, "cuda": 400}
 
-# Adds up the probabilities of a tile's logits: of each class, or of each token by bucket of classes.
+# Adds up the probabilities of a tile's logits: of each class, or of each token by bucket.
 ProbabilitySums = Callable[[Tensor, Tensor | None], None]
 
 
@@ -74,11 +76,11 @@ class Selection:
     flat: int
     dropped: Tensor
 
-    def pieces(self) -> list[tuple[int, slice]]:
-        """Return the bucket and the place among `classes` of what is gathered at a time."""
-        ends = enumerate(zip(self.bounds, self.bounds[1:], strict=False))
+    def pieces(self, at_once: int) -> list[tuple[int, slice]]:
+        """Return the bucket and the place among `classes` of so many that are gathered at once."""
+        ends = enumerate(itertools.pairwise(self.bounds))
         gathered = list(ends)[: len(self.counts)]
-        return [(k, part) for k, (a, b) in gathered for part in slices(b, GATHERED, a)]
+        return [(k, part) for k, (a, b) in gathered for part in slices(b, at_once, a)]
 
 
 def select(
@@ -112,7 +114,7 @@ def select(
         first = max(first, math.ceil(max_classes * wide))
     classes, bounds = mass.argsort(descending=True, stable=True), _bounds(first, wide)
     buckets = torch.empty_like(classes, dtype=torch.uint8)
-    for k, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
         buckets[classes[begin:end]] = k
     classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
     held = like.new_empty(high, len(bounds) - 1)
@@ -153,7 +155,7 @@ def multiply(
             the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to.
     """
-    size, x = x.shape[1], x[chosen.tokens]
+    size, x, at_once = x.shape[1], x[chosen.tokens], gathered_classes(matmul.cuda)
     flat, used, count = chosen.flat, len(chosen.counts), len(x)
     wide = dz.dtype if dz.dtype == torch.float64 else torch.float32
     columns, margins = dz.new_empty(len(w), dtype=wide), _margins(chosen, dz, wide)
@@ -166,10 +168,10 @@ def multiply(
     # The rest of the classes: those of flat tokens, and what others leave out as one more token.
     rows = torch.cat((x[:flat], inputs[used:].to(x.dtype)))
     sums = columns.new_zeros(flat + 1, size)
-    for classes in slices(len(w), GATHERED):
+    for classes in slices(len(w), at_once):
         piece = dz.new_empty(flat + 1, classes.stop - classes.start)
         piece[:flat] = dz[chosen.tokens[:flat], classes]
-        piece[flat] = columns[classes] - _column_sums(piece[:flat], wide)
+        piece[flat] = _finite(columns[classes] - _column_sums(piece[:flat], wide))
         piece.masked_fill_(chosen.buckets[classes] < used, 0)
         matmul.input_gradient(piece, w[classes], sums, True)
         if into_weight is not None:
@@ -178,13 +180,13 @@ def multiply(
     weights[used] = sums[flat]
     if into_input is not None:
         into_input[:flat] = sums[:flat]
-    for k, place in chosen.pieces():
+    for k, place in chosen.pieces(at_once):
         needed, classes = chosen.counts[k], chosen.classes[place]
         weight, column = w[classes], columns[classes]
         piece = dz.new_empty(needed, len(classes))
         _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
         if needed < count:
-            column -= _column_sums(piece, wide)
+            column = _finite(column - _column_sums(piece, wide))
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
             matmul.input_gradient(piece, weight, into_input[:needed], True)
@@ -221,6 +223,11 @@ def _column_sums(tile: Tensor, wide: torch.dtype) -> Tensor:
     return out
 
 
+def _finite(column: Tensor) -> Tensor:
+    """Return sums of what is left out, or 0 where a token with a nan has all of them in its own."""
+    return column.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def _cheapest(
     counts: list[int], bounds: list[int], tokens: int, device: str
 ) -> tuple[list[int], int] | None:
@@ -245,8 +252,8 @@ def _cheapest(
 
 
 def _bounds(first: int, classes: int) -> list[int]:
-    """Return where buckets begin and the last one ends: `first` classes, then in geometric ranks."""
-    first = max(first, min(classes, GATHERED // 4), 1)
+    """Return where buckets begin and the last one ends: `first`, then in geometric ranks."""
+    first = max(first, min(classes, LEAST), 1)
     growth = classes / first
     ranks = {math.ceil(first * growth ** (k / (BUCKETS - 1))) for k in range(BUCKETS)}
     return [0, *sorted(min(rank, classes) for rank in ranks | {classes})]

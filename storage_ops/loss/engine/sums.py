@@ -75,9 +75,7 @@ class Sums:
         assert self.weight is not None
         return self.weight[classes].view(-1)
 
-    def add(
-        self, step: Step, x: Tensor, dz: Tensor, selection: Selection | None = None
-    ) -> None:
+    def add(self, step: Step, x: Tensor, dz: Tensor, selection: Selection | None = None) -> None:
         """Add what the gradient of a tile of logits gives; the tile may be overwritten.
 
         Args:

@@ -30,7 +30,6 @@ GROUP = 32  # logits of which the largest is found first
 TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copies of it
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 BUCKETS = 16  # of classes that a token's gradient is multiplied with, or leaves out
-GATHERED = 1024  # classes of a bucket that are gathered at a time
 EXPECTED = 0.4  # of all classes, multiplied with each token's gradient, of a trained model
 
 
@@ -64,9 +63,15 @@ def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
     return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
 
 
+def gathered_classes(cuda: bool) -> int:
+    """How many classes of a bucket are gathered at a time: many small products idle a GPU."""
+    return 4096 if cuda else 1024
+
+
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     """What a tile needs to select classes and to multiply with them, besides products' scratch."""
-    wide, item, d, gathered = p.arithmetic, p.itemsize, p.hidden, min(GATHERED, classes)
+    wide, item, d = p.arithmetic, p.itemsize, p.hidden
+    gathered = min(gathered_classes(p.matmul.cuda), classes)
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
@@ -154,7 +159,7 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
         if adds & WEIGHT and with_weight:
             most = max(most, m.scratch_bytes(Kind.WEIGHT, rows, classes, d, wide_weight))
         if adds and phases & GRADIENT and p.selects:
-            gathered = min(GATHERED, classes)
+            gathered = min(gathered_classes(m.cuda), classes)
             size = max(
                 m.scratch_bytes(Kind.INPUT, rows, gathered, d, True) * with_input,
                 m.scratch_bytes(Kind.WEIGHT, rows, gathered, d, True) * with_weight,
@@ -188,7 +193,8 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
         used = round(p.multiplied * classes) if selects else classes
-        products = []  # kind, classes, whether it is wide, bytes of operands and result, bytes of sums
+        # Kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
+        products = []
         if origin == MULTIPLIED:
             read = weight + rows * d * item + logits
             products.append((Kind.LOGITS, classes, p.wide_logits, read, 0.0))

@@ -1,0 +1,349 @@
+"""`gradient_tolerance`: what may be left out of the gradient, its bound, and what stays exact."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import storage_ops
+from storage_ops.loss.engine import selection
+from storage_ops.matmul import of
+from storage_ops.memory import estimate, measure
+
+ops = torch.ops.storage_ops
+
+
+def peaked(tokens, size, classes, dtype=torch.float64, sure=1.0):
+    """A head whose classes are as unlike in frequency as words, and targets drawn from it."""
+    x = torch.randn(tokens, size, dtype=torch.float64)
+    w = torch.randn(classes, size, dtype=torch.float64) * sure / size**0.5
+    x[:, 0] = 1
+    w[:, 0] -= (
+        1.2
+        * sure
+        * torch.arange(1.0, classes + 1, dtype=torch.float64)[torch.randperm(classes)].log()
+    )
+    x, w = x.to(dtype), w.to(dtype)
+    target = (x.double() @ w.double().T).softmax(1).multinomial(1).squeeze(1)
+    return x.requires_grad_(), w.requires_grad_(), target
+
+
+def call(x, w, target, tolerance=0.0, **options):
+    """Loss, what each token leaves out, and gradients."""
+    loss, dropped = storage_ops.linear_cross_entropy(
+        x, w, target, gradient_tolerance=tolerance, returns=("loss", "dropped"), **options
+    )
+    return loss, dropped, *torch.autograd.grad(loss, (x, w))
+
+
+def relative(found, expected):
+    return ((found - expected).double().norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tolerance", [0.03, 0.1, 0.5])
+def test_the_bound_of_each_token(dtype, tolerance):
+    x, w, target = peaked(500, 64, 6000, dtype)
+    loss, dropped, *grads = call(x, w, target, tolerance, memory_budget="96 MiB", reduction="sum")
+    exact, nothing, *expected = call(x, w, target, memory_budget="96 MiB", reduction="sum")
+    torch.testing.assert_close(loss, exact)  # other tiles: sums are in another order
+    assert not nothing.any()
+    assert dropped.max() <= tolerance
+    assert dropped.max() > tolerance / 2  # something is left out
+    far = (grads[0] - expected[0]).double().norm(dim=1)
+    largest = w.detach().double().norm(dim=1).max()
+    rounding = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert (far <= dropped.double() * largest + rounding * expected[0].double().norm(dim=1)).all()
+    for found, wanted in zip(grads, expected, strict=True):
+        assert relative(found, wanted) < 0.6 * tolerance + rounding / 2
+
+
+def test_targets_are_exact():
+    """Targets that have nearly no probability keep their part of both gradients."""
+    x, w, _ = peaked(300, 32, 6000)
+    target = (x @ w.T).argmin(1)
+    _, dropped, *grads = call(x, w, target, 0.3)
+    expected = call(x, w, target)[2:]
+    assert dropped.max() > 0.1
+    rows = target.unique()
+    assert relative(grads[1][rows], expected[1][rows]) < 1e-2
+    assert relative(grads[0], expected[0]) < 0.05
+
+
+def test_what_is_left_out_is_the_product_of_its_margins():
+    x, w, target = peaked(200, 32, 5000)
+    x, w = x.detach(), w.detach()
+    probabilities = (x @ w.T).softmax(1)
+    dz = probabilities.clone()
+    dz[torch.arange(200), target] -= 1
+
+    def sums(out, buckets):
+        ops._tile_sums(out, probabilities.log(), torch.zeros_like(x[:, 0]), None, buckets, 0.0, 1.0)
+
+    chosen = selection.select(sums, target, dz.shape, x, 0.2, None)
+    kept = chosen.buckets.long() < chosen.needs.new_empty(200).index_copy_(
+        0, chosen.tokens, chosen.needs
+    ).unsqueeze(1)
+    torch.testing.assert_close(chosen.dropped, torch.where(kept, 0, probabilities).sum(1))
+    assert kept[torch.arange(200), target].all()
+    approximated = torch.where(kept, dz, 0)
+    used = len(chosen.counts)
+    for bucket in range(used + 1):
+        inside = (chosen.buckets == bucket) if bucket < used else (chosen.buckets >= used)
+        left = torch.where(kept | ~inside, 0, dz)
+        if total := left.sum():
+            approximated += left.sum(1, keepdim=True) * left.sum(0) / total
+    into_input, into_weight = torch.zeros_like(x), torch.ones_like(w)
+    selection.multiply(chosen, of(torch.float64, "cpu", 2), dz, x, w, into_input, into_weight)
+    torch.testing.assert_close(into_input, (approximated @ w)[chosen.tokens])
+    torch.testing.assert_close(into_weight, 1 + approximated.T @ x)
+
+
+def test_none_is_as_without_the_option():
+    x, w, target = peaked(300, 32, 2000, torch.bfloat16)
+    loss = storage_ops.linear_cross_entropy(x, w, target)
+    for found, expected in zip(
+        call(x, w, target, 0.0)[2:], torch.autograd.grad(loss, (x, w)), strict=True
+    ):
+        assert found.equal(expected)
+
+
+def test_two_runs_have_the_same_bits():
+    x, w, target = peaked(700, 32, 5000, torch.float32)
+    first, second = (call(x, w, target, 0.05, memory_budget="8 MiB") for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_unsure_head_is_exact():
+    """Nothing pays where all classes are alike, as at the first step of a training."""
+    x, w, target = peaked(400, 32, 4000, sure=1e-3)
+    found, expected = call(x, w, target, 0.01), call(x, w, target)
+    assert not found[1].any()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def options():
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "softcap": st.sampled_from([2.0, 30.0]),
+            "logit_scale": st.sampled_from([0.5, 1.5]),
+            "z_loss": st.just(1e-3),
+            "memory_budget": st.sampled_from(["1 MiB", "4 MiB"]),
+            "shift": st.just(1),
+            "reduction": st.sampled_from(["sum", "mean"]),
+        },
+    )
+
+
+@hypothesis.given(
+    st.integers(0, 40), st.integers(1, 12), st.integers(1, 300),
+    st.sampled_from([1e-4, 1e-2, 0.2, 0.9]), st.sampled_from([0.0, 1.0, 8.0]),
+    st.sampled_from([torch.float64, torch.float32]), options(), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+@hypothesis.settings(max_examples=120, deadline=None)
+def test_any_shape(tokens, size, classes, tolerance, sure, dtype, given, biased, seed):
+    """Ties, duplicate and ignored targets, one class, all mass on one, logits of -inf."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, tokens, size, dtype=dtype).requires_grad_()
+    w = (torch.randn(classes, size, dtype=dtype) * sure).requires_grad_()
+    target = torch.randint(classes, (2, tokens))
+    target[torch.rand(2, tokens) < 0.2] = -100
+    bias = torch.randn(classes, dtype=dtype) if biased else None
+    if biased and classes > 1:
+        bias[torch.rand(classes) < 0.3] = -torch.inf
+        bias[target.clamp(min=0)] = 1.0
+        bias.requires_grad_(dtype == torch.float64)
+    given = {"reduction": "sum", **given}
+    try:
+        loss, dropped = storage_ops.linear_cross_entropy(
+            x, w, target, linear_bias=bias, gradient_tolerance=tolerance,
+            returns=("loss", "dropped"), **given,
+        )  # fmt: skip
+    except ValueError as error:
+        assert "memory_budget" in str(error)
+        return
+    exact = storage_ops.linear_cross_entropy(x, w, target, linear_bias=bias, **given)
+    torch.testing.assert_close(loss, exact, equal_nan=True)
+    assert (dropped <= tolerance * (1 + 1e-5)).all()
+    inputs = [t for t in (x, w, bias) if t is not None and t.requires_grad]
+    grads, expected = (torch.autograd.grad(each, inputs) for each in (loss, exact))
+    if not dropped.any() and dtype == torch.float64:
+        for found, wanted in zip(grads, expected, strict=True):
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+    valid = (target[:, 1:] if given.get("shift") else target).ne(-100).sum().clamp(min=1)
+    factor = given.get("logit_scale", 1.0) * (1 + 0.1 * loss.abs() * bool(given.get("z_loss")))
+    bound = 2 * tolerance * w.detach().norm(dim=1).max() * factor.detach() + 1e-4
+    if loss.isfinite() and x.numel():
+        assert (grads[0] - expected[0]).norm(dim=-1).max() <= bound * valid
+
+
+@pytest.mark.parametrize("options", [
+    {"reduction": "none"}, {"returns": ("loss", "nll")}, {"accumulate": True}, {"half": True},
+])  # fmt: skip
+def test_gradients_of_the_backward(options):
+    half, accumulate = options.pop("half", False), options.pop("accumulate", False)
+    x, w, target = peaked(300, 32, 5000, torch.float16 if half else torch.float32, sure=2.0)
+    grads = []
+    for tolerance in (0.0, 0.1):
+        into = torch.zeros_like(w, dtype=torch.float32) if accumulate else None
+        found = storage_ops.linear_cross_entropy(
+            x, w, target, gradient_tolerance=tolerance, accumulate_into=into, **options
+        )
+        loss = found[0] if isinstance(found, tuple) else found
+        leaves = [x] if accumulate else [x, w]
+        given = torch.autograd.grad(loss.sum() * 8, leaves, allow_unused=True)
+        if accumulate:
+            w.grad = None
+            loss = storage_ops.linear_cross_entropy(
+                x, w, target, gradient_tolerance=tolerance, accumulate_into=into, **options
+            )
+            loss.backward()
+            given = (*given, into)
+        grads.append([g.double() for g in given if g is not None])
+    for found, expected in zip(*grads, strict=True):
+        assert 1e-5 < relative(found, expected) < 0.06
+
+
+def test_a_share_of_the_classes():
+    x, w, target = peaked(300, 32, 5000)
+    few = call(x, w, target, 0.5, max_classes=0.05)
+    many = call(x, w, target, 0.5, max_classes=0.5)
+    exact = call(x, w, target)
+    assert few[1].mean() > 3 * many[1].mean() > 0
+    for a, b, c in zip(few[2:], many[2:], exact[2:], strict=True):
+        assert 0.1 > relative(a, c) > 2 * relative(b, c)
+    whole = call(x, w, target, 0.5, max_classes=1)
+    assert not whole[1].any()
+    torch.testing.assert_close(whole[2:], exact[2:])
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+def test_one_gradient(frozen):
+    x, w, target = peaked(300, 32, 5000)
+    both = call(x, w, target, 0.05)[2:]
+    (x if frozen == "input" else w).requires_grad_(False)
+    loss = storage_ops.linear_cross_entropy(x, w, target, gradient_tolerance=0.05)
+    loss.backward()
+    found, expected = (w.grad, both[1]) if frozen == "input" else (x.grad, both[0])
+    torch.testing.assert_close(found, expected)
+
+
+def test_within_memory_budget():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, target = peaked(900, 64, 5000, dtype)
+        for budget in (2 << 20, 6 << 20, 24 << 20):
+            if dtype == torch.float32 or budget > 2 << 20:
+                call(x, w, target, 0.2, memory_budget=budget)
+                with measure() as m:
+                    results = call(x, w, target, 0.2, memory_budget=budget)
+                assert m.peak_bytes - sum(t.nbytes for t in results) <= budget
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled(backend):
+    x, w, target = peaked(300, 32, 5000, torch.float32)
+
+    def step(x, w, target):
+        return storage_ops.linear_cross_entropy(
+            x, w, target, gradient_tolerance=0.05, returns=("loss", "dropped")
+        )
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        loss, dropped = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)(
+            x, w, target
+        )
+        expected = call(x, w, target, 0.05)
+        assert loss.equal(expected[0])
+        assert dropped.equal(expected[1])
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), expected[2:])
+
+
+def test_transforms_and_autocast():
+    x, w, target = peaked(200, 32, 5000, torch.float32)
+
+    def loss(x, w):
+        return storage_ops.linear_cross_entropy(x, w, target, gradient_tolerance=0.05)
+
+    expected = call(x, w, target, 0.05)[2:]
+    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(x, w), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(x, w)
+    narrow = torch.autograd.grad(value, (x, w))
+    assert all(relative(a, b) < 0.03 for a, b in zip(narrow, expected, strict=True))
+
+
+def test_a_simulation_has_no_values_to_choose_by():
+    x, w, target = peaked(300, 32, 5000, torch.float32)
+
+    def step():
+        return call(x, w, target, 0.05)
+
+    assert estimate(step).peak_bytes > 0
+
+
+def test_without_gradients_nothing_is_dropped():
+    x, w, target = peaked(30, 16, 500)
+    with torch.no_grad():
+        _, dropped = storage_ops.linear_cross_entropy(
+            x, w, target, gradient_tolerance=0.1, returns=("loss", "dropped")
+        )
+    assert dropped.shape == target.shape
+    assert not dropped.any()
+
+
+def test_a_broken_token_is_alone():
+    """One token of nan leaves the gradients of all others within their bound."""
+    x, w, target = peaked(200, 32, 5000)
+    with torch.no_grad():
+        x[3] = torch.nan
+    _, _, grad, _ = call(x, w, target, 0.05, reduction="sum")
+    _, _, expected, _ = call(x, w, target, reduction="sum")
+    others = torch.arange(200) != 3
+    assert grad[3].isnan().all()
+    assert relative(grad[others], expected[others]) < 0.03
+
+
+ERRORS = {
+    "not a number": ({"gradient_tolerance": "0.1"}, TypeError, "gradient_tolerance is '0.1'"),
+    "one": ({"gradient_tolerance": 1.0}, ValueError, "gradient_tolerance is 1.0"),
+    "negative": ({"gradient_tolerance": -0.1}, ValueError, "gradient_tolerance is -0.1"),
+    "a tensor": ({"gradient_tolerance": torch.tensor(0.1)}, TypeError, "gradient_tolerance is"),
+    "smoothed": ({"gradient_tolerance": 0.1, "label_smoothing": 0.1}, ValueError, "smoothing is"),
+    "entropy": (
+        {"gradient_tolerance": 0.1, "returns": ("loss", "entropy")}, ValueError, "returns is",
+    ),
+    "share alone": ({"max_classes": 0.5}, ValueError, "max_classes is 0.5"),
+    "no share": ({"gradient_tolerance": 0.1, "max_classes": 0}, ValueError, "max_classes is 0"),
+    "later": (
+        {"gradient_tolerance": 0.1, "reduction": "none", "returns": ("loss", "dropped")},
+        ValueError, "returns has 'dropped'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    given, kind, text = ERRORS[name]
+    x, w, target = peaked(8, 4, 20)
+    with pytest.raises(kind, match=text):
+        storage_ops.linear_cross_entropy(x, w, target, **given)
+
+
+def test_distributions_are_refused():
+    x, w, _ = peaked(8, 4, 20)
+    with pytest.raises(TypeError, match=r"target is torch\.float64; expected class indices"):
+        storage_ops.linear_cross_entropy(x, w, torch.rand_like(x @ w.T), gradient_tolerance=0.1)
+
+
+def test_plans():
+    exact = storage_ops.plan(4096, 4096, 128256, device="h200")
+    third = storage_ops.plan(4096, 4096, 128256, device="h200", gradient_tolerance=3e-3, share=0.3)
+    assert third.seconds < 0.7 * exact.seconds
+    assert third.products < 1.8
+    with pytest.raises(ValueError, match=r"share is 0\.5; expected None"):
+        storage_ops.plan(8, 8, 8, share=0.5, device="h200")
+    with pytest.raises(ValueError, match="gradient_tolerance is 2; expected"):
+        storage_ops.plan(8, 8, 8, gradient_tolerance=2, device="h200")

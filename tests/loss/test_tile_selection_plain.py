@@ -1,0 +1,20 @@
+"""What stands in for the native sums of tiles, by the tests of those."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from storage_ops.loss import reference
+
+from ..borrow import borrowed
+from . import test_tile_selection as native
+
+PLAIN = SimpleNamespace(_tile_sums=reference.tile_sums, _gather_tile=reference.gather_tile)
+globals().update(borrowed(native, frozenset({"test_out_of_range_is_refused"})))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_place_of_the_native_kernel():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "OPS", PLAIN)
+        yield
