@@ -147,11 +147,12 @@ CASES = {
         rows(count=0),
     ],
     "_tile_sums": [
-        (torch.empty(7), torch.randn(5, 7), None, None, None, 0.0, 1.0),
+        (torch.empty(7), torch.randn(5, 7), None, None, None, None, 0.0, 1.0),
         (
             torch.empty(5, 3),
             torch.randn(5, 7),
             torch.rand(5) + 3,
+            torch.randn(5),
             torch.randn(7),
             (torch.arange(7) % 3).to(torch.uint8),
             4.0,

@@ -15,7 +15,7 @@ template <typename T, typename A>
 STORAGE_OPS_INLINE void load_block(const Summed<T, A>& s, int64_t row, int64_t begin, int64_t n,
                                    A* values) {
   load(s.tile, row, begin, n, values);
-  if (s.lse == nullptr) return;
+  if (s.lse == nullptr && s.row_weight == nullptr) return;
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) values[j] = s.number(values[j], row);
 }
@@ -70,12 +70,13 @@ STORAGE_OPS_TILE_SUMS(BFloat16, float)
 STORAGE_OPS_TILE_SUMS(Half, float)
 
 // Column sums (columns,) without buckets, else sums of each row by bucket (rows, buckets).
-void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> bias,
-               std::optional<Tensor> bucket, double softcap, double logit_scale) {
-  check_sums(out, tile, lse, bias, bucket);
+void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> row_weight,
+               std::optional<Tensor> bias, std::optional<Tensor> bucket, double softcap,
+               double logit_scale) {
+  check_sums(out, tile, lse, row_weight, bias, bucket);
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {
-    const auto s = summed<decltype(number), decltype(arithmetic)>(out, tile, lse, bias, bucket,
-                                                                  softcap, logit_scale);
+    const auto s = summed<decltype(number), decltype(arithmetic)>(out, tile, lse, row_weight, bias,
+                                                                  bucket, softcap, logit_scale);
     const int64_t columns = s.tile.columns, rows = s.tile.rows;
     if (s.bucket == nullptr) {
       const int64_t parts = (columns + kColumns - 1) / kColumns;

@@ -12,12 +12,14 @@ template <typename T, typename A>
 struct Summed {
   RowArguments<T, A> tile;  // of which it has the logits, the bias and their transform
   const A* lse;  // of each row; +inf: none of its classes counts; nullptr: numbers as they are
+  const A* row_weight;    // each row is multiplied by it; nullptr: none is
   const uint8_t* bucket;  // of each column; nullptr: columns are added up
   A* out;                 // (columns,), or (rows, buckets)
   int64_t buckets;
 
   STORAGE_OPS_INLINE A number(A value, int64_t row) const {
-    return lse == nullptr ? value : exponential(value - lse[row]);
+    const A z = lse == nullptr ? value : exponential(value - lse[row]);
+    return row_weight == nullptr ? z : z * row_weight[row];
   }
 };
 
@@ -34,11 +36,13 @@ inline void check_tile(const char* op, const Tensor& tile) {
 }
 
 inline void check_sums(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
-                       const std::optional<Tensor>& bias, const std::optional<Tensor>& bucket) {
+                       const std::optional<Tensor>& row_weight, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& bucket) {
   check_tile("_tile_sums", tile);
   const int64_t rows = tile.size(0), columns = tile.size(1);
   const ScalarType wide = arithmetic_of(tile);
   check_each("lse", lse, rows, wide);
+  check_each("row_weight", row_weight, rows, wide);
   check_each("bucket", bucket, columns, ScalarType::Byte);
   check_each("bias", bias, columns, bias ? bias->scalar_type() : wide);
   STORAGE_OPS_CHECK(
@@ -53,8 +57,8 @@ inline void check_sums(const Tensor& out, const Tensor& tile, const std::optiona
 
 template <typename T, typename A>
 Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
-                    const std::optional<Tensor>& bias, const std::optional<Tensor>& bucket,
-                    double softcap, double logit_scale) {
+                    const std::optional<Tensor>& row_weight, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& bucket, double softcap, double logit_scale) {
   Summed<T, A> s{};
   s.tile.logits = static_cast<T*>(const_cast<void*>(tile.const_data_ptr()));
   const bool wide = bias && bias->scalar_type() != tile.scalar_type();
@@ -66,6 +70,7 @@ Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<T
   s.tile.transform = {static_cast<A>(logit_scale), static_cast<A>(softcap),
                       static_cast<A>(softcap == 0 ? 0 : 1 / softcap)};
   s.lse = pointer<A>(lse);
+  s.row_weight = pointer<A>(row_weight);
   s.bucket = pointer<uint8_t>(bucket);
   s.out = static_cast<A*>(out.mutable_data_ptr());
   s.buckets = bucket ? out.size(1) : 0;

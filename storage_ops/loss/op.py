@@ -76,7 +76,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         picked, top_ids = map(tokens.spread, rows.picked.log_probabilities())
     dropped = state.new_empty(0)
     if run.dropped is not None:
-        dropped = tokens.spread(run.dropped)
+        dropped = tokens.spread(run.head.ranks.add_up(run.dropped))
     return (
         rows.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),

@@ -280,6 +280,7 @@ def tile_sums(
     out: Tensor,
     tile: Tensor,
     lse: Tensor | None,
+    row_weight: Tensor | None,
     bias: Tensor | None,
     bucket: Tensor | None,
     softcap: float,
@@ -291,6 +292,7 @@ def tile_sums(
         out: gets the sum of each column, or with `bucket` those of each row by bucket.
         tile: (rows, columns) numbers, or products.
         lse: (rows,) of the logits, +inf for rows that do not count; None: numbers as they are.
+        row_weight: (rows,) what each row is multiplied by, or None.
         bias: (columns,) or None.
         bucket: (columns,) uint8, or None.
         softcap, logit_scale: see `logits_of`.
@@ -303,6 +305,8 @@ def tile_sums(
         values = logits_of(tile[part].to(out.dtype), bias, softcap, logit_scale)
         if lse is not None:
             values = (values - lse[part].unsqueeze(1)).exp_()
+        if row_weight is not None:
+            values = values * row_weight[part].unsqueeze(1)
         if bucket is None:
             out += values.sum(0)
         else:

@@ -83,15 +83,16 @@ class CrossEntropyRows(RowFunction):
         ignored = self._head.tokens.target[step.rows] == call.ignore_index
         lse = (shift + total.log()).masked_fill_(ignored, math.inf)
         bias = None if self.bias is None else self.bias[step.classes]
-        _OPS._tile_sums(out, tile, lse, bias, buckets, call.softcap, call.logit_scale)
+        _OPS._tile_sums(out, tile, lse, None, bias, buckets, call.softcap, call.logit_scale)
 
-    def targets(self, step: Step) -> Tensor:
+    def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""
         head, classes = self._head, step.classes
         local = head.tokens.target[step.rows] - head.first_class - classes.start
         here = (local >= 0) & (local < classes.stop - classes.start)
         if may_count(local):
-            return local[here]
+            inside: Tensor = local[here]
+            return inside
         return torch.where(here, local, 0)  # which class 0 is then, at no risk
 
     def _row_kernel(self, step: Step, tile: Tensor) -> None:

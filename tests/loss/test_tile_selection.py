@@ -44,14 +44,17 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums(shape, name, dtype):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums(shape, name, dtype, weighted):
     tile, lse, bias, softcap, scale, values = inputs(shape, dtype, **OPTIONS[name])
     out = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
-    OPS._tile_sums(out, tile, lse, bias, None, softcap, scale)
+    weight = torch.randn(shape[:1], dtype=wide_of(dtype)) if weighted else None
+    OPS._tile_sums(out, tile, lse, weight, bias, None, softcap, scale)
+    values = values if weight is None else values * weight.double().unsqueeze(1)
     close(out, values.sum(0), dtype)
     bucket = torch.randint(7, shape[1:]).to(torch.uint8)
     out = torch.full((shape[0], 7), torch.nan, dtype=wide_of(dtype))
-    OPS._tile_sums(out, tile, lse, bias, bucket, softcap, scale)
+    OPS._tile_sums(out, tile, lse, weight, bias, bucket, softcap, scale)
     expected = torch.zeros(shape[0], 7, dtype=torch.float64)
     close(out, expected.index_add_(1, bucket.long(), values), dtype)
 
@@ -71,8 +74,8 @@ def test_nan_stays_in_its_row_and_column():
     tile[2, 7] = torch.nan
     bucket = (torch.arange(50) // 10).to(torch.uint8)
     columns, buckets = torch.empty(50), torch.empty(4, 5)
-    OPS._tile_sums(columns, tile, None, None, None, 0.0, 1.0)
-    OPS._tile_sums(buckets, tile, None, None, bucket, 0.0, 1.0)
+    OPS._tile_sums(columns, tile, None, None, None, None, 0.0, 1.0)
+    OPS._tile_sums(buckets, tile, None, None, None, bucket, 0.0, 1.0)
     assert columns.isnan().nonzero().tolist() == [[7]]
     assert buckets.isnan().nonzero().tolist() == [[2, 0]]
 
@@ -81,7 +84,7 @@ def test_out_of_range_is_refused():
     tile, out = torch.randn(3, 4), torch.full((3, 2), 7.0)
     with pytest.raises(RuntimeError, match="bucket must be from 0 to 1"):
         OPS._tile_sums(
-            out, tile, None, None, torch.tensor([0, 1, 2, 0], dtype=torch.uint8), 0.0, 1.0
+            out, tile, None, None, None, torch.tensor([0, 1, 2, 0], dtype=torch.uint8), 0.0, 1.0
         )
     with pytest.raises(RuntimeError, match="columns must be from 0 to 3"):
         OPS._gather_tile(out, tile, torch.arange(3), torch.tensor([0, 4]))

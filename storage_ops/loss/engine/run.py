@@ -80,7 +80,7 @@ class RowFunction(ABC):
         """
         raise NotImplementedError  # only a head whose gradient may leave classes out has them
 
-    def targets(self, step: Step) -> Tensor:
+    def needed_classes(self, step: Step) -> Tensor:
         """Return the classes of a tile that are targets of its tokens, with duplicates."""
         raise NotImplementedError
 
@@ -251,7 +251,7 @@ class Run(Generic[Rows]):
         head = self.head
         found = select(
             functools.partial(self.rows.probability_sums, step, tile),
-            self.rows.targets(step),
+            self.rows.needed_classes(step),
             tile.shape,
             self.rows.state,
             head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,

@@ -20,9 +20,10 @@ out classes of which a token has next to nothing:
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes in place.
 * What is left out of a bucket (.) is replaced by the product of its margins: B is about
-  r c.T / s, with r = B 1, c = B.T 1, s = the sum of B. It has the same sums of rows and columns,
-  and its products with weight and input are thin. For each token the classes that are left out
-  count as one average class of each bucket, so no probability is lost.
+  r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
+  columns where all tokens have one sign, and its products with weight and input are thin. For each
+  token the classes that are left out count as one average class of each bucket, so no probability
+  is lost.
 
 Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -158,24 +159,28 @@ def multiply(
     size, x, at_once = x.shape[1], x[chosen.tokens], gathered_classes(matmul.cuda)
     flat, used, count = chosen.flat, len(chosen.counts), len(x)
     wide = dz.dtype if dz.dtype == torch.float64 else torch.float32
-    columns, margins = dz.new_empty(len(w), dtype=wide), _margins(chosen, dz, wide)
-    _sum(dz, columns)
-    total = margins.sum(0)
-    shares = (margins * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
+    margins = _margins(chosen, dz, wide)
+    # Gradients of a token have the sign of what upstream gives to it, but for that of its target.
+    signs = margins.sum(1).sign_()
+    left = margins.masked_fill(_kept(chosen), 0)
+    total = left.abs().sum(0)
+    shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
+    columns = dz.new_empty(len(w), dtype=wide)
+    _sum(dz, columns, torch.empty_like(signs).index_copy_(0, chosen.tokens, signs))
     # For each bucket, and for the rest, the average input and class of what is left out.
     inputs, weights = columns.new_zeros(2, used + 1, size)
     matmul.weight_gradient(shares, x, inputs, False)
     # The rest of the classes: those of flat tokens, and what others leave out as one more token.
     rows = torch.cat((x[:flat], inputs[used:].to(x.dtype)))
     sums = columns.new_zeros(flat + 1, size)
-    for classes in slices(len(w), at_once):
-        piece = dz.new_empty(flat + 1, classes.stop - classes.start)
-        piece[:flat] = dz[chosen.tokens[:flat], classes]
-        piece[flat] = _finite(columns[classes] - _column_sums(piece[:flat], wide))
-        piece.masked_fill_(chosen.buckets[classes] < used, 0)
-        matmul.input_gradient(piece, w[classes], sums, True)
+    for part in slices(len(w), at_once):
+        piece = dz.new_empty(flat + 1, part.stop - part.start)
+        piece[:flat] = dz[chosen.tokens[:flat], part]
+        piece[flat] = _finite(columns[part] - _column_sums(piece[:flat], signs[:flat]))
+        piece.masked_fill_(chosen.buckets[part] < used, 0)
+        matmul.input_gradient(piece, w[part], sums, True)
         if into_weight is not None:
-            matmul.weight_gradient(piece, rows, into_weight[classes], True)
+            matmul.weight_gradient(piece, rows, into_weight[part], True)
         del piece
     weights[used] = sums[flat]
     if into_input is not None:
@@ -186,40 +191,47 @@ def multiply(
         piece = dz.new_empty(needed, len(classes))
         _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
         if needed < count:
-            column = _finite(column - _column_sums(piece, wide))
+            column = _finite(column - _column_sums(piece, signs[:needed]))
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
             matmul.input_gradient(piece, weight, into_input[:needed], True)
         if into_weight is not None:
-            part = columns.new_empty(len(classes), size)
-            matmul.weight_gradient(piece, x[:needed], part, False)
+            product = columns.new_empty(len(classes), size)
+            matmul.weight_gradient(piece, x[:needed], product, False)
             if needed < count:
-                part.addr_(column, inputs[k])
-            into_weight.index_add_(0, classes, part.to(into_weight.dtype))
-            del part
+                product.addr_(column, inputs[k])
+            into_weight.index_add_(0, classes, product.to(into_weight.dtype))
+            del product
     if into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
 
 
 def _margins(chosen: Selection, dz: Tensor, wide: torch.dtype) -> Tensor:
-    """Return what each of `chosen.tokens` leaves out of each gathered bucket, and of the rest."""
+    """Return the sum of dz for each of `chosen.tokens`, of each gathered bucket and of the rest."""
     used = len(chosen.counts)
     of_all = dz.new_empty(len(dz), len(chosen.bounds) - 1, dtype=wide)
-    _sum(dz, of_all, chosen.buckets)
+    _sum(dz, of_all, buckets=chosen.buckets)
     margins = torch.cat((of_all[:, :used], of_all[:, used:].sum(1, keepdim=True)), 1)
-    bucket = torch.arange(used + 1, device=dz.device)
-    left = bucket >= chosen.needs.unsqueeze(1)
-    return margins[chosen.tokens].masked_fill_(left.logical_not_(), 0)
+    margins[:, 0] = 0  # has the targets, and is left out by none
+    return margins[chosen.tokens]
 
 
-def _sum(tile: Tensor, out: Tensor, buckets: Tensor | None = None) -> None:
+def _kept(chosen: Selection) -> Tensor:
+    """Return which of the gathered buckets, and of the rest, each of `chosen.tokens` needs."""
+    bucket = torch.arange(len(chosen.counts) + 1, device=chosen.needs.device)
+    return bucket < chosen.needs.unsqueeze(1)
+
+
+def _sum(
+    tile: Tensor, out: Tensor, signs: Tensor | None = None, buckets: Tensor | None = None
+) -> None:
     """Add up the columns of a tile, or with `buckets` those of each row by bucket."""
-    _OPS._tile_sums(out, tile, None, None, buckets, 0.0, 1.0)
+    _OPS._tile_sums(out, tile, None, signs, None, buckets, 0.0, 1.0)
 
 
-def _column_sums(tile: Tensor, wide: torch.dtype) -> Tensor:
-    out = tile.new_empty(tile.shape[1], dtype=wide)
-    _sum(tile, out)
+def _column_sums(tile: Tensor, signs: Tensor) -> Tensor:
+    out = signs.new_empty(tile.shape[1])
+    _sum(tile, out, signs)
     return out
 
 

@@ -1,0 +1,35 @@
+"""`gradient_tolerance` where ranks hold slices of the vocabulary: the bound is that of the sum."""
+
+import torch
+import torch.distributed as dist
+
+import storage_ops
+
+from ..loss.test_gradient_tolerance import peaked, relative
+from ..ranks import run_on_ranks
+
+CLASSES, TOLERANCE = 6000, 0.1
+
+
+def compare(rank, world):
+    x, w, target = peaked(300, 32, CLASSES)
+    mine = slice(rank * CLASSES // world, (rank + 1) * CLASSES // world)
+    part = w.detach()[mine].clone().requires_grad_()
+    loss, dropped = storage_ops.linear_cross_entropy(
+        x, part, target, gradient_tolerance=TOLERANCE, returns=("loss", "dropped"),
+        process_group=dist.group.WORLD,
+    )  # fmt: skip
+    found = torch.autograd.grad(loss, (x, part))
+    exact = storage_ops.linear_cross_entropy(x, w, target)
+    expected = torch.autograd.grad(exact, (x, w))
+    torch.testing.assert_close(loss, exact)
+    assert 0 < dropped.max() <= TOLERANCE
+    assert 0 < relative(found[0], expected[0]) < TOLERANCE
+    assert relative(found[1], expected[1][mine]) < TOLERANCE
+    seen = [torch.empty_like(dropped) for _ in range(world)]
+    dist.all_gather(seen, dropped)
+    assert all(other.equal(dropped) for other in seen)
+
+
+def test_slices_of_the_vocabulary():
+    run_on_ranks(compare, 2, 2)
