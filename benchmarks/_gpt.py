@@ -229,11 +229,17 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model that returns its loss."""
+    """A language model that returns its loss.
+
+    Attributes:
+        linear_loss: the loss of hidden states, weight of the head and targets, where the feature
+            linear_cross_entropy is on.
+    """
 
     def __init__(self, config: Config, features: Features) -> None:
         super().__init__()
         self.config, self.features = config, features
+        self.linear_loss: Callable[..., Tensor] = storage_ops.linear_cross_entropy
         llama = config.kv_heads is not None
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.places = None if llama else nn.Embedding(config.context, config.width)
@@ -273,7 +279,7 @@ class Decoder(nn.Module):
             x = block(x)
         x, weight = self.norm(x), self.head.weight
         if "linear_cross_entropy" in self.features:
-            loss: Tensor = storage_ops.linear_cross_entropy(x, weight, targets)
+            loss: Tensor = self.linear_loss(x, weight, targets)
             return loss
         if "liger" in self.features:
             from liger_kernel.transformers import functional as liger

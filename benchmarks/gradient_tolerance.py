@@ -1,0 +1,177 @@
+"""What it gains and costs to leave classes out of the gradient of linear cross-entropy.
+
+`logits`: on the logits of a real language model, a file of `--logits` (see `_harness.real_logits`),
+the errors of both gradients, what tokens leave out, and times against the exact loss. `training`:
+a model from one seed with several tolerances, on the text of the standard library.
+
+Beside them is a threshold for single elements: every probability under 2^-12 is left out, as
+cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import storage_ops
+from benchmarks._gpt import SIZES
+from benchmarks._harness import expect, finish, interleave, parser, ratios, real_logits, tick
+from benchmarks._training import Job, Settings
+from benchmarks.train_gpt import tokens_of
+from storage_ops.loss.engine import run
+from storage_ops.loss.engine.selection import Selection
+
+TOLERANCES = (1e-3, 3e-3, 1e-2)
+THRESHOLD = 2.0**-12
+EXACT, FILTERED = "storage_ops", "elements above 2^-12"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Filtered(torch.autograd.Function):
+    """Cross-entropy of a head whose gradient is without the elements under the threshold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        logits = x.flatten(0, -2) @ w.t()
+        ctx.save_for_backward(x, w, target, logits)
+        return F.cross_entropy(logits, target.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w, target, logits = ctx.saved_tensors
+        dz = logits.float().softmax(1)
+        hit = target.flatten().unsqueeze(1)
+        dz.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=dz.dtype))
+        dz = torch.where(dz.abs() < THRESHOLD, 0, dz).mul_(grad / len(dz)).to(w.dtype)
+        return (dz @ w).view_as(x), dz.t() @ x.flatten(0, -2), None
+
+
+def _loss_of(case: str) -> Loss:
+    if case == FILTERED:
+        return _Filtered.apply  # type: ignore[no-any-return]
+    tolerance = 0.0 if case == EXACT else float(case.rsplit(" ", 1)[1])
+    return functools.partial(storage_ops.linear_cross_entropy, gradient_tolerance=tolerance)
+
+
+def _cases() -> list[str]:
+    return [EXACT, *(f"storage_ops {tolerance:g}" for tolerance in TOLERANCES), FILTERED]
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[float]]:
+    """Collect the share of the classes that the gradient of each tile is multiplied with."""
+    shares: list[float] = []
+
+    def select(*args: Any) -> Selection | None:
+        found, shape = chosen(*args), args[2]
+        if found is None:
+            shares.append(1.0)
+            return None
+        ends = zip(found.counts, found.bounds, found.bounds[1:], strict=False)
+        gathered = sum(count * (end - begin) for count, begin, end in ends)
+        rest = found.flat * (shape[1] - found.bounds[len(found.counts)])
+        shares.append((gathered + rest) / (shape[0] * shape[1]))
+        return found
+
+    chosen = run.select
+    with mock.patch.object(run, "select", select):
+        yield shares
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.float() - exact.float()).norm() / exact.float().norm())
+
+
+def logits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case: errors, what is left out, and time over the exact loss."""
+    dtype = getattr(torch, arguments.dtype)
+    x, w, target = real_logits(
+        arguments.logits, arguments.hidden, arguments.device, dtype, arguments.quick
+    )
+    x, target = x[: arguments.tokens], target[: arguments.tokens]
+    x.requires_grad_(), w.requires_grad_()
+    shape = f"{len(x)} x {x.shape[1]} x {len(w)} {arguments.dtype}"
+
+    def gradients(case: str) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(_loss_of(case)(x, w, target), (x, w))
+
+    exact, rows = gradients(EXACT), {}
+    for case in _cases():
+        tick(f"errors of {case}", 0.0)
+        with _counted() as shares:
+            found = gradients(case)
+        of_rows = (found[1].float() - exact[1].float()).norm(dim=1)
+        of_rows /= exact[1].float().norm(dim=1)
+        rows[case] = {
+            "classes multiplied": round(sum(shares) / len(shares), 3) if shares else "",
+            "error of dX": _error(found[0], exact[0]),
+            "error of dW": _error(found[1], exact[1]),
+            "error of a row of dW, median": float(of_rows.median()),
+        }
+        del found, of_rows
+    del exact
+    timed = {case: functools.partial(gradients, case) for case in _cases() if case != FILTERED}
+    runs = interleave(timed, arguments.repeats, arguments.device, shape)
+    times = ratios(runs, EXACT)
+    for case, row in rows.items():
+        at = {"time / exact": round(times[case][0], 3)} if case in times else {}
+        yield {"shape": shape, "case": case, **row, **at}
+
+
+def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case: losses and gradient norms as training goes on."""
+    config = SIZES["gpt2-tiny" if arguments.quick else "gpt2-mini"]
+    steps = 6 if arguments.quick else arguments.steps
+    data = tokens_of(arguments.text, config.vocab)
+    every = max(steps // 6, 1)
+    for number, case in enumerate(_cases()):
+        job = Job("linear_cross_entropy", Settings(config, steps), data, torch.device("cpu"))
+        job.model.linear_loss = _loss_of(case)
+        norms, shares = [], []
+        for step in range(steps):
+            tick(f"{case}, step {step}", (number + step / steps) / len(_cases()))
+            with _counted() as chosen:
+                norms.append(job.step()["gradient_norm"])
+            shares.append(sum(chosen) / len(chosen) if chosen else 1.0)
+        mean = {
+            f"loss at {end}": round(sum(job.losses[end - every : end]) / every, 4)
+            for end in range(every, steps + 1, every)
+        }
+        tail = slice(steps - every, None)
+        yield {
+            "shape": f"{steps} steps", "case": case, **mean,
+            "gradient norm at the end": round(sum(norms[tail]) / every, 4),
+            "classes multiplied at the end": round(sum(shares[tail]) / every, 3),
+            "losses": job.losses, "shares": shares,
+        }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one of the two, and keep its rows."""
+    options = parser(__doc__)
+    options.add_argument("what", choices=["logits", "training"])
+    options.add_argument("--logits", type=Path, help="an .npz file, for `logits`")
+    options.add_argument("--hidden", type=int, default=1536)
+    options.add_argument("--tokens", type=int, default=4096)
+    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    options.add_argument("--text", type=Path, help="for `training`; default: the standard library")
+    options.add_argument("--steps", type=int, default=300)
+    arguments = options.parse_args(argv)
+    if arguments.what == "logits" and arguments.logits is None:
+        options.error("logits needs --logits FILE")
+    expect(1 if arguments.what == "logits" else len(_cases()))
+    rows = logits(arguments) if arguments.what == "logits" else training(arguments)
+    finish(f"gradient_tolerance_{arguments.what}", rows, arguments)
+
+
+if __name__ == "__main__":
+    main()
