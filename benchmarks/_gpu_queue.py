@@ -125,6 +125,17 @@ QUEUE = (
         ),
     ),
     Call(
+        "tolerance",
+        "whether leaving negligible classes out of the gradient takes at most 0.65 of the loss",
+        LOSS,
+        tuple(
+            Stage(f"tolerance_{hidden}", 220, "gradient_tolerance",
+                  ("logits", "--real-logits", FILE, "--hidden", hidden),
+                  ("logits", "--real-logits", FILE))
+            for hidden in ("4096", "2048")
+        ),
+    ),
+    Call(
         "heads",
         "which goal is missed: DPO 1.00 of plain compiled, top-K 1.15 of the nll, KL 1.06 and kd "
         "1.10 of their products",
@@ -201,6 +212,7 @@ def commits_since(commit: str, paths: list[str]) -> int | None:
 # The code that results depend on, where it is less than the package.
 CODE = {
     "linear_cross_entropy": LOSS, "linear_cross_entropy_plans": LOSS, "row_kernel": LOSS,
+    "gradient_tolerance_logits": LOSS, "gradient_tolerance_training": LOSS,
     "head": ("storage_ops/divergence", "storage_ops/losses", *LOSS),
     "autochunk": CHUNKER, "autochunk_model": CHUNKER, "autochunk_memory": CHUNKER,
     "autochunk_compilation": CHUNKER, "storage": ("storage_ops/storage", "csrc/storage"),

@@ -1,6 +1,6 @@
 """What it gains and costs to leave classes out of the gradient of linear cross-entropy.
 
-`logits`: on the logits of a real language model, a file of `--logits` (see `_harness.real_logits`),
+`logits`: on the logits of a real language model, a file of `--real-logits` (see `_harness.real_logits`),
 the errors of both gradients, what tokens leave out, and times against the exact loss. `training`:
 a model from one seed with several tolerances, on the text of the standard library.
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,7 +96,7 @@ def logits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each case: errors, what is left out, and time over the exact loss."""
     dtype = getattr(torch, arguments.dtype)
     x, w, target = real_logits(
-        arguments.logits, arguments.hidden, arguments.device, dtype, arguments.quick
+        arguments.real_logits, arguments.hidden, arguments.device, dtype, arguments.quick
     )
     x, target = x[: arguments.tokens], target[: arguments.tokens]
     x.requires_grad_(), w.requires_grad_()
@@ -129,7 +130,7 @@ def logits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each case: losses and gradient norms as training goes on."""
-    config = SIZES["gpt2-tiny" if arguments.quick else "gpt2-mini"]
+    config = replace(SIZES["gpt2-tiny"], batch=8)
     steps = 6 if arguments.quick else arguments.steps
     data = tokens_of(arguments.text, config.vocab)
     every = max(steps // 6, 1)
@@ -159,15 +160,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the two, and keep its rows."""
     options = parser(__doc__)
     options.add_argument("what", choices=["logits", "training"])
-    options.add_argument("--logits", type=Path, help="an .npz file, for `logits`")
+    options.add_argument("--real-logits", type=Path, help="an .npz file, for `logits`")
     options.add_argument("--hidden", type=int, default=1536)
     options.add_argument("--tokens", type=int, default=4096)
     options.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     options.add_argument("--text", type=Path, help="for `training`; default: the standard library")
     options.add_argument("--steps", type=int, default=300)
     arguments = options.parse_args(argv)
-    if arguments.what == "logits" and arguments.logits is None:
-        options.error("logits needs --logits FILE")
+    if arguments.what == "logits" and arguments.real_logits is None:
+        options.error("logits needs --real-logits FILE")
     expect(1 if arguments.what == "logits" else len(_cases()))
     rows = logits(arguments) if arguments.what == "logits" else training(arguments)
     finish(f"gradient_tolerance_{arguments.what}", rows, arguments)

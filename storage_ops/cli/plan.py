@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
     parser.add_argument("--logits-dtype", help="of the tiles: that of --dtype, or fp32")
     parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
+    parser.add_argument(
+        "--gradient-tolerance", type=float, default=0.0, metavar="P",
+        help="probability that each token may leave out of its gradient",
+    )  # fmt: skip
+    parser.add_argument(
+        "--share", type=float, help="with it, the expected part of the classes that is multiplied"
+    )
     output.add_device(parser)
     output.add_json(parser)
 
@@ -103,6 +110,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
             args.accumulate_dtype, args.logits_dtype, args.max_valid, device,
+            args.gradient_tolerance, args.share,
         )  # fmt: skip
         given = None if args.budget is None else parse_bytes(args.budget, "--budget")
         rates = named(device)
