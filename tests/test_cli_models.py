@@ -42,14 +42,15 @@ CONFIGS = {
 def written(folder, name, **other):
     config = CONFIGS.get(name, {}) | {"architectures": [name]} | other
     (folder / "config.json").write_text(json.dumps(config))
-    return ["will-it-fit", "--hf-config", str(folder), "--batch", "2", "--dtype", "fp32"]
+    return ["will-it-fit", "--hf-config", str(folder), "--batch", "2"]
 
 
 @pytest.mark.in_turn
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_architecture_decides_inputs_and_labels(name, tmp_path, capsys):
+def test_the_architecture_decides_inputs_and_labels(name, dtype, tmp_path, capsys):
     tokens = [] if name.startswith("ViT") else ["--seq", "32"]
-    code = main([*written(tmp_path, name), *tokens, "--json"])
+    code = main([*written(tmp_path, name), *tokens, "--dtype", dtype, "--json"])
     assert code == 0, capsys.readouterr().err
     report = json.loads(capsys.readouterr().out)
     assert report["by_owner"]["optimizer state"] > 0

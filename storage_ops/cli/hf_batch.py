@@ -25,7 +25,7 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
     Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
-    the config. Labels are for tokens or sequences, as the model's task says; those of a model of
+    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task says; those of a model of
     token ids alone are the token ids.
 
     Raises:
@@ -37,9 +37,10 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
     if main == "pixel_values":
-        batch[main] = _empty(args.batch, config.num_channels, *_image_size(config))
+        batch[main] = _values(model, args.batch, config.num_channels, *_image_size(config))
     elif main == "input_features":
-        batch[main] = _empty(args.batch, config.num_mel_bins, 2 * config.max_source_positions)
+        frames = 2 * config.max_source_positions
+        batch[main] = _values(model, args.batch, config.num_mel_bins, frames)
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
     else:
@@ -63,8 +64,9 @@ def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
     return next((name for name in names if name in takes and name not in batch), None)
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
+def _values(model: nn.Module, *shape: int) -> Tensor:
+    """Return pixels or features in the dtype of the model, to which trainers convert them."""
+    return torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta")
 
 
 def _ids(*shape: int) -> Tensor:
