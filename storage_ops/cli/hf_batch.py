@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
     Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
-    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task says; those of a model of
-    token ids alone are the token ids.
+    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task
+    says; those of a model of token ids alone are the token ids.
 
     Raises:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
@@ -85,23 +85,28 @@ def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
             f"--seq is missing; expected the tokens of a sequence, since {type(model).__name__} "
             "takes token ids"
         )
-    for name, most in _learned_positions(model):
-        if args.seq > most:
-            raise ValueError(
-                f"--seq is {args.seq}; expected at most {most}, the config's {name}: the model "
-                "learns an embedding for each position"
-            )
+    name, most = positions(model)
+    if args.seq > most:
+        raise ValueError(
+            f"--seq is {args.seq}; expected at most {most:.0f}, the config's {name}: the model "
+            "learns an embedding for each position"
+        )
     return int(args.seq)
 
 
-def _learned_positions(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield fields of the config that count learned positions: an embedding has as many rows."""
+def positions(model: nn.Module) -> tuple[str, float]:
+    """Return the field of the config that counts learned positions, and their number.
+
+    An embedding has as many rows. If the model learns none, the number is infinite.
+    """
     rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = [("", math.inf)]
     for name in _POSITIONS:
         most = getattr(model.config, name, None)
         # BART, OPT and their like have two rows more, for padding.
         if isinstance(most, int) and {most, most + 2} & rows:
-            yield name, most
+            found.append((name, most))
+    return min(found, key=lambda each: each[1])
 
 
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
