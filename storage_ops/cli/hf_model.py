@@ -70,10 +70,12 @@ def optimizer_named(name: str) -> type[Optimizer] | None:
 
     if name.lower() == "none":
         return None
+    # LBFGS runs the model in its step, so no step of training can be simulated with it.
+    refused = torch.optim.Optimizer, torch.optim.LBFGS
     found = {
         key.lower(): cls
         for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        if isinstance(cls, type) and issubclass(cls, refused[0]) and cls not in refused
     }
     if name.lower() not in found:
         raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")
