@@ -49,6 +49,7 @@ else:
     from storage_ops.checkpoint.state.execution import disable_checkpointing, register_rng_tracker
     from storage_ops.divergence.api import linear_kl_div
     from storage_ops.fitting.fit import fit
+    from storage_ops.fitting.largest import find_largest
     from storage_ops.fitting.plan import FitPlan, load_fit
     from storage_ops.integrations.transformers import patch_causal_lm, unpatch_causal_lm
     from storage_ops.loss.api import linear_cross_entropy
@@ -88,6 +89,7 @@ __all__ = [
     "disable_checkpointing",
     "discard_storage",
     "explain_policy",
+    "find_largest",
     "fit",
     "graph",
     "info",

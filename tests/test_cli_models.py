@@ -42,14 +42,15 @@ CONFIGS = {
 def written(folder, name, **other):
     config = CONFIGS.get(name, {}) | {"architectures": [name]} | other
     (folder / "config.json").write_text(json.dumps(config))
-    return ["will-it-fit", "--hf-config", str(folder), "--batch", "2", "--dtype", "fp32"]
+    return ["will-it-fit", "--hf-config", str(folder), "--batch", "2"]
 
 
 @pytest.mark.in_turn
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_architecture_decides_inputs_and_labels(name, tmp_path, capsys):
+def test_the_architecture_decides_inputs_and_labels(name, dtype, tmp_path, capsys):
     tokens = [] if name.startswith("ViT") else ["--seq", "32"]
-    code = main([*written(tmp_path, name), *tokens, "--json"])
+    code = main([*written(tmp_path, name), *tokens, "--dtype", dtype, "--json"])
     assert code == 0, capsys.readouterr().err
     report = json.loads(capsys.readouterr().out)
     assert report["by_owner"]["optimizer state"] > 0
@@ -64,6 +65,14 @@ def refused(command, capsys):
 def test_more_tokens_than_learned_positions(tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "65"]
     assert "expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "lbfgs", "lion"])
+def test_optimizers_that_no_step_can_have(name, tmp_path, capsys):
+    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
+    error = refused(command, capsys)
+    assert error.startswith(f"--optimizer is {name}; expected none or one of adafactor,")
+    assert "adamw" in error and " optimizer," not in error and " lbfgs," not in error
 
 
 def test_tokens_are_asked_for_by_name(tmp_path, capsys):

@@ -217,4 +217,7 @@ def fitting(model: nn.Module, x: Tensor, path: Path) -> so.FitPlan:
     plan.undo()
     plan.save(path)
     print(so.info()["storage_path"], plan.peak_bytes, plan.seconds)
+    largest = so.find_largest(model, lambda n: x.expand(n, -1), "70GiB", actions=["full"], most=8)
+    found: int | None = largest.found
+    print(largest, found, largest.planned and largest.planned.plan.seconds)
     return so.load_fit(path, model)

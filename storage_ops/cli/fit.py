@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from storage_ops.cli import hf_model, output
+from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes, readable
 
@@ -23,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="keep, output_discard, selective, full, offload, tile, linear_cross_entropy",
     )
+    parser.add_argument(
+        "--find",
+        choices=("batch", "seq", "device"),
+        help="find the largest --batch or --seq that fits, or the cheapest --device",
+    )
     parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw time against peak into this file")
@@ -35,6 +42,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
+        if args.find is not None:
+            return _find(args, console)
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
@@ -55,6 +64,58 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.plot is not None:
         _draw(args.plot, search, plan)
     return 0
+
+
+def _find(args: argparse.Namespace, console: Console) -> int:
+    """Print the largest size that fits; return 0, or 1 if none does."""
+    from storage_ops.cli import hf_batch
+    from storage_ops.fitting import largest
+
+    _check_find(args)
+    budget = parse_bytes(args.budget, "--budget")
+    changed = argparse.Namespace(**vars(args))
+    if args.find == "seq":
+        changed.seq = 1
+    model, batch = hf_model.model_and_batch(changed)
+    optimizer = hf_model.optimizer_named(args.optimizer)
+    if args.find == "device":
+        found: Any = largest.find_gpu(model, batch, optimizer, args.actions, args.accumulate)
+    else:
+        most = None
+        if args.find == "seq":
+            if not {"input_ids", "decoder_input_ids"} & batch.keys():
+                raise ValueError("--find is seq; expected batch or device: the model has no tokens")
+            longest = hf_batch.positions(model)[1]
+            most = None if math.isinf(longest) else int(longest)
+
+        def make_batch(size: int) -> object:
+            setattr(changed, args.find, size)
+            return hf_batch.batch_for(model, changed)
+
+        found = largest.find_largest(
+            model, make_batch, budget, None, optimizer, args.device, args.actions, args.accumulate,
+            most=most,
+        )  # fmt: skip
+    if args.json:
+        output.print_json(found.as_dict())
+    else:
+        console.print(found)
+    if found.planned is None:
+        return 1
+    if args.save is not None:
+        found.planned.plan.save(args.save)
+    return 0
+
+
+def _check_find(args: argparse.Namespace) -> None:
+    """Refuse options that say what --find is to find."""
+    if args.plot is not None:
+        raise ValueError(f"--plot is {args.plot}; expected none with --find, which prints a table")
+    if args.find == "seq" and args.seq is not None:
+        raise ValueError(f"--seq is {args.seq}; expected none with --find seq")
+    for name, default in (("budget", hf_model.BUDGET), ("device", DEFAULT_GPU)):
+        if args.find == "device" and (value := getattr(args, name)) != default:
+            raise ValueError(f"--{name} is {value}; expected none with --find device")
 
 
 def _draw(path: Path, search: Any, plan: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
     Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
-    the config. Labels are for tokens or sequences, as the model's task says; those of a model of
-    token ids alone are the token ids.
+    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task
+    says; those of a model of token ids alone are the token ids.
 
     Raises:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
@@ -37,9 +37,10 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
     if main == "pixel_values":
-        batch[main] = _empty(args.batch, config.num_channels, *_image_size(config))
+        batch[main] = _values(model, args.batch, config.num_channels, *_image_size(config))
     elif main == "input_features":
-        batch[main] = _empty(args.batch, config.num_mel_bins, 2 * config.max_source_positions)
+        frames = 2 * config.max_source_positions
+        batch[main] = _values(model, args.batch, config.num_mel_bins, frames)
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
     else:
@@ -63,8 +64,9 @@ def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
     return next((name for name in names if name in takes and name not in batch), None)
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
+def _values(model: nn.Module, *shape: int) -> Tensor:
+    """Return pixels or features in the dtype of the model, to which trainers convert them."""
+    return torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta")
 
 
 def _ids(*shape: int) -> Tensor:
@@ -83,23 +85,28 @@ def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
             f"--seq is missing; expected the tokens of a sequence, since {type(model).__name__} "
             "takes token ids"
         )
-    for name, most in _learned_positions(model):
-        if args.seq > most:
-            raise ValueError(
-                f"--seq is {args.seq}; expected at most {most}, the config's {name}: the model "
-                "learns an embedding for each position"
-            )
+    name, most = positions(model)
+    if args.seq > most:
+        raise ValueError(
+            f"--seq is {args.seq}; expected at most {most:.0f}, the config's {name}: the model "
+            "learns an embedding for each position"
+        )
     return int(args.seq)
 
 
-def _learned_positions(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield fields of the config that count learned positions: an embedding has as many rows."""
+def positions(model: nn.Module) -> tuple[str, float]:
+    """Return the field of the config that counts learned positions, and their number.
+
+    An embedding has as many rows. If the model learns none, the number is infinite.
+    """
     rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = [("", math.inf)]
     for name in _POSITIONS:
         most = getattr(model.config, name, None)
         # BART, OPT and their like have two rows more, for padding.
         if isinstance(most, int) and {most, most + 2} & rows:
-            yield name, most
+            found.append((name, most))
+    return min(found, key=lambda each: each[1])
 
 
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+BUDGET = "80GiB"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say which step of which model."""
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
-    parser.add_argument("--budget", default="80GiB", help="such as 70GiB (default: 80GiB)")
+    parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
     output.add_device(parser)
 
 
@@ -68,10 +70,12 @@ def optimizer_named(name: str) -> type[Optimizer] | None:
 
     if name.lower() == "none":
         return None
+    # LBFGS runs the model in its step, so no step of training can be simulated with it.
+    refused = torch.optim.Optimizer, torch.optim.LBFGS
     found = {
         key.lower(): cls
         for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        if isinstance(cls, type) and issubclass(cls, refused[0]) and cls not in refused
     }
     if name.lower() not in found:
         raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")

@@ -7,4 +7,5 @@ Which of them do the same is decided by `storage_ops/simulate/module_kinds.py`.
 worth it, `step.py` has the ledger of both, and `roofline.py` the time of ops. `loss_variants.py`
 puts these numbers together, once for each way to compute the loss, and `solve.py` finds the fastest
 plan from them. `fit.py` simulates the whole step with it; `plan.py` is what it returns.
+`largest.py` repeats this for batches of other sizes, or for other GPUs.
 """

@@ -324,6 +324,10 @@ class Search:
             inside[number] = self._variants[number].problem.peak(choice) - excess
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
+    def smallest(self) -> int:
+        """Return the simulated peak of the plan that takes the least memory, as computed."""
+        return self._simulated(*self._least()).peak_bytes
+
     def _hint(self) -> str:
         """Say what to do about a loss that could take less memory, and was left alone."""
         if self._replaces:

@@ -38,6 +38,7 @@ class Rates:
             the device has no other memory.
         fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
         threads: that a GPU runs at a time.
+        memory: bytes that torch reports for a GPU, rounded down to GiB; 0 for a CPU.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Rates:
     link: float = 0.0
     fuses: bool = False
     threads: int = 0
+    memory: int = 0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Rate of products of elements of this size."""
@@ -64,12 +66,12 @@ class Rates:
 
 
 def _gpu(
-    name: str, flops16: float, flops32: float, bandwidth: float, cache: int, link: float,
+    name: str, gib: int, flops16: float, flops32: float, bandwidth: float, cache: int, link: float,
     threads: int, fewer64: int = 2,
 ) -> Rates:  # fmt: skip
-    """`fewer64`: times as slow as in 32 bits are products of 64."""
+    """`gib`: of memory. `fewer64`: times as slow as in 32 bits are products of 64."""
     return Rates(name, flops16, flops32, flops32 / fewer64, bandwidth, cache, 5e-6, True,
-                 merge_seconds=6e-5, link=link, threads=threads)  # fmt: skip
+                 merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
 
 # Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
@@ -89,19 +91,24 @@ _AMX = Rates(
 # multiprocessors of the data sheet, times what one holds.
 _GEN6, _GEN5, _GEN4, _C2C = 0.8 * 128e9, 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
-    "h200": _gpu("H200", 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
-    "h100": _gpu("H100 SXM", 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
-    "gh200": _gpu("GH200", 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
-    "b200": _gpu("B200", 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),
-    "gb200": _gpu("GB200", 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2, 148 * 2048),
-    "b300": _gpu("B300", 1800e12, 60e12, 7.2e12, 60 << 20, _GEN6, 160 * 2048, 60),
-    "gb300": _gpu("GB300", 2000e12, 64e12, 7.2e12, 60 << 20, _C2C / 2, 160 * 2048, 60),
-    "a100": _gpu("A100 80GB", 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4, 108 * 2048),
-    "l40s": _gpu("L40S", 290e12, 73e12, 0.78e12, 48 << 20, _GEN4, 142 * 1536, 64),
-    "rtx4090": _gpu("RTX 4090", 132e12, 66e12, 0.9e12, 36 << 20, _GEN4, 128 * 1536, 64),
-    "rtx5090": _gpu("RTX 5090", 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
+    "h200": _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
+    "h100": _gpu("H100 SXM", 79, 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
+    "gh200": _gpu("GH200", 94, 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
+    "b200": _gpu("B200", 178, 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),
+    "gb200": _gpu("GB200", 184, 2000e12, 72e12, 7.2e12, 60 << 20, _C2C / 2, 148 * 2048),
+    "b300": _gpu("B300", 267, 1800e12, 60e12, 7.2e12, 60 << 20, _GEN6, 160 * 2048, 60),
+    "gb300": _gpu("GB300", 276, 2000e12, 64e12, 7.2e12, 60 << 20, _C2C / 2, 160 * 2048, 60),
+    "a100": _gpu("A100 80GB", 79, 250e12, 15.6e12, 1.8e12, 20 << 20, _GEN4, 108 * 2048),
+    "l40s": _gpu("L40S", 44, 290e12, 73e12, 0.78e12, 48 << 20, _GEN4, 142 * 1536, 64),
+    "rtx4090": _gpu("RTX 4090", 23, 132e12, 66e12, 0.9e12, 36 << 20, _GEN4, 128 * 1536, 64),
+    "rtx5090": _gpu("RTX 5090", 31, 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
+# In the usual order of rents, which change: the cheapest first.
+BY_PRICE = (
+    "rtx4090", "rtx5090", "l40s", "a100", "h100", "gh200", "h200", "b200", "gb200", "b300", "gb300"
+)  # fmt: skip
+CONTEXT_BYTES = 512 << 20  # that CUDA and its libraries take besides tensors, about
 DEFAULT_GPU = "h100"  # for predictions where no device is named and no GPU is used
 
 
