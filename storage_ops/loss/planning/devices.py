@@ -38,7 +38,8 @@ class Rates:
             the device has no other memory.
         fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
         threads: that a GPU runs at a time.
-        memory: bytes that torch reports for a GPU, rounded down to GiB; 0 for a CPU.
+        memory: bytes of a GPU that programs can use, about, in whole GiB; an H200's is measured. 0
+            for a CPU.
     """
 
     name: str
