@@ -6,14 +6,16 @@ and of transformers beside those of its own kernels, on NVIDIA A100, H100, B200 
 the scripts that made them: a forward and backward several times over, all on the device counted.
 Further, the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary Language
 Models" (24 and 28 GB, which by its script are thousands of MiB), and torchtitan's Llama 3.1 (8B) on
-8 and 128 H100 under FSDP2, of which it publishes what the allocator reserved. What `estimate` does
-not count, for it is not told which GPU, is counted here as `simulate_step` does: the workspaces of
-cuBLAS in each thread that multiplies, mostly two.
+8 and 128 H100 under FSDP2, of which it publishes what the allocator reserved. And whole steps of
+SantaCoder with transformers' Trainer, of fms-acceleration (foundation-model-stack). What `estimate`
+does not count, for it is not told which GPU, is counted here as `simulate_step` does: the
+workspaces of cuBLAS in each thread that multiplies, mostly two.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -365,6 +367,49 @@ def one_rank(world: int) -> int:
     return step.peak_bytes
 
 
+class SantaCoder(nn.Module):
+    """The model of transformers as of 4.48: outputs hold keys and values, if `use_cache` is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers: Any = importlib.import_module("transformers")
+        config = transformers.GPTBigCodeConfig(
+            vocab_size=49280, n_positions=2048, n_embd=2048, n_layer=24, n_head=16, n_inner=8192,
+            bos_token_id=0, eos_token_id=0, use_cache=False,
+        )  # fmt: skip
+        self.model = transformers.GPTBigCodeForCausalLM(config)
+        self.model.gradient_checkpointing_enable()
+        self.cache: list[Tensor] | None = None  # while a forward runs
+        for name, module in self.named_modules():
+            if name.endswith("attn.c_attn"):
+                module.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        if self.cache is not None:  # not when a checkpoint runs again
+            self.cache.append(output.detach())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the loss of shifted logits, in their own dtype."""
+        self.cache = []
+        output = self.model(input_ids=ids)
+        logits = output.logits[..., :-1, :].contiguous()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[..., 1:].contiguous().flatten())
+        self.cache = None
+        return loss
+
+
+def fms_acceleration() -> Iterator[dict[str, Any]]:
+    """Whole steps of full fine-tuning in bfloat16: checkpoints, AdamW, packed sequences of 2048."""
+    for batch, published in ((4, 11267745280), (8, 15193274880)):
+        with torch.device("meta"):
+            model = SantaCoder().to(BF16).train()
+            ids = torch.empty(batch, 2048, dtype=torch.int64)
+        adamw = torch.optim.AdamW
+        step = simulate_step(model, ids, loss=lambda x: x, optimizer=adamw, device="a100")
+        what = f"SantaCoder, whole step, batch {batch}"
+        yield row("fms-acceleration", what, "A100", published / MIB, step.peak_bytes)
+
+
 def row(
     source: str, what: str, gpu: str, published: float, peak: int, why: str = ""
 ) -> dict[str, Any]:
@@ -379,7 +424,9 @@ def row(
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Source by source."""
-    sources = [liger, cut_cross_entropy, *([] if arguments.quick else [torchtitan])]
+    sources = [liger, cut_cross_entropy]
+    if not arguments.quick:
+        sources += [torchtitan, fms_acceleration]
     expect(len(sources))
     for source in sources:
         yield from source()

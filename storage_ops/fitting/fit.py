@@ -322,6 +322,12 @@ class Search:
             # The next plan that is smaller by what was computed; later ones skip the excess.
             excess = peak - budget if look > 2 else 1
             inside[number] = self._variants[number].problem.peak(choice) - excess
+        # More may be computed of layers than a step takes: one that is left alone fits at its peak.
+        alone = self._simulated(0, nothing)
+        if alone.peak_bytes <= budget:
+            return self._made(0, nothing, alone.peak_bytes, budget)
+        if alone.peak_bytes < smallest:
+            smallest, by_owner = alone.peak_bytes, alone.by_owner
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
     def smallest(self) -> int:

@@ -15,6 +15,7 @@ from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Books, Op, OpTimes
+from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
@@ -68,6 +69,7 @@ class Probe:
         self._assumption = assumption
         self._accumulate = accumulate
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
+        self._lasting: set[Block] = set()  # its outputs that others hold, too
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
 
     def cost(self, action: Action) -> Cost:
@@ -132,6 +134,8 @@ class Probe:
         parts = in_forward, times.seconds - in_forward
         python = times.roofline.of_python(action, calls)
         kept = levels[before] - base
+        freed = {block for _, block, taken in books.ledger.events[:before] if not taken}
+        kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
         # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
         # what it forms them from until then.
         held = max(kept, 0) if self._rates.fuses else 0
@@ -178,11 +182,13 @@ class Probe:
                 region_ended()  # the next one
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             made = [t for t in made if id(t) not in inputs and t.requires_grad]
+            lasting = [tree_leaves(outputs)[i] for i in call.lasting]
+            self._lasting = {block for t in lasting for block in simulation.blocks_of(t)}
             gradients = _gradients_of(made, call.gradients)
             last = None
             if made:
                 last = leave(made, lambda: [None if g is None else g.make() for g in gradients])
-            del outputs, made, args, kwargs
+            del outputs, made, lasting, args, kwargs
             marks.append(books.mark())
             if last is not None:
                 run_backward(last)

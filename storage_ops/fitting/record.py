@@ -84,6 +84,8 @@ class LayerCall:
         gathered: the parameters that FSDP has gathered before the call, by name.
         inputs: the blocks of the tensors among the arguments.
         shared: which of them somebody else holds in its place.
+        saved: the blocks of those outputs that the layer saves for its backward, by their numbers.
+        lasting: which of them others hold as well until the backward, so that they count once.
     """
 
     unit: Unit
@@ -97,6 +99,8 @@ class LayerCall:
     gathered: dict[str, Like] = field(default_factory=dict)
     inputs: list[Block | None] = field(default_factory=list)
     shared: tuple[int, ...] = ()
+    saved: dict[int, Block] = field(default_factory=dict)
+    lasting: tuple[int, ...] = ()
 
 
 @dataclass
@@ -107,16 +111,19 @@ class StepRecording:
         calls: of layers, in order.
         levels: bytes in memory at each moment.
         start: the first moment of the step.
+        turn: the moment at which the backward of the loss begins.
         seconds: that all but the layers takes.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     start: int = 0
+    turn: int = 0
     seconds: float = 0.0
 
 
-_Outputs = tuple[list[Any], Any]  # what a layer returns: the leaves, and how they are nested
+# What a layer returns: the leaves, how they are nested, and the numbers of those that it saves.
+_Outputs = tuple[list[Any], Any, list[int]]
 
 
 class _StandIn(torch.autograd.Function):
@@ -242,6 +249,7 @@ class Recorder:
         with self._times:
             value = loss(model(*args, **kwargs))
             check_value(value)
+            self.recording.turn = self.books.mark()
             with outside_autocast():
                 value.backward()
             del value
@@ -260,7 +268,11 @@ class Recorder:
                     block.nbytes = 0
 
     def _find_shared(self) -> None:
-        """Note which inputs others hold too: not freed by the backward of their stand-in."""
+        """Note which inputs others hold too: not freed by the backward of their stand-in.
+
+        A layer that saves its output, such as one that ends in a ReLU, holds the input of the next.
+        """
+        saved = {block for call in self.recording.calls for block in call.saved.values()}
         uses = Counter(block for call in self.recording.calls for block in call.inputs)
         taken = [taken for _, _, taken in self.books.ledger.events]
         freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
@@ -269,11 +281,27 @@ class Recorder:
             shared = []
             for i, block in enumerate(call.inputs):
                 at = freed.get(block, 0) if block is not None and uses[block] == 1 else 0
-                if at < after or any(taken[after:at]):
+                if at < after or block in saved or any(taken[after:at]):
                     shared.append(i)
             call.shared = tuple(shared)
-            call.inputs = []
-            call.kind = (*call.kind, call.shared, call.gradients)
+            call.lasting = self._find_lasting(call, freed)
+            call.inputs, call.saved = [], {}
+            call.kind = (*call.kind, call.shared, call.lasting, call.gradients)
+
+    def _find_lasting(self, call: LayerCall, freed: dict[Block, int]) -> tuple[int, ...]:
+        """Return the saved outputs that are in memory until the backward anyway.
+
+        They stay until the layer's own backward, also where all others free them before it.
+        """
+        levels, found = self.recording.levels, []
+        for number, block in call.saved.items():
+            at = freed.get(block, len(levels))
+            if call.backward is None or at < self.recording.turn:
+                continue
+            found.append(number)
+            for moment in range(at + 1, call.backward[0]):
+                levels[moment] += block.nbytes
+        return tuple(found)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
         """Return the trained parameters that FSDP gathers while the layer of a call runs."""
@@ -317,7 +345,7 @@ class Recorder:
             )  # fmt: skip
             if found is None:
                 return plain(*args, **kwargs)
-            made, tree = found
+            made, tree, saved = found
             call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in given]
@@ -339,6 +367,7 @@ class Recorder:
                 else m
                 for m in made
             ]
+            call.saved = {i: block for i in saved for block in blocks(values[i])}
             return tree_unflatten(values, tree)
 
         return forward
@@ -357,7 +386,7 @@ class Recorder:
         no trace then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
-        undo = undo_changes([unit.module, args, kwargs])
+        undo, start = undo_changes([unit.module, args, kwargs]), self.books.mark()
         with forwards_forgotten(unit.module):
             leaves, tree = tree_flatten(plain(*args, **kwargs))
             own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
@@ -367,7 +396,7 @@ class Recorder:
             for each in undo:
                 each()
             return None
-        held += differentiable
+        held += [t.grad_fn for t in differentiable]
         places = {id(t): i for i, t in enumerate(given)}
         made = [
             leaf if not isinstance(leaf, Tensor)
@@ -375,7 +404,12 @@ class Recorder:
             else self._like(leaf)
             for leaf in leaves
         ]  # fmt: skip
-        return made, tree
+        blocks = {i: self.simulation.blocks_of(t) for i, t in enumerate(leaves)
+                  if isinstance(made[i], Like) and t.requires_grad}  # fmt: skip
+        del leaves, differentiable  # the graph in `held` keeps what the layer saved
+        events = self.books.ledger.events[start:]
+        left = {b for _, b, taken in events if taken} - {b for _, b, taken in events if not taken}
+        return made, tree, [i for i, made_of in blocks.items() if left.intersection(made_of)]
 
     def _run_once(
         self, unit: Unit, key: tuple[Any, ...], run: Callable[[list[object]], _Outputs | None]

@@ -285,3 +285,71 @@ def test_the_peak_without_a_plan_is_simulated_where_layers_do_not_add_up(monkeyp
     config = storage_ops.ActivationCheckpointConfig(layer_names=["[0-3]"])
     storage_ops.apply_activation_checkpoint(model, config)
     assert plan.totals["full checkpoint"][0] == simulate_step(model, x).peak_bytes
+
+
+def ending_in(*last):
+    return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), *last)
+
+
+class TwoHeads(nn.Module):
+    """An actor and a critic on one trunk: two gradients arrive at its output."""
+
+    def __init__(self, trunk):
+        super().__init__()
+        self.trunk, self.actor, self.critic = trunk, nn.Linear(32, 8), nn.Linear(32, 1)
+
+    def forward(self, x):
+        features = self.trunk(x)
+        return self.actor(features).logsumexp(-1).mean() + self.critic(features).square().mean()
+
+
+class Added(nn.Module):
+    """Layers whose outputs are added up, which saves none of them."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TwoHeads(nn.Sequential(*(ending_in(nn.Tanh()) for _ in range(3)))),
+        lambda: TwoHeads(nn.Sequential(*(ending_in(nn.GELU()) for _ in range(3)))),
+        lambda: TwoHeads(nn.Sequential(ending_in(nn.ReLU()), ending_in(nn.Sigmoid()))),
+        lambda: TwoHeads(
+            nn.Sequential(ending_in(nn.Tanh()), nn.Sequential(nn.Tanh(), ending_in()))
+        ),
+        lambda: Added(nn.ModuleList(ending_in(nn.Tanh()) for _ in range(3))),
+    ],
+    ids=["tanh", "gelu", "others", "a layer that does not save its input", "added"],
+)
+def test_outputs_that_layers_save_count_once(make):
+    model, x = make(), torch.randn(512, 32)
+    none = simulate_step(model, x, loss=lambda value: value).peak_bytes
+    search = Search(model, x, loss=lambda value: value)
+    assert search.problem.peak([0] * len(search.problem.options)) == none
+    plan = storage_ops.fit(model, x, none, loss=lambda value: value)
+    assert plan.peak_bytes == none and plan.seconds == 0
+
+
+def test_the_peak_of_a_step_is_never_refused(monkeypatch):
+    """More may be computed of layers than a step takes."""
+    model, x = mlps(), torch.randn(512, 32)
+    highest = simulate_step(model, x).peak_bytes
+    kind = storage_ops.fitting.solve.ActionProblem
+    plain = kind.at_peak
+
+    def too_high(self, choice):
+        moment = plain(self, choice)
+        return dataclasses.replace(moment, level=2 * moment.level)
+
+    monkeypatch.setattr(kind, "at_peak", too_high)
+    monkeypatch.setattr(kind, "fastest", lambda self, budget: None)
+    monkeypatch.setattr(Search, "_least", lambda self: None)
+    assert storage_ops.fit(model, x, highest, actions=["full"]).peak_bytes == highest

@@ -254,6 +254,29 @@ def test_peaks_of_convolutions(name):
     check(lambda: torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()]))
 
 
+CHANNELS_LAST = {
+    "plain": lambda: nn.Conv2d(32, 32, 3, padding=1),
+    "of few channels": lambda: nn.Conv2d(32, 48, 2, stride=2),
+    "of groups": lambda: nn.Conv2d(32, 32, 3, padding=1, groups=8),
+    "of channels": lambda: nn.Conv2d(32, 32, 3, padding=1, groups=32),
+    "of channels, with strides": lambda: nn.Conv2d(32, 32, 3, 2, 1, groups=32),
+    "of channels, wide": lambda: nn.Conv2d(32, 32, 7, padding=3, groups=32),
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
+@pytest.mark.parametrize("gradient", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("image", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("name", CHANNELS_LAST)
+def test_peaks_of_convolutions_with_channels_last(name, image, gradient):
+    """ConvNeXt permutes the channels of an image to the end, and back by strides alone."""
+    layer, x = CHANNELS_LAST[name](), numbers(torch.float32, 16, 32, 32, 32)
+    x = x.to(memory_format=image).requires_grad_()
+    dy = torch.randn_like(layer(x).detach()).contiguous(memory_format=gradient)
+    check(lambda: layer(x))
+    check(lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], dy))
+
+
 RECURRENT = {
     "long": (lambda: nn.LSTM(24, 48), (30, 4, 24)),
     "two directions and layers": (

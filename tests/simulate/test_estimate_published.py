@@ -104,6 +104,13 @@ def test_the_loss_that_cut_your_losses_published():
         assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=1e-3)
 
 
+@pytest.mark.in_turn
+def test_whole_steps_that_fms_acceleration_published():
+    pytest.importorskip("transformers")
+    for row in published_peaks.fms_acceleration():
+        assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=2e-3), row
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PUBLISHED_BLOCKS)

@@ -10,6 +10,12 @@ with torch 2.13 by allocation events and `ONEDNN_VERBOSE=1`, on AVX2 and AVX-512
 | gradient of the inner image | in blocks; with strides, channels are last |
 | gradient of the weight | in blocks; those of an inner image with few channels are smaller |
 
+Images of 32 bits whose memory format is channels_last are read and written as they are, if the
+convolution is not transposed. Their weights are copied to that format and from it into blocks.
+torch copies a gradient whose format is not that of the image. Gradients of weights of groups, and
+of kernels of more than three elements for each channel, have a way of their own: columns and a
+matrix product for images that are contiguous, wide blocks for channels_last (AVX-512 only).
+
 Not counted are the buffers of one thread, and convolutions of 16 bits on AVX2.
 """
 
@@ -23,7 +29,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 # Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
@@ -32,6 +38,7 @@ _SMALL = 8  # channels of a block that is not a whole vector of AVX-512
 _SMALLEST = 8 if _CHANNELS == 8 else 4  # of a group of channels
 _COLORS = 3  # up to so many channels, the gradient of a weight reads an image as it is
 _AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images that are not copied, and not filled up
+_WIDEST_OF_CHANNEL = 3  # kernels of one channel for which oneDNN has code of its own
 _WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
 
 
@@ -55,6 +62,12 @@ class _Call(NamedTuple):
     weight: Tensor
     strides: Sequence[int]
     groups: int
+
+    @property
+    def is_of_channels(self) -> bool:
+        """Whether each channel is convolved by itself."""
+        outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
+        return self.groups > 1 and outer == inner == 1
 
     @property
     def is_channels_last(self) -> bool:
@@ -92,7 +105,7 @@ class _Call(NamedTuple):
     def _of_groups(self, smallest: int, is_product: bool = False) -> _Blocks:
         """Return the blocks of groups, which are as large as the channels of a group allow."""
         outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
-        if outer == inner == 1 and not is_product:  # of several groups
+        if self.is_of_channels and not is_product:
             return _Blocks(_CHANNELS, _CHANNELS, (_CHANNELS, 1))
         whole = outer % smallest == inner % smallest == 0
         return _all(1 if whole else _AS_IT_IS)
@@ -129,9 +142,45 @@ def _is_on_onednn(weight: Tensor, strides: Sequence[int]) -> bool:
 
 def _is_product(args: Args) -> bool:
     """Whether the gradient of a weight, as of the patches of a ViT, is a product of columns."""
-    weight, transposed, groups = args[2], args[7], args[9]
-    plain = weight.dim() == 4 and weight.dtype == torch.float32
-    return plain and not transposed and groups == 1 and weight.shape[-1] > _WIDEST
+    weight: Tensor = args[2]
+    strides, transposed, groups = args[4], args[7], args[9]
+    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed:
+        return False
+    call = _Call(weight, strides, groups)
+    if call.is_of_channels:
+        return max(weight.shape[2:]) > _WIDEST_OF_CHANNEL
+    if groups > 1:
+        return call.of_weight(transposed).outer == _AS_IT_IS
+    return weight.shape[-1] > _WIDEST
+
+
+def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
+    """Whether torch gives oneDNN an image with channels last."""
+    formats = (memory_format_of(image), memory_format_of(weight))
+    return weight.dtype == torch.float32 and torch.channels_last in formats
+
+
+def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -> list[Block]:
+    """Book a weight with channels last, unless it is one, and that in blocks."""
+    weight, blocks = call.weight, (1, 1) if call.groups > 1 else blocks
+    is_last = weight.is_contiguous(memory_format=torch.channels_last)
+    blocks = (_CHANNELS, 1) if call.is_of_channels else blocks
+    return ([] if is_last else scratch.take(weight)) + _take_weight(scratch, weight, blocks)
+
+
+def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
+    """Book the gradient of a weight whose images have channels last, in blocks and out of them."""
+    weight = call.weight
+    if call.groups == 1:
+        blocks = call.of_weight(False).weight
+        return scratch.take(weight) + _take_weight_twice(scratch, call, blocks)
+    result = scratch.take(weight)
+    if call.is_of_channels and max(weight.shape[2:]) <= _WIDEST_OF_CHANNEL:
+        return result + _take_weight_twice(scratch, call, (_CHANNELS, 1))
+    outer, inner = (_filled(n, _CHANNELS) for n in (len(weight) // call.groups, weight.shape[1]))
+    filled = call.groups * outer * inner * weight[0, 0].nbytes
+    copied = [] if call.is_of_channels else scratch.take(weight)
+    return result + copied + scratch.take_bytes(weight, filled)
 
 
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -142,6 +191,11 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         scratch.give_back(again)
         return
     call = _Call(weight, strides, groups)
+    if not transposed and _is_channels_last(x, weight):
+        operands = _take_weight_twice(scratch, call, (_CHANNELS, 1))
+        see(out)
+        scratch.give_back(operands)
+        return
     blocks = call.of_gradient() if transposed else call.of_result()
     read, written = blocks[:2] if not transposed else blocks[1::-1]
     operands = _take_image(scratch, x, read) + _take_weight(scratch, weight, blocks.weight)
@@ -157,15 +211,21 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight, strides, transposed, groups = *args[:3], args[4], args[7], args[9]
     of_x, of_weight, of_bias = out
+    is_last = _is_channels_last(x, weight) and not transposed
+    kept = torch.channels_last if is_last else torch.contiguous_format
     # Such as that of a mean over an image, which is one number for all of it.
-    dense = [] if is_dense(grad.shape, grad.stride()) else scratch.take(grad)
+    dense = [] if grad.is_contiguous(memory_format=kept) else scratch.take(grad)
     if not _is_on_onednn(weight, strides):
         for t in [t for t in out if t is not None]:
             see(t)
         scratch.give_back(dense)
         return
     call = _Call(weight, strides, groups)
-    if of_x is not None:
+    if of_x is not None and is_last:
+        operands = _take_weight_twice(scratch, call, (1, _CHANNELS))
+        see(of_x)
+        scratch.give_back(operands)
+    elif of_x is not None:
         blocks = call.of_result() if transposed else call.of_gradient()
         written, read = blocks[:2] if not transposed else blocks[1::-1]
         operands = _take_image(scratch, grad, read) + _take_weight(scratch, weight, blocks.weight)
@@ -174,7 +234,11 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         again = scratch.take(x) if call.is_channels_last and not transposed else []
         see(of_x)
         scratch.give_back(again + result)
-    if of_weight is not None and _is_product(args):
+    if of_weight is not None and is_last:
+        copies = _take_gradient_of_last(scratch, call)
+        see(of_weight)
+        scratch.give_back(copies)
+    elif of_weight is not None and _is_product(args):
         result = scratch.take(weight)
         columns = weight[0].nbytes * grad[0, 0].numel()
         sums = torch.get_num_threads() * (4 * weight.nbytes + columns)

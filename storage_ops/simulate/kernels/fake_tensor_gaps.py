@@ -53,6 +53,9 @@ _OURS = (
     *(f"storage_ops.simulate.{part}" for part in _SIMULATES),
     "storage_ops.fitting.step",
     "torch._ops",
+    # torch wraps a dispatch mode so that it is not compiled.
+    "torch._dynamo.eval_frame",
+    "torch._compile",
 )
 
 
