@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -38,7 +39,7 @@ class Native(Extension):
 
 
 def kernels() -> list[Native]:
-    """The libraries that hold no Python symbols, which every CPython can load."""
+    """The libraries that use no Python or its stable ABI, which every CPython can load."""
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
@@ -53,8 +54,12 @@ def kernels() -> list[Native]:
         cpu += " csrc/products/products.cpp"
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]
     for minor in minors:
-        name, source = f"binding_{minor.replace('.', '_')}", "csrc/storage/storage_binding.cpp"
-        libs.append(Native(f"lib.libstorage_ops_{name}", source, minor, [], ["torch_cpu", "c10"]))
+        end, needs = minor.replace(".", "_"), ["torch_cpu", "c10"]
+        binding, saved = "csrc/storage/storage_binding.cpp", "csrc/checkpoint/saved_tensors.cpp"
+        libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
+        if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI
+            needs = ["torch_python", *needs]
+            libs.append(Native(f"lib.libstorage_ops_saved_{end}", saved, minor, [], needs))
     if minor_of(newest) >= ninja_file.ALIAS_TARGET:
         name, macros = "lib.libstorage_ops_alias", [ninja_file.ALIAS_STABLE]
         libs.append(Native(name, "csrc/storage/storage_alias.cpp", newest, macros, ["torch_cpu"]))

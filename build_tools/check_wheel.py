@@ -84,7 +84,8 @@ def wrong_contents(
     if "-py3-none-" not in wheel.name:
         yield "is not for every CPython"
     libraries = ["cpu", "alias"] + [f"cu{v.partition('.')[0]}" for v in info["cuda"].split()]
-    libraries += [f"binding_{minor.replace('.', '_')}" for minor in info["bindings"].split()]
+    minors = [minor.replace(".", "_") for minor in info["bindings"].split()]
+    libraries += [f"{kind}_{minor}" for kind in ("binding", "saved") for minor in minors]
     expected = {f"storage_ops/lib/libstorage_ops_{name}.so" for name in libraries}
     expected |= {"storage_ops/py.typed", "storage_ops/lib/build_info.json"}
     present = {n for n in names if n.endswith(".so")} | (expected & set(names))

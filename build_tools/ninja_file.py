@@ -9,7 +9,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from build_tools.toolchain import ROOT, TARGET, gpu_archs, python_includes, torch_headers
+from build_tools.toolchain import (
+    ROOT,
+    TARGET,
+    gpu_archs,
+    python_include,
+    python_includes,
+    torch_headers,
+)
 
 STABLE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 ALIAS_TARGET = (2, 12)  # from here on torch can swap storages in Python
@@ -23,6 +30,7 @@ SANITIZERS = {
 }
 DEVICE = "-O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -cudart=static -Xptxas=-v"
 DEVICE_HOST = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"
+STUBS = ("torch_cpu", "torch_cuda", "torch_python", "c10")
 DEPFILE = "  depfile = $out.d\n  deps = gcc"
 assert STABLE.endswith("{:02x}{:02x}000000000000".format(*TARGET))
 
@@ -88,7 +96,7 @@ def rules(cxx: str, gpus: str) -> list[str]:
         # Stands in for a library of torch, so that headers are all that a build needs of torch.
         "rule stub",
         f"  command = {cxx} -shared -Wl,-soname,$out -x c++ /dev/null -o $out",
-        *(f"build lib{name}.so: stub" for name in ("torch_cpu", "torch_cuda", "c10")),
+        *(f"build lib{name}.so: stub" for name in STUBS),
     ]
 
 
@@ -98,6 +106,8 @@ def includes(ext) -> list[str]:
     include = torch_headers(ext.torch)
     mapping = f"-ffile-prefix-map={include}=torch"
     flags = [f"-isystem {include} -isystem {include}/torch/csrc/api/include"]
+    if "torch_python" in ext.torch_libs:
+        flags.append(f"-isystem {python_include()}")
     return [*flags, f"-Xcompiler={mapping}" if ext.nvcc else mapping]
 
 
@@ -114,7 +124,7 @@ def write(build, extensions, cxx: str, info: dict[str, str]) -> None:
                 f"  flags = {' '.join([*macros, *includes(ext)])}",
                 f"  nvcc = {ext.nvcc}",
             ]
-        stubs = "libtorch_cpu.so libtorch_cuda.so libc10.so"
+        stubs = " ".join(f"lib{name}.so" for name in STUBS)
         lines += [
             f"build {ext.stem}.so: link {' '.join(objects)} | {stubs}",
             f"  libs = {' '.join(f'-l{lib}' for lib in ext.torch_libs)}",

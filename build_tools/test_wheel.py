@@ -73,7 +73,8 @@ def situations(site: Path, minor: str) -> dict[str, tuple[list[str], dict[str, s
     """Name -> libraries to take away and variables to set: each leads to the next path."""
     lib, cpu, alias = site / "storage_ops/lib", "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
     binding = f"libstorage_ops_binding_{minor.replace('.', '_')}.so"
-    here = [name for name in (cpu, binding, alias) if (lib / name).exists()]
+    saved = binding.replace("binding", "saved")
+    here = [name for name in (cpu, binding, saved, alias) if (lib / name).exists()]
     here += sorted(path.name for path in lib.glob("libstorage_ops_cu*.so"))
     found: dict[str, tuple[list[str], dict[str, str]]] = {f"no {n}": ([n], {}) for n in here}
     found["no storage library"] = ([binding, alias], {})

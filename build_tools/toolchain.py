@@ -79,12 +79,16 @@ def torch_headers(minor: str) -> Path:
     return include
 
 
+def python_include() -> str:
+    return sysconfig.get_paths()["include"]
+
+
 def python_includes() -> list[str]:
     try:
         import pybind11
     except ImportError:
         stop("pybind11 is not installed; run `pip install pybind11`.")
-    return [sysconfig.get_paths()["include"], pybind11.get_include()]
+    return [python_include(), pybind11.get_include()]
 
 
 def nvccs() -> dict[str, str]:

@@ -4,8 +4,8 @@
 STORAGE_OPS_PREBUILT_LIBS), a wheel for every CPython found here, which differ in a small module
 alone, and one wheel out of all these, checked, into dist/. The workflow runs the same `libs` and
 `repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names the minors that
-get a storage binding; headers that are not here are downloaded. WHEEL_PYTHONS names the
-interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
+get a storage binding and a library of saved tensors; headers that are not here are downloaded.
+WHEEL_PYTHONS names the interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
 """
 
 import os
@@ -42,7 +42,7 @@ def old_machine_flags(folder: Path) -> dict[str, str]:
 
 
 def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
-    """Build the libraries that hold no Python symbols, and build_info.json, into `folder`."""
+    """Build the libraries that every CPython can load, and build_info.json, into `folder`."""
     for minor in toolchain.binding_torches():
         if toolchain.minor_of(minor) != toolchain.installed_torch():
             torch_headers.fetch(minor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ def info(status: _library.Status) -> dict[str, Any]:
         "storage_path": status.storage_path,
         "zero_copy": probe.data_ptr() == address,
         "guard": guard,
+        "saved_tensors": "C++" if _library.SAVED_TENSORS in sys.modules else "Python",
         "row_kernel": f"C++{unit and f', {unit}'}" if on_cpu else "plain torch",
         "cpu_products": f"C++ for {', '.join(own)}" if own else "those of torch",
         "row_kernel_cuda": toolkit(build, torch.version.cuda) if on_cuda else "plain torch",

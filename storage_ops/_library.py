@@ -7,7 +7,9 @@ loaded and skipped, and why, is kept in `status` and printed by `python -m stora
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -21,6 +23,7 @@ FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
+SAVED, SAVED_TENSORS = "libstorage_ops_saved_", "storage_ops._saved_tensors"  # which is its module
 NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # of the build, as setup.py writes it down
 DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 
@@ -57,38 +60,39 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
         cuda_version: `torch.version.cuda`, such as "13.0", or None for a torch without CUDA.
         files: names of the library files that are installed.
 
-    A storage binding is chosen for the exact minor of a release only: one that was built for
-    another torch can load without an error and then corrupt memory.
+    A storage binding, and a library of saved tensors, is chosen for the exact minor of a release
+    only: one that was built for another torch can load without an error and then corrupt memory.
     """
     present = sorted(files)
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", torch_version)
     minor = (int(match[1]), int(match[2])) if match else (0, 0)
     suffix = match[4] if match else ""
     release = re.fullmatch(r"(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", suffix) is not None
-    binding = f"libstorage_ops_binding_{minor[0]}_{minor[1]}.so"
+    end = f"{minor[0]}_{minor[1]}.so"
+    binding, saved = f"libstorage_ops_binding_{end}", f"{SAVED}{end}"
     cuda = f"libstorage_ops_cu{cuda_version.partition('.')[0]}.so" if cuda_version else None
     if minor < OLDEST_TORCH:
         reason = f"torch {torch_version} is older than 2.10"
         return LoadPlan((), dict.fromkeys(present, reason), {} if present else {CPU: reason})
     wanted, skipped, missing = [], {}, {}
     for name in present:
-        if name in (CPU, cuda) or (name == binding and release):
+        if name in (CPU, cuda) or (name in (binding, saved) and release):
             wanted.append(name)
         elif name == ALIAS:
             if minor >= ALIAS_TORCH:
                 wanted.append(name)
             else:
                 skipped[name] = f"torch {torch_version} cannot swap storages (2.12 can)"
-        elif name == binding:
-            skipped[name] = f"torch {torch_version} is not a release, its StorageImpl may differ"
-        elif name.startswith("libstorage_ops_binding_"):
-            built_for = name.removesuffix(".so").rpartition("binding_")[2].replace("_", ".")
+        elif name in (binding, saved):
+            skipped[name] = f"torch {torch_version} is not a release, its classes may differ"
+        elif of_a_minor := re.fullmatch(r"libstorage_ops_(?:binding|saved)_(\d+)_(\d+)\.so", name):
+            built_for = ".".join(of_a_minor.groups())
             skipped[name] = f"built for torch {built_for}, this is {torch_version}"
         elif cuda is None:
             skipped[name] = f"torch {torch_version} has no CUDA"
         else:
             skipped[name] = f"built for another CUDA than torch's {cuda_version}"
-    expected = [CPU, binding, *([cuda] if cuda else [])]
+    expected = [CPU, binding, saved, *([cuda] if cuda else [])]
     for name in expected:
         if name not in present:
             missing[name] = "no such file (not built, or not part of this package)"
@@ -107,9 +111,15 @@ def load() -> Status:
     plan = select(torch.__version__, torch.version.cuda, files)
     result.skipped, result.missing = dict(plan.skipped), dict(plan.missing)
     for name in plan.load:
+        if name.startswith(SAVED) and "t" in sys.abiflags:
+            result.skipped[name] = "it needs a CPython with a GIL"
+            continue
         try:
-            torch.ops.load_library(FOLDER / name)
-        except OSError as error:  # an import must survive a library that does not load
+            if name.startswith(SAVED):
+                _load_module(SAVED_TENSORS, FOLDER / name)
+            else:
+                torch.ops.load_library(FOLDER / name)
+        except (OSError, ImportError) as error:  # an import of storage_ops must survive it
             result.skipped[name] = f"loading failed: {error}"
         else:
             result.loaded.append(name)
@@ -118,6 +128,18 @@ def load() -> Status:
     elif ALIAS in result.loaded and hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         result.storage_path = "alias"
     return result
+
+
+def _load_module(name: str, path: Path) -> None:
+    """Load a library that is a Python module.
+
+    Raises:
+        ImportError: it does not load.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def is_pure_by_choice(build: Mapping[str, str]) -> bool:

@@ -125,11 +125,11 @@ def test_the_command_fails_and_says_why(capsys, monkeypatch):
 
 
 def test_one_screen(capsys, monkeypatch):
-    minors = {f"libstorage_ops_binding_2_{n}.so": f"built for torch 2.{n}, this is 2.13.0"
-              for n in (10, 11, 12, 14, 15)}  # fmt: skip
+    minors = {f"libstorage_ops_{kind}_2_{n}.so": f"built for torch 2.{n}, this is 2.13.0"
+              for kind in ("binding", "saved") for n in (10, 11, 12, 14, 15)}  # fmt: skip
     facts = {**storage_ops.info(), "skipped": minors}
     monkeypatch.setattr(storage_ops, "info", lambda: facts)
     cli.main(["info"])
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) <= 40
-    assert "bindings for torch 2.10, 2.11, 2.12, 2.14, 2.15" in " ".join(printed.split())
+    assert "libraries for torch 2.10, 2.11, 2.12, 2.14, 2.15:" in " ".join(printed.split())

@@ -14,18 +14,20 @@ from storage_ops._library import select
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 CU12, CU13 = "libstorage_ops_cu12.so", "libstorage_ops_cu13.so"
 B210, B213 = "libstorage_ops_binding_2_10.so", "libstorage_ops_binding_2_13.so"
-ALL = [CPU, ALIAS, CU12, CU13, B210, B213]
+FOR_210 = {B210, "libstorage_ops_saved_2_10.so"}
+FOR_213 = {B213, "libstorage_ops_saved_2_13.so"}
+ALL = [CPU, ALIAS, CU12, CU13, *sorted(FOR_210), *sorted(FOR_213)]
 
 
 @pytest.mark.parametrize(
     "torch, cuda, loaded, reasons",
     [
-        ("2.13.0+cpu", None, {CPU, ALIAS, B213}, {CU13: "no CUDA", B210: "built for torch 2.10"}),
-        ("2.13.1", "13.0", {CPU, ALIAS, B213, CU13}, {CU12: "another CUDA than torch's 13.0"}),
-        ("2.10.0+cu128", "12.8", {CPU, B210, CU12}, {ALIAS: "cannot swap", CU13: "another CUDA"}),
+        ("2.13.0+cpu", None, {CPU, ALIAS, *FOR_213}, {CU13: "no CUDA", B210: "for torch 2.10"}),
+        ("2.13.1", "13.0", {CPU, ALIAS, CU13, *FOR_213}, {CU12: "another CUDA than torch's"}),
+        ("2.10.0+cu128", "12.8", {CPU, CU12, *FOR_210}, {ALIAS: "cannot swap", CU13: "another"}),
         ("2.11.0+cpu", None, {CPU}, {ALIAS: "cannot swap", B210: "this is 2.11.0"}),
         ("2.12.0a0+git1234", None, {CPU, ALIAS}, {B213: "built for torch 2.13"}),
-        ("2.13.0a0+git1234", None, {CPU, ALIAS}, {B213: "not a release"}),
+        ("2.13.0a0+git1234", None, {CPU, ALIAS}, dict.fromkeys(FOR_213, "not a release")),
         ("2.13.0.dev20260701+cu130", "13.0", {CPU, ALIAS, CU13}, {B213: "not a release"}),
         ("2.15.0+cu132", "13.2", {CPU, ALIAS, CU13}, {B213: "this is 2.15.0+cu132"}),
         ("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}),
@@ -43,7 +45,8 @@ def test_select(torch, cuda, loaded, reasons):
 
 def test_select_names_what_is_missing():
     plan = select("2.14.0+cu130", "13.0", [ALIAS])
-    assert set(plan.missing) == {CPU, CU13, "libstorage_ops_binding_2_14.so"}
+    of_minor = {f"libstorage_ops_{kind}_2_14.so" for kind in ("binding", "saved")}
+    assert set(plan.missing) == {CPU, CU13, *of_minor}
     assert plan.load == (ALIAS,) and not plan.skipped
 
 
@@ -99,7 +102,7 @@ def test_everything_works_without_native_libraries():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["binding", "alias", "cpu"])
+@pytest.mark.parametrize("broken", ["binding", "alias", "cpu", "saved"])
 def test_a_library_that_does_not_load_is_reported_and_survived(broken, tmp_path):
     code = """
 import pathlib, shutil

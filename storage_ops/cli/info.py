@@ -51,9 +51,10 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
             other = "built for torch "
             minors = [why.split(",")[0].removeprefix(other) for why in value.values()]
             minors = [m for m, why in zip(minors, value.values(), strict=True) if other in why]
+            minors = list(dict.fromkeys(minors))  # each has a storage binding and one more library
             left = [f"{name}: {why}" for name, why in value.items() if other not in why]
             if minors:
-                left.append(f"bindings for torch {', '.join(minors)}: not this torch")
+                left.append(f"libraries for torch {', '.join(minors)}: not this torch")
             text = "\n".join(left)
         elif isinstance(value, Mapping):
             text = "\n".join(f"{name}: {what}" for name, what in value.items())

@@ -1,6 +1,8 @@
 """What policies save, and that what they save is right in backward."""
 
 import pickle
+import warnings
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import storage_ops as so
 from storage_ops import policies
+from storage_ops.checkpoint.selective import policies as rules
+from storage_ops.checkpoint.selective import selective
 
 from .blocks import Model, Ops, assert_same, make_input, step
 
@@ -321,3 +325,68 @@ def test_single_calls_are_saved():
         policies.save_calls(["aten::mm"])
     with pytest.raises(RuntimeError, match="save_calls counts the ops of one region"):
         policy(None, torch.ops.aten.mm.default)
+
+
+ASKED = {
+    "matmuls": policies.matmuls,
+    "attention": policies.attention,
+    "communication": policies.communication,
+    "everything": policies.everything,
+    "save": policies.save("aten.mm", "aten.sin"),
+    "save_calls": policies.save_calls([("aten::mm", 1)]),
+    "shapes": policies.save_mm_shapes([(4, 4)]),
+    "union": policies.union(policies.attention, policies.every_kth(policies.matmuls, 2)),
+    "difference": policies.difference(policies.matmuls, policies.every_kth(policies.matmuls, 2)),
+    "offload": policies.offload(policies.save("aten.mm")),
+    "every_kth": policies.every_kth(policies.save("aten.mm"), 2),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_policy_that_is_not_asked_about_an_op_saves_the_same(name):
+    """A policy that counts is told of every call that it counts."""
+
+    class Function:
+        """Has no `may_save`, so it is asked about every call."""
+
+        def __init__(self, policy):
+            self.policy = policy
+
+        def begin(self):
+            return Function(rules.begin(self.policy))
+
+        def __call__(self, ctx, op, *args, **kwargs):
+            return self.policy(ctx, op, *args, **kwargs)
+
+    def forward(x):
+        for _ in range(3):
+            x = (x @ x).sin().view(2, 8).view(4, 4).relu()
+        q = x.view(1, 1, 4, 4)
+        return nn.functional.scaled_dot_product_attention(q, q, q).softmax(-1)
+
+    saved = []
+    for policy in (ASKED[name], Function(ASKED[name])):
+        x = torch.ones(4, 4, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some save nothing here
+            for _ in range(2):  # the second time it is known what to ask
+                recording, _ = selective.contexts(policy)
+                with recording:
+                    forward(x)
+        saved.append(list(recording._saved.results))
+    assert saved[0] == saved[1]
+    asked = rules.may_save(ASKED[name], torch.ops.aten.relu.default)
+    assert asked == (name == "everything")
+    assert rules.may_save(Function(ASKED[name]), torch.ops.aten.relu.default)
+
+
+def test_what_is_known_of_a_policy_does_not_keep_it():
+    def policy(ctx, op, *args, **kwargs):
+        return False
+
+    known = weakref.ref(policy)
+    assert rules.asked_about(policy) is rules.asked_about(policy)
+    del policy
+    assert known() is None
+    without_hash = type("P", (), {"__hash__": None, "__call__": lambda self, *a: False})()
+    assert rules.asked_about(without_hash) == {}

@@ -18,6 +18,7 @@ PACKAGE = Path(storage_ops.__file__).parent
 MINOR = "_".join(torch.__version__.split(".")[:2])
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 BINDING = f"libstorage_ops_binding_{MINOR}.so"
+SAVED = f"libstorage_ops_saved_{MINOR}.so"
 CUDA = [path.name for path in (PACKAGE / "lib").glob("libstorage_ops_cu*.so")]
 MODULE = [f"../{path.name}" for path in PACKAGE.glob("_build_info.*.so")]  # of this CPython
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -104,6 +105,7 @@ CASES = [
     ([BINDING], "", "alias" if CAN_SWAP else "copy", "C++"),
     ([BINDING], HIDE_SWAP if CAN_SWAP else "", "copy", "C++"),
     ([ALIAS], "", "binding", "C++"),
+    ([SAVED], "", "binding", "C++"),
     (CUDA, "", "binding", "C++"),
     ([CPU, BINDING, ALIAS], "", "copy", "plain torch"),
     (["build_info.json"], "", "binding", "C++"),
@@ -129,6 +131,7 @@ def test_the_next_path_takes_over(installed):
         info = json.loads(said)
         assert info["storage_path"] == path and info["row_kernel"].startswith(row_kernel), gone
         assert info["zero_copy"] == (path != "copy"), gone
+        assert info["saved_tensors"] == ("Python" if SAVED in gone else "C++"), gone
         whole = CPU not in gone and path != "copy"
         assert (info["problems"] == []) == whole, gone
         assert json.loads(command) == info and status == (0 if whole else 1), gone

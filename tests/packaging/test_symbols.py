@@ -17,7 +17,7 @@ def test_the_stable_libraries_are_here():
     if toolchain.minor_of(_library.build_info()["torch_built_with"]) >= ninja_file.ALIAS_TARGET:
         expected.add("libstorage_ops_alias.so")
     assert expected <= {path.name for path in STABLE}
-    assert not any("binding" in path.name for path in STABLE)
+    assert not any("binding" in path.name or "saved" in path.name for path in STABLE)
 
 
 @pytest.mark.parametrize("library", STABLE, ids=[path.stem for path in STABLE])
@@ -34,6 +34,8 @@ def test_libraries_need_libraries_of_torch_and_of_the_system_alone(library):
     torch = {"libtorch_cpu.so", "libtorch_cuda.so", "libc10.so"}
     system = {"libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libpthread.so.0",
               "libdl.so.2", "librt.so.1", "libgomp.so.1", "ld-linux-x86-64.so.2"}  # fmt: skip
+    if library.stem.startswith(_library.SAVED):
+        torch.add("libtorch_python.so")
     assert "libtorch_cpu.so" in needed and needed <= torch | system
     assert ("libtorch_cuda.so" in needed) == ("libstorage_ops_cu" in library.stem and
                                               library.stem[-1].isdigit())  # fmt: skip

@@ -96,7 +96,8 @@ class Checkpointing:
             return scope.run(fn, args, kwargs, name)
         if self.use_reentrant:
             return run_reentrant(fn, args, kwargs, options, name, module.parameters())
-        options = replace(options, context_fn=self._context_fn(name))
+        if self.policy is not None:
+            options = replace(options, context_fn=self._context_fn(name))
         return Region(fn, args, kwargs, options, name).forward(args, kwargs)
 
     def _context_fn(self, name: str) -> ContextFn | None:

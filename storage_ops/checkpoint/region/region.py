@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
 from storage_ops.checkpoint.region.rows import SavedBytes
-from storage_ops.checkpoint.saved import guard
+from storage_ops.checkpoint.saved import guard, saved_tensors
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.matching import OpLog
 from storage_ops.checkpoint.saved.outputs import (
@@ -36,14 +36,8 @@ from storage_ops.checkpoint.saved.outputs import (
     producer_of_storage,
     producers,
 )
-from storage_ops.checkpoint.saved.saved import (
-    Saved,
-    call_region,
-    check_unread,
-    compare,
-    drop_graphs,
-    fail,
-)
+from storage_ops.checkpoint.saved.saved import Saved, call_region, check_unread, fail
+from storage_ops.checkpoint.saved.saved_tensors import AsFarAsNeeded, RecomputedTensors
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.foundation import collectives, fsdp
@@ -67,16 +61,12 @@ class Options:
     counts_saved: bool = False
 
 
-class _AsFarAsNeeded(BaseException):
-    """Ends a repetition when nothing more is needed; code that catches errors lets it through."""
-
-
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
 # Where the saved-tensor hooks of checkpoints are defined.
-_CHECKPOINTS = ("torch.utils.checkpoint", __name__)
+_CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
 
 
 def is_repeatable() -> bool:
@@ -126,16 +116,14 @@ class Region:
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
-        self._saved: list[Saved] = []
+        self._saved = saved_tensors.saved_tensors(self._checksums, options.debug)
         self.allocated = SavedBytes() if options.counts_saved else None
         self._results: dict[int, Saved] = {}  # the outputs, where they are compared
         # For the backward in progress: its task, what is not read yet, and whether to keep it all.
         self._task: Any = None
-        self._recomputed: dict[int, Tensor] = {}
+        self._recomputed: RecomputedTensors | None = None
         self._reread = False
-        self._unreleased: set[int] = set()  # what a backward pass may read yet
         self._stops = options.early_stop
-        self._stopped = 0  # how many tensors the recompute had when it was stopped
         self._communicates = False  # with other ranks, which repeat it as well
         self._running = False  # the forward, whose own backward passes may read what it saves
         self.is_frozen = False  # no output needs grad
@@ -159,11 +147,12 @@ class Region:
         issued = collectives.number_issued()
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
-        with saved_tensors_hooks(self._pack, self._unpack), around, self._log or _NOTHING:
+        pack = self._saved.hook(self._note_saved, self.allocated is not None)
+        with saved_tensors_hooks(pack, self._unpack), around, self._log or _NOTHING:
             outputs = call_region(self.name, self._fn, args, kwargs)
         self._running = False
         self._state.effects.finish()
-        self._unreleased = set(range(len(self._saved)))
+        self._saved.finish()
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
             # Discarded outputs of other regions change as they are bound back.
@@ -295,13 +284,14 @@ class Region:
             for producer in self._freed_before():
                 producer.restore(for_another=True)
             again = self._run_again(isinstance(task, int) and not for_another)
-            self._recomputed = dict(enumerate(again))
+            self._recomputed = again
             self._task = task
             if isinstance(task, int):
+                again.begin(-1 if self._reread else task)
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
 
-    def _run_again(self, is_next: bool) -> list[Tensor]:
+    def _run_again(self, is_next: bool) -> RecomputedTensors:
         """Run the function once more; return what it saves, and bind what it returns.
 
         No farther than is needed: while the forward still runs, as that has come; without outputs
@@ -317,25 +307,13 @@ class Region:
             self._state.effects.check(self.name)
             modified = self._state.effects.modified() + self._modified()
         start = torch._C._autograd._get_sequence_nr()
-        saved: list[Saved] = []
-        tensors: list[Tensor] = []  # saved ones, with their graph until the function has run
-        first = list(self._saved)
         whole = self._discarded or self._communicates or modified
         stops = self._running or (self._stops and not whole)
-        self._stopped = 0
         args, kwargs = self._inputs.again(self.name)
-
-        def pack(t: Tensor) -> int:
-            saved.append(Saved(t, self._checksums))
-            tensors.append(t)
-            if stops and len(saved) >= len(first):
-                self._stopped = len(first)
-                raise _AsFarAsNeeded
-            return len(saved) - 1
-
+        again = self._saved.recompute(bool(stops))
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
-        hooks = saved_tensors_hooks(pack, tensors.__getitem__)
+        hooks = saved_tensors_hooks(again.hook(), again.read)
         parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         modes = self._state.modes.again()
         writes = self._state.effects.without_repeated_writes(self.name, checks)
@@ -345,7 +323,7 @@ class Region:
                 outputs = leaves_of(self._fn(*args, **kwargs))
             for leaf in outputs:
                 wait_for(leaf)
-        except _AsFarAsNeeded:
+        except AsFarAsNeeded:
             pass
         except torch.OutOfMemoryError:
             raise
@@ -358,18 +336,17 @@ class Region:
                 self._inputs.forget_new_hooks()
             finally:
                 # Not as they are saved, where the modes of `around` would see each detach.
-                drop_graphs(tensors)
-        if len(saved) != len(first):
+                again.drop_graphs()
+        if not again.is_whole():
             self._state.check_dual_level(self.name)
         if checks:
-            again = list(zip(saved, tensors, strict=True))
-            compare(self.name, first, again, lambda: self._difference(log, stops))
+            saved_tensors.check(again, self.name, lambda: self._difference(log, stops))
         if modified:
             given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             check_unread(self.name, modified, outputs, start, given)
         if not self._running:
             self._bind(outputs)
-        return tensors
+        return again
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_next: bool) -> Any:
         assert self._state is not None
@@ -418,48 +395,59 @@ class Region:
 
     def end_backward(self, retained: bool) -> None:
         """Let go of what one backward recomputed, and of everything when no other can follow."""
-        self._task, self._reread, self._recomputed = None, False, {}
-        if not retained and not self._unreleased and not self._running:
+        self._task, self._reread, self._recomputed = None, False, None
+        if not retained and self._saved.is_released() and not self._running:
             self._fn, self._inputs, self._state, self.producers = None, None, None, set()
             self._contexts = ()
 
-    def _pack(self, t: Tensor) -> int:
-        key = storage_key(t) if producers or self.allocated is not None else None
+    def _note_saved(self, t: Tensor) -> None:
+        key = storage_key(t)
         producer = producer_of_storage(key)
         if producer is not None and producer._serial < self._serial:
             self.producers.add(producer)  # reached by a closure, not as an argument
         elif self.allocated is not None:
             self.allocated.add(t, key)
-        self._saved.append(Saved(t, self._checksums))
-        return len(self._saved) - 1
 
     def _unpack(self, index: int) -> Tensor:
         if torch.compiler.is_compiling():  # compiled autograd
             from storage_ops._without_graph import run_backward  # imports Dynamo
 
-            read: Tensor = run_backward(self.read_saved, index)
+            read: Tensor = run_backward(self._read_saved, index)
             return read
-        return self.read_saved(index)
+        again = self._recomputed
+        value = None if again is None else again.take_in_task(index)
+        return self._read_saved(index) if value is None else value
 
-    def read_saved(self, index: int) -> Tensor:
+    def _read_saved(self, index: int) -> Tensor:
         """Return a tensor that the forward has saved; recompute it where it is not there."""
         # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
         # reads twice makes the region run once more, and then nothing is emptied.
-        if self._task is None or index not in self._recomputed or self._task != _current_task():
-            self.recompute()
-        unwritten = index == self._stopped - 2 and self._is_unwritten()
-        if unwritten or index not in self._recomputed:
+        again = self._recomputed
+        if (
+            again is None
+            or self._task is None
+            or self._task != _current_task()
+            or not again.has(index)
+        ):
+            again = self._recompute_saved()
+        unwritten = index == again.stopped_at() - 2 and self._is_unwritten()
+        if unwritten or not again.has(index):
             self._task, self._reread = None, True
             self._stops = self._stops and not unwritten
-            self.recompute()
+            again = self._recompute_saved()
         if self._task is not None and not is_retained():
-            self._unreleased.discard(index)
-        value = self._recomputed[index] if self._reread else self._recomputed.pop(index)
+            self._saved.release(index)
+        value = again.read(index) if self._reread else again.take(index)
         if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
             self.end_backward(retained=True)
-        elif not self._recomputed and not isinstance(self._task, int):  # nor in a group of them
+        elif not len(again) and not isinstance(self._task, int):  # nor in a group of them
             self.end_backward(is_retained())
         return value
+
+    def _recompute_saved(self) -> RecomputedTensors:
+        self.recompute()
+        assert self._recomputed is not None
+        return self._recomputed
 
     def _is_unwritten(self) -> bool:
         """Whether the op that was stopped has not written what it saves last but one."""

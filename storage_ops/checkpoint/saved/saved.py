@@ -90,6 +90,18 @@ class Saved:
         self.parameter = id(root) if is_parameter else None
         self.version = t._version
 
+    @staticmethod
+    def of(
+        shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, device: str,
+        parameter: int | None, is_leaf: bool, version: int,
+    ) -> Saved:  # fmt: skip
+        """Return a description that was made without Python."""
+        found = Saved.__new__(Saved)
+        layout = torch.Size(shape), stride, getattr(torch, dtype), torch.device(device)
+        found.layout, found.checksum, found.parameter = layout, None, parameter
+        found.is_leaf, found.version = is_leaf, version
+        return found
+
     @property
     def is_jagged(self) -> bool:
         """Whether a size of the tensor is a symbol, as of jagged nested tensors."""
@@ -135,11 +147,13 @@ def shape_of(t: Tensor) -> Any:
 
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    if not stride:  # a number, or a tensor without strides
+        return True
     dense, step = [], 1
     for size in reversed(shape):
         dense.append(step)
         step *= max(size, 1)
-    return stride in ((), tuple(reversed(dense)))
+    return stride == tuple(reversed(dense))
 
 
 def _hex(checksum: Tensor) -> str:

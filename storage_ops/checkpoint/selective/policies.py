@@ -12,6 +12,7 @@ that counts ops has a method `begin()` that returns a fresh one; it is called fo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from typing import Any, Literal, get_args
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from storage_ops.foundation.op_names import Op, is_mutating, is_view, name_of, resolve
-from storage_ops.foundation.ops import Args, Kwargs, facts_of, family_of
+from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of, family_of
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -72,6 +73,34 @@ def begin(policy: Policy) -> Policy:
     return fresh
 
 
+def may_save(policy: Policy, op: Op) -> bool:
+    """Return False if a policy saves no result of an op, so that it need not be asked about calls.
+
+    Policies of this file that look at calls, or combine others, have a method of this name. The
+    functions look at the op alone. A policy of a user is always asked.
+    """
+    if any(policy is each for each in _OF_OPS):
+        return saves(policy, None, op, (), {}) is True
+    look: Callable[[Op], bool] | None = getattr(policy, "may_save", None)
+    return look is None or look(op)
+
+
+# By the name of an op: its facts, and whether a policy is asked about calls of it.
+Asked = dict[str, tuple[OpFacts | None, bool]]
+_asked: Any = weakref.WeakKeyDictionary()
+
+
+def asked_about(policy: Policy) -> Asked:
+    """Return what is known of a policy about ops, to be filled with what `may_save` returns."""
+    try:
+        known: Asked | None = _asked.get(policy)
+        if known is None:
+            known = _asked[policy] = {}
+    except TypeError:  # a policy of a user without a hash, or without weak references
+        return {}
+    return known
+
+
 def matmuls(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save the results of matrix products, also batched, scaled and grouped ones."""
     return _decision(facts_of(op).product is not None)
@@ -92,12 +121,18 @@ def everything(ctx: object, op: Op, *args: object, **kwargs: object) -> Checkpoi
     return _decision(not (is_mutating(op) or is_view(op)))
 
 
+_OF_OPS: tuple[Policy, ...] = (matmuls, attention, communication, everything)
+
+
 @dataclass(frozen=True)
 class _Save:
     names: frozenset[str]
 
     def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return _decision(name_of(op) in self.names)
+        return _decision(self.may_save(op))
+
+    def may_save(self, op: Op) -> bool:
+        return name_of(op) in self.names
 
 
 def save(*ops: object) -> Policy:
@@ -126,6 +161,9 @@ class _SaveCalls:
 
     def begin(self) -> Policy:
         return _CallCounter(self.calls)
+
+    def may_save(self, op: Op) -> bool:
+        return any(facts_of(op).family == name for name, _ in self.calls)
 
 
 class _CallCounter:
@@ -192,6 +230,9 @@ class _SaveShapes:
         shape = tuple(args[product.right].shape)  # a symbolic size is no layer's
         return _decision(all(type(n) is int for n in shape) and shape in self.shapes)
 
+    def may_save(self, op: Op) -> bool:
+        return facts_of(op).product is not None
+
 
 def save_mm_shapes(shapes: Iterable[tuple[int, ...]]) -> Policy:
     """Save matrix products (mm, addmm) whose right factor has one of these shapes.
@@ -221,6 +262,9 @@ class _Union:
     def begin(self) -> Policy:
         return _Union(tuple(begin(p) for p in self.parts))
 
+    def may_save(self, op: Op) -> bool:
+        return any(may_save(p, op) for p in self.parts)
+
 
 def union(*policies: Policy) -> Policy:
     """Save what any of these policies saves, in host memory what none saves on the device.
@@ -246,6 +290,9 @@ class _Difference:
     def begin(self) -> Policy:
         return _Difference(begin(self.policy), begin(self.other))
 
+    def may_save(self, op: Op) -> bool:
+        return may_save(self.policy, op) or may_save(self.other, op)  # which may count
+
 
 def difference(policy: Policy, other: Policy) -> Policy:
     """Save what `policy` saves and `other` does not.
@@ -268,6 +315,9 @@ class _Offload:
 
     def begin(self) -> Policy:
         return _Offload(begin(self.policy))
+
+    def may_save(self, op: Op) -> bool:
+        return may_save(self.policy, op)
 
 
 def offload(policy: Policy) -> Policy:
@@ -308,6 +358,9 @@ class _EveryKth:
 
     def begin(self) -> Policy:
         return _Counter(begin(self.policy), self.k)
+
+    def may_save(self, op: Op) -> bool:
+        return may_save(self.policy, op)
 
 
 class _Counter:

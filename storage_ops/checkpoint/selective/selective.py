@@ -30,7 +30,7 @@ from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log
 from storage_ops.checkpoint.saved.ref_counts import is_shared_by_at_most
-from storage_ops.checkpoint.selective import offload
+from storage_ops.checkpoint.selective import offload, policies
 from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, written_by
 from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
@@ -41,6 +41,7 @@ from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of
 from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
+_UNKNOWN = None, False
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -78,7 +79,7 @@ def contexts(
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         # What an enclosing checkpoint would do with it is to throw it away.
         saved.hooks = None if Region.is_saved_by_another() else top
-    return _Recording(begin(policy), saved), _Replaying(saved)
+    return _Recording(begin(policy), saved, policies.asked_about(policy)), _Replaying(saved)
 
 
 def _is_traced() -> bool:
@@ -283,9 +284,9 @@ def _noting(
 class _Recording(_Following):
     """Active in the forward of a region."""
 
-    def __init__(self, policy: Policy, saved: _Saved) -> None:
+    def __init__(self, policy: Policy, saved: _Saved, asked: policies.Asked) -> None:
         super().__init__()
-        self._policy = policy
+        self._policy, self._asked = policy, asked
         self._saved = saved
         self._on_storage: dict[int, _Result] = {}
 
@@ -299,6 +300,13 @@ class _Recording(_Following):
             return op(*args, **kwargs)
         position = saved.log.add(facts)  # before it runs: one that raises counts too
         out = op(*args, **kwargs)
+        known, asks = self._asked.get(facts.name, _UNKNOWN)
+        if known is not facts:
+            asks = policies.may_save(self._policy, op) or bool(facts.collective)
+            self._asked[facts.name] = facts, asks
+        if not asks and not (self._on_storage and facts.may_share):
+            saved.log.describe(position, facts.name, args, kwargs, False)
+            return out
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = out  # torch 2.10 does not set it
         if facts.collective == "in place":

@@ -83,17 +83,17 @@ class Effects:
         self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._needed_grad: list[tuple[Tensor, bool]] = []  # parameters, frozen or not
         self._cached = dict(_parametrize._cache) if _parametrize._cache_enabled else None
-        for module in around.modules:
-            parameters, buffers = _named_tensors(module)
+        tensors = [_named_tensors(module) for module in around.modules]
+        for parameters, buffers in tensors:
             for name, t in parameters.items():
-                if t is not None and not isinstance(t, nn.UninitializedParameter):
+                if t is not None and not _is_uninitialized(t):
                     version = -1 if t.is_inference() else t._version
                     self._slots.append((parameters, name, t, version))
                     self._needed_grad.append((t, t.requires_grad))
             if buffers:
                 self._buffers.append((buffers, dict(buffers)))
                 self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
-        self._bytes = list(_bytes(around))
+        self._bytes = list(_bytes(around, tensors))
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
         self._running = True
 
@@ -222,7 +222,16 @@ def _named(value: Any) -> Any:
     return Remembered(value) if is_output else value
 
 
-def _named_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def _is_uninitialized(t: Tensor | None) -> bool:
+    """Return True for a parameter without a shape."""
+    # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+    return type(t) is not nn.Parameter and isinstance(t, nn.UninitializedParameter)
+
+
+_NamedTensors = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _named_tensors(module: nn.Module) -> _NamedTensors:
     """The parameters and the buffers of a module itself; copies where it is TorchScript's, which
     exchanges none."""
     parameters, buffers = module._parameters, module._buffers
@@ -245,8 +254,13 @@ def _items(around: Surroundings) -> Iterator[Items]:
             yield Items(container)
 
 
-def _bytes(around: Surroundings) -> Iterator[Contents]:
-    """Yield the contents of what the region may write, copied or not."""
+def _bytes(around: Surroundings, tensors: list[_NamedTensors]) -> Iterator[Contents]:
+    """Yield the contents of what the region may write, copied or not.
+
+    Args:
+        around: the surroundings of the region.
+        tensors: the parameters and the buffers of each module of it.
+    """
     seen: set[int] = set()
     unseen = around.writes & UNSEEN != 0
     left = LARGE_BUDGET if unseen else BUDGET
@@ -269,8 +283,7 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
             copied = True
         yield Contents(t, trusted, copied, summed)
 
-    for module in around.modules:
-        _, buffers = _named_tensors(module)
+    for module, (_, buffers) in zip(around.modules, tensors, strict=True):
         if buffers:
             own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
             for t in buffers.values():
@@ -278,10 +291,12 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
                     yield Uninitialized(t)
                 elif t is not None and not t.requires_grad:
                     yield from contents(t, not own)
-    for module in around.modules:
-        if _may_write_parameters(module, around.writes):
-            for t in _named_tensors(module)[0].values():
-                if not isinstance(t, nn.UninitializedParameter):
+    may_write = unseen or around.writes & _TO_PARAMETERS == _TO_PARAMETERS
+    for module, (parameters, _) in zip(around.modules, tensors, strict=True):
+        asks = may_write or "max_norm" in module.__dict__  # of an embedding
+        if asks and _may_write_parameters(module, around.writes):
+            for t in parameters.values():
+                if not _is_uninitialized(t):
                     yield from contents(t)
     captured = (
         t for held in (*around.attributes, *around.objects, *around.given) for t in _values(held)

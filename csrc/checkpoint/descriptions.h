@@ -1,0 +1,188 @@
+// What a tensor was like when autograd saved it, in C++ with the stable ABI of CPython.
+#pragma once
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+// Python.h comes first.
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+
+#include <exception>
+#include <string>
+#include <utility>
+
+// Exported by torch's Python library. Its header does not compile with the stable ABI of CPython.
+PyObject* THPVariable_Wrap(const at::TensorBase& t);
+
+namespace storage_ops {
+
+// A reference to a Python object.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+
+  static Ref to(PyObject* borrowed) {
+    Py_INCREF(borrowed);
+    return Ref(borrowed);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// A Python error is set. The functions that CPython calls return null then.
+struct PythonError : std::exception {};
+
+inline Ref owned(PyObject* result) {
+  if (!result) throw PythonError();
+  return Ref(result);
+}
+
+// Objects of Python that `setup` was given.
+struct Names {
+  PyObject *tensor, *parameter, *producers, *describe, *restore, *without_graph, *stop, *module;
+};
+
+inline Names names;
+
+struct Description {
+  Ref by_python;                        // of a tensor that is not plain; then nothing else is set
+  c10::SmallVector<int64_t, 8> layout;  // the sizes, and after them the strides
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::Device device = c10::kCPU;
+  bool is_leaf = false;
+  const void* parameter = nullptr;
+  int64_t version = 0;
+
+  bool is_like(const Description& other) const {
+    return dtype == other.dtype && device == other.device && layout == other.layout;
+  }
+};
+
+// A tensor of a recompute.
+struct Kept {
+  at::Tensor tensor;
+  Ref by_python;  // a tensor that is not plain
+
+  bool is_there() const { return tensor.defined() || by_python; }
+  PyObject* object() const {
+    return tensor.defined() ? THPVariable_Wrap(tensor) : Ref::to(by_python.get()).release();
+  }
+};
+
+// Returns the tensor of a Python object, undefined where Python has to describe it.
+inline at::Tensor plain_tensor(PyObject* t) {
+  PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
+  if (kind != names.tensor && kind != names.parameter) return {};
+  const Ref address = owned(PyObject_GetAttrString(t, "_cdata"));
+  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
+  if (!impl) throw PythonError();
+  const bool is_plain = impl->layout() == c10::kStrided && impl->has_storage() &&
+                        !impl->has_symbolic_sizes_strides() && !impl->is_python_dispatch() &&
+                        !impl->is_inference() &&
+                        !impl->key_set().has(c10::DispatchKey::NestedTensor) &&
+                        !impl->key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
+                        !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
+                        !impl->key_set().has(c10::DispatchKey::Functionalize);
+  if (!is_plain) return {};
+  return at::Tensor(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+inline bool is_parameter(PyObject* t) {
+  PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
+  if (kind == names.tensor) return false;
+  if (kind == names.parameter) return true;
+  const int found = PyObject_IsInstance(t, names.parameter);
+  if (found < 0) throw PythonError();
+  return found != 0;
+}
+
+inline Description describe(PyObject* object, const at::Tensor& t) {
+  Description found;
+  if (!t.defined()) {
+    found.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
+    return found;
+  }
+  found.layout.append(t.sizes().begin(), t.sizes().end());
+  found.layout.append(t.strides().begin(), t.strides().end());
+  found.dtype = t.scalar_type();
+  found.device = t.device();
+  found.version = t._version();
+  if (t.is_view()) {
+    const at::TensorBase& base = t._base();
+    found.is_leaf = base.is_leaf();
+    if (found.is_leaf) {  // a parameter is one
+      const Ref root = owned(THPVariable_Wrap(base));
+      if (is_parameter(root.get())) found.parameter = root.get();
+    }
+  } else {
+    found.is_leaf = t.is_leaf();
+    if (is_parameter(object)) found.parameter = object;
+  }
+  return found;
+}
+
+inline Ref tuple_of(const int64_t* values, size_t size) {
+  Ref made = owned(PyTuple_New(static_cast<Py_ssize_t>(size)));
+  for (size_t i = 0; i < size; ++i) {
+    Ref value = owned(PyLong_FromLongLong(values[i]));
+    PyTuple_SetItem(made.get(), static_cast<Py_ssize_t>(i), value.release());
+  }
+  return made;
+}
+
+// Returns the description as the object that Python compares and prints.
+inline Ref python_of(const Description& found) {
+  if (found.by_python) return Ref::to(found.by_python.get());
+  const size_t dims = found.layout.size() / 2;
+  const Ref sizes = tuple_of(found.layout.data(), dims);
+  const Ref strides = tuple_of(found.layout.data() + dims, dims);
+  const std::string dtype(c10::getDtypeNames(found.dtype).first), device = found.device.str();
+  const Ref parameter = found.parameter
+                            ? owned(PyLong_FromVoidPtr(const_cast<void*>(found.parameter)))
+                            : Ref::to(Py_None);
+  return owned(PyObject_CallFunction(
+      names.restore, "OOssOOL", sizes.get(), strides.get(), dtype.c_str(), device.c_str(),
+      parameter.get(), found.is_leaf ? Py_True : Py_False, static_cast<long long>(found.version)));
+}
+
+// Runs a function that CPython called, with C++ errors turned into Python's.
+template <typename F>
+PyObject* guarded(F&& run) {
+  try {
+    return run();
+  } catch (const PythonError&) {
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+inline PyObject* none() { return Ref::to(Py_None).release(); }
+
+// Returns an index that is below a limit.
+inline size_t index_of(PyObject* number, size_t limit) {
+  const size_t index = PyLong_AsSize_t(number);
+  if (PyErr_Occurred()) throw PythonError();
+  if (index >= limit) {
+    PyErr_SetString(PyExc_IndexError, "no tensor was saved under this index");
+    throw PythonError();
+  }
+  return index;
+}
+
+}  // namespace storage_ops

@@ -1,0 +1,215 @@
+"""What a region saves is described and compared in the same way by the library and in Python."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import storage_ops as so
+from storage_ops.checkpoint.saved import saved_tensors
+from storage_ops.checkpoint.saved.saved import Saved
+
+PATHS = ["C++", "Python"]
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    """Run a test with the library, where it is, and without it."""
+    if request.param == "Python":
+        monkeypatch.setattr(saved_tensors, "_native", None)
+    elif saved_tensors._native is None:
+        pytest.skip("there is no library for this torch")
+    return request.param
+
+
+def test_the_path_is_the_one_of_info(path):
+    made = saved_tensors.saved_tensors(checksums=False, logs_ops=False)
+    assert isinstance(made, saved_tensors.SavedTensors) == (path == "Python")
+    assert path == "Python" or so.info()["saved_tensors"] == "C++"
+    for checksums, logs_ops in ((True, False), (False, True)):
+        made = saved_tensors.saved_tensors(checksums, logs_ops)
+        assert isinstance(made, saved_tensors.SavedTensors)
+
+
+def tensors():
+    parameter = nn.Parameter(torch.randn(3, 4))
+    part = torch.arange(24.0).view(2, 3, 4)
+    changed = torch.zeros(2)
+    changed.add_(1)
+    return {
+        "parameter": parameter,
+        "view of a parameter": parameter.t(),
+        "result": parameter * 2,
+        "view of a result": (parameter * 2)[1:],
+        "leaf": torch.randn(2, requires_grad=True),
+        "strided": part[:, 1:, ::2],
+        "expanded": torch.ones(1).expand(3),
+        "number": torch.tensor(3),
+        "empty": torch.empty(0, 2),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "meta": torch.empty(2, device="meta"),
+        "written": changed,
+        "sparse": torch.eye(2).to_sparse(),
+        "subclass": torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_descriptions_are_equal(path, name):
+    t = tensors()[name]
+    first = saved_tensors.saved_tensors(False, False)
+    first.hook(lambda t: None, False)(t)
+    again = first.recompute(False)
+    again.hook()(t)
+    again.drop_graphs()
+    expected = Saved(t)
+    for (found,) in (again.before(), again.after()):
+        assert all(getattr(found, at) == getattr(expected, at) for at in Saved.__slots__)
+        assert str(found) == str(expected)
+    saved_tensors.check(again, "a region", str)
+    if path == "C++":
+        assert again.fits() == (name not in {"sparse", "subclass", "nested"})
+    taken = again.take(0)
+    assert taken.grad_fn is None and not again.has(0) and len(again) == 0
+    assert type(taken) is type(t) and taken._version == t._version
+    if t.grad_fn is None:
+        assert taken is t
+
+
+CHANGES = {
+    "shape": (lambda x: x, lambda x: x[1:], r"\(3, 4\) torch.float32 on cpu in forward and is"),
+    "strides": (lambda x: x, lambda x: x.t().contiguous().t(), r"with strides \(1, 3\)"),
+    "dtype": (lambda x: x, lambda x: x.double(), "torch.float64 on cpu when it"),
+    "device": (lambda x: x, lambda x: x.to("meta"), "torch.float32 on meta when it"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_difference_is_named(path, change):
+    before, after, message = CHANGES[change]
+    first = saved_tensors.saved_tensors(False, False)
+    first.hook(lambda t: None, False)(before(torch.randn(3, 4)))
+    again = first.recompute(False)
+    again.hook()(after(torch.randn(3, 4)))
+    with pytest.raises(RuntimeError, match=message):
+        saved_tensors.check(again, "a region", lambda: "")
+
+
+def test_a_write_after_a_tensor_was_saved_is_named(path):
+    first = saved_tensors.saved_tensors(False, False)
+    t = torch.ones(2)
+    first.hook(lambda t: None, False)(t)
+    again = first.recompute(False)
+    again.hook()(t)
+    t.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place after autograd had saved it"):
+        saved_tensors.check(again, "a region", str)
+    again = first.recompute(False)
+    again.hook()(t)
+    with pytest.raises(RuntimeError, match="modified in place between"):
+        saved_tensors.check(again, "a region", str)
+
+
+def test_another_parameter_of_the_same_shape_is_named(path):
+    one, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    for view in (lambda p: p, lambda p: p.t()):
+        first = saved_tensors.saved_tensors(False, False)
+        first.hook(lambda t: None, False)(view(one))
+        again = first.recompute(False)
+        again.hook()(view(other))
+        with pytest.raises(RuntimeError, match="is another parameter of shape"):
+            saved_tensors.check(again, "a region", str)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        h = nn.functional.dropout(nn.functional.silu(self.up(x)), 0.3)
+        return x + self.down(h).relu_()
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"ops_to_save": ["aten.addmm"]}])
+def test_gradients_are_those_of_eager(path, options):
+    blocks = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    blocks[1].load_state_dict(blocks[0].state_dict())
+    for block in blocks[1]:
+        so.CheckpointWrapper(block, **options)
+    x = torch.randn(5, 6, requires_grad=True)
+    grads = []
+    for model in blocks:
+        torch.manual_seed(3)
+        y = model(x).sum()
+        given = (x, *model.parameters())
+        torch.autograd.grad(y, given, retain_graph=True)
+        (first,) = torch.autograd.grad(y, [x], create_graph=True)
+        grads.append(torch.autograd.grad(y + first.square().sum(), given))
+    assert all(map(torch.equal, *grads))
+
+
+def test_tensors_are_read_twice_and_by_hand(path):
+    layer = so.CheckpointWrapper(Block())
+    y = layer(torch.randn(5, 6, requires_grad=True))
+    node = y.grad_fn.next_functions[1][0]
+    first, second = node._saved_result, node._saved_result
+    assert torch.equal(first, second)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"second backward pass|second time"):
+        y.sum().backward()
+
+
+def test_modes_see_a_detach_and_may_raise(path):
+    """An error of a mode around the backward is raised as it is."""
+
+    class Stops(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.aten.detach.default:
+                raise KeyboardInterrupt
+            return op(*args, **(kwargs or {}))
+
+    first = saved_tensors.saved_tensors(False, False)
+    t = torch.ones(2, requires_grad=True) * 2
+    first.hook(lambda t: None, False)(t)
+    again = first.recompute(False)
+    again.hook()(t)
+    with Stops(), pytest.raises(KeyboardInterrupt):
+        again.drop_graphs()
+    assert len(again) == 0
+
+
+def test_tensors_die_with_their_nodes(path):
+    """A region holds nothing after its backward, without the garbage collector."""
+    layer = so.CheckpointWrapper(Block())
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(5, 6, requires_grad=True)
+        given = x * 2
+        alive = weakref.ref(given), weakref.ref(given.untyped_storage())
+        y = layer(given)
+        del given
+        assert alive[0]() is not None
+        y.sum().backward()
+        del y
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_an_index_of_no_tensor_is_an_error(path):
+    first = saved_tensors.saved_tensors(False, False)
+    again = first.recompute(False)
+    assert not again.has(0) and again.take_in_task(0) is None
+    with pytest.raises((IndexError, KeyError)):
+        again.take(0)
+    if path == "C++":
+        with pytest.raises(TypeError):
+            type(again)()
