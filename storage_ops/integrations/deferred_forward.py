@@ -26,13 +26,15 @@ class LossOptions:
     label_smoothing: float = 0.0
     logits: str = "eval"
     memory_budget: int | None = None
+    gradient_tolerance: float = 0.0
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What to compare: of a tensor, whether it is the same one."""
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
-        return self.returns, same, self.label_smoothing, self.logits, self.memory_budget
+        numbers = self.label_smoothing, self.memory_budget, self.gradient_tolerance
+        return self.returns, same, self.logits, numbers
 
 
 class Refused(NotImplementedError):

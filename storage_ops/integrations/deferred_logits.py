@@ -108,6 +108,9 @@ class DeferredLogits(Tokens):
             "memory_budget": run.options.memory_budget,
         }  # fmt: skip
 
+        is_bounded = not options["label_smoothing"] and "entropy" not in names
+        tolerance = run.options.gradient_tolerance if is_bounded else 0.0
+
         def results(hidden: Tensor) -> tuple[Tensor, ...]:
             if self.head is not None:
                 form = self._like(normal=False, negative=False)._of
@@ -117,7 +120,8 @@ class DeferredLogits(Tokens):
                 scale, cap = scale * cap, abs(cap)  # c * tanh(s * x) is the cap |c| of (s * c) * x
             found = linear_cross_entropy(
                 hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
-                logit_scale=scale, max_valid=run.max_valid, **options,
+                logit_scale=scale, max_valid=run.max_valid, gradient_tolerance=tolerance,
+                **options,
             )  # fmt: skip
             return found if isinstance(found, tuple) else (found,)
 

@@ -28,7 +28,8 @@ from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_class import PatchedModel, stop_watching
-from storage_ops.loss.checks import budget_of
+from storage_ops.loss.call import TOLERANCE
+from storage_ops.loss.checks import budget_of, check_rules
 from storage_ops.optional import check_version
 
 ModelT = TypeVar("ModelT", bound=nn.Module, default=nn.Module)
@@ -66,6 +67,7 @@ def patch_causal_lm(
     label_smoothing: float = 0.0,
     logits: Logits = "eval",
     memory_budget: int | float | str | None = None,
+    gradient_tolerance: float = 0.0,
 ) -> CausalLMPatch[ModelT]:
     """Let a Hugging Face causal language model compute its loss without its logits, in place.
 
@@ -130,6 +132,8 @@ def patch_causal_lm(
             gradients a loss may take the mean of logits. The results are float32.
             Anything else raises NotImplementedError; `outputs.logits.formed()` is the tensor.
         memory_budget: that of `storage_ops.linear_cross_entropy`.
+        gradient_tolerance: that of `storage_ops.linear_cross_entropy`, for the model's own loss of
+            a plain output layer. Adapters of the output layer and fused heads of TRL stay exact.
 
     Returns:
         A context manager that yields the model and calls `unpatch_causal_lm` at its end. It need
@@ -162,7 +166,7 @@ def patch_causal_lm(
     given, model = model, _inner(model)
     name = type(model).__name__
     budget = budget_of(memory_budget, "patch_causal_lm")
-    options = _options(returns, token_weights, label_smoothing, logits, budget)
+    options = _options(returns, token_weights, label_smoothing, logits, budget, gradient_tolerance)
     if isinstance(model, PatchedModel):
         if model._loss_options.key != options.key:
             raise RuntimeError(
@@ -222,6 +226,7 @@ def _options(
     label_smoothing: object,
     logits: object,
     memory_budget: int | None,
+    gradient_tolerance: float,
 ) -> LossOptions:
     """The options, or an error that names the wrong one."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
@@ -239,7 +244,14 @@ def _options(
             f"patch_causal_lm: token_weights is {token_weights!r}; expected a tensor, the name of "
             "a keyword of the model's call, or None"
         )
-    return LossOptions(names, token_weights, float(label_smoothing), logits, memory_budget)
+    check_rules("patch_causal_lm", TOLERANCE, {"gradient_tolerance": gradient_tolerance})
+    if gradient_tolerance and (label_smoothing or "entropy" in names):
+        raise ValueError(
+            f"patch_causal_lm: gradient_tolerance is {gradient_tolerance}; expected 0 with "
+            "label_smoothing or 'entropy' in returns, whose gradients it does not bound"
+        )
+    smoothing, tolerance = float(label_smoothing), float(gradient_tolerance)
+    return LossOptions(names, token_weights, smoothing, logits, memory_budget, tolerance)
 
 
 def is_patched(model: nn.Module) -> bool:

@@ -132,6 +132,11 @@ VALID_CLASSES = Rule(
     "None or a count >= 1",
 )
 
+TOLERANCE = (
+    Rule("gradient_tolerance", is_number, "a number", TypeError),
+    Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
+)
+
 _NO_TENSOR = "a number, for it gets no gradient: multiply input by a scale that is learned"
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 
@@ -147,8 +152,7 @@ RULES = (
     Rule("shift", lambda k: k >= 0, "a number of tokens >= 0"),
     MAX_VALID,
     VALID_CLASSES,
-    Rule("gradient_tolerance", is_number, "a number", TypeError),
-    Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
+    *TOLERANCE,
     Rule("max_classes", lambda share: share is None or is_number(share), "a number", TypeError),
     Rule("max_classes", lambda share: share is None or 0 < share <= 1, "None, or a share up to 1"),
     one_of("input_grad", INPUT_GRADS),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 import storage_ops
+from storage_ops import losses
 from storage_ops.loss.engine import selection
 from storage_ops.matmul import of
 from storage_ops.memory import estimate, measure
@@ -365,3 +366,17 @@ def test_plans():
         storage_ops.plan(8, 8, 8, share=0.5, device="h200")
     with pytest.raises(ValueError, match="gradient_tolerance is 2; expected"):
         storage_ops.plan(8, 8, 8, gradient_tolerance=2, device="h200")
+
+
+@pytest.mark.parametrize("name", ["sft", "simpo"])
+def test_losses_built_on_it(name):
+    x, w, target = peaked(512, 32, 5000, torch.float32)
+    x, target = x.detach().view(4, 128, 32).requires_grad_(), target.view(4, 128)
+    exact, found = (
+        torch.autograd.grad(
+            getattr(losses, name)(x, w, target, gradient_tolerance=tolerance), (x, w)
+        )
+        for tolerance in (0.0, 0.05)
+    )
+    for a, b in zip(found, exact, strict=True):
+        assert 1e-5 < relative(a, b) < 0.05
