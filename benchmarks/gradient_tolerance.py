@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from storage_ops.loss.engine.selection import Selection, select
 
 TOLERANCES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 THRESHOLD = 2.0**-12
+DTYPES = ["bfloat16", "float32"]
 EXACT, FILTERED = "storage_ops", "elements above 2^-12"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -91,15 +93,15 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.float() - exact.float()).norm() / exact.float().norm())
 
 
-def logits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each case: errors, what is left out, and time over the exact loss."""
-    dtype = getattr(torch, arguments.dtype)
     x, w, target = real_logits(
-        arguments.real_logits, arguments.hidden, arguments.device, dtype, arguments.quick
-    )
+        arguments.real_logits, arguments.hidden, arguments.device, getattr(torch, dtype),
+        arguments.quick,
+    )  # fmt: skip
     x, target = x[: arguments.tokens], target[: arguments.tokens]
     x.requires_grad_(), w.requires_grad_()
-    shape = f"{len(x)} x {x.shape[1]} x {len(w)} {arguments.dtype}"
+    shape = f"{len(x)} x {x.shape[1]} x {len(w)} {dtype}"
 
     def gradients(case: str) -> tuple[Tensor, ...]:
         return torch.autograd.grad(_loss_of(case)(x, w, target), (x, w))
@@ -164,14 +166,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--real-logits", type=Path, help="an .npz file, for `logits`")
     options.add_argument("--hidden", type=int, default=1536)
     options.add_argument("--tokens", type=int, default=4096)
-    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options.add_argument("--text", type=Path, help="for `training`; default: the standard library")
     options.add_argument("--steps", type=int, default=300)
     arguments = options.parse_args(argv)
     if arguments.what == "logits" and arguments.real_logits is None:
         options.error("logits needs --real-logits FILE")
-    expect(1 if arguments.what == "logits" else len(_cases()))
-    rows = logits(arguments) if arguments.what == "logits" else training(arguments)
+    expect(len(arguments.dtypes) if arguments.what == "logits" else len(_cases()))
+    each = (logits(arguments, dtype) for dtype in arguments.dtypes)
+    rows = itertools.chain(*each) if arguments.what == "logits" else training(arguments)
     finish(f"gradient_tolerance_{arguments.what}", rows, arguments)
 
 

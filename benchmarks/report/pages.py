@@ -180,6 +180,17 @@ def train_gpt() -> str:
     return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
+def gradient_tolerance(part: str) -> str:
+    """Errors and times on real logits, or losses of training runs."""
+    text = ""
+    for result in results_of(f"gradient_tolerance_{part}"):
+        lists = ("losses", "shares")
+        rows = [{k: v for k, v in row.items() if k not in lists} for row in result["rows"]]
+        text += source(result) + table_of_rows(rows) + "\n"
+    shows = "losses of training runs, and the share of the classes that their gradients multiply"
+    return text.removesuffix("\n") + picture(f"gradient_tolerance_{part}.png", shows)
+
+
 PLANS = ("case", "budget (MiB)", "simulated (MiB)", PEAK, "predicted", "time / none")
 
 
@@ -243,6 +254,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "output_discard": output_discard,
     "linear_cross_entropy": linear_cross_entropy,
+    "gradient_tolerance_logits": lambda: gradient_tolerance("logits"),
+    "gradient_tolerance_training": lambda: gradient_tolerance("training"),
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,

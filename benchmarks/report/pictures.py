@@ -42,6 +42,9 @@ def draw(out: Path, result: Result) -> list[Path]:
     if len(curves) > 2:  # before and after, of all cases that there are
         ours = [row for row in curves if is_ours(row["case"])]
         curves = [curves[0], min(ours, key=lambda row: row[PEAK])]
+    trained = [row for row in result["rows"] if "shares" in row]
+    if trained:
+        drawn.append(_save(_training(trained), out / f"{result['stem']}.png"))
     if curves:
         drawn.append(_save(_timelines(curves), out / f"{result['stem']}-memory.png"))
     return drawn
@@ -187,6 +190,28 @@ def _timelines(curves: list[Row]) -> Figure:
     axes.set_xlabel("share of the step (%)", fontsize=12)
     axes.set_ylabel(f"memory ({unit})", fontsize=12)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK, fontsize=11)
+    return figure
+
+
+def _training(rows: list[Row]) -> Figure:
+    """Losses and shares of classes over the steps of training runs, as means of 20 steps."""
+    figure = Figure(figsize=(7.0, 5.2), dpi=130, layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    styles = (INK, *COLORS)
+    for row, color in zip(rows, styles, strict=False):
+        for axes, key in zip(panels, ("losses", "shares"), strict=True):
+            ends = range(20, len(row[key]) + 1, 5)
+            means: Any = [sum(row[key][end - 20 : end]) / 20 for end in ends]
+            line = "-" if is_ours(row["case"]) else "--"
+            axes.plot(list(ends), means, line, color=color, lw=1.6, label=row["case"])
+    for axes, title in zip(panels, ("loss", "classes multiplied, share"), strict=True):
+        _dress(axes)
+        axes.set_ylabel(title)
+    panels[1].set_ylim(0, 1.05)
+    panels[1].set_xlabel("step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False,
+                  labelcolor=INK, fontsize="small")  # fmt: skip
     return figure
 
 
