@@ -13,7 +13,7 @@ CLASSES, TOLERANCE = 6000, 0.1
 
 def compare(rank):
     world = dist.get_world_size()
-    x, w, target = peaked(300, 32, CLASSES)
+    x, w, target = peaked(300, 256, CLASSES)
     mine = slice(rank * CLASSES // world, (rank + 1) * CLASSES // world)
     part = w.detach()[mine].clone().requires_grad_()
     loss, dropped = storage_ops.linear_cross_entropy(

@@ -13,7 +13,7 @@ def model_and_ids():
     """A model that is sure of few classes: its output layer has a large row for each of them."""
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=5000, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+            vocab_size=5000, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
             num_attention_heads=2,
         )
     )  # fmt: skip

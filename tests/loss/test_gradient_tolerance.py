@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import storage_ops
 from storage_ops import losses
-from storage_ops.loss.engine import selection
+from storage_ops.loss.engine import head, selection
 from storage_ops.matmul import of
 from storage_ops.memory import estimate, measure
 
@@ -27,6 +27,20 @@ def peaked(tokens, size, classes, dtype=torch.float64, sure=1.0):
     x, w = x.to(dtype), w.to(dtype)
     target = (x.double() @ w.double().T).softmax(1).multinomial(1).squeeze(1)
     return x.requires_grad_(), w.requires_grad_(), target
+
+
+@pytest.fixture(autouse=True)
+def selects_whatever_it_gains(request, monkeypatch):
+    """Small heads make small tests, and gain nothing."""
+    if request.node.name != "test_a_small_head_is_exact":
+        monkeypatch.setattr(head, "selection_pays", lambda *_: True)
+
+
+def test_a_small_head_is_exact():
+    """Its products take less time than it would take to select classes."""
+    x, w, target = peaked(300, 8, 5000)
+    found, expected = call(x, w, target, 0.3), call(x, w, target)
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
 def call(x, w, target, tolerance=0.0, **options):
@@ -362,6 +376,8 @@ def test_plans():
     third = storage_ops.plan(4096, 4096, 128256, device="h200", gradient_tolerance=3e-3, share=0.3)
     assert third.seconds < 0.7 * exact.seconds
     assert third.products < 1.8
+    small = storage_ops.plan(32768, 768, 50257, device="h100", gradient_tolerance=3e-3)
+    assert small == storage_ops.plan(32768, 768, 50257, device="h100")  # memory would decide
     with pytest.raises(ValueError, match=r"share is 0\.5; expected None"):
         storage_ops.plan(8, 8, 8, share=0.5, device="h200")
     with pytest.raises(ValueError, match="gradient_tolerance is 2; expected"):

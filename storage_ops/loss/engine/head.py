@@ -11,8 +11,8 @@ from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.ranks import Ranks, ranks_of
 from storage_ops.loss.engine.tokens import Tokens, copy_elements, tokens_of
-from storage_ops.loss.planning.cost import EXPECTED
-from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for
+from storage_ops.loss.planning.cost import EXPECTED, selection_pays
+from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for, rates_of
 from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import takes
 
@@ -81,7 +81,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     # Ranks may have different numbers of threads, and must plan alike.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)
-    return Problem(
+    p = Problem(
         tokens.count,
         x.shape[1],
         classes,
@@ -100,8 +100,12 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
         top=call.top_k,
         cast_bytes=arithmetic(x.dtype).itemsize if tokens.casts else 0,
         fixed_bytes=tokens.copied_bytes + copies,
-        multiplied=EXPECTED if call.gradient_tolerance else 1.0,
     )
+    if not call.gradient_tolerance:
+        return p
+    selecting = replace(p, multiplied=call.max_classes or EXPECTED)
+    asked = call.max_classes is not None
+    return selecting if asked or selection_pays(selecting, rates_of(x.device)) else p
 
 
 def _valid_of(sizes: list[int], valid: int | None) -> int:

@@ -63,6 +63,14 @@ def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
     return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
 
 
+def selection_pays(p: Problem, rates: Rates) -> bool:
+    """Return True if the products that are saved take longer than it takes to select classes."""
+    saved = (1 - p.multiplied) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
+    # A tile is read four times, and what is used of it is copied: read once and written once.
+    touched = (4 + 2 * p.multiplied) * p.logit_bytes
+    return saved > touched / rates.bandwidth
+
+
 def gathered_classes(cuda: bool) -> int:
     """How many classes of a bucket are gathered at a time: many small products idle a GPU."""
     return 4096 if cuda else 1024

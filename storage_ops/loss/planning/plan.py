@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from storage_ops import matmul
 from storage_ops.loss.planning import planner
-from storage_ops.loss.planning.cost import EXPECTED
+from storage_ops.loss.planning.cost import EXPECTED, selection_pays
 from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
@@ -101,7 +102,7 @@ def problem_of(
 
         products = matmul.of(getattr(torch, name), "cpu", torch.get_num_threads())
     in_forward = reduction != "none" and name != "float16"
-    return Problem(
+    p = Problem(
         tokens if max_valid is None else min(tokens, max_valid),
         hidden,
         vocab,
@@ -114,8 +115,9 @@ def problem_of(
         gathers=max_valid is not None,
         plain=device == "cpu" and not has_row_kernel("cpu"),
         wide_logits=logits not in (None, name),
-        multiplied=_expected(gradient_tolerance, share),
     )
+    selecting = replace(p, multiplied=_expected(gradient_tolerance, share))
+    return selecting if selecting.selects and selection_pays(selecting, named(device)) else p
 
 
 def _expected(gradient_tolerance: float, share: float | None) -> float:
