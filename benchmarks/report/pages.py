@@ -185,7 +185,10 @@ def gradient_tolerance(part: str) -> str:
     text = ""
     for result in results_of(f"gradient_tolerance_{part}"):
         lists = ("losses", "shares")
-        rows = [{k: v for k, v in row.items() if k not in lists} for row in result["rows"]]
+        rows = [
+            {k: f"{v:.1e}" if "error" in k else v for k, v in row.items() if k not in lists}
+            for row in result["rows"]
+        ]
         text += source(result) + table_of_rows(rows) + "\n"
     shows = "losses of training runs, and the share of the classes that their gradients multiply"
     return text.removesuffix("\n") + picture(f"gradient_tolerance_{part}.png", shows)
