@@ -1,5 +1,7 @@
 """`gradient_tolerance`: what may be left out of the gradient, its bound, and what stays exact."""
 
+from dataclasses import replace
+
 import hypothesis
 import pytest
 import torch
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 import storage_ops
 from storage_ops import losses
-from storage_ops.loss.engine import head, selection
+from storage_ops.loss.engine import selection
+from storage_ops.loss.planning import cost
 from storage_ops.matmul import of
 from storage_ops.memory import estimate, measure
 
@@ -32,8 +35,8 @@ def peaked(tokens, size, classes, dtype=torch.float64, sure=1.0):
 @pytest.fixture(autouse=True)
 def selects_whatever_it_gains(request, monkeypatch):
     """Small heads make small tests, and gain nothing."""
-    if request.node.name != "test_a_small_head_is_exact":
-        monkeypatch.setattr(head, "selection_pays", lambda *_: True)
+    if request.node.name not in ("test_a_small_head_is_exact", "test_plans"):
+        monkeypatch.setattr(cost, "selecting", lambda p, share, _: replace(p, multiplied=share))
 
 
 def test_a_small_head_is_exact():

@@ -11,7 +11,7 @@ from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.ranks import Ranks, ranks_of
 from storage_ops.loss.engine.tokens import Tokens, copy_elements, tokens_of
-from storage_ops.loss.planning.cost import EXPECTED, selection_pays
+from storage_ops.loss.planning import cost
 from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for, rates_of
 from storage_ops.loss.planning.problem import Problem
 from storage_ops.matmul.aten import takes
@@ -103,9 +103,9 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     )
     if not call.gradient_tolerance:
         return p
-    selecting = replace(p, multiplied=call.max_classes or EXPECTED)
-    asked = call.max_classes is not None
-    return selecting if asked or selection_pays(selecting, rates_of(x.device)) else p
+    if call.max_classes is not None:
+        return replace(p, multiplied=call.max_classes)
+    return cost.selecting(p, cost.EXPECTED, rates_of(x.device))
 
 
 def _valid_of(sizes: list[int], valid: int | None) -> int:

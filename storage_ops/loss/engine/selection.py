@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from storage_ops.loss.call import arithmetic
 from storage_ops.loss.planning.cost import BUCKETS, gathered_classes
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
@@ -158,7 +159,7 @@ def multiply(
     """
     size, x, at_once = x.shape[1], x[chosen.tokens], gathered_classes(matmul.cuda)
     flat, used, count = chosen.flat, len(chosen.counts), len(x)
-    wide = dz.dtype if dz.dtype == torch.float64 else torch.float32
+    wide = arithmetic(dz.dtype)
     margins = _margins(chosen, dz, wide)
     # Gradients of a token have the sign of what upstream gives to it, but for that of its target.
     signs = margins.sum(1).sign_()

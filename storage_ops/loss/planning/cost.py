@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.loss.planning.problem import Problem, padded, parts
@@ -63,12 +64,15 @@ def top_rows(rows: int, columns: int, k: int, cuda: bool) -> int:
     return max(1, min(rows, top_elements(cuda) // max(top_width(columns, k), 1)))
 
 
-def selection_pays(p: Problem, rates: Rates) -> bool:
-    """Return True if the products that are saved take longer than it takes to select classes."""
-    saved = (1 - p.multiplied) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
+def selecting(p: Problem, share: float, rates: Rates) -> Problem:
+    """Return a problem in which gradients are multiplied with this share of the classes.
+
+    It is the same problem if it takes longer to select them than the products that are saved.
+    """
+    saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
     # A tile is read four times, and what is used of it is copied: read once and written once.
-    touched = (4 + 2 * p.multiplied) * p.logit_bytes
-    return saved > touched / rates.bandwidth
+    touched = (4 + 2 * share) * p.logit_bytes
+    return replace(p, multiplied=share) if saved > touched / rates.bandwidth else p
 
 
 def gathered_classes(cuda: bool) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from storage_ops import matmul
-from storage_ops.loss.planning import planner
-from storage_ops.loss.planning.cost import EXPECTED, selection_pays
+from storage_ops.loss.planning import cost, planner
 from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
@@ -116,8 +114,7 @@ def problem_of(
         plain=device == "cpu" and not has_row_kernel("cpu"),
         wide_logits=logits not in (None, name),
     )
-    selecting = replace(p, multiplied=_expected(gradient_tolerance, share))
-    return selecting if selecting.selects and selection_pays(selecting, named(device)) else p
+    return cost.selecting(p, _expected(gradient_tolerance, share), named(device))
 
 
 def _expected(gradient_tolerance: float, share: float | None) -> float:
@@ -129,7 +126,7 @@ def _expected(gradient_tolerance: float, share: float | None) -> float:
         rule = "a probability from 0 to below 1"
         raise ValueError(f"gradient_tolerance is {gradient_tolerance}; expected {rule}")
     if share is None:
-        return EXPECTED if gradient_tolerance else 1.0
+        return cost.EXPECTED if gradient_tolerance else 1.0
     if not gradient_tolerance or not 0 < share <= 1:
         rule = "None, or from above 0 to 1 with a gradient_tolerance"
         raise ValueError(f"share is {share}; expected {rule}")
