@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from storage_ops.cli import hf_model, output
+from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
 HELP = "whether a training step of a model fits into a GPU"
@@ -27,9 +28,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.memory import will_it_fit
 
     output.check_plot(args.plot, images_only=False)
-    model, batch = hf_model.model_and_batch(args)
+    model, batch, loss = workload(args)
     optimizer = hf_model.optimizer_named(args.optimizer)
-    report = will_it_fit(model, batch, args.budget, None, optimizer, args.device, args.accumulate)
+    report = will_it_fit(model, batch, args.budget, loss, optimizer, args.device, args.accumulate)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
     if args.json:
