@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     step = workload(args)
     model, batch, loss = step
     optimizer = hf_model.optimizer_named(args.optimizer)
-    checkpointing = contextlib.nullcontext()
+    checkpointing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if args.gradient_checkpointing:
         checkpointing = gradient_checkpointing.gradient_checkpointing(model)
     with checkpointing:
