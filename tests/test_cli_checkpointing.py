@@ -52,7 +52,7 @@ def test_the_peak_is_that_of_a_run():
     ids = torch.randint(0, 256, (4, 128))
     batch = {"input_ids": ids, "labels": ids}
     kept = simulate_step(model, batch, device="cpu").peak_bytes
-    with gradient_checkpointing.gradient_checkpointing(model):
+    with gradient_checkpointing.enabled(model):
         simulated = simulate_step(model, batch, device="cpu").peak_bytes
         model(**batch).loss.backward()
         model.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model, output
+from storage_ops.cli import autocast, hf_model, output
 from storage_ops.cli.model_function import takes
 from storage_ops.cli.workload import longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
@@ -38,13 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if a plan fits, 1 if none does."""
+    with autocast.block(args):
+        return _find(args, console) if args.find is not None else _plan(args, console)
+
+
+def _plan(args: argparse.Namespace, console: Console) -> int:
+    """Print a plan for the sizes that are given; return the exit code."""
     from storage_ops.fitting.fit import NothingFits, Search
 
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
-        if args.find is not None:
-            return _find(args, console)
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
@@ -70,6 +74,7 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.fitting import largest
 
     _check_find(args)
+    output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
     optimizer = hf_model.optimizer_named(args.optimizer)
     if args.find == "device":

@@ -28,7 +28,7 @@ class Peak(NamedTuple):
 
 
 @contextlib.contextmanager
-def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
+def enabled(model: nn.Module) -> Iterator[None]:
     """Checkpoint layers as trainers of transformers do, inside a with block.
 
     Raises:

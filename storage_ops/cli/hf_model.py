@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import output
-from storage_ops.loss.planning.plan import dtype_name
+from storage_ops.cli import autocast, output
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="of the parameters (default: bf16; with --model, what the function makes)"
     )
+    autocast.add_arguments(parser)
     parser.add_argument(
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
@@ -109,7 +109,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     """
     import torch
 
-    dtype = getattr(torch, dtype_name(args.dtype or "bf16"))
+    dtype = getattr(torch, autocast.dtype_of_parameters(args, "bf16"))
     transformers = required("transformers", "--hf-config")
     # It writes the traceback of an op's error, which is reported in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

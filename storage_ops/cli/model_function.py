@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.loss.planning.plan import dtype_name
+from storage_ops.cli import autocast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,11 +39,11 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
 
     function = _function(args.model)
     given = _sizes(function, args)
-    dtype = getattr(torch, dtype_name(args.dtype or "fp32"))
+    dtype = getattr(torch, autocast.dtype_of_parameters(args, "fp32"))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with autocast.without_bytes(args):
             made = function(**given)
     except Exception as error:  # the caller's own code may raise anything
         raise ValueError(

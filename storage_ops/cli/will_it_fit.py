@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import gradient_checkpointing, hf_model, output
+from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output
 from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
@@ -37,16 +37,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     step = workload(args)
     model, batch, loss = step
     optimizer = hf_model.optimizer_named(args.optimizer)
-    checkpointing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if args.gradient_checkpointing:
-        checkpointing = gradient_checkpointing.gradient_checkpointing(model)
-    with checkpointing:
+    peaks = []
+    with autocast.block(args), contextlib.ExitStack() as checkpoints:
+        if args.gradient_checkpointing:
+            checkpoints.enter_context(gradient_checkpointing.enabled(model))
         report = will_it_fit(
             model, batch, args.budget, loss, optimizer, args.device, args.accumulate
         )
-    peaks = []
-    if args.gradient_checkpointing:
-        peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
+        checkpoints.close()
+        if args.gradient_checkpointing:
+            peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
     if args.json:

@@ -33,7 +33,14 @@ def workload(args: argparse.Namespace) -> Workload:
             raise ValueError(f"--{name} is {value}; expected 1 or more")
     if args.model is not None:
         return Workload(*model_function.call(args))
-    return Workload(*hf_model.model_and_batch(args))
+    model, batch = hf_model.model_and_batch(args)
+    if args.autocast is None:
+        return Workload(model, batch)
+    from storage_ops.simulate.fakes import FakesOfCPU
+
+    fakes = FakesOfCPU()
+    fakes.module(model)
+    return Workload(model, fakes.batch(batch))
 
 
 def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) -> Workload:
@@ -43,7 +50,12 @@ def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) 
         return Workload(model, *model_function.call(changed)[1:])
     from storage_ops.cli import hf_batch
 
-    return Workload(model, hf_batch.batch_for(model, changed))
+    batch = hf_batch.batch_for(model, changed)
+    if args.autocast is None:
+        return Workload(model, batch)
+    from storage_ops.simulate.fakes import FakesOfCPU
+
+    return Workload(model, FakesOfCPU().batch(batch))
 
 
 def longest(args: argparse.Namespace, step: Workload) -> int | None:
