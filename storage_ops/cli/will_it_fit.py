@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output
+from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, serve
 from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
     parser.add_argument(
+        "--serve", action="store_true", help="of generating text in plain PyTorch, not of training"
+    )
+    parser.add_argument(
         "--gradient-checkpointing",
         action="store_true",
         help="with that of transformers, beside a step that keeps all, and a plan of fit",
@@ -33,6 +36,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
     from storage_ops.memory import will_it_fit
 
+    if args.serve:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        serve.check(args, {name: parser.get_default(name) for name in vars(args)})
+        return serve.run(args, console)
     output.check_plot(args.plot, images_only=False)
     step = workload(args)
     model, batch, loss = step
