@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from storage_ops.cli import autocast, hf_model, output
+from storage_ops.cli import autocast, hf_model, output, ranks
 from storage_ops.cli.model_function import takes
-from storage_ops.cli.workload import longest, resized, workload
+from storage_ops.cli.workload import Workload, longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes, readable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from storage_ops.fitting.largest import Largest
 
 HELP = "what to recompute so that a training step of a model fits into a GPU"
 
@@ -52,7 +57,7 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
         optimizer = hf_model.optimizer_named(args.optimizer)
-        with showing("fit"):
+        with ranks.one_of(args, step.model), showing("fit"):
             search = Search(*step, optimizer, args.device, args.actions, args.accumulate)
             plan = search.plan(budget)
     except NothingFits as error:
@@ -71,35 +76,14 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size that fits; return 0, or 1 if none does."""
-    from storage_ops.fitting import largest
-
     _check_find(args)
     output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
     optimizer = hf_model.optimizer_named(args.optimizer)
-    if args.find == "device":
-        step = workload(args)
-        found: Any = largest.find_gpu(
-            step.model, step.batch, step.loss, optimizer, args.actions, args.accumulate
-        )
-    else:
-        step = workload(argparse.Namespace(**vars(args) | {args.find: 1}))
-        loss = step.loss
-
-        def make_batch(number: int) -> object:
-            nonlocal loss
-            _, batch, loss = resized(step.model, args, args.find, number)
-            return batch
-
-        def loss_of_batch(out: Any) -> Any:
-            """Call the loss of the last batch, which may have labels of that batch."""
-            assert loss is not None
-            return loss(out)
-
-        found = largest.find_largest(
-            step.model, make_batch, budget, loss and loss_of_batch, optimizer, args.device,
-            args.actions, args.accumulate, most=longest(args, step),
-        )  # fmt: skip
+    first = {} if args.find == "device" else {args.find: 1}
+    step = workload(argparse.Namespace(**vars(args) | first))
+    with ranks.one_of(args, step.model):
+        found = _found(args, step, budget, optimizer)
     if args.json:
         output.print_json(found.as_dict())
     else:
@@ -109,6 +93,31 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     if args.save is not None:
         found.planned.plan.save(args.save)
     return 0
+
+
+def _found(
+    args: argparse.Namespace, step: Workload, budget: int, optimizer: type[Optimizer] | None
+) -> Largest[Any]:
+    from storage_ops.fitting import largest
+
+    if args.find == "device":
+        return largest.find_gpu(*step, optimizer, args.actions, args.accumulate)
+    loss = step.loss
+
+    def make_batch(number: int) -> object:
+        nonlocal loss
+        _, batch, loss = resized(step.model, args, args.find, number)
+        return batch
+
+    def loss_of_batch(out: Any) -> Any:
+        """Call the loss of the last batch, which may have labels of that batch."""
+        assert loss is not None
+        return loss(out)
+
+    return largest.find_largest(
+        step.model, make_batch, budget, loss and loss_of_batch, optimizer, args.device,
+        args.actions, args.accumulate, most=longest(args, step),
+    )  # fmt: skip
 
 
 def _check_find(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import autocast, output
+from storage_ops.cli import autocast, output, ranks
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
     parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
+    ranks.add_arguments(parser)
     output.add_device(parser)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _OF_TRAINING = (
-    "accumulate", "autocast", "gradient_checkpointing", "model", "optimizer", "plot",
+    "accumulate", "autocast", "gpus", "gradient_checkpointing", "model", "optimizer", "plot",
 )  # fmt: skip
 
 

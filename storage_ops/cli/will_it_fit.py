@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, serve
+from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, ranks, serve
 from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
@@ -46,12 +46,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model, batch, loss = step
     optimizer = hf_model.optimizer_named(args.optimizer)
     peaks = []
-    with autocast.block(args), contextlib.ExitStack() as checkpoints:
+    buckets = ranks.bucket_bytes(args, model)
+    one_rank = ranks.one_of(args, model)
+    with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))
         report = will_it_fit(
             model, batch, args.budget, loss, optimizer, args.device, args.accumulate
         )
+        report = ranks.with_buckets(report, buckets)
         checkpoints.close()
         if args.gradient_checkpointing:
             peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
@@ -77,7 +80,7 @@ def _what_now(args: argparse.Namespace, report: Any) -> str:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
             f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
-            "several GPUs, or choose an --optimizer or a --dtype that takes less."
+            "several --gpus, or choose an --optimizer or a --dtype that takes less."
         )
     command = shlex.join(hf_model.command("fit", args))
     return f"To find what to recompute so that it fits, run:\n{command}"
