@@ -15,6 +15,10 @@ CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
     "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 128,
 }  # fmt: skip
+T5 = {
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 16,
+    "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
+}  # fmt: skip
 
 
 def blocks(language):
@@ -30,7 +34,8 @@ def commands():
 def test_commands_of_will_it_fit(command, tmp_path, monkeypatch, capsys):
     """Files are those that blocks of Python name in their first line."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name, config in (("config.json", CONFIG), ("t5.json", T5)):
+        (tmp_path / name).write_text(json.dumps(config))
     for text in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", text):
             (tmp_path / named[1]).write_text(text)

@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
     parser.add_argument(
+        "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
+    )
+    parser.add_argument(
+        "--labels",
+        choices=("tokens", "sequences", "none"),
+        help="what labels are for (default: by the class in architectures)",
+    )
+    parser.add_argument(
         "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
     )
     parser.add_argument(

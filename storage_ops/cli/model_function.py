@@ -120,6 +120,10 @@ def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, 
             function has no default and no option.
     """
     parameters = inspect.signature(function).parameters
+    for name in ("decoder_seq", "labels"):
+        if (value := getattr(args, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {value}; expected none with --model, whose batch has all")
     values = {name: getattr(args, name) for name in _SIZES}
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():

@@ -27,10 +27,10 @@ def workload(args: argparse.Namespace) -> Workload:
     Raises:
         ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
     """
-    for name in ("batch", "seq"):
+    for name in ("batch", "seq", "decoder_seq"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; expected 1 or more")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     if args.model is not None:
         return Workload(*model_function.call(args))
     model, batch = hf_model.model_and_batch(args)
