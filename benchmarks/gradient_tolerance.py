@@ -74,8 +74,8 @@ def _counted() -> Iterator[list[float]]:
     """Collect the share of the classes that the gradient of each tile is multiplied with."""
     shares: list[float] = []
 
-    def counted(*args: Any) -> Selection | None:
-        found, shape = select(*args), args[2]
+    def counted(*args: Any, replaces: bool) -> Selection | None:
+        found, shape = select(*args, replaces=replaces), args[2]
         if found is None:
             shares.append(1.0)
             return None
