@@ -79,8 +79,8 @@ def _counted() -> Iterator[list[float]]:
     """Collect the share of the classes that the gradient of each tile is multiplied with."""
     shares: list[float] = []
 
-    def counted(*args: Any, replaces: bool) -> Selection | None:
-        found, shape = select(*args, replaces=replaces), args[2]
+    def counted(*args: Any, **options: bool) -> Selection | None:
+        found, shape = select(*args, **options), args[2]
         if found is None:
             shares.append(1.0)
             return None
@@ -160,28 +160,28 @@ def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         needs = torch.empty_like(chosen.needs).index_copy_(0, chosen.tokens, chosen.needs)
         left = probabilities.masked_fill(chosen.buckets < needs.unsqueeze(1), 0)
         by_margins = torch.zeros_like(left)
-        for bucket in chosen.buckets.clamp(max=len(chosen.counts)).unique():
-            inside = chosen.buckets.clamp(max=len(chosen.counts)) == bucket
-            part = left[:, inside]
-            by_margins[:, inside] = part.sum(1, keepdim=True) * part.sum(0) / part.sum()
-        sampled = {f"{count} of its classes": (count, left) for count in SAMPLES}
-        rest = left - by_margins
-        both = {f"margins, {count} classes": (count, rest) for count in SAMPLES}
-        whole = {"nothing": left, "margins": rest}
-        for case, missing in whole.items():
-            yield _replaced(f"{tolerance:g}", case, [(missing @ w, missing.t() @ x)], exact)
-        for case, (count, of) in {**sampled, **both}.items():
-            draws = [_drawn(of, x, w, count) for _ in range(DRAWS)]
-            yield _replaced(f"{tolerance:g}", case, draws, exact)
+        of_class = chosen.buckets.clamp(max=len(chosen.counts))
+        for bucket in range(1, len(chosen.counts) + 1):  # the first one is left out by no token
+            part = left[:, of_class == bucket]
+            by_margins[:, of_class == bucket] = part.sum(1, keepdim=True) * part.sum(0) / part.sum()
+        for by, missing in (("", left), ("margins", left - by_margins)):
+            products = missing @ w, missing.t() @ x
+            yield _replaced(f"{tolerance:g}", by or "nothing", [products], exact)
+            for count in SAMPLES:
+                draws = [_drawn(missing, x, w, products, count) for _ in range(DRAWS)]
+                case = f"{by}, {count} classes" if by else f"{count} classes"
+                yield _replaced(f"{tolerance:g}", case, draws, exact)
 
 
-def _drawn(left: Tensor, x: Tensor, w: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the errors of both gradients with some classes in the place of all of `left`."""
+def _drawn(
+    left: Tensor, x: Tensor, w: Tensor, products: tuple[Tensor, Tensor], count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the errors of both products of `left`, of which some classes are drawn."""
     mass = left.abs().sum(0)
     classes = torch.multinomial(mass, count, replacement=True)
     part = left[:, classes] * (mass.sum() / (count * mass[classes]))
-    of_weight = (left.t() @ x).index_add_(0, classes, part.t() @ x, alpha=-1)
-    return left @ w - part @ w[classes], of_weight
+    of_weight = products[1].index_add(0, classes, part.t() @ x, alpha=-1)
+    return products[0] - part @ w[classes], of_weight
 
 
 def _replaced(
@@ -196,7 +196,7 @@ def _replaced(
     return {
         "shape": f"tolerance {tolerance}", "case": case,
         "error of dX": single[0], "error of dW": single[1],
-        f"dX, mean of {DRAWS}": several[0], f"dW, mean of {DRAWS}": several[1],
+        f"error of dX, mean of {DRAWS}": several[0], f"error of dW, mean of {DRAWS}": several[1],
     }  # fmt: skip
 
 
