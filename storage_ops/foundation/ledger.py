@@ -223,7 +223,7 @@ class Ledger:
         return self._of(t).block is None and t.numel() > 0
 
     def share(self, dst: Tensor, src: Tensor, copies: bool) -> None:
-        """Bind the storage of dst to the block of src, or to its own as large as that one."""
+        """Bind the storage of dst to the block of src, or with `copies` to a new equal block."""
         to, source = self._of(dst), self._of(src).block
         if source is None or to.block is source or (copies and to.block is not None):
             return
