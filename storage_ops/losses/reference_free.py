@@ -1,4 +1,4 @@
-"""Losses of pairs of sequences of which one is preferred, without a reference."""
+"""Losses of pairs of sequences with a preferred one, without a reference."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def orpo(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of odds ratio preference optimisation.
 
-    It is supervised learning of the chosen completions, and a ratio of odds. With
-    P(y) = exp(log pi(y) / |y|), the geometric mean of the probabilities of a completion's tokens,
-    and odds(y) = P(y) / (1 - P(y)), the loss is the nll of the chosen completions, its mean over
-    their tokens, plus the mean over pairs of
+    It is supervised learning of the chosen completions, and a ratio of odds. P(y) =
+    exp(log pi(y) / |y|) is the geometric mean of the probabilities of a completion's tokens, and
+    odds(y) = P(y) / (1 - P(y)). The loss is the mean nll of the tokens of the chosen completions,
+    plus the mean over pairs of
 
         -beta log sigmoid(log odds(y_w) - log odds(y_l))
 
@@ -233,7 +233,7 @@ def _of_chosen(
     ignore_index: int = IGNORED,
     **options: Any,
 ) -> Tensor:
-    """Return the targets of the nll, those of rejected sequences ignored."""
+    """Return the targets of the nll, with those of rejected sequences ignored."""
     check_indices("orpo", "target", target)
     check_indices("orpo", "nll_target", nll_target)
     check_values("orpo", "nll_target", nll_target, tuple(target.shape), target)
