@@ -1,10 +1,11 @@
-"""What it gains and costs to leave classes out of the gradient of linear cross-entropy.
+"""Gains and costs of leaving classes out of the gradient of linear cross-entropy.
 
-`logits`: on the logits of a real language model, a file of `--real-logits`, the errors of both
-gradients, the share of the classes that is multiplied, and times against the exact loss.
-`training`: a model from one seed with several tolerances, on the text of the standard library.
+`logits` uses the logits of a real language model, a file of `--real-logits`. It measures the errors
+of both gradients, the share of the classes that is multiplied, and times against the exact loss.
+`training` trains a model from one seed with several tolerances, on the text of the standard
+library.
 
-Beside them is a threshold for single elements: every probability under 2^-12 is left out, as
+Both also have a threshold for single elements: every probability under 2^-12 is left out, as
 cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
 """
 
@@ -160,7 +161,7 @@ def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the two, and keep its rows."""
+    """Run `logits` or `training`, and keep its rows."""
     options = parser(__doc__)
     options.add_argument("what", choices=["logits", "training"])
     options.add_argument("--real-logits", type=Path, help="an .npz file, for `logits`")
