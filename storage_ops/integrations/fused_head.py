@@ -59,7 +59,7 @@ def _made_with(forward: object) -> inspect.ClosureVars | None:
 
 
 def _wraps_own(given: object, model: nn.Module) -> bool:
-    """Return True if a forward runs the one of the model's class, as accelerate's for autocast."""
+    """Return True if a forward runs the forward of the model's class, as accelerate's does."""
     if not isinstance(given, MethodType):
         return False
     cls = type(model)
