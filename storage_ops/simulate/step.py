@@ -196,14 +196,7 @@ def simulate_step(
 
 
 def check_model(model: object) -> None:
-    """Raise an error for an object that is not a module.
-
-    Raises:
-        TypeError: it is not a module.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
 
@@ -219,14 +212,7 @@ def warn_of_eval_mode(model: nn.Module, function: str) -> None:
 
 
 def check_accumulate(accumulate: object) -> None:
-    """Raise an error if `accumulate` is not a bool, such as a number of batches.
-
-    Raises:
-        TypeError: it is not a bool.
-
-    Raises:
-        TypeError: it is no bool.
-    """
+    """Raise a TypeError if `accumulate` is not a bool, such as a number of batches."""
     if not isinstance(accumulate, bool):
         raise TypeError(
             f"accumulate is {accumulate!r}; expected True where gradients of several batches are "
@@ -311,14 +297,7 @@ def _check_step(optimizer: Optimizer | None) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Raise an error for a loss that cannot be called with a model's output.
-
-    Raises:
-        TypeError: it is not a function, or takes other arguments.
-
-    Raises:
-        TypeError: it is no function, or one of other arguments.
-    """
+    """Raise a TypeError for a loss that is not a function of one argument, a model's output."""
     if loss is None:
         return
     form = "a function of the model's output, such as lambda output: cross_entropy(output, labels)"
@@ -462,14 +441,7 @@ def outside_autocast() -> Iterator[None]:
 
 
 def check_value(value: object) -> None:
-    """Raise an error for a loss value that no backward can start from.
-
-    Raises:
-        ValueError: it is not a scalar, or does not depend on any trained parameter.
-
-    Raises:
-        ValueError: it is no scalar, or depends on nothing that is trained.
-    """
+    """Raise a ValueError for a loss that is not a scalar, or depends on no trained parameter."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(f"loss returned {shown}; expected a scalar tensor")
