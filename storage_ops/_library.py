@@ -61,7 +61,8 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
         files: names of the library files that are installed.
 
     A storage binding, and a library of saved tensors, is chosen for the exact minor of a release
-    only: one that was built for another torch can load without an error and then corrupt memory.
+    only. A library that was built for another torch can load without an error and then corrupt
+    memory.
     """
     present = sorted(files)
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", torch_version)

@@ -1,8 +1,8 @@
 """Plans of `fit` for a compiled model against torch.compile with activation memory budgets.
 
-Every case is a process of its own: in one process, Dynamo would run the code that it compiled for
-one case for another one that looks equal, whatever its budget. The processes take turns. `fit` is
-given the measured peak of each budget of torch.compile.
+Every case is a process of its own. In one process, Dynamo would run the code that it compiled for
+one case for another one that looks equal, also if its budget differs. The processes take turns.
+`fit` is given the measured peak of each budget of torch.compile.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def grpo(
                  sapo_temperature_pos if A > 0, else sapo_temperature_neg
                  Gao et al. 2025, Soft Adaptive Policy Optimization
 
-    H is the entropy of the token's distribution and k estimates the divergence from the reference
-    by d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020,
-    Approximating KL Divergence). How tokens are added up, and the papers' choices:
+    H is the entropy of the token's distribution. With d = log pi - log ref, k estimates the
+    divergence from the reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. (Schulman 2020,
+    Approximating KL Divergence.) How tokens are added up, and the papers' choices:
 
         GRPO      normalize="sequence": the mean over sequences of means over their tokens; k3.
                   SAPO too
@@ -153,10 +153,11 @@ def grpo(
             steps on the same samples take as old_logps.
         return_metrics: return the loss and a dictionary of detached tensors. "logps" are the
             log-probabilities of tokens, "ref_logps" those of the reference with kl_weight. The
-            others are means over tokens: "entropy"; "kl", k, with kl_weight; the shares of clipped
-            tokens "clip_ratio/low_mean", r < 1 - clip_low and A < 0, "clip_ratio/high_mean",
-            r > 1 + clip_high and A > 0, and "clip_ratio/region_mean", their sum. "cispo" has the
-            second of these alone, and "sapo" none. It takes no second pass.
+            others are means over tokens: "entropy", and with kl_weight "kl", which is k. Shares of
+            clipped tokens are "clip_ratio/low_mean", where r < 1 - clip_low and A < 0, and
+            "clip_ratio/high_mean", where r > 1 + clip_high and A > 0. "clip_ratio/region_mean" is
+            their sum. "cispo" has only "clip_ratio/high_mean", and "sapo" none of them. The metrics
+            need no second pass.
         options: cu_seqlens, shift, and options of `storage_ops.linear_cross_entropy`, as in `dpo`.
 
     Returns:

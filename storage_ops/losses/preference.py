@@ -133,10 +133,10 @@ def dpo(
             "rewards/chosen", "rewards/rejected" and "rewards/margins" are means over pairs.
             "rewards/accuracies" is the share of pairs in which the chosen completion has the larger
             reward. "nll_loss" exists with rpo_alpha. The metrics need no second pass.
-        options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D), after the
-            last of which tokens are padding; shift; and options of
+        options: cu_seqlens (2 B + 1,) has the bounds of packed sequences in input (N, D). Tokens
+            after the last bound are padding. Others are shift, and options of
             `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index and
-            memory_budget, which hold for the reference too.
+            memory_budget. They apply to the reference, too.
 
     Returns:
         The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With

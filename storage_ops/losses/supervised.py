@@ -58,9 +58,9 @@ def sft(
         cu_seqlens: (S + 1,) bounds of packed sequences.
         shift: the token at position i is scored with target i + 1.
         ignore_index: targets without a loss.
-        return_metrics: return the loss and a dictionary of detached tensors: "logps", the
-            log-probability of each target, 0 where it is ignored; and the means over the tokens
-            that are not ignored "nll_loss", "entropy" and "mean_token_accuracy". The backward then
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" is the
+            log-probability of each target, 0 where it is ignored. "nll_loss", "entropy" and
+            "mean_token_accuracy" are means over the tokens that are not ignored. The backward then
             forms the logits once more.
         options: of `storage_ops.linear_cross_entropy`, reduction among them.
 

@@ -154,10 +154,10 @@ class measure:
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.
-        model: a module that runs in the block. Each allocation then has an owner: the innermost
-            of its modules whose call made it and returned before it was freed, the gradients of its
-            parameters, or the state of an optimizer; `Measurement.plot` shows them. Nothing in it
-            may be compiled.
+        model: a module that runs in the block, without compiled parts. Each allocation then has an
+            owner, and `Measurement.plot` shows the owners. An owner is the gradients of parameters,
+            the state of an optimizer, or a module. It is the innermost module whose call made the
+            allocation and returned before it was freed.
 
     Raises:
         TypeError: model is no module. ValueError: another device, or a compiled module.

@@ -35,8 +35,8 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
     """Draw the memory of several measurements as step curves on one pair of axes.
 
     Args:
-        axes: where to draw; x is the share of the block's time in per cent, so that blocks of
-            different length can be compared, y is MiB above the level at entry.
+        axes: where to draw. x is the share of the block's time in per cent, so that blocks of
+            different length can be compared. y is MiB above the level at entry.
         measurements: label -> measurement.
 
     Example:

@@ -1,8 +1,8 @@
 """Free the bytes of a storage, and bind other bytes into it in place.
 
-`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels, named by
-`storage_ops.info()["storage_path"]`: "binding" (native, for the exact torch minor), "alias" (a data
-pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
+`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels.
+`storage_ops.info()["storage_path"]` names it: "binding" (native, for the exact torch minor),
+"alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain torch, see `reference`).
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def discard_storage(
 
     Args:
         t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
-            the tensors it wraps; a jagged nested tensor on its values, a batched one of
-            torch.func.vmap on all samples, a dual one of forward-mode AD on its primal.
+            the tensors it wraps, and a jagged nested tensor on its values. A batched tensor of
+            torch.func.vmap acts on all samples, and a dual tensor of forward-mode AD on its primal.
         guard: the message of the RuntimeError that any read of the tensor raises until
             `share_storage` binds new bytes; resizing the storage by other means does not lift it.
             None arms no guard, and then reading is undefined, as it is where
@@ -224,13 +224,11 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
         allow_external: whether `dst` may lose bytes that other code may use, as in
             `discard_storage`.
 
-    Raises:
-        TypeError: an argument is not a tensor.
-        RuntimeError: different dtypes or devices; `src` too small or discarded; `dst` would read
-            elements that `src` does not have, or has at another index; `src` got the bytes that
-            `dst` has, later than `dst` did; other code may use the bytes of `dst`; in vmap, they
-            are not batched along the same dimension; an argument is none that `discard_storage`
-            takes. Nothing has changed.
+    Raises: TypeError: an argument is not a tensor. RuntimeError: dtypes or devices differ, or `src`
+    is too small or discarded. Or `dst` would read elements that `src` does not have, or has at
+    another index. Or `src` got the bytes of `dst` later than `dst` did. Or other code may use the
+    bytes of `dst`. Or vmap batches them along different dimensions. Or `discard_storage` does not
+    take an argument. Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)

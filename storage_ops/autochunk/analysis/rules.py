@@ -1,9 +1,9 @@
 """The table of rules: op -> which dimensions of its arguments and result belong together.
 
-A rule labels dimensions. A label that stands in an argument and in the result is a dimension along
-which the op works on each element alone: a slice of the argument gives that slice of the result. A
-label in `sums` is one the op sums over: slices give terms of the sum. A dimension without a label
-(None) must stay whole.
+A rule labels dimensions. A label in an argument and in the result is a dimension along which the op
+works on each element alone. A slice of the argument gives the same slice of the result. A label in
+`sums` is a dimension that the op sums over: slices give terms of the sum. A dimension without a
+label (None) must stay whole.
 
 A rule also says how a factor of the arguments becomes a factor of the result. Gradients are linear
 in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of

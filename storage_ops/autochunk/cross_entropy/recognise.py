@@ -1,7 +1,7 @@
 """Recognises a forward that is linear cross-entropy and can use its op.
 
-A loss falls into two parts: from the hidden states to a few numbers per token, its *rows*, and the
-*reduction* from the rows to one number, with masks, weights and counts.
+A loss has two parts. The first goes from the hidden states to a few numbers per token, its *rows*.
+The *reduction* goes from the rows to one number, with masks, weights and counts.
 
 The first part is evaluated in float64 on a few random tokens. Every row must be a sum of the terms
 of linear cross-entropy, each times a number. If the reduction is linear in the rows, except for the

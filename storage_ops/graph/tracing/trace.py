@@ -260,14 +260,14 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
 
     Raises:
-        ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
-            recorded, such as with a communication hook; `fn` uses torch's context_parallel;
-            Inductor's async tensor parallelism is asked for.
-        RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
-            in an object, or is returned in one that is no pytree; `fn` sets `.data` of a tensor,
-            seeds or forks a generator of torch, or changes an option of an optimizer; a region
-            modifies in place the output of another that discards it. In each case no tensor has
-            changed.
+        ValueError: an argument has a grad_fn. Or a module is data-parallel in a way that cannot be
+            recorded, such as with a communication hook. Or `fn` uses torch's context_parallel, or
+            Inductor's async tensor parallelism is on.
+        RuntimeError: a value of a tensor decides what `fn` does. Or a tensor of the step stays
+            in an object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of
+            a tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or
+            a region modifies in place the output of another that discards it. In each case no
+            tensor has changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
