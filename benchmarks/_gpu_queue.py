@@ -213,6 +213,7 @@ def commits_since(commit: str, paths: list[str]) -> int | None:
 CODE = {
     "linear_cross_entropy": LOSS, "linear_cross_entropy_plans": LOSS, "row_kernel": LOSS,
     "gradient_tolerance_logits": LOSS, "gradient_tolerance_training": LOSS,
+    "gradient_tolerance_sampling": ("storage_ops/loss/engine/selection.py",),
     "head": ("storage_ops/divergence", "storage_ops/losses", *LOSS),
     "autochunk": CHUNKER, "autochunk_model": CHUNKER, "autochunk_memory": CHUNKER,
     "autochunk_compilation": CHUNKER, "storage": ("storage_ops/storage", "csrc/storage"),

@@ -200,7 +200,12 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Terms):$")
 
 def prose(text):
     """Yield the paragraphs, list items and entries of a text, without code and tables."""
-    text = re.sub(r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n",
+        "",
+        text,
+        flags=re.DOTALL,
+    )
     for paragraph in re.split(r"\n\s*\n", text):
         lines = [line for line in paragraph.splitlines() if line.strip()]
         is_code = lines and lines[0].startswith("    ") and not SECTION.match(lines[0])

@@ -181,7 +181,7 @@ def train_gpt() -> str:
 
 
 def gradient_tolerance(part: str) -> str:
-    """Return errors and times on real logits, or losses of training runs."""
+    """Return errors on real logits, or losses of training runs."""
     text = ""
     for result in results_of(f"gradient_tolerance_{part}"):
         lists = ("losses", "shares")
@@ -259,6 +259,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "gradient_tolerance_logits": lambda: gradient_tolerance("logits"),
     "gradient_tolerance_training": lambda: gradient_tolerance("training"),
+    "gradient_tolerance_sampling": lambda: gradient_tolerance("sampling"),
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,

@@ -285,6 +285,7 @@ def tile_sums(
     bucket: Tensor | None,
     softcap: float,
     logit_scale: float,
+    absolute: bool = False,
 ) -> None:
     """Add up a tile of numbers, or of the probabilities of its logits.
 
@@ -296,6 +297,7 @@ def tile_sums(
         bias: (columns,) or None.
         bucket: (columns,) uint8, or None.
         softcap, logit_scale: see `logits_of`.
+        absolute: without lse, add up the absolute values of the numbers.
     """
     bias = None if bias is None else bias.to(out.dtype)
     parts = slices(len(tile), plain_rows(*tile.shape))
@@ -305,6 +307,8 @@ def tile_sums(
         values = logits_of(tile[part].to(out.dtype), bias, softcap, logit_scale)
         if lse is not None:
             values = (values - lse[part].unsqueeze(1)).exp_()
+        elif absolute:
+            values = values.abs()
         if row_weight is not None:
             values = values * row_weight[part].unsqueeze(1)
         if bucket is None:

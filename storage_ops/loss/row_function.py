@@ -14,7 +14,6 @@ from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
 from storage_ops.loss.engine.sums import Sums
-from storage_ops.loss.engine.tokens import may_count
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
@@ -75,10 +74,8 @@ class CrossEntropyRows(RowFunction):
             picked.write(step, tile, products, self.upstream)
         return None if before is None else before - self.state[0, step.rows]
 
-    def probability_sums(
-        self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None
-    ) -> None:
-        """See `RowFunction`."""
+    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+        """See `RowFunction`; a class weighs its probability."""
         call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
         ignored = self._head.tokens.target[step.rows] == call.ignore_index
         lse = (shift + total.log()).masked_fill_(ignored, math.inf)
@@ -87,13 +84,7 @@ class CrossEntropyRows(RowFunction):
 
     def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""
-        head, classes = self._head, step.classes
-        local = head.tokens.target[step.rows] - head.first_class - classes.start
-        here = (local >= 0) & (local < classes.stop - classes.start)
-        if may_count(local):
-            inside: Tensor = local[here]
-            return inside
-        return torch.where(here, local, 0)  # which class 0 is then, at no risk
+        return self._head.targets_within(step.rows, step.classes)
 
     def _row_kernel(self, step: Step, tile: Tensor) -> None:
         head, rows, classes, phases = self._head, step.rows, step.classes, step.phases

@@ -157,6 +157,7 @@ class DistillationOptions(TypedDict, total=False):
     softcap: float | None
     teacher_softcap: float | None
     process_group: Any
+    gradient_tolerance: float
 
 
 class KdOptions(DistillationOptions, total=False):

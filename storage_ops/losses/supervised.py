@@ -193,7 +193,8 @@ def kd(
         if alpha > 0:
             parts.append(alpha * soft(token_weight=target != ignore_index))
         if alpha < 1:
-            parts.append((1 - alpha) * nll())
+            tolerance = options.get("gradient_tolerance", 0.0)
+            parts.append((1 - alpha) * nll(gradient_tolerance=tolerance))
         loss = sum(parts[1:], start=parts[0])
     if not return_metrics:
         return loss

@@ -100,7 +100,7 @@ def test_what_is_left_out_is_the_product_of_its_margins():
             out, probabilities.log(), torch.zeros_like(x[:, 0]), None, None, buckets, 0.0, 1.0
         )
 
-    chosen = selection.select(sums, target, dz.shape, x, 0.2, None)
+    chosen = selection.select(sums, target, dz.shape, x, 0.2, None, replaces=True)
     kept = chosen.buckets.long() < chosen.needs.new_empty(200).index_copy_(
         0, chosen.tokens, chosen.needs
     ).unsqueeze(1)

@@ -7,6 +7,7 @@ OPS = torch.ops.storage_ops
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = {
     "numbers": {},
+    "absolute": {"absolute": True},
     "probabilities": {"lse": True},
     "scaled": {"lse": True, "logit_scale": 0.7},
     "bias": {"lse": True, "bias": True},
@@ -19,7 +20,7 @@ def wide_of(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def inputs(shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0):
+def inputs(shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0, absolute=False):
     """A tile within another matrix, and the other arguments but buckets."""
     rows, columns = shape
     tile = (torch.randn(rows, columns + 13) * 2).to(dtype)[:, :columns]
@@ -33,7 +34,8 @@ def inputs(shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0):
         total[0] = torch.inf  # a token that is ignored
         values = (values - total.unsqueeze(1)).exp()
         total = total.to(wide_of(dtype))
-    return tile, total, offset, softcap, logit_scale, values
+    values = values.abs() if absolute else values
+    return tile, total, offset, softcap, logit_scale, absolute, values
 
 
 def close(found, expected, dtype):
@@ -46,15 +48,15 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums(shape, name, dtype, weighted):
-    tile, lse, bias, softcap, scale, values = inputs(shape, dtype, **OPTIONS[name])
+    tile, lse, bias, softcap, scale, absolute, values = inputs(shape, dtype, **OPTIONS[name])
     out = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
     weight = torch.randn(shape[:1], dtype=wide_of(dtype)) if weighted else None
-    OPS._tile_sums(out, tile, lse, weight, bias, None, softcap, scale)
+    OPS._tile_sums(out, tile, lse, weight, bias, None, softcap, scale, absolute)
     values = values if weight is None else values * weight.double().unsqueeze(1)
     close(out, values.sum(0), dtype)
     bucket = torch.randint(7, shape[1:]).to(torch.uint8)
     out = torch.full((shape[0], 7), torch.nan, dtype=wide_of(dtype))
-    OPS._tile_sums(out, tile, lse, weight, bias, bucket, softcap, scale)
+    OPS._tile_sums(out, tile, lse, weight, bias, bucket, softcap, scale, absolute)
     expected = torch.zeros(shape[0], 7, dtype=torch.float64)
     close(out, expected.index_add_(1, bucket.long(), values), dtype)
 

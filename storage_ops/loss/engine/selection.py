@@ -13,17 +13,18 @@ out classes of which a token has next to nothing:
                    v           | ###### | ...... | ....... | ............... |
                                +--------+--------+---------+-----------------+
 
-* The *mass* of a class is the sum of its probabilities over the tokens of a tile. Classes are
-  ordered by mass, the targets of the tile first, and divided into *buckets* of growing width.
-* A token *needs* the shortest prefix of buckets beyond which it has no more probability than it may
-  leave out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
+* The *mass* of a class is the sum of its probabilities over the tokens of a tile. A divergence,
+  whose gradient is no probability, takes absolute gradients. Classes are ordered by mass, the
+  targets of the tile first, and divided into *buckets* of growing width.
+* A token *needs* the shortest prefix of buckets beyond which it has no more mass than it may leave
+  out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes in place.
 * What is left out of a bucket (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
   columns where all tokens have one sign, and its products with weight and input are thin. For each
   token the classes that are left out count as one average class of each bucket, so no probability
-  is lost.
+  is lost. Of a divergence, whose gradients of a token have both signs, it is left out for good.
 
 Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -50,8 +51,8 @@ PAYS = 0.9  # of the work of a whole tile; with more of it a tile is multiplied 
 # Tokens whose products take as long as to gather a row of the weight and to add its gradient.
 GATHERING = {"cpu": 96, "cuda": 400}
 
-# Adds up the probabilities of a tile's logits: of each class, or of each token by bucket.
-ProbabilitySums = Callable[[Tensor, Tensor | None], None]
+# Adds up the masses of a tile: of each class, or of each token by bucket.
+MassSums = Callable[[Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Selection:
         bounds: where buckets begin among `classes`, and where the last one ends.
         counts: how many tokens need each of the buckets that are gathered; the others are the rest.
         flat: how many of `tokens`, the first, are multiplied with the rest as well.
-        dropped: (rows,) the probability that each token of the tile leaves out.
+        dropped: (rows,) the mass that each token of the tile leaves out.
+        replaces: the product of its margins replaces what is left out.
     """
 
     classes: Tensor
@@ -77,6 +79,7 @@ class Selection:
     counts: list[int]
     flat: int
     dropped: Tensor
+    replaces: bool
 
     def pieces(self, at_once: int) -> list[tuple[int, slice]]:
         """Return the bucket and the place among `classes` of so many that are gathered at once."""
@@ -86,27 +89,30 @@ class Selection:
 
 
 def select(
-    probability_sums: ProbabilitySums,
+    mass_sums: MassSums,
     targets: Tensor,
     shape: torch.Size,
     like: Tensor,
     may_drop: float,
     max_classes: float | None,
+    replaces: bool,
 ) -> Selection | None:
     """Choose what to multiply the gradient of a tile with; None if leaving out does not pay.
 
     Args:
-        probability_sums: see above; ignored tokens have none.
+        mass_sums: see above; ignored tokens have none.
         targets: classes of the tile that no token may leave out; with duplicates.
         shape: rows and classes of the tile.
         like: a tensor in the dtype of the arithmetic, on the device.
-        may_drop: the probability that a token may leave out.
+        may_drop: the mass that a token may leave out.
         max_classes: the share of the classes that all tokens are multiplied with, whatever they
             leave out; None: as many as they need, which waits for the device once.
+        replaces: whether all gradients of a token have one sign, but for those of targets, so that
+            the product of margins can replace what is left out.
     """
     high, wide = shape
     mass = like.new_empty(wide)
-    probability_sums(mass, None)
+    mass_sums(mass, None)
     mass.nan_to_num_(0.0, 0.0)
     mass[targets] = math.inf
     first = min(len(targets), wide)
@@ -120,7 +126,7 @@ def select(
         buckets[classes[begin:end]] = k
     classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
     held = like.new_empty(high, len(bounds) - 1)
-    probability_sums(held, buckets)
+    mass_sums(held, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
     tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
@@ -134,7 +140,8 @@ def select(
         needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
-    return Selection(classes, tokens, needs[tokens], buckets, bounds, counts, flat, dropped)
+    needs = needs[tokens]
+    return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, replaces)
 
 
 def multiply(
@@ -166,8 +173,9 @@ def multiply(
     left = margins.masked_fill(_kept(chosen), 0)
     total = left.abs().sum(0)
     shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
-    columns = dz.new_empty(len(w), dtype=wide)
-    _sum(dz, columns, torch.empty_like(signs).index_copy_(0, chosen.tokens, signs))
+    columns = dz.new_zeros(len(w), dtype=wide)
+    if chosen.replaces:
+        _sum(dz, columns, torch.empty_like(signs).index_copy_(0, chosen.tokens, signs))
     # For each bucket, and for the rest, the average input and class of what is left out.
     inputs, weights = columns.new_zeros(2, used + 1, size)
     matmul.weight_gradient(shares, x, inputs, False)
@@ -208,8 +216,13 @@ def multiply(
 
 
 def _margins(chosen: Selection, dz: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of dz for each of `chosen.tokens`, of each gathered bucket and of the rest."""
+    """Return the sum of dz for each of `chosen.tokens`, of each gathered bucket and of the rest.
+
+    It is 0 where nothing replaces what is left out.
+    """
     used = len(chosen.counts)
+    if not chosen.replaces:
+        return dz.new_zeros(len(dz), used + 1, dtype=wide)
     of_all = dz.new_empty(len(dz), len(chosen.bounds) - 1, dtype=wide)
     _sum(dz, of_all, buckets=chosen.buckets)
     margins = torch.cat((of_all[:, :used], of_all[:, used:].sum(1, keepdim=True)), 1)

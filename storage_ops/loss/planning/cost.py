@@ -204,7 +204,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         logits, tile = rows * classes * p.logit_bytes, rows * classes * item
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
-        used = round(p.multiplied * classes) if selects else classes
+        used = max(round(p.multiplied * classes), 1) if selects else classes
         # Kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
