@@ -6,8 +6,9 @@ of both gradients, the share of the classes that is multiplied, and times agains
 library.
 
 `sampling` is an experiment on the logits of one chunk, in plain torch. It replaces classes that are
-left out by the product of their margins, as the loss does, or by a sample of them. Classes are drawn
-with a probability in proportion to their mass and divided by it, so the expected gradient is exact.
+left out by the product of their margins, as the loss does, or by a sample of them. Classes are
+drawn with a probability in proportion to their mass and divided by it, so the expected gradient is
+exact.
 
 The first two also have a threshold for single elements: every probability under 2^-12 is left out,
 as cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.

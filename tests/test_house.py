@@ -195,6 +195,10 @@ def test_the_examples_of_a_page_run(name, run_examples):
         )
 
 
+# Code, sections that benchmarks.report writes, comments and front matter.
+NOT_PROSE = re.compile(
+    r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n", flags=re.DOTALL
+)
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Terms):$")
 
 
