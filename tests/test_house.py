@@ -204,13 +204,7 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Terms):$")
 
 def prose(text):
     """Yield the paragraphs, list items and entries of a text, without code and tables."""
-    text = re.sub(
-        r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n",
-        "",
-        text,
-        flags=re.DOTALL,
-    )
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in re.split(r"\n\s*\n", NOT_PROSE.sub("", text)):
         lines = [line for line in paragraph.splitlines() if line.strip()]
         is_code = lines and lines[0].startswith("    ") and not SECTION.match(lines[0])
         if is_code or ">>>" in paragraph:
