@@ -176,6 +176,7 @@ def test_the_examples_of_the_readme_run(run_examples):
     [
         "autochunk",
         "checkpointing",
+        "how-it-works",
         "integrations",
         "make-it-fit",
         "who-held-the-memory",
