@@ -1,13 +1,16 @@
-"""What it gains and costs to leave classes out of the gradient of linear cross-entropy.
+"""Gains and costs of leaving classes out of the gradient of linear cross-entropy.
 
-`logits`: on the logits of a real language model, a file of `--real-logits`, the errors of both
-gradients, the share of the classes that is multiplied, and times against the exact loss.
-`training`: a model from one seed with several tolerances, on the text of the standard library.
-`sampling`: an experiment on the logits of one chunk, in plain torch. What is left out is replaced
-by the product of its margins, as the loss does it, or by some of its classes. Those are drawn with
-a probability in proportion to their mass and divided by it, so the expected gradient is exact.
+`logits` uses the logits of a real language model, a file of `--real-logits`. It measures the errors
+of both gradients, the share of the classes that is multiplied, and times against the exact loss.
+`training` trains a model from one seed with several tolerances, on the text of the standard
+library.
 
-Beside the first two is a threshold for single elements: every probability under 2^-12 is left out,
+`sampling` is an experiment on the logits of one chunk, in plain torch. It replaces classes that are
+left out by the product of their margins, as the loss does, or by a sample of them. Classes are
+drawn with a probability in proportion to their mass and divided by it, so the expected gradient is
+exact.
+
+The first two also have a threshold for single elements: every probability under 2^-12 is left out,
 as cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
 """
 
@@ -241,7 +244,7 @@ _COMMANDS = {"logits": _all_dtypes, "training": training, "sampling": sampling}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the three, and keep its rows."""
+    """Run `logits`, `training` or `sampling`, and keep its rows."""
     options = parser(__doc__)
     options.add_argument("what", choices=list(_COMMANDS))
     options.add_argument("--real-logits", type=Path, help="an .npz file, not for `training`")
