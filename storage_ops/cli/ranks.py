@@ -79,9 +79,10 @@ def _check(args: argparse.Namespace) -> None:
             "parameters and buffers of the sizes in its config"
         )
     plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
-    if args.gpus > 1 and args.shard == "ddp" and (plans or args.plot is not None):
+    draws = args.plot is not None or getattr(args, "html", None) is not None
+    if args.gpus > 1 and args.shard == "ddp" and (plans or draws):
         raise ValueError(
-            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing or --plot. DDP "
+            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing or a picture. DDP "
             "takes what one GPU takes, and buckets that are as large as all gradients"
         )
     if args.tensor_parallel > 1 and plans:

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf_model.add_arguments(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
+    parser.add_argument("--html", type=Path, help="write one page with the answer into this file")
     parser.add_argument(
         "--serve", action="store_true", help="of generating text in plain PyTorch, not of training"
     )
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
+    from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
     if args.serve:
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         serve.check(args, {name: parser.get_default(name) for name in vars(args)})
         return serve.run(args, console)
     output.check_plot(args.plot, images_only=False)
+    output.check_folder("--html", args.html)
     step = workload(args)
     model, batch, loss = step
     optimizer = hf_model.optimizer_named(args.optimizer)
@@ -60,6 +63,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
             peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
+    advice = "" if report.fits else _what_now(args, report)
+    if args.html is not None:
+        tables = [report.__rich__()]
+        tables += [gradient_checkpointing.table(peaks, report.budget_bytes)] if peaks else []
+        text = page.of(report.step, report.budget_bytes, tables, advice)
+        args.html.write_text(text, encoding="utf-8")
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
         compared = {"compared": [peak._asdict() for peak in peaks]} if peaks else {}
@@ -68,8 +77,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(report)
         if peaks:
             console.print(gradient_checkpointing.table(peaks, report.budget_bytes))
-        if not report.fits:
-            console.print(_what_now(args, report), highlight=False, markup=False, soft_wrap=True)
+        if advice:
+            console.print(advice, highlight=False, markup=False, soft_wrap=True)
     return 0 if report.fits else 1
 
 

@@ -26,7 +26,7 @@ _LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
 _FAR = 4  # times the peak: a budget that is drawn as a line is lower
 _MOMENTS = 1500  # of a timeline that are drawn
 # Colours that people with red-green blindness tell apart (Okabe and Ito, 2008), and grey.
-_PALETTE = (
+PALETTE = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999",
 )  # fmt: skip
 
@@ -73,13 +73,13 @@ def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | N
     if ending == ".pickle":
         Path(path).write_bytes(pickle.dumps(_snapshot(measurement)))
     elif ending == ".html":
-        _page(_stack(measurement), path, budget)
+        _page(stack_of(measurement), path, budget)
     else:
-        _image(_stack(measurement), path, budget)
+        _image(stack_of(measurement), path, budget)
 
 
 @dataclass(frozen=True)
-class _Stack:
+class Stack:
     """Stacked areas: MiB of each owner at some moments, in per cent of all changes."""
 
     title: str
@@ -88,7 +88,8 @@ class _Stack:
     peak: float
 
 
-def _stack(measurement: Measurement) -> _Stack:
+def stack_of(measurement: Measurement) -> Stack:
+    """Return the areas of a measurement, for its largest owners."""
     lives, timeline = measurement.lives, measurement.timeline
     levels = [sample.nbytes for sample in timeline]
     peak = max(range(len(levels)), key=levels.__getitem__)
@@ -111,7 +112,7 @@ def _stack(measurement: Measurement) -> _Stack:
             for owner, area in areas.items():
                 area.append(now[owner] / MIB)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
-    return _Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
+    return Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
@@ -138,37 +139,36 @@ def _moments(levels: list[int]) -> list[int]:
     return sorted(highest | {0, len(levels) - 1})
 
 
-def _is_far(stack: _Stack, budget: int) -> bool:
+def _is_far(stack: Stack, budget: int) -> bool:
     """Return True if the areas would be flat below a line at the budget."""
     return budget / MIB > _FAR * stack.peak
 
 
-def _budget_label(stack: _Stack, budget: int) -> str:
+def budget_label(stack: Stack, budget: int) -> str:
+    """Return the words beside the line at the budget."""
     return f"budget {readable(budget)}" + (", far above" if _is_far(stack, budget) else "")
 
 
-def _top(stack: _Stack, budget: int) -> float:
+def top_of(stack: Stack, budget: int) -> float:
     """Return the upper end of the axis, in MiB: above the peak, and above a budget that is near."""
     return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
 
 
-def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+def _image(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.stackplot(
-        stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=_PALETTE, step="post"
+        stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=PALETTE, step="post"
     )
     axes.set(
         title=stack.title, ylabel="MiB", xlabel="share of allocations and releases (%)",
         xlim=(0, 100),
     )  # fmt: skip
     if budget is not None:
-        axes.axhline(
-            budget / MIB, color="black", linestyle="--", label=_budget_label(stack, budget)
-        )
-        axes.set_ylim(0, _top(stack, budget))
+        axes.axhline(budget / MIB, color="black", linestyle="--", label=budget_label(stack, budget))
+        axes.set_ylim(0, top_of(stack, budget))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -177,11 +177,11 @@ def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> N
     figure.savefig(path, dpi=150)
 
 
-def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+def _page(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
-    for (owner, area), colour in zip(stack.areas.items(), _PALETTE, strict=False):
+    for (owner, area), colour in zip(stack.areas.items(), PALETTE, strict=False):
         figure.add_scatter(
             x=stack.moments, y=area, name=owner, stackgroup="all", mode="lines", fillcolor=colour,
             line={"width": 0, "shape": "hv", "color": colour}, hovertemplate="%{y:,.1f} MiB",
@@ -191,10 +191,10 @@ def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> No
         xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
     )  # fmt: skip
     if budget is not None:
-        label = _budget_label(stack, budget)
+        label = budget_label(stack, budget)
         figure.add_hline(y=budget / MIB, line_dash="dash", annotation_text=label)
         figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
-        figure.update_yaxes(range=[0, _top(stack, budget)])
+        figure.update_yaxes(range=[0, top_of(stack, budget)])
     figure.write_html(path)
 
 

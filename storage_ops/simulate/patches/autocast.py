@@ -1,6 +1,6 @@
 """Autocast of a GPU in a simulation, where tensors of the CPU stand for those of the GPU.
 
-Autocast casts the arguments of ops by lists, and those of a CPU and of a GPU differ: softmax and
+Autocast casts the arguments of ops by lists. The lists of a CPU and of a GPU differ. Softmax and
 norms run in float32 on a GPU, and in the dtype of their input on a CPU.
 """
 
