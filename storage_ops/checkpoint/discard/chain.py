@@ -103,7 +103,7 @@ class OutputDiscardChain:
     def run(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
     ) -> T:
-        """The same, where errors call the region by a name."""
+        """Run a region as `checkpoint` does, under the name that errors call it by."""
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:
             self._regions.append(region)

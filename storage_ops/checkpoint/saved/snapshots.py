@@ -30,7 +30,7 @@ _sync: Any = torch._sync  # type: ignore[attr-defined]
 
 @functools.cache
 def with_snapshots(mode: Any) -> Any:
-    """A subclass of torch's caching mode that keeps what the ops in it overwrite."""
+    """Return a subclass of torch's caching mode that keeps what the ops in it overwrite."""
 
     def dispatch(
         self: object, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -52,7 +52,7 @@ def with_snapshots(mode: Any) -> Any:
 
 
 def _written(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
-    """The tensors that an op modifies and that are inputs of the graph, or views of one."""
+    """Yield the tensors that an op modifies and that are inputs of the graph, or views of one."""
     tracing = get_proxy_mode()
     if tracing is None or not isinstance(func, torch._ops.OpOverload):
         return

@@ -1,7 +1,7 @@
-"""Whether the code of a region may write tensors in place, as its names and instructions tell.
+"""Find out from names and instructions whether a region's code may write tensors in place.
 
 To compare and copy bytes takes time and memory. So parameters, and large tensors, are looked after
-only where Python code that the region runs can write them: where it assigns to items, calls a
+only where Python code that the region runs can write them. Such code assigns to items, calls a
 method whose name ends in an underscore, or reads `.data`.
 """
 
@@ -36,7 +36,7 @@ _PASSED_OVER = frozenset(
 
 
 class Facts(NamedTuple):
-    """What the instructions of code tell.
+    """The facts that the instructions of code tell.
 
     Attributes:
         writes: how it may write tensors.
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 
 @cached_by_code
 def facts_of(code: CodeType) -> Facts:
-    """Return what code tells."""
+    """Return the facts of code."""
     return Facts(of_code(code), names_of_code(code))
 
 

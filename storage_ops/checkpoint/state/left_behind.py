@@ -47,11 +47,11 @@ class Left(NamedTuple):
 
 
 class Namespaces:
-    """What the code of modules and functions can bind to names, as it is before a run.
+    """The names to which code of modules and functions can bind objects, as they are before a run.
 
-    These are the globals of the Python modules that define the code, and of functions that those
-    name, with the containers and objects among them; the attributes of classes; and variables of
-    enclosing functions.
+    They are the globals of the Python modules that define the code, and of functions that those
+    name, with the containers and objects among them. The attributes of classes, and variables of
+    enclosing functions, belong to them too.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:

@@ -290,7 +290,7 @@ def is_same(kept: object, now: object) -> bool:
 
 
 def is_state(value: object) -> bool:
-    """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
+    """Return True for a tensor, or a tuple with some in it, as a recurrent layer's state is."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(is_state, value)))
 
 
