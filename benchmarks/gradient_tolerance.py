@@ -44,7 +44,7 @@ TOLERANCES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 THRESHOLD = 2.0**-12
 DTYPES = ["bfloat16", "float32"]
 EXACT, FILTERED = "storage_ops", "elements above 2^-12"
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 class _Filtered(torch.autograd.Function):
@@ -109,10 +109,13 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
     )  # fmt: skip
     x, target = x[: arguments.tokens], target[: arguments.tokens]
     x.requires_grad_(), w.requires_grad_()
-    shape = f"{len(x)} x {x.shape[1]} x {len(w)} {dtype}"
+    shape, budget = f"{len(x)} x {x.shape[1]} x {len(w)} {dtype}", arguments.memory_budget
+    shape += f", {budget}" if budget else ""
+    within = {"memory_budget": budget} if budget else {}
 
     def gradients(case: str) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(_loss_of(case)(x, w, target), (x, w))
+        options = {} if case == FILTERED else within
+        return torch.autograd.grad(_loss_of(case)(x, w, target, **options), (x, w))
 
     exact, rows = gradients(EXACT), {}
     for case in _cases():
@@ -248,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--hidden", type=int, default=1536)
     options.add_argument("--tokens", type=int, default=4096)
     options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    options.add_argument("--memory-budget", help="for `logits`, of all cases; default: their own")
     options.add_argument("--text", type=Path, help="for `training`; default: the standard library")
     options.add_argument("--steps", type=int, default=300)
     arguments = options.parse_args(argv)

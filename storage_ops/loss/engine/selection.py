@@ -41,7 +41,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.planning.cost import BUCKETS, gathered_classes
+from storage_ops.loss.planning.cost import BUCKETS, flat_tokens, gathered_classes
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
@@ -194,6 +194,7 @@ def multiply(
     weights[used] = sums[flat]
     if into_input is not None:
         into_input[:flat] = sums[:flat]
+    del rows, sums
     for k, place in chosen.pieces(at_once):
         needed, classes = chosen.counts[k], chosen.classes[place]
         weight, column = w[classes], columns[classes]
@@ -204,6 +205,7 @@ def multiply(
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
             matmul.input_gradient(piece, weight, into_input[:needed], True)
+        del weight
         if into_weight is not None:
             product = columns.new_empty(len(classes), size)
             matmul.weight_gradient(piece, x[:needed], product, False)
@@ -271,7 +273,7 @@ def _cheapest(
     least, before = PAYS * tokens * classes, 0
     for used, begin in enumerate(bounds[:-1]):
         work = before + (counts[used] + 1) * classes
-        if used and work < least:
+        if used and work < least and counts[used] <= flat_tokens(tokens):
             least, best = work, (counts[:used], counts[used])
         before += (gathering + counts[used]) * (bounds[used + 1] - begin)
     return best

@@ -80,6 +80,11 @@ def gathered_classes(cuda: bool) -> int:
     return 4096 if cuda else 1024
 
 
+def flat_tokens(rows: int) -> int:
+    """Return how many tokens of a tile may be multiplied with all of its classes in place."""
+    return rows // 2
+
+
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     """What a tile needs to select classes and to multiply with them, besides products' scratch."""
     wide, item, d = p.arithmetic, p.itemsize, p.hidden
@@ -87,10 +92,15 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
-    sums = d * (rows * (2 * item + 2 * wide) + BUCKETS * (2 * wide + 2 * item))
-    piece = gathered * (rows * item + d * (2 * item + 2 * wide))
+    # Inputs in their order by need, and their gradient; averages of what each bucket leaves out.
+    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + 2 * item))
+    flat = flat_tokens(rows) + 1
+    rest = flat * (d * (item + wide) + gathered * item)
+    # A gathered piece, its classes, and then the gradient of their weights.
+    piece = gathered * (rows * item + d * (wide + item * (item < wide)))
+    added = rows * d * wide  # the gradient of the input that other tiles gave before
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
-    return ranked + kept + copies + max(sorting, sums + max(piece, rows * d * item))
+    return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
 
 
 def narrowed_rows(rows: int) -> int:
