@@ -116,7 +116,7 @@ class Tiling:
         if self.tiles is not None:
             return min(self.tiles, tokens)
         assert self.budget is not None
-        # What a tile takes depends on these, too: dropout, frozen weights, choices of the caller.
+        # The bytes of a tile depend on these, too: dropout, frozen weights, choices of the caller.
         modes = tuple(module.training for module in pieces.host.modules())
         kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
         autocast = torch.is_autocast_enabled(x.device.type)

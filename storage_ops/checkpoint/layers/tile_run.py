@@ -250,7 +250,7 @@ class _LastProductLeftOut(LightMode):
         self._left, out = None, output()
         assert out is not None
         base, key = out._base, made.untyped_storage()._cdata
-        # What autograd, the caller and the names here account for; whoever else there is may read.
+        # Autograd, the caller and the names here hold these; any other holder may read the output.
         known = [weakref.ref(t) for t in (made, base, out) if t is not None]
         now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})

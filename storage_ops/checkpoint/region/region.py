@@ -65,7 +65,7 @@ _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
-# Where the saved-tensor hooks of checkpoints are defined.
+# The modules in which the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
 
 
@@ -338,7 +338,7 @@ class Region:
                 self._state.put_back()
                 self._inputs.forget_new_hooks()
             finally:
-                # Not as they are saved, where the modes of `around` would see each detach.
+                # Detached here, not as they are saved, where modes of `around` would see it.
                 again.drop_graphs()
         if not again.is_whole():
             self._state.check_dual_level(self.name)

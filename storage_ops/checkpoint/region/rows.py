@@ -39,7 +39,7 @@ class SavedBytes:
         if key is None or key in self._storages:
             return
         base = t if t._base is None else t._base
-        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
         if type(base) is not Tensor and isinstance(base, nn.Parameter):
             return
         storage = t.untyped_storage()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs
 
-# What Dynamo does with the frames of this thread: None where it does nothing.
+# Returns what Dynamo does with the frames of this thread; None where it does nothing.
 _dynamo: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 

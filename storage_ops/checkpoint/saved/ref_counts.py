@@ -76,7 +76,7 @@ class RefCounts(NamedTuple):
         if held is None:
             return RefCounts(_count(key) - _ONE + 1 - uses, 0, 0)
         places: int = held._use_count()  # type: ignore[attr-defined]
-        # Asked here: to hand a tensor on takes a reference more where dynamo looks at every call.
+        # Counted here: passing a tensor on takes one more reference where dynamo sees every call.
         names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
         return RefCounts(_count(key) - _ONE + 1 - uses, places, names)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements that are mixed at a time
-# Of SplitMix64, as signed numbers.
+# The constants of SplitMix64, as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
@@ -85,7 +85,7 @@ class Saved:
         base = t._base
         root = t if base is None else base
         self.is_leaf = root.is_leaf
-        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
         is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)
         self.parameter = id(root) if is_parameter else None
         self.version = t._version

@@ -87,7 +87,7 @@ class RecomputedTensors:
         self._first, self._limit, self._stops = first, len(first), stops
         self._stopped, self._task = 0, -1
         self._described: list[Saved] = []
-        # With their graph until the function has run.
+        # They have their graph until the function has run.
         self._tensors: list[Tensor] = []
         self._left: dict[int, Tensor] = {}
 

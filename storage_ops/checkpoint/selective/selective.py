@@ -77,7 +77,7 @@ def contexts(
     saved = _Saved(region, preserve_rng_state)
     if respect_saved_tensors_hooks:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # What an enclosing checkpoint would do with it is to throw it away.
+        # An enclosing checkpoint would throw the tensors away.
         saved.hooks = None if Region.is_saved_by_another() else top
     return _Recording(begin(policy), saved, policies.asked_about(policy)), _Replaying(saved)
 
@@ -132,7 +132,7 @@ def _ending(mode: type) -> type:
                 "expected a policy for compiled code"
             )
 
-    # That torch 2.10 and 2.11 do not let through.
+    # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.
     members = {"__exit__": __exit__, "supports_higher_order_operators": True}
     return type("SelectiveMode", (mode,), members)
 
@@ -276,7 +276,7 @@ def _noting(
         note()
         return pack(t)
 
-    # By it regions inside know that an enclosing checkpoint saves nothing of theirs.
+    # The name tells regions inside that an enclosing checkpoint saves nothing of theirs.
     pack_and_note.__module__ = getattr(pack, "__module__", "")
     return saved_tensors_hooks(pack_and_note, unpack)
 

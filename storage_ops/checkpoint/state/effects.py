@@ -179,7 +179,7 @@ class Effects:
             now = held.get(name)
             if now is t or now is None:
                 continue
-            # Not if it is in another layout: sharded, or gathered, by who looks after that.
+            # One in another layout was sharded or gathered, by code that looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
         for t, needed_grad in self._needed_grad:
@@ -224,7 +224,7 @@ def _named(value: Any) -> Any:
 
 def _is_uninitialized(t: Tensor | None) -> bool:
     """Return True for a parameter without a shape."""
-    # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+    # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
     return type(t) is not nn.Parameter and isinstance(t, nn.UninitializedParameter)
 
 

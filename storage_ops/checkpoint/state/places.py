@@ -204,7 +204,7 @@ class Remembered:
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
         node = (t if t._base is None else t._base).grad_fn
         self._origin = None if node is None else node.name()
-        # To remember an output that another region can make again is not to hold it.
+        # An output that another region can make again is remembered, and not held.
         self._use = None if producer is None else SavedOutput(t, producer)
         self._value = t.detach() if producer is None else None
 
