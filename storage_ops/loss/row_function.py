@@ -42,7 +42,7 @@ class CrossEntropyRows(RowFunction):
     """
 
     def __init__(self, head: Head, state: Tensor | None):
-        """`state`: that which the forward has returned, if this is its backward."""
+        """Prepare for a forward, or for a backward with the `state` that the forward returned."""
         self._head, call, tokens = head, head.call, head.tokens
         x = tokens.x
         self.bias = call.bias

@@ -20,13 +20,13 @@ out classes of which a token has next to nothing:
   out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes in place.
-* What is left out of a bucket (.) is replaced by the product of its margins: B is about
+* The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
   columns where all tokens have one sign, and its products with weight and input are thin. For each
   token the classes that are left out count as one average class of each bucket, so no probability
-  is lost. Of a divergence, whose gradients of a token have both signs, it is left out for good.
+  is lost. For a divergence, whose gradients of a token have both signs, nothing replaces the part.
 
-Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
+If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MassSums = Callable[[Tensor, Tensor | None], None]
 
 @dataclass(frozen=True)
 class Selection:
-    """What the gradient of a tile is multiplied with.
+    """The classes and tokens with which the gradient of a tile is multiplied.
 
     Attributes:
         classes: (classes,) the classes of the tile by bucket, its targets in the first.
