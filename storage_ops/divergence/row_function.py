@@ -83,7 +83,7 @@ class DivergenceRows(RowFunction):
         return matmul.of(x.dtype, device_kind(x), self._head.problem.matmul.threads)
 
     def problem(self) -> tuple[Problem, plan.Teacher]:
-        """Return what the plan depends on: the student's part, and the teacher's."""
+        """Return the student's and the teacher's part of the problem that the plan is made for."""
         p, targets = self._head.problem, self.given.target is not None
         student = replace(
             p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies()

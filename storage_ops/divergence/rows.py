@@ -103,7 +103,10 @@ def values(
 def contributions(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> Tensor:
-    """Return what `gradient` wants, of parts of rows; overwrite all but p."""
+    """Return the numbers that `gradient` needs for parts of rows.
+
+    Overwrites all arguments but `p`.
+    """
     if divergence == "forward":
         return q
     if divergence == "reverse":
@@ -114,7 +117,7 @@ def contributions(
 
 
 def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
-    """Return the gradient with respect to the logits; overwrite p or `each`."""
+    """Return the gradient with respect to the logits. Overwrites `p` or `each`."""
     if divergence == "forward":
         return p.sub_(each)
     each.sub_(center.unsqueeze(1)).mul_(p)

@@ -251,7 +251,7 @@ def _divisor(
     meshed: _Meshed, target: Tensor, token_weight: Tensor | None, classes: Tensor | None,
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
-    """Return what a mean over all ranks' tokens divides by, as in formulas.py."""
+    """Return the divisor of a mean over all ranks' tokens, as in formulas.py."""
     classes = meshed.local(classes, meshed.everywhere, meshed.everywhere)
     each = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
     return meshed.total(each).to_local()

@@ -25,7 +25,7 @@ from storage_ops.loss.engine.tokens import Tokens
 
 
 def denominator(tokens: Tokens, call: Call) -> Tensor:
-    """Return what the sum is divided by; 0-dimensional, on the device."""
+    """Return the number that divides the sum; 0-dimensional, on the device."""
     dtype = arithmetic(tokens.x.dtype)
     if call.divisor is not None:
         return call.divisor.to(dtype)
@@ -44,10 +44,10 @@ def total_weight(
     target: Tensor, class_dim: int, class_weight: Tensor | None, token_weight: Tensor | None,
     ignore_index: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return what a mean divides by, of targets in any shape.
+    """Return the number that divides the sum in a mean, for targets in any shape.
 
-    Distributions have a dimension of classes. Calls that are put together of several use it, each
-    of which knows a part of the tokens only.
+    Distributions have a dimension of classes. A call that consists of several uses it, because each
+    of them knows a part of the tokens only.
     """
     if target.is_floating_point():
         each = torch.ones_like(target.select(class_dim, 0), dtype=dtype)

@@ -95,7 +95,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _resumed(
     args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None
 ) -> CrossEntropyRun:
-    """Return what a call was about to do when its forward ended.
+    """Return the run of a call at the point where its forward ended.
 
     The arguments are those of a backward op.
     """

@@ -119,7 +119,7 @@ class Picked:
                           for part in slices(rows, size)])  # fmt: skip
 
     def merge(self, rows: slice) -> None:
-        """Put together what the ranks have of some rows."""
+        """Merge the ranks' numbers for some rows."""
         if self.ids.shape[1]:
             self.logits[rows] = self._ranks.add_up(self.logits[rows].contiguous())
         if self.top.shape[1]:

@@ -184,7 +184,7 @@ CrossEntropyRun = Run[CrossEntropyRows]
 
 
 def run_of(call: Call, state: Tensor | None = None, kept: Tensor | None = None) -> CrossEntropyRun:
-    """Return the run of a call; `state`, `kept`: what its forward has returned as such."""
+    """Return the run of a call, with the `state` and the `kept` tile that its forward returned."""
     head = Head.of(call, compare=state is None)
     schedule = _schedule(head, kept)
     return Run(head, CrossEntropyRows(head, state), schedule, kept=kept)

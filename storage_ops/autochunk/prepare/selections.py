@@ -37,7 +37,7 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """Return the mask and first dimension of an op that takes what a mask keeps, or undoes that."""
+    """Return the mask and first dimension of an op that selects by a mask, or undoes that."""
     given: Any = node.args
     if name_of(node) == "aten.index_put.default":
         known = is_zero(given[0])

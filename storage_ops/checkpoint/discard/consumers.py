@@ -1,4 +1,4 @@
-"""Finding who uses an output: by what was saved while its consumers ran, and by counting."""
+"""Find the users of an output, by the tensors that its consumers saved, and by counting."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Containers:
         self._inner: set[int] = set()  # those in others
 
     def add(self, outputs: object) -> None:
-        """Note what a region returned, and the containers in it."""
+        """Note the outputs of a region, and the containers in them."""
         stack = [] if isinstance(outputs, Tensor) else [outputs]
         while stack:
             value = stack.pop()
@@ -61,7 +61,7 @@ class Containers:
         self._all, self._first, self._inner = [], {}, set()
 
     def count(self) -> dict[int, Counts]:
-        """Count the holders and the items of each container that somebody else holds."""
+        """Count the holders and the items of each container that another object holds."""
         if not self._all:  # as for regions that return a tensor
             return {}
         count = len(self._all) + 1

@@ -58,7 +58,7 @@ class Pretended:
     kept_classes: set[str] = field(default_factory=set)
 
     def add(self, outputs: object, inputs: object) -> None:
-        """Note what a layer returns."""
+        """Note the outputs of a layer."""
         leaves = leaves_of(outputs)
         self.storages.update(by_storage(leaves).keys() - by_storage(leaves_of(inputs)).keys())
         for leaf in leaves:

@@ -75,7 +75,7 @@ def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tup
 
 
 def qualified_name(name: str) -> str:
-    """Return the name of a module without what torch.compile puts around one."""
+    """Return the name of a module without the prefix that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 

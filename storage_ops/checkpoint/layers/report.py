@@ -86,7 +86,7 @@ class CheckpointReport(Tabular):
 
 
 def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> CheckpointReport:
-    """Return which layers of a model are checkpointed and, for given inputs, what memory to expect.
+    """Return the checkpointed layers of a model and, for given inputs, the memory to expect.
 
     With inputs the forward runs twice on fake tensors, with and without checkpoints: nothing is
     computed and nothing of that size is allocated. A model that looks at values, or that FSDP2 has

@@ -243,7 +243,10 @@ class _LastProductLeftOut(LightMode):
         return made
 
     def finish(self, output: Callable[[], Tensor | None]) -> None:
-        """Do what was left, unless nobody but the caller has it: the output that ends the block."""
+        """Run the product that was left out, unless only the caller has its output.
+
+        That output is the one that ends the block.
+        """
         if self._left is None:
             return
         product, factors, made = self._left

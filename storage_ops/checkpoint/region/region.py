@@ -96,7 +96,7 @@ class Region:
         options: Options,
         name: str = "",
     ) -> None:
-        """Remember the call and what it depends on; `forward` runs it."""
+        """Remember the call and its surroundings; `forward` runs it."""
         self.discardable: list[DiscardableOutput] = []  # can be discarded
         self._discarded: list[DiscardableOutput] = []  # wait for the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -362,7 +362,7 @@ class Region:
         return [t for t, version in seen if t is not None and t._version != version]
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
-        """Return what the logs of ops say, for an error."""
+        """Return the difference that the logs of ops show, for an error."""
         noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
             unknown = "" if self.options.debug else "; debug=True names the first op that differs"
@@ -466,7 +466,7 @@ class Region:
 
 
 def _current_task() -> Any:
-    """Return what identifies the backward pass that runs now, or the group of them.
+    """Return an identity of the backward pass that runs now, or of its group.
 
     Outside of a backward it is None. `torch.utils.checkpoint.GraphExecGroup` makes several passes
     share one recompute.

@@ -71,7 +71,7 @@ class SavedTensors:
         return not self._unreleased
 
     def recompute(self, stops: bool) -> RecomputedTensors:
-        """Return what keeps the tensors of a recompute.
+        """Return the object that keeps the tensors of a recompute.
 
         Args:
             stops: whether to end the recompute with the last tensor that was saved by now.

@@ -30,7 +30,7 @@ _sync: Any = torch._sync  # type: ignore[attr-defined]
 
 @functools.cache
 def with_snapshots(mode: Any) -> Any:
-    """Return a subclass of torch's caching mode that keeps what the ops in it overwrite."""
+    """Return a subclass of torch's caching mode that keeps copies of what ops overwrite."""
 
     def dispatch(
         self: object, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None

@@ -37,7 +37,7 @@ class Copies(Protocol):
 
 
 def copies_for(t: Tensor) -> Copies | None:
-    """Return what carries the bytes of a tensor; None where there is no other memory for them."""
+    """Return the copy engine for a tensor; None where there is no other memory for its bytes."""
     if isinstance(t, FakeTensor):
         modes = _get_current_dispatch_mode_stack()
         return next((c for m in modes if (c := getattr(m, "copies", None)) is not None), None)

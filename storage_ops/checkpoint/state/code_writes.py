@@ -145,7 +145,7 @@ _elsewhere: dict[tuple[int, int], tuple[CodeType, tuple[Any, ...]]] = {}
 
 
 def elsewhere_of(fn: FunctionType) -> tuple[Any, ...]:
-    """Return the classes that a function names, and what it names in other Python modules.
+    """Return the classes that a function names, and its names in other Python modules.
 
     Classes of modules are left out: the region calls an instance, which it reaches.
     """
@@ -177,7 +177,7 @@ def _is_code(value: object) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def run_by(cls: type) -> tuple[FunctionType, ...]:
-    """Return the methods that calls of an object run in Python, but for what torch defines."""
+    """Return the methods that calls of an object run in Python, except those of torch."""
     methods = _methods(cls)
     mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
     found = [fn for c in mine for name in _ENTRIES if (fn := _function(c.get(name)))]

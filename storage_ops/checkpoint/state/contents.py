@@ -232,7 +232,7 @@ _compared = _Compared()
 
 
 def memory_of(t: Tensor) -> Tensor:
-    """Return a tensor without what an expanded one repeats.
+    """Return a tensor without the repetition of an expanded one.
 
     A write to it changes no version of the tensor.
     """

@@ -144,7 +144,7 @@ class Effects:
                 )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:
-        """Return what is active in a recompute, so that it writes no parameter again.
+        """Return a context manager under which a recompute writes no parameter again.
 
         Args:
             region: its name in errors.
@@ -257,7 +257,7 @@ def _items(around: Surroundings) -> Iterator[Items]:
 
 
 def _bytes(around: Surroundings, tensors: list[_NamedTensors]) -> Iterator[Contents]:
-    """Yield the contents of what the region may write, copied or not.
+    """Yield the contents of tensors that the region may write, copied or not.
 
     Args:
         around: the surroundings of the region.

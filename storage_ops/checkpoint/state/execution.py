@@ -273,11 +273,11 @@ class ExecutionState:
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Put back what was current, all of it whatever happens."""
+        """Put back the state of before, all of it, even after an error."""
         self.put_back()
 
     def put_back(self) -> None:
-        """Put back what is still not what was current, as after an interrupt of `__exit__`."""
+        """Put back the rest of the state of before, as after an interrupt of `__exit__`."""
         try:
             while self._undo:
                 self._undo[-1]()  # once more if an interrupt comes before the next line

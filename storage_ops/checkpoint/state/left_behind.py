@@ -192,7 +192,7 @@ def remove_left_behind(
 
 
 def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T]) -> T:
-    """Return `run(mode)` under a mode of fake tensors; caches are afterwards what they were."""
+    """Return `run(mode)` under a mode of fake tensors, and restore caches afterwards."""
     names, modes = Namespaces(modules), [FakeTensorMode(allow_non_fake_inputs=True)]
     mode, undo = weakref.ref(modes[0]), undo_draws_of_process()
     try:

@@ -269,7 +269,7 @@ _Kept = (Remembered, _RememberedTuple, _RememberedContainer)
 
 
 def remembered(value: object) -> Any:
-    """Return what is kept of a value: itself, or what stands for it without a graph."""
+    """Return a value, or an object that stands for it without a graph."""
     if isinstance(value, Tensor):
         return Remembered(value) if value.grad_fn is not None or producer_of(value) else value
     if isinstance(value, tuple) and is_state(value):

@@ -121,7 +121,7 @@ class Surroundings:
         return inside
 
     def _reach(self, stack: list[tuple[Any, int, bool, frozenset[str]]], seen: set[int]) -> None:
-        """Note what calls of these may read, but for what was seen.
+        """Note the objects that calls of these may read, except those in `seen`.
 
         They may read the closure of a function, its defaults, the globals that its code names, and
         the object that it is bound to. They may read the modules in a module. The same holds for
@@ -232,7 +232,7 @@ class Surroundings:
 
 
 def _modules_in(root: nn.Module) -> Iterable[nn.Module]:
-    """Return what `root.modules()` yields, in the same order and in a third of the time."""
+    """Return the modules of `root.modules()`, in the same order and in a third of the time."""
     found: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = [root]
     while stack:

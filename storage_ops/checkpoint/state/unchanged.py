@@ -52,7 +52,7 @@ def unchanged(*roots: object) -> Iterator[None]:
 
 
 def undo_changes(roots: Iterable[Any]) -> Undo:
-    """Return functions that let objects hold what they hold now."""
+    """Return functions that give objects their attributes and items of now back."""
     found: Undo = []
     for value in _reached(roots):
         if isinstance(value, CONTAINERS):

@@ -268,7 +268,7 @@ def _compares(
 
 
 def _compared(every: Tensor) -> list[int]:
-    """Return how many classes each rank has, from what each has said of its call."""
+    """Return how many classes each rank has, from the sizes and options that each has sent."""
     rows = every.tolist()
     refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
     if refused:

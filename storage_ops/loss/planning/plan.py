@@ -75,7 +75,7 @@ def problem_of(
     gradient_tolerance: float = 0.0,
     share: float | None = None,
 ) -> Problem:
-    """Return what a plan depends on, from the arguments of `plan`, checked."""
+    """Return the problem that a plan is made for, from the checked arguments of `plan`."""
     for argument, value, least in (
         ("tokens", tokens, 0),
         ("hidden", hidden, 1),

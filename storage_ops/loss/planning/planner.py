@@ -165,7 +165,7 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
 
 @functools.lru_cache(maxsize=256)
 def schedule_of(p: Problem, key: str) -> Schedule:
-    """Return the schedule that `Plan.key` stands for; what follows three words may be left out.
+    """Return the schedule that `Plan.key` stands for; words after the third may be left out.
 
     Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
     """

@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def arithmetic(self) -> int:
-        """Return the bytes per element of what is computed in full precision."""
+        """Return the bytes per element of numbers that are computed in full precision."""
         return max(self.itemsize, 4)
 
     @property

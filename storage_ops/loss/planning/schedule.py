@@ -113,14 +113,17 @@ def _each(start: int, stop: int, size: int) -> Pieces:
 
 
 def _by_size(start: int, stop: int, size: int) -> Pieces:
-    """Return the first piece for all that are as large, and what is left over."""
+    """Return the first of the pieces of full size, with their number, and the rest."""
     count, left = divmod(stop - start, size)
     pieces = [(slice(start, start + size), count)] if count else []
     return [*pieces, (slice(stop - left, stop), 1)] if left else pieces
 
 
 def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield steps as they are run: twice if one stands for several, which add to what it writes."""
+    """Yield steps as they are run.
+
+    A step that stands for several is run twice, since they add to the tile that it writes.
+    """
     for step in steps:
         yield step
         if step.times > 1:
@@ -247,7 +250,7 @@ class Schedule:
         yield from self._borrowed_last(every)
 
     def logits(self) -> Iterator[Step]:
-        """Yield every tile as it is multiplied, for what needs no gradient of this loss."""
+        """Yield every tile as it is multiplied, for callers that need no gradient of this loss."""
         return self._tiles(0, self.problem.vocab, 0, 0, True)
 
     def statistics_and_gradients(self, every: bool = True) -> Iterator[Step]:
