@@ -82,8 +82,8 @@ def _counted() -> Iterator[list[float]]:
     """Collect the share of the classes that the gradient of each tile is multiplied with."""
     shares: list[float] = []
 
-    def counted(*args: Any, **options: bool) -> Selection | None:
-        found, shape = select(*args, **options), args[2]
+    def counted(*args: Any) -> Selection | None:
+        found, shape = select(*args), args[2]
         if found is None:
             shares.append(1.0)
             return None
@@ -160,11 +160,10 @@ def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     del hit
     for number, tolerance in enumerate((3e-3, 3e-2)):
         tick(f"tolerance {tolerance}", number / 2)
-        chosen = select(masses, target, logs.shape, x, tolerance, None, replaces=True)
+        chosen = select(masses, target, logs.shape, x, tolerance, None, None)
         if chosen is None:
             continue
-        needs = torch.empty_like(chosen.needs).index_copy_(0, chosen.tokens, chosen.needs)
-        left = probabilities.masked_fill(chosen.buckets < needs.unsqueeze(1), 0)
+        left = probabilities.masked_fill(chosen.buckets < chosen.needs.unsqueeze(1), 0)
         by_margins = torch.zeros_like(left)
         of_class = chosen.buckets.clamp(max=len(chosen.counts))
         for bucket in range(1, len(chosen.counts) + 1):  # the first one is left out by no token

@@ -59,7 +59,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "_tile_sums": (
         "(Tensor(a!) out, Tensor tile, Tensor? lse, Tensor? row_weight, Tensor? bias, "
-        "Tensor? bucket, float softcap, float logit_scale, bool absolute=False) -> ()"
+        "Tensor? bucket, float softcap, float logit_scale, bool absolute=False, "
+        "bool slope=False) -> ()"
     ),
     "_gather_tile": "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns) -> ()",
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",

@@ -72,11 +72,11 @@ STORAGE_OPS_TILE_SUMS(Half, float)
 // Column sums (columns,) without buckets, else sums of each row by bucket (rows, buckets).
 void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> row_weight,
                std::optional<Tensor> bias, std::optional<Tensor> bucket, double softcap,
-               double logit_scale, bool absolute) {
+               double logit_scale, bool absolute, bool slope) {
   check_sums(out, tile, lse, row_weight, bias, bucket);
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {
     const auto s = summed<decltype(number), decltype(arithmetic)>(
-        out, tile, lse, row_weight, bias, bucket, softcap, logit_scale, absolute);
+        out, tile, lse, row_weight, bias, bucket, softcap, logit_scale, absolute, slope);
     const int64_t columns = s.tile.columns, rows = s.tile.rows;
     if (s.bucket == nullptr) {
       const int64_t parts = (columns + kColumns - 1) / kColumns;

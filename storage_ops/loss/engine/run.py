@@ -73,13 +73,21 @@ class RowFunction(ABC):
     def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
         """Add up what the classes of a tile weigh for its tokens; see `selection`.
 
-        Ignored tokens weigh 0.
+        Ignored tokens weigh 0. With `factors`, the sum of a class is that of its absolute gradient.
 
         Args:
             step, tile: the tile of logits; with `selects_by_gradient` that of their gradient.
             out: gets the sum of each class, or with `buckets` those of each token by bucket.
             buckets: (classes,) uint8, the bucket of each class of the tile, or None.
         """
+
+    def factors(self, step: Step) -> Tensor | None:
+        """Return what the masses of each token's classes are multiplied with in its gradient.
+
+        The gradient of a class that is no target has the sign of its token's factor. None, as here,
+        if there is no such factor.
+        """
+        return None
 
     @abstractmethod
     def needed_classes(self, step: Step) -> Tensor:
@@ -264,7 +272,7 @@ class Run(Generic[Rows]):
             self.rows.state,
             head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,
             head.call.max_classes,
-            replaces=not self.rows.selects_by_gradient,
+            self.rows.factors(step),
         )
         if found is None:  # nor does it for tokens of the same batch
             self._selects = False

@@ -22,9 +22,11 @@ out classes of which a token has next to nothing:
   the few that need more than is worth that, are multiplied with all other classes in place.
 * The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
-  columns where all tokens have one sign, and its products with weight and input are thin. For each
-  token the classes that are left out count as one average class of each bucket, so no probability
-  is lost. For a divergence, whose gradients of a token have both signs, nothing replaces the part.
+  columns where all tokens have one sign, and its products with weight and input are thin. Each
+  token then has one average class for the classes that it leaves out of a bucket, so it loses no
+  probability. A divergence leaves them out for good: a token has gradients of both signs.
+* r and c need no pass over the gradient. They are the masses times a *factor* for each token, which
+  is what its gradient has of each probability: 1 / tokens for a mean.
 
 If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -56,19 +58,44 @@ MassSums = Callable[[Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True)
+class Margins:
+    """Sums of the gradient that the tokens of a tile leave out.
+
+    Attributes:
+        left: (rows, gathered buckets + 1) what each token leaves out of each gathered bucket and of
+            the rest. Tokens are in the order of `Selection.tokens`.
+        signs: (rows,) the sign of each token's gradient.
+        columns: (classes,) the sum of the absolute gradient of each class, of all tokens.
+    """
+
+    left: Tensor
+    signs: Tensor
+    columns: Tensor
+
+    def column(self, classes: slice | Tensor, kept: Tensor) -> Tensor:
+        """Return the absolute gradient of classes, without that of the first tokens, `kept`.
+
+        It is 0 where a token with a nan has all of them in its own.
+        """
+        own = self.columns.new_empty(kept.shape[1])
+        _OPS._tile_sums(own, kept, None, self.signs[: len(kept)], None, None, 0.0, 1.0)
+        return (self.columns[classes] - own).nan_to_num_(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Selection:
-    """The classes and tokens with which the gradient of a tile is multiplied.
+    """The part of a tile's gradient that is multiplied.
 
     Attributes:
         classes: (classes,) the classes of the tile by bucket, its targets in the first.
         tokens: (rows,) the tokens of the tile by need.
-        needs: (rows,) how many buckets each of `tokens` needs.
+        needs: (rows,) how many buckets each token of the tile needs.
         buckets: (classes,) uint8, the bucket of each class of the tile.
         bounds: where buckets begin among `classes`, and where the last one ends.
         counts: how many tokens need each of the buckets that are gathered; the others are the rest.
         flat: how many of `tokens`, the first, are multiplied with the rest as well.
         dropped: (rows,) the mass that each token of the tile leaves out.
-        replaces: the product of its margins replaces what is left out.
+        margins: of what is left out; None if nothing replaces it.
     """
 
     classes: Tensor
@@ -79,7 +106,7 @@ class Selection:
     counts: list[int]
     flat: int
     dropped: Tensor
-    replaces: bool
+    margins: Margins | None
 
     def pieces(self, at_once: int) -> list[tuple[int, slice]]:
         """Return the bucket and the place among `classes` of so many that are gathered at once."""
@@ -95,7 +122,7 @@ def select(
     like: Tensor,
     may_drop: float,
     max_classes: float | None,
-    replaces: bool,
+    factors: Tensor | None,
 ) -> Selection | None:
     """Choose what to multiply the gradient of a tile with; None if leaving out does not pay.
 
@@ -107,13 +134,13 @@ def select(
         may_drop: the mass that a token may leave out.
         max_classes: the share of the classes that all tokens are multiplied with, whatever they
             leave out; None: as many as they need, which waits for the device once.
-        replaces: whether all gradients of a token have one sign, but for those of targets, so that
-            the product of margins can replace what is left out.
+        factors: (rows,) see `RowFunction.factors`; None: nothing replaces what is left out.
     """
     high, wide = shape
     mass = like.new_empty(wide)
     mass_sums(mass, None)
     mass.nan_to_num_(0.0, 0.0)
+    columns = mass.clone()
     mass[targets] = math.inf
     first = min(len(targets), wide)
     if mass.device.type == "cpu" and not isinstance(mass, FakeTensor):
@@ -140,8 +167,14 @@ def select(
         needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
-    needs = needs[tokens]
-    return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, replaces)
+    margins = None
+    if factors is not None:
+        used = len(counts)
+        left = torch.cat((held[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(1)
+        left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
+        left.nan_to_num_(0.0, 0.0, 0.0)
+        margins = Margins(left[tokens], factors.sign()[tokens], columns)
+    return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
 def multiply(
@@ -164,96 +197,53 @@ def multiply(
             the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to.
     """
-    size, x, at_once = x.shape[1], x[chosen.tokens], gathered_classes(matmul.cuda)
-    flat, used, count = chosen.flat, len(chosen.counts), len(x)
-    wide = arithmetic(dz.dtype)
-    margins = _margins(chosen, dz, wide)
-    # Gradients of a token have the sign of what upstream gives to it, but for that of its target.
-    signs = margins.sum(1).sign_()
-    left = margins.masked_fill(_kept(chosen), 0)
-    total = left.abs().sum(0)
-    shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
-    columns = dz.new_zeros(len(w), dtype=wide)
-    if chosen.replaces:
-        _sum(dz, columns, torch.empty_like(signs).index_copy_(0, chosen.tokens, signs))
-    # For each bucket, and for the rest, the average input and class of what is left out.
-    inputs, weights = columns.new_zeros(2, used + 1, size)
-    matmul.weight_gradient(shares, x, inputs, False)
+    x, at_once = x[chosen.tokens], gathered_classes(matmul.cuda)
+    flat, count, margins = chosen.flat, len(x), chosen.margins
+    total = dz.new_zeros(0, x.shape[1], dtype=arithmetic(dz.dtype))
+    if margins is not None:
+        # Each token's part of what is left out of a bucket, and its average input and weight.
+        whole = margins.left.abs().sum(0)
+        shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
+        inputs, weights = total.new_zeros(2, len(whole), x.shape[1])
+        matmul.weight_gradient(shares, x, inputs, False)
     # The rest of the classes: those of flat tokens, and what others leave out as one more token.
-    rows = torch.cat((x[:flat], inputs[used:].to(x.dtype)))
-    sums = columns.new_zeros(flat + 1, size)
-    for part in slices(len(w), at_once):
-        piece = dz.new_empty(flat + 1, part.stop - part.start)
+    rows = x[:flat] if margins is None else torch.cat((x[:flat], inputs[-1:].to(x.dtype)))
+    sums = total.new_zeros(rows.shape)
+    for part in slices(len(w), at_once) if len(rows) else ():
+        piece = dz.new_empty(len(rows), part.stop - part.start)
         piece[:flat] = dz[chosen.tokens[:flat], part]
-        piece[flat] = _finite(columns[part] - _column_sums(piece[:flat], signs[:flat]))
-        piece.masked_fill_(chosen.buckets[part] < used, 0)
+        if margins is not None:
+            piece[flat] = margins.column(part, piece[:flat])
+        piece.masked_fill_(chosen.buckets[part] < len(chosen.counts), 0)
         matmul.input_gradient(piece, w[part], sums, True)
         if into_weight is not None:
             matmul.weight_gradient(piece, rows, into_weight[part], True)
         del piece
-    weights[used] = sums[flat]
+    if margins is not None:
+        weights[-1] = sums[flat]
     if into_input is not None:
         into_input[:flat] = sums[:flat]
     del rows, sums
     for k, place in chosen.pieces(at_once):
         needed, classes = chosen.counts[k], chosen.classes[place]
-        weight, column = w[classes], columns[classes]
-        piece = dz.new_empty(needed, len(classes))
+        others = margins if needed < count else None
+        weight, piece = w[classes], dz.new_empty(needed, len(classes))
         _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
-        if needed < count:
-            column = _finite(column - _column_sums(piece, signs[:needed]))
+        if others is not None:
+            column = others.column(classes, piece)
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
             matmul.input_gradient(piece, weight, into_input[:needed], True)
         del weight
         if into_weight is not None:
-            product = columns.new_empty(len(classes), size)
+            product = total.new_empty(len(classes), x.shape[1])
             matmul.weight_gradient(piece, x[:needed], product, False)
-            if needed < count:
+            if others is not None:
                 product.addr_(column, inputs[k])
             into_weight.index_add_(0, classes, product.to(into_weight.dtype))
             del product
-    if into_input is not None:
+    if margins is not None and into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
-
-
-def _margins(chosen: Selection, dz: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of dz for each of `chosen.tokens`, of each gathered bucket and of the rest.
-
-    It is 0 where nothing replaces what is left out.
-    """
-    used = len(chosen.counts)
-    if not chosen.replaces:
-        return dz.new_zeros(len(dz), used + 1, dtype=wide)
-    of_all = dz.new_empty(len(dz), len(chosen.bounds) - 1, dtype=wide)
-    _sum(dz, of_all, buckets=chosen.buckets)
-    margins = torch.cat((of_all[:, :used], of_all[:, used:].sum(1, keepdim=True)), 1)
-    margins[:, 0] = 0  # has the targets, and is left out by none
-    return margins[chosen.tokens]
-
-
-def _kept(chosen: Selection) -> Tensor:
-    """Return which of the gathered buckets, and of the rest, each of `chosen.tokens` needs."""
-    bucket = torch.arange(len(chosen.counts) + 1, device=chosen.needs.device)
-    return bucket < chosen.needs.unsqueeze(1)
-
-
-def _sum(
-    tile: Tensor, out: Tensor, signs: Tensor | None = None, buckets: Tensor | None = None
-) -> None:
-    """Add up the columns of a tile, or with `buckets` those of each row by bucket."""
-    _OPS._tile_sums(out, tile, None, signs, None, buckets, 0.0, 1.0)
-
-
-def _column_sums(tile: Tensor, signs: Tensor) -> Tensor:
-    out = signs.new_empty(tile.shape[1])
-    _sum(tile, out, signs)
-    return out
-
-
-def _finite(column: Tensor) -> Tensor:
-    """Return sums of what is left out, or 0 where a token with a nan has all of them in its own."""
-    return column.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _cheapest(

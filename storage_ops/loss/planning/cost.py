@@ -79,8 +79,9 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
     It is the same problem if it takes longer to select them than the products that are saved.
     """
     saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
-    # A tile is read four times, and what is used of it is copied: read once and written once.
-    touched = (4 + 2 * share) * p.logit_bytes
+    # A tile is read for its statistics, and twice for its masses. The part of it that is used is
+    # copied and added up: two reads and a write.
+    touched = (3 + 3 * share) * p.logit_bytes
     return replace(p, multiplied=share) if saved > touched / rates.bandwidth else p
 
 
@@ -245,8 +246,10 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         touched = float(passes * logits)
         if adds and p.wide_logits:  # rounded to other memory, and copied back
             touched += logits + 3 * tile
-        if selects:  # the tile is read four times, and what is used of it and of weights is copied
-            touched += 4 * logits + 2 * used * rows * item + 5 * used * d * item
+        if selects:  # see `selecting`; rows of the weight and of its gradient are copied, too
+            touched += (
+                (2 + (phases & UPDATE > 0)) * logits + 3 * used * rows * item + 5 * used * d * item
+            )
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched
