@@ -159,7 +159,7 @@ def linear_cross_entropy(
     input_grad: str,
     **options: Any,
 ) -> Any:
-    """`call`, the loss of plain tensors, on this rank's part of DTensors."""
+    """Run `call`, the loss of plain tensors, on this rank's part of DTensors."""
     _refuse(process_group, input_grad, accumulate_into)
     if shift and selected_ids is not None:
         raise ValueError(

@@ -92,8 +92,8 @@ class Picked:
     def _largest(self, step: Step, products: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest logits of each row, nan as inf, and their columns.
 
-        Of equal logits the first are taken. The largest are in the k groups of columns with the
-        largest maximum. Of groups with an equal maximum they are in the first.
+        The first of equal logits are taken. The largest are in the k groups of columns with the
+        largest maximum, and in the first of groups with an equal maximum.
         """
         columns = products.shape[1]
         if not in_groups(columns, k):

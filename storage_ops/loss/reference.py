@@ -215,7 +215,7 @@ def results_of(
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the named results of logits (..., V), per token, and each token's share in a mean.
 
-    Of all tensors as large as the logits, one is made for all names, and for entropy three more.
+    One tensor as large as the logits is made for all names, and three more for entropy.
     """
     dense, vocab, zero = target.is_floating_point(), z.shape[-1], z.new_zeros(())
     kept = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index

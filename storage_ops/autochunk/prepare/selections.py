@@ -1,4 +1,4 @@
-"""Finds ops that only select: ranges along one dimension, from one or several arguments, or zeros.
+"""Find ops that only select: ranges along one dimension, from one or several arguments, or zeros.
 
 A mask chooses as well: what it keeps counts as the first range of tokens in another order.
 """

@@ -27,9 +27,10 @@ T = TypeVar("T")
 class OutputDiscardChain:
     """Context manager for regions that feed one another: all their outputs are freed.
 
-    Whatever runs in the block is a consumer. When the block ends, the outputs that a consumer or a
-    later region has saved are freed. In backward the regions are recomputed in the order of the
-    forward, each when it is needed, and each is let go as soon as its consumers' backward is done.
+    All code that runs in the block is a consumer. When the block ends, the outputs that a consumer
+    or a later region has saved are freed. In backward the regions are recomputed in the order of
+    the forward, each when it is needed, and each is let go as soon as its consumers' backward is
+    done.
 
     Without grad mode, under torch.compile and inside another checkpoint the calls are plain calls,
     or those of `torch.utils.checkpoint`.

@@ -81,7 +81,7 @@ class _GpuCopies:
         return self._copied(source, host, self._out)
 
     def to_device(self, host: Tensor, t: Tensor) -> Copy:
-        # Allocated on the stream that will read it. What this memory held before may still be
+        # Allocated on the stream that will read it. Earlier bytes of this memory may still be
         # read there, so the copy waits for that stream.
         return self._copied(host, torch.empty_like(host, device=self._device), self._back)
 

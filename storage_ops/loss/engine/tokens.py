@@ -126,7 +126,10 @@ class Tokens:
         return self._without_weightless(values, 0)
 
     def _without_weightless(self, values: Tensor, fill: int) -> Tensor:
-        """`fill` where a token has weight 0, which class indices show as an ignored target."""
+        """Return values with `fill` where a token with a distribution has weight 0.
+
+        With class indices, the target of such a token is ignored already.
+        """
         if not self.probabilities or self.token_weight is None:
             return values
         weightless = self.token_weight == 0
@@ -156,7 +159,7 @@ def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
 
 
 def _shifted(values: Tensor, by: int, last: float) -> Tensor:
-    """values[..., by:], with `last` in the places that this leaves free."""
+    """Return values[..., by:], with `last` in the places that this leaves free."""
     result = torch.full_like(values, last, memory_format=torch.contiguous_format)
     rest = values[..., by:]
     result[..., : rest.shape[-1]] = rest
