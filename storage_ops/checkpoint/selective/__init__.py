@@ -1,6 +1,6 @@
 """Policies: which results of ops a region saves instead of computing them again.
 
-`policies.py` has the ones that the package names, `selective.py` runs a region with one. What a
-policy *offloads* waits in host memory (`offload.py`), carried by a copy engine of a GPU, of a
-simulation or of a link that the CPU simulates (`copies.py`). `flops.py` counts the work of ops.
+`policies.py` has the ones that the package names, `selective.py` runs a region with one. Results
+that a policy *offloads* wait in host memory (`offload.py`). A copy engine of a GPU, of a simulation
+or of a link that the CPU simulates carries them (`copies.py`). `flops.py` counts the work of ops.
 """
