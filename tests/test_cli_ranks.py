@@ -95,12 +95,25 @@ def test_fit_plans_for_one_rank(options, capsys):
         (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated; expected"),
         (["--gpus", "2", "--autocast", "bf16"], "--autocast is bf16; expected none with --gpus 2"),
         (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp; expected fsdp2"),
+        (
+            ["--gpus", "4", "--shard", "ddp", "--tensor-parallel", "2"],
+            "--shard is ddp; expected fsdp2",
+        ),
     ],
 )
 def test_complaints(options, given, said, capsys):
     assert main(["will-it-fit", *options, *given]) == 2
     assert said in capsys.readouterr().err
     assert not dist.is_initialized()
+
+
+def test_what_does_not_fit_is_told_what_fit_plans(options, capsys):
+    """A command that fit would refuse is not printed."""
+    options = [name for name in options if name != "--json"]
+    budget = ["--budget", "68MiB", "--optimizer", "none", "--gpus", "4"]
+    assert main(["will-it-fit", *options, *budget, "--tensor-parallel", "2"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fit plans for one rank of --shard fsdp2" in shown
 
 
 def test_models_without_a_plan(tmp_path, capsys):

@@ -80,12 +80,14 @@ def _check(args: argparse.Namespace) -> None:
         )
     plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
     draws = args.plot is not None or getattr(args, "html", None) is not None
-    if args.gpus > 1 and args.shard == "ddp" and (plans or draws):
+    is_spread = args.tensor_parallel > 1
+    if args.gpus > 1 and args.shard == "ddp" and (plans or draws or is_spread):
         raise ValueError(
-            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing or a picture. DDP "
-            "takes what one GPU takes, and buckets that are as large as all gradients"
+            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing, a picture or "
+            "--tensor-parallel. DDP takes what one GPU takes, and buckets that are as large as "
+            "all gradients"
         )
-    if args.tensor_parallel > 1 and plans:
+    if is_spread and plans:
         raise ValueError(
             f"--tensor-parallel is {args.tensor_parallel}; expected none with fit or "
             "--gradient-checkpointing, which plan no layers of DTensors"
@@ -179,7 +181,7 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 
 def bucket_bytes(args: argparse.Namespace, model: nn.Module) -> int:
     """Return the bytes of the buckets of DDP, which copy all gradients; otherwise 0."""
-    if args.shard != "ddp" or args.gpus == args.tensor_parallel:
+    if args.shard != "ddp" or args.gpus == 1:
         return 0
     trained = (p for p in model.parameters() if p.requires_grad)
     return sum(p.numel() * p.itemsize for p in trained)

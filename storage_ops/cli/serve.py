@@ -6,13 +6,14 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import output
-from storage_ops.quantities import parse_bytes, readable
+from storage_ops.quantities import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _OF_TRAINING = (
-    "accumulate", "autocast", "gpus", "gradient_checkpointing", "model", "optimizer", "plot",
+    "accumulate", "autocast", "gpus", "gradient_checkpointing", "html", "model", "optimizer",
+    "plot",
 )  # fmt: skip
 
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Print what generation takes; return 0 if it fits, 1 if not."""
     from storage_ops.cli.workload import workload
     from storage_ops.simulate.serve import simulate_serving
+    from storage_ops.simulate.will_it_fit import verdict
 
     budget = parse_bytes(args.budget, "--budget")
     step = workload(args)
@@ -46,9 +48,5 @@ def run(args: argparse.Namespace, console: Console) -> int:
         facts = {name: getattr(report, name) for name in names}
         output.print_json({"fits": fits, "budget_bytes": budget, "device": args.device} | facts)
     else:
-        peak, margin = readable(report.peak_bytes, up=True), budget - report.peak_bytes
-        verdict = f"fits, {readable(margin)} to spare" if fits else "does not fit"
-        lacking = "" if fits else f", {readable(-margin, up=True)} too much"
-        where = f"{readable(budget)} on {args.device}"
-        console.print(report.table(f"{verdict}{lacking}: peak {peak} of {where}"))
+        console.print(report.table(verdict(report.peak_bytes, budget, args.device)))
     return 0 if fits else 1

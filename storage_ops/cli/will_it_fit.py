@@ -91,5 +91,7 @@ def _what_now(args: argparse.Namespace, report: Any) -> str:
             f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
             "several --gpus, or choose an --optimizer or a --dtype that takes less."
         )
+    if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
+        return "fit plans for one rank of --shard fsdp2, without --tensor-parallel."
     command = shlex.join(hf_model.command("fit", args))
     return f"To find what to recompute so that it fits, run:\n{command}"

@@ -137,6 +137,7 @@ def test_a_table_and_exit_codes(tmp_path, capsys):
         (["--optimizer", "sgd"], "--optimizer is sgd; expected none with --serve"),
         (["--accumulate"], "--accumulate is given; expected none with --serve"),
         (["--plot", "x.svg"], "--plot is x.svg; expected none with --serve"),
+        (["--html", "x.html"], "--html is x.html; expected none with --serve"),
     ],
 )
 def test_options_of_training(options, said, tmp_path, capsys):
