@@ -6,6 +6,7 @@
 // hold the GIL, which guards the objects here. A tensor of a subclass, or without strides, is left
 // to Python: a call returns its description as an object.
 #include "descriptions.h"
+#include "saved_results.h"
 // Python.h, which it includes, comes first.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -34,32 +35,6 @@ struct Recomputed {
   std::vector<Kept> tensors;
 };
 
-template <typename T>
-struct Object {
-  PyObject_HEAD T* held;
-};
-
-template <typename T>
-T& held(PyObject* self) {
-  return *reinterpret_cast<Object<T>*>(self)->held;
-}
-
-template <typename T>
-PyObject* make(PyTypeObject* type, T*& made) {
-  const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  PyObject* self = allocate(type, 0);
-  if (self) made = reinterpret_cast<Object<T>*>(self)->held = new T;
-  return self;
-}
-
-template <typename T>
-void destroy(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Object<T>*>(self)->held;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 PyTypeObject* recomputed_type = nullptr;
 
 // ---- the forward ------------------------------------------------------------------------------
@@ -78,6 +53,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&] {
     auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
     const at::Tensor t = plain_tensor(object);
+    note_saved_tensor(self, t.defined());
     PyObject* note = PyTuple_GetItem(self, 1);
     if (PyTuple_GetItem(self, 2) == Py_True || has_producer(t)) {
       owned(PyObject_CallFunctionObjArgs(note, object, nullptr));
@@ -152,6 +128,7 @@ PyObject* pack_again(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
     auto& again = held<Recomputed>(self);
     at::Tensor t = plain_tensor(object);
+    note_saved_tensor(self, t.defined());
     again.described.push_back(describe(object, t));
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
@@ -328,11 +305,6 @@ PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"stopped_at", stopped_at, METH_NOARGS, nullptr},
                                     {nullptr, nullptr, 0, nullptr}};
 
-template <typename F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
-
 // setup(Tensor, Parameter, producers, describe, restore, without_graph, stop, module)
 PyObject* setup(PyObject*, PyObject* given) {
   Names found;
@@ -358,12 +330,14 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT,
                        nullptr,
                        nullptr};
 
-PyTypeObject* type_of(const char* name, int size, unsigned flags, PyType_Slot* slots) {
-  PyType_Spec spec{name, size, 0, Py_TPFLAGS_DEFAULT | flags, slots};
-  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-}
-
 }  // namespace
+
+PyObject* storage_ops::self_of_hook(PyObject* pack) {
+  if (!PyCFunction_Check(pack)) return nullptr;
+  const PyCFunction function = PyCFunction_GetFunction(pack);
+  const bool is_ours = function == ::pack || function == pack_again;
+  return is_ours ? PyCFunction_GetSelf(pack) : nullptr;
+}
 
 PyMODINIT_FUNC PyInit__saved_tensors() {
   PyType_Slot saved[] = {{Py_tp_new, slot(new_saved)},
@@ -384,5 +358,5 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  return module;
+  return add_results(module) ? module : nullptr;
 }
