@@ -56,7 +56,10 @@ def kernels() -> list[Native]:
     for minor in minors:
         end, needs = minor.replace(".", "_"), ["torch_cpu", "c10"]
         binding = "csrc/storage/storage_binding.cpp"
-        saved = "csrc/checkpoint/saved_tensors.cpp csrc/checkpoint/saved_results.cpp"
+        saved = " ".join(
+            f"csrc/checkpoint/{name}.cpp"
+            for name in ("saved_tensors", "saved_results", "parameters")
+        )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
         if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI
             needs = ["torch_python", *needs]

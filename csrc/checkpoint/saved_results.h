@@ -10,7 +10,8 @@ PyObject* self_of_hook(PyObject* pack);
 // Notes that autograd saves a tensor, by the hook that is bound to this object.
 void note_saved_tensor(PyObject* hooks, bool is_plain);
 
-// Adds the types and functions to the module.
+// Add types and functions to the module.
 bool add_results(PyObject* module);
+bool add_parameters(PyObject* module);
 
 }  // namespace storage_ops

@@ -20,13 +20,17 @@ using namespace storage_ops;
 
 // ---- what the objects hold --------------------------------------------------------------------
 
+struct Recomputed;
+
 struct Saved {
   std::vector<Description> tensors;
   std::vector<bool> released;
   size_t unreleased = 0;
+  Recomputed* recomputed = nullptr;  // that serves the current backward pass, while it is alive
 };
 
 struct Recomputed {
+  ~Recomputed();
   Ref first;  // the object of the forward
   size_t limit = 0, stopped = 0, there = 0;
   bool stops = false;
@@ -36,6 +40,12 @@ struct Recomputed {
 };
 
 PyTypeObject* recomputed_type = nullptr;
+
+Recomputed::~Recomputed() {
+  if (!first) return;
+  auto& saved = held<Saved>(first.get());
+  if (saved.recomputed == this) saved.recomputed = nullptr;
+}
 
 // ---- the forward ------------------------------------------------------------------------------
 
@@ -182,26 +192,54 @@ PyObject* take(PyObject* self, PyObject* number) {
   });
 }
 
+// Returns a tensor for the backward pass that runs; None where the region looks closer.
+PyObject* taken_in_task(Recomputed& again, size_t index) {
+  if (again.task < 0 || again.task != torch::autograd::get_current_graph_task_id() ||
+      index + 2 == again.stopped || index >= again.tensors.size() ||
+      !again.tensors[index].is_there()) {
+    return none();
+  }
+  if (!torch::autograd::get_current_graph_task_keep_graph()) {
+    release(held<Saved>(again.first.get()), index);
+  }
+  return taken(again, index);
+}
+
 PyObject* take_in_task(PyObject* self, PyObject* number) {
   return guarded([&] {
-    auto& again = held<Recomputed>(self);
     const size_t index = PyLong_AsSize_t(number);
     if (PyErr_Occurred()) throw PythonError();
-    if (again.task < 0 || again.task != torch::autograd::get_current_graph_task_id() ||
-        index + 2 == again.stopped || index >= again.tensors.size() ||
-        !again.tensors[index].is_there()) {
-      return none();
-    }
-    if (!torch::autograd::get_current_graph_task_keep_graph()) {
-      release(held<Saved>(again.first.get()), index);
-    }
-    return taken(again, index);
+    return taken_in_task(held<Recomputed>(self), index);
   });
 }
 
 PyObject* begin(PyObject* self, PyObject* task) {
-  held<Recomputed>(self).task = static_cast<int>(PyLong_AsLong(task));
+  auto& again = held<Recomputed>(self);
+  again.task = static_cast<int>(PyLong_AsLong(task));
+  held<Saved>(again.first.get()).recomputed = &again;
   return PyErr_Occurred() ? nullptr : none();
+}
+
+PyObject* unpack(PyObject* self, PyObject* number) {
+  return guarded([&] {
+    const auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
+    if (saved.recomputed) {
+      const size_t index = PyLong_AsSize_t(number);
+      if (PyErr_Occurred()) throw PythonError();
+      Ref found = owned(taken_in_task(*saved.recomputed, index));
+      if (found.get() != Py_None) return found.release();
+    }
+    return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 1), number, nullptr);
+  });
+}
+
+PyMethodDef unpack_def{"unpack", unpack, METH_O, "Return a tensor that autograd reads."};
+
+PyObject* unpack_hook(PyObject* self, PyObject* read) {
+  return guarded([&] {
+    const Ref bound = owned(PyTuple_Pack(2, self, read));
+    return PyCFunction_NewEx(&unpack_def, bound.get(), names.module);
+  });
 }
 
 PyObject* drop_graphs(PyObject* self, PyObject*) {
@@ -286,10 +324,13 @@ PyObject* stopped_at(PyObject* self, PyObject*) {
 
 // ---- the module -------------------------------------------------------------------------------
 
-PyMethodDef saved_methods[] = {
-    {"hook", hook, METH_VARARGS, nullptr},     {"finish", finish, METH_NOARGS, nullptr},
-    {"release", release_one, METH_O, nullptr}, {"is_released", is_released, METH_NOARGS, nullptr},
-    {"recompute", recompute, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef saved_methods[] = {{"hook", hook, METH_VARARGS, nullptr},
+                               {"unpack_hook", unpack_hook, METH_O, nullptr},
+                               {"finish", finish, METH_NOARGS, nullptr},
+                               {"release", release_one, METH_O, nullptr},
+                               {"is_released", is_released, METH_NOARGS, nullptr},
+                               {"recompute", recompute, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"read", read, METH_O, nullptr},
@@ -358,5 +399,5 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  return add_results(module) ? module : nullptr;
+  return add_results(module) && add_parameters(module) ? module : nullptr;
 }
