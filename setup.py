@@ -57,8 +57,7 @@ def kernels() -> list[Native]:
         end, needs = minor.replace(".", "_"), ["torch_cpu", "c10"]
         binding = "csrc/storage/storage_binding.cpp"
         saved = " ".join(
-            f"csrc/checkpoint/{name}.cpp"
-            for name in ("saved_tensors", "saved_results", "parameters")
+            f"csrc/checkpoint/{name}.cpp" for name in ("saved_tensors", "saved_results", "state")
         )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
         if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI

@@ -12,6 +12,6 @@ void note_saved_tensor(PyObject* hooks, bool is_plain);
 
 // Add types and functions to the module.
 bool add_results(PyObject* module);
-bool add_parameters(PyObject* module);
+bool add_state(PyObject* module);
 
 }  // namespace storage_ops

@@ -1,9 +1,12 @@
-// Versions of parameters, and whether they need a gradient.
-// storage_ops/checkpoint/state/parameters.py has the same class in Python, and says what it does.
+// What a region notes of its parameters and of torch's settings, without Python code for each.
+// storage_ops/checkpoint/state/parameters.py and execution.py have the same in Python.
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 
+#include <iterator>
 #include <vector>
 
 namespace storage_ops {
@@ -82,16 +85,37 @@ PyMethodDef methods[] = {{"note_versions", note_versions, METH_NOARGS, nullptr},
                          {"frozen_or_not", frozen_or_not, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
+// Returns the settings of torch that are on or off, in the order of `_FLAGS` in execution.py.
+PyObject* flags(PyObject*, PyObject*) {
+  const at::Context& context = at::globalContext();
+  const bool all[] = {c10::GradMode::is_enabled(),
+                      context.userEnabledFlashSDP(),
+                      context.userEnabledMemEfficientSDP(),
+                      context.userEnabledMathSDP(),
+                      context.userEnabledCuDNNSDP(),
+                      context.userEnabledCuDNN(),
+                      context.benchmarkCuDNN(),
+                      context.deterministicCuDNN()};
+  PyObject* made = PyTuple_New(std::size(all));
+  for (size_t i = 0; made && i < std::size(all); ++i) {
+    PyTuple_SetItem(made, static_cast<Py_ssize_t>(i), PyBool_FromLong(all[i]));
+  }
+  return made;
+}
+
+PyMethodDef functions[] = {{"flags", flags, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
 }  // namespace
 
-bool add_parameters(PyObject* module) {
+bool add_state(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_noted)},
                          {Py_tp_dealloc, slot(destroy<Parameters>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
   PyTypeObject* type =
       type_of("storage_ops._saved_tensors.Noted", sizeof(Object<Parameters>), 0, slots);
-  return type && PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(type)) == 0;
+  return type && PyModule_AddFunctions(module, functions) == 0 &&
+         PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(type)) == 0;
 }
 
 }  // namespace storage_ops
