@@ -80,7 +80,7 @@ struct Ops {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Op>> by_name;
   std::unordered_set<std::string> ignored;
-  size_t of_libraries = 0;  // that are known
+  size_t of_libraries = 0;  // that are known and can have kernels
 
   // Returns what is known of an op. `is_new` gets true for an op that was not known before.
   Op* of(const c10::OperatorHandle& handle, bool* is_new = nullptr) {
@@ -99,7 +99,7 @@ struct Ops {
     op->counts = !op->is_cast && !ignored.count(name) && name.rfind("prim::", 0) != 0 &&
                  name.rfind("aten::_nested_tensor_s", 0) != 0;
     if (is_new) *is_new = true;
-    of_libraries += op->is_of_library && !op->is_composite;
+    of_libraries += op->is_of_library && !op->is_composite && !op->is_collective;
     op->name = std::move(name);
     return op.get();
   }
@@ -130,9 +130,9 @@ inline void log_op(const Op* op) {
 
 inline void abandon_all(bool needs_python) {
   for (Frame* f = top_frame; f; f = f->outer) {
-    if (f->cursor || f->is_idle()) continue;
-    f->store->abandon();
+    if (f->cursor) continue;
     if (needs_python) f->store->policy->leave_to_python(f->store->log.region);
+    if (!f->is_idle()) f->store->abandon();
   }
 }
 

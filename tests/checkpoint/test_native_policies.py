@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
@@ -342,3 +343,32 @@ def test_results_die_with_the_graph(path):
             assert [ref() for ref in made] == [None] * len(made)
     finally:
         gc.enable()
+
+
+@needs_library
+def test_a_collective_that_writes_into_a_saved_result():
+    """It changes no version, so its write is unseen."""
+    policy = fresh("aten.mm")
+    x = torch.randn(4, 4, requires_grad=True)
+
+    class Send(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            dist.all_reduce(t)
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert native.contexts(policy, "Layer", True) is not None
+        for _ in range(2):
+            y = region(lambda x: Send.apply(x @ x).sin(), policy)(x)
+            assert native.contexts(policy, "Layer", True) is None
+            (got,) = torch.autograd.grad(y.sum(), x)
+            (right,) = torch.autograd.grad((x @ x).sin().sum(), x)
+            assert torch.equal(got, right)
+    finally:
+        dist.destroy_process_group()
