@@ -1,4 +1,4 @@
-"""Build of storage_ops: a few small native libraries, one ninja file, no import of torch.
+"""Builds storage_ops: a few small native libraries, one ninja file, no import of torch.
 
 Environment: FORCE_CUDA=0/1, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, NVCC_THREADS, DEBUG=1, CXX,
 LDFLAGS, STORAGE_OPS_NO_NATIVE=1 (pure Python) or 0 (never), STORAGE_OPS_WERROR=1,
@@ -30,7 +30,7 @@ PREBUILT = os.environ.get("STORAGE_OPS_PREBUILT_LIBS")
 
 
 class Native(Extension):
-    """One native library: where it goes, what it is built from, which torch and ABI it may use."""
+    """A native library: its place, its sources, and the torch and ABI that it may use."""
 
     def __init__(self, name, sources, torch="", macros=(), torch_libs=(), nvcc=""):
         super().__init__(f"storage_ops.{name}", sources.split())
@@ -39,7 +39,7 @@ class Native(Extension):
 
 
 def kernels() -> list[Native]:
-    """The libraries that use no Python or its stable ABI, which every CPython can load."""
+    """Return the libraries that use no Python or its stable ABI, which every CPython can load."""
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
         return []  # without torch an sdist can be made; a build stops, below
@@ -82,9 +82,10 @@ def kernels() -> list[Native]:
 
 
 def why_pure() -> str:
-    """Why nothing is compiled: STORAGE_OPS_NO_NATIVE=1, or what is missing; "" if it is compiled.
+    """Return why nothing is compiled, or "" if it is compiled.
 
-    STORAGE_OPS_NO_NATIVE=0 insists, as `make` does: what is missing is an error then.
+    The reason is STORAGE_OPS_NO_NATIVE=1, or a missing tool. With STORAGE_OPS_NO_NATIVE=0, which
+    `make` sets, a missing tool is an error.
     """
     wanted = os.environ.get("STORAGE_OPS_NO_NATIVE", "")
     if wanted == "1":
@@ -102,7 +103,7 @@ def natives() -> list[Native]:
 
 class BuildPython(build_py):
     def run(self) -> None:
-        """Also write down why the package is pure Python, for `python -m storage_ops info`."""
+        """Also record why the package is pure Python, for `python -m storage_ops info`."""
         super().run()
         if PURE:
             base = ROOT if self.editable_mode else Path(self.build_lib)
@@ -139,12 +140,12 @@ class BuildNative(build_ext):
         self.complete(Path(self.build_lib))
 
     def copy_extensions_to_source(self) -> None:
-        """Last of --inplace and of an editable installation."""
+        """Finish --inplace and an editable installation."""
         self.complete(ROOT)
         super().copy_extensions_to_source()
 
     def complete(self, base: Path) -> None:
-        """Add what is not built here to the folder of the libraries."""
+        """Add files that are not built here to the folder of the libraries."""
         write_build_info(base, self.build_info())
         if PREBUILT:
             for path in sorted(Path(PREBUILT).glob("lib*.so")):

@@ -1,7 +1,7 @@
 """The blocks that output discarding is measured on, and the ways to run them.
 
-Six of them are those of OLMo-core's benchmark of its OutputDiscardCheckpoint (allenai/OLMo-core,
-pull request 682, which publishes their peaks); the other three are recipes of ours.
+Six of them come from OLMo-core's benchmark of its OutputDiscardCheckpoint (allenai/OLMo-core, pull
+request 682), which publishes their peaks. The other three are our own.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class Block(nn.Module):
         self.d_model, self.d_ff, self.dtype, self.device = d_model, d_ff, dtype, device
 
     def linear(self, inputs: int, outputs: int, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A layer without bias."""
+        """Return a layer without bias."""
         return nn.Linear(inputs, outputs, False, self.device, dtype or self.dtype)
 
     def producer(self, x: Tensor) -> Tensor:
-        """What a checkpoint repeats."""
+        """Return the output that a checkpoint recomputes."""
         raise NotImplementedError
 
     def consumer(self, h: Tensor, x: Tensor) -> Tensor:
-        """What uses its output; `x` is the input of the block."""
+        """Return the block's result from the producer's output and the block's input `x`."""
         raise NotImplementedError
 
     def plain(self, x: Tensor) -> Tensor:
-        """Without a checkpoint."""
+        """Run the block without a checkpoint."""
         return self.consumer(self.producer(x), x)
 
     def checkpointed(self, x: Tensor) -> Tensor:
-        """The producer under torch.utils.checkpoint."""
+        """Run the producer under torch.utils.checkpoint."""
         return self.consumer(checkpoint(self.producer, x, use_reentrant=False), x)
 
     def discarded(self, x: Tensor) -> Tensor:
-        """Its output discarded."""
+        """Run the block and discard the producer's output."""
         return self.hooked(storage_ops.OutputDiscardCheckpoint, x)
 
     def hooked(self, make: Make, x: Tensor) -> Tensor:
-        """The output of the producer discarded by a class with the calls of ours."""
+        """Run the block and discard the producer's output by a class with the calls of ours."""
         return by_hook(make, self.producer, lambda h: self.consumer(h, x), x)
 
 
 class Fp32Cast(Block):
-    """A router: float32 from here on. Nothing to free where the input is float32 already."""
+    """A router with float32 from its input on. A float32 input leaves nothing to free."""
 
     def __init__(self, *sizes: object) -> None:
         super().__init__(*sizes)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class UpProj(Block):
 
 
 class SiluUp(UpProj):
-    """The same with an activation in the producer."""
+    """UpProj with an activation in the producer."""
 
     def producer(self, x: Tensor) -> Tensor:
         return F.silu(self.up(x))
@@ -108,11 +108,11 @@ class SwiGLU(Block):
 
 
 class SwiGLUAct(SwiGLU):
-    """Only the elementwise product is made again; both of its inputs are kept."""
+    """SwiGLU that recomputes only the elementwise product and keeps both of its inputs."""
 
     @staticmethod
     def product(gate: Tensor, up: Tensor) -> Tensor:
-        """The activation."""
+        """Return the activation."""
         return F.silu(gate) * up
 
     def checkpointed(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class SwiGLUAct(SwiGLU):
 
 
 class SwiGLUChain(SwiGLUAct):
-    """Every step a region of a chain, so that each is let go as soon as its user is done."""
+    """SwiGLU with every step a region of a chain, so that each is freed when its user is done."""
 
     def checkpointed(self, x: Tensor) -> Tensor:
         return SwiGLU.checkpointed(self, x)
@@ -136,8 +136,10 @@ class SwiGLUChain(SwiGLUAct):
 
 
 class _Product(torch.autograd.Function):
-    """silu(gate) * up as one function: five tensors at once in its backward, where autograd of
-    torch's functions needs six."""
+    """silu(gate) * up as one function, whose backward needs five tensors at once.
+
+    Autograd of torch's functions needs six.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -223,14 +225,17 @@ PUBLISHED_MB = {
 def stack(
     name: str, layers: int, d_model: int, d_ff: int, dtype: torch.dtype, device: str
 ) -> nn.ModuleList:
-    """Several blocks of one kind."""
+    """Return several blocks of one kind."""
     return nn.ModuleList([BLOCKS[name](d_model, d_ff, dtype, device) for _ in range(layers)])
 
 
 def step(
     blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Forward and backward of a stack; the output stays with the caller, as in their benchmark."""
+    """Run forward and backward of a stack.
+
+    The caller keeps the output, as in OLMo-core's benchmark.
+    """
     y = x
     for block in blocks:
         y = run(block, y)

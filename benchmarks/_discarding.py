@@ -22,7 +22,7 @@ Make = Callable[[], Any]
 
 
 def by_hook(make: Make, producer: Any, consumer: Any, x: Tensor) -> Tensor:
-    """consumer(producer(x)), with the output in between discarded by such a class."""
+    """Return consumer(producer(x)). A class of `make` discards the output in between."""
     ckpt = make()
     y: Tensor = consumer(ckpt.checkpoint(producer, x))
     ckpt.discard_output_and_register_recompute(y)
@@ -30,7 +30,10 @@ def by_hook(make: Make, producer: Any, consumer: Any, x: Tensor) -> Tensor:
 
 
 def peers(device: str) -> dict[str, Make]:
-    """The classes that are here and work on this device; the others are named as left out."""
+    """Return the classes that are installed and work on this device.
+
+    Name the others as left out.
+    """
     return dict(_tried(device))
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that prints each failure when it happens, so that a run that is stopped tells it.
+"""A pytest plugin that prints each failure when it happens, so that a stopped run shows it.
 
 `python -m pytest -p benchmarks._failures_at_once --no-summary`
 """
@@ -11,17 +11,17 @@ import pytest
 
 
 class FailuresAtOnce:
-    """Prints what pytest prints of a failure at its end."""
+    """Prints each failure at once, in the words that pytest prints at its end."""
 
     def __init__(self, terminal: Any) -> None:
         self.terminal = terminal
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test, or what is around it."""
+        """Print a failure of a test, or of its setup or teardown."""
         self._print(report, "FAILED")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that does not import, for one."""
+        """Print a failure of a collection, such as a file that does not import."""
         self._print(report, "ERROR")
 
     def _print(self, report: Any, word: str) -> None:
@@ -39,7 +39,7 @@ class FailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)  # after the one that makes the reporter; workers of xdist have none
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin where there is a terminal."""
+    """Register the plugin if there is a terminal."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))

@@ -72,7 +72,10 @@ _EXCLUSIVE = (COMPILERS, ("linear_cross_entropy", "liger"), CHECKPOINTS)
 
 
 def features_of(case: str) -> Features:
-    """The features that a case such as "compile+linear_cross_entropy" names.
+    """Return the features that a case such as "compile+linear_cross_entropy" names.
+
+    Raises:
+        ValueError: a feature is unknown, or two exclude each other.
 
     Raises:
         ValueError: an unknown feature, or two that exclude each other.
@@ -91,7 +94,7 @@ def features_of(case: str) -> Features:
 
 
 def missing(features: Features, device: torch.device) -> str | None:
-    """Why these features cannot run here, or None."""
+    """Return why these features cannot run here, or None."""
     if "auto_chunker" in features and not hasattr(inductor_config, "auto_chunker"):
         return f"torch {torch.__version__} has no auto_chunker"
     if "liger" in features:
@@ -114,7 +117,7 @@ class Norm(nn.Module):
         self.liger = liger
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Normalise x (..., width)."""
         if self.liger:
             from liger_kernel.transformers import functional as liger
 
@@ -127,14 +130,14 @@ class Norm(nn.Module):
 
 
 class Part(nn.Module):
-    """A producer and a consumer, and what passes between them freed or kept."""
+    """A producer and a consumer. The tensor between them is freed or kept."""
 
     discard: bool
 
     def join(
         self, producer: Callable[..., Tensor], consumer: Callable[..., Tensor], *args: Tensor
     ) -> Tensor:
-        """The consumer of what the producer makes of the arguments."""
+        """Return consumer(producer(*args))."""
         if self.discard:
             result: Tensor = storage_ops.output_discard(producer, consumer)(*args)
             return result
@@ -162,13 +165,13 @@ class Attention(Part):
         self.register_buffer("turns", turns, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         qkv = self.join(self.norm, self.qkv, x)
         # What lies between the attention and its projection is a copy in another order.
         return self.join(lambda y: y.transpose(1, 2).flatten(2), self.projection, self.mix(qkv))
 
     def mix(self, qkv: Tensor) -> Tensor:
-        """The attention of all heads, (batch, heads, tokens, size)."""
+        """Return the attention of all heads, (batch, heads, tokens, size)."""
         parts = (
             t.unflatten(2, (-1, self.size)).transpose(1, 2) for t in qkv.split(self.sections, 2)
         )
@@ -199,11 +202,11 @@ class MLP(Part):
         self.down = nn.Linear(config.hidden, config.width, bias=not llama)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         return self.join(self.expand, self.down, x)
 
     def expand(self, x: Tensor) -> Tensor:
-        """The wide activation, (batch, tokens, hidden)."""
+        """Return the wide activation, (batch, tokens, hidden)."""
         x = self.norm(x)
         if self.gate is None:
             return F.gelu(self.up(x), approximate="tanh")
@@ -223,7 +226,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         x = x + F.dropout(self.attention(x), self.dropout, self.training)
         return x + F.dropout(self.mlp(x), self.dropout, self.training)
 
@@ -232,7 +235,7 @@ class Decoder(nn.Module):
     """A language model that returns its loss.
 
     Attributes:
-        linear_loss: the loss of hidden states, weight of the head and targets, where the feature
+        linear_loss: the loss of hidden states, weight of the head and targets, if the feature
             linear_cross_entropy is on.
     """
 
@@ -271,7 +274,7 @@ class Decoder(nn.Module):
         storage_ops.apply_activation_checkpoint(self, cfg)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of predicting `targets` (batch, tokens) from `tokens` (batch, tokens)."""
+        """Return the mean loss of predicting `targets` from `tokens`, each (batch, tokens)."""
         x = self.tokens(tokens)
         if self.places is not None:
             x = x + self.places.weight[: tokens.shape[1]]

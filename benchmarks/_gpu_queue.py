@@ -21,10 +21,10 @@ class Stage:
     """One benchmark of a call.
 
     Attributes:
-        name: of its results file and log.
-        seconds: its share of the call; it may also use what earlier stages left.
+        name: name of its results file and log.
+        seconds: its share of the call. It may also use time that earlier stages left.
         part: the benchmark, as `python -m storage_ops bench` names it.
-        arguments: of the benchmark.
+        arguments: arguments of the benchmark.
         rehearsed: arguments in place of these in a rehearsal on a CPU.
     """
 
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def code(self) -> list[str]:
-        """Everything that the results depend on."""
+        """Return all paths that the results depend on."""
         parts = dict.fromkeys(stage.part.partition(":")[0] for stage in self.stages)
         files = (f"benchmarks/{part}.py" for part in parts)
         return [*self.paths, *(f if (ROOT / f).is_file() else f[:-3] for f in files)]
@@ -213,6 +213,7 @@ def commits_since(commit: str, paths: list[str]) -> int | None:
 CODE = {
     "linear_cross_entropy": LOSS, "linear_cross_entropy_plans": LOSS, "row_kernel": LOSS,
     "gradient_tolerance_logits": LOSS, "gradient_tolerance_training": LOSS,
+    "gradient_tolerance_sampling": ("storage_ops/loss/engine/selection.py",),
     "head": ("storage_ops/divergence", "storage_ops/losses", *LOSS),
     "autochunk": CHUNKER, "autochunk_model": CHUNKER, "autochunk_memory": CHUNKER,
     "autochunk_compilation": CHUNKER, "storage": ("storage_ops/storage", "csrc/storage"),
@@ -238,7 +239,7 @@ def measured_at(call: Call) -> str | None:
 
 
 def listed() -> Iterator[str]:
-    """Yield a line for each call: those to run first in their order, then those with results."""
+    """Yield a line for each call: those without results in their order, then the others."""
     fresh = []
     for call in QUEUE:
         commit = measured_at(call)

@@ -1,9 +1,9 @@
-"""Run one call of the queue on a machine that has an NVIDIA GPU and torch; it needs no network.
+"""Runs one call of the queue on a machine with an NVIDIA GPU and torch. It needs no network.
 
-Libraries in storage_ops/lib must be built before, from the same sources; CONTRIBUTING.md says how.
-A stage that fails or takes too long does not stop the next. In --out, log.txt has everything that
-was printed and ends in what was found, and `make results FROM=OUT/results.json` keeps the numbers.
-The exit status is how many stages did not end well.
+Libraries in storage_ops/lib must be built before, from the same sources. CONTRIBUTING.md says how.
+A stage that fails or takes too long does not stop the next. In --out, log.txt has all printed text
+and ends with the findings. `make results FROM=OUT/results.json` keeps the numbers. The exit status
+is the number of failed stages.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Run:
             self.environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
 
     def say(self, text: str) -> None:
-        """Print a text, to the log too."""
+        """Print a text, also to the log."""
         with (self.out / "log.txt").open("a") as log:
             log.write(text + "\n")
         print(text, flush=True)
 
     def _logged(self, given: list[str], limit: float) -> int:
-        """Run a command with its output in the log; return its exit status, 124 after the limit."""
+        """Run a command with its output in the log. Return its exit status, 124 after the limit."""
         # An interrupt first, at which pytest and benchmarks report; all processes get it.
         grace = min(GRACE, limit / 3)
         bound = ["timeout", "-s", "INT", "-k", f"{grace:.0f}", f"{limit - grace:.0f}", *given]
@@ -77,7 +77,7 @@ class Run:
                 process.wait()
 
     def prepare(self, wheels: Path | None) -> str:
-        """Install the wheels and load the libraries; return why they cannot be used, if so."""
+        """Install the wheels and load the libraries. Return why they cannot be used, or ""."""
         for wheel in sorted(wheels.resolve().glob("*.whl")) if wheels else []:
             install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
                        "--no-compile", "--target", str(self.site), "--upgrade"]  # fmt: skip
@@ -99,7 +99,7 @@ class Run:
         return "storage_ops info names a problem" if code else ""
 
     def stage(self, stage: Stage, kept: float) -> None:
-        """Run a stage; `kept` seconds of the call belong to later ones."""
+        """Run a stage. `kept` seconds of the call belong to later stages."""
         limit = self.end - time.monotonic() - kept
         if limit < stage.seconds * self.share / 2:
             self.outcomes[stage.name] = "not begun, no time left"
@@ -130,7 +130,7 @@ class Run:
             self.say(f"{stage.name:20} {self.outcomes[stage.name]}")
 
     def close(self) -> int:
-        """Collect the results and say what they show; return how many stages failed."""
+        """Collect the results and print what they show. Return how many stages failed."""
         paths = [self.out / f"{stage.name}.json" for stage in self.call.stages]
         found = load(path for path in paths if path.is_file())
         (self.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Count tests that need a GPU: `python -m benchmarks._gpu_tests -- PYTEST_ARGUMENT...`.
+"""Counts tests that need a GPU: `python -m benchmarks._gpu_tests -- PYTEST_ARGUMENT...`.
 
-With --tool they run under a tool of compute-sanitizer, and its findings are counted. A rehearsal
-on a CPU only collects the tests. The exit status is that of the tests.
+With --tool they run under a tool of compute-sanitizer, and its findings are counted. A rehearsal on
+a CPU only collects the tests. The exit status is that of the tests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def under(tool: str) -> list[str] | None:
 
 
 def run(arguments: argparse.Namespace, junit: Path) -> tuple[int, Counter[str]]:
-    """Run the tests; return the exit status and the findings of the sanitizer."""
+    """Run the tests. Return the exit status and the findings of the sanitizer."""
     command = [*PYTEST, f"--junit-xml={junit}", *arguments.arguments]
     environment = dict(os.environ)
     if arguments.device == "cpu":
@@ -89,7 +89,7 @@ def rows(arguments: argparse.Namespace, codes: list[int]) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    """Run, write and print."""
+    """Run the tests, write the rows and print them."""
     options = parser(__doc__)
     options.add_argument("--tool", help="memcheck, racecheck, initcheck or synccheck")
     options.add_argument("arguments", nargs="+", help="of pytest, after --")

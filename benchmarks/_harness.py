@@ -45,7 +45,7 @@ PEER_PACKAGES = ("triton", "liger-kernel", "liger-cute-kernels", "cut-cross-entr
 
 
 class Result:
-    """The result file of a running benchmark; at any moment it holds all rows so far."""
+    """The result file of a running benchmark. At any moment it has all rows so far."""
 
     def __init__(self, stem: str, path: Path, arguments: argparse.Namespace) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, **running: Any) -> None:
-        """Replace the file, one row a line; `running` is there until the benchmark ends."""
+        """Replace the file, one row a line. `running` is in it until the benchmark ends."""
         beside = self.path.with_suffix(".part")
         whole = {**self.head, **running, "skipped": self.skipped, "rows": self.rows}
         beside.write_text(text_of(whole))
@@ -68,14 +68,14 @@ class Result:
         self._written = time.monotonic()
 
     def tick(self, at: str, share: float) -> None:
-        """Note where the benchmark is; `share` of the current group is done."""
+        """Note that `share` of the current group is done."""
         if time.monotonic() - self._written > 0.3:
             done = (self.groups_done + share) / max(self.groups, self.groups_done + 1)
             self.write(running=at, done=round(done, 4))
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """A result as JSON, one row a line."""
+    """Return a result as JSON, one row a line."""
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
     head = {key: value for key, value in result.items() if key != "rows"}
     return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
@@ -85,13 +85,13 @@ _result: Result | None = None
 
 
 def expect(groups: int) -> None:
-    """Say how many groups will follow, for the progress bar: calls of `interleave`, for one."""
+    """Set the number of groups for the progress bar. Each call of `interleave` is a group."""
     if _result is not None:
         _result.groups = groups
 
 
 def skip(name: str, why: str) -> None:
-    """Say that a case or a peer is left out, and why."""
+    """Note that a case or a peer is left out, and why."""
     print(f"skipped: {name}: {why}", flush=True)
     if _result is not None:
         _result.skipped[name] = why
@@ -136,13 +136,13 @@ def interleave(
 
 
 def tick(at: str, share: float) -> None:
-    """Say where a benchmark is: this share of its current group is done."""
+    """Note that this share of the benchmark's current group is done."""
     if _result is not None:
         _result.tick(at, share)
 
 
 def group_done() -> None:
-    """Say that a group is done: every call of `interleave` is one, and so may be other work."""
+    """Note that a group is done. Every call of `interleave` is one, and other work may be one."""
     if _result is not None:
         _result.groups_done += 1
 
@@ -159,10 +159,10 @@ def _release(device: str) -> None:
 
 
 class Clock:
-    """Seconds by the clock and of this process's CPU; on a GPU both are those of the device.
+    """Seconds by the clock and of this process's CPU. On a GPU both are those of the device.
 
-    A GPU is kept busy until its first work has been launched, so that what the host does before
-    that is not counted, as it would not be where work is queued all the time.
+    A GPU is kept busy until its first work has been launched. So the host's work before that does
+    not count, as it would not if work were queued all the time.
     """
 
     def __init__(self, device: str) -> None:
@@ -174,7 +174,7 @@ class Clock:
         self._start = time.perf_counter(), time.process_time()
 
     def stop(self) -> tuple[float, float]:
-        """Seconds since it was made, after what is running on the device."""
+        """Return the seconds since the clock was created, once the device has finished."""
         if self._events:
             self._events[1].record()
             self._events[1].synchronize()
@@ -192,7 +192,7 @@ def _timed(run: Case, device: str) -> tuple[float, float]:
 
 
 def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float, float]]:
-    """Median time of each case over that of `base`; least and most of the ratios of one round."""
+    """Return the median time of each case over that of `base`, and the extremes over one round."""
     below = [clock for _, clock in seconds[base]]
     result = {}
     for name, runs in seconds.items():
@@ -204,12 +204,12 @@ def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float,
 
 
 def milliseconds(runs: Runs) -> float:
-    """Median on the clock that is compared."""
+    """Return the median on the clock that is compared."""
     return round(1e3 * statistics.median(clock for _, clock in runs), 3)
 
 
 def peak(run: Case, device: str = "cpu") -> float:
-    """Peak MiB of a run above what was allocated before it."""
+    """Return the peak MiB of a run above what was allocated before it."""
     if device == "cpu":
         with storage_ops.memory.measure() as m:
             run()
@@ -224,7 +224,7 @@ def peak(run: Case, device: str = "cpu") -> float:
 
 
 def curve(m: Measurement) -> list[list[float]]:
-    """Seconds and MiB: of each stretch of the timeline its highest point and its last."""
+    """Return seconds and MiB of the highest and the last point in each stretch of the timeline."""
     samples = m.timeline
     length = -(-len(samples) // (POINTS // 2))
     kept = []
@@ -235,10 +235,10 @@ def curve(m: Measurement) -> list[list[float]]:
 
 
 def hardware(device: str | None = None) -> str:
-    """The processor's name as a folder name; of a GPU if there is one and no device is given.
+    """Return the name of the processor, or of the GPU if there is one, as a folder name.
 
-    A cloud gives one name to processors of several generations: their family, which Linux knows,
-    and what they compute with are told too.
+    With `device` "cpu" it is the processor's. A cloud gives one name to processors of several
+    generations. So the name also has their family, which Linux knows, and their instructions.
     """
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name().lower().replace(" ", "-")
@@ -253,7 +253,7 @@ def hardware(device: str | None = None) -> str:
 
 
 def provenance(device: str | None = None) -> dict[str, Any]:
-    """Versions, hardware, commit and day."""
+    """Return versions, hardware, commit and day."""
     commit = os.environ.get("STORAGE_OPS_COMMIT", "")  # where the source lacks its history, or git
     if not commit and shutil.which("git"):
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
@@ -283,7 +283,7 @@ def _versions() -> dict[str, str]:
 
 
 def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Write the rows as JSON, each as soon as it is there, and print them as a table."""
+    """Write each row as JSON as soon as it exists, and print all rows as a table."""
     global _result
     device = arguments.device
     kept = RESULTS / hardware(device) if not arguments.quick else REPORT
@@ -301,7 +301,7 @@ def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namesp
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """The rows for a terminal."""
+    """Return the rows as a table for a terminal."""
     result = Table(title=title)
     names = columns(rows)
     for name in names:
@@ -347,7 +347,7 @@ def real_logits(
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""What else computes the loss of a linear layer: PyTorch's ways, and packages that may be here.
+"""Other code for the loss of a linear layer: PyTorch's ways, and installed packages.
 
-Each peer is called as its documentation says, at the settings that serve it best. Those that are
-missing, or that cannot do what is asked, are named.
+Each peer is called as its documentation says, with its best settings. Peers that are missing, or
+that cannot do the task, are named.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # input, weight, target
 
 
 class Unable(Exception):
-    """A peer cannot do what is asked; the message says why."""
+    """A peer cannot do the task. The message says why."""
 
 
 class Missing(Unable):
-    """A peer is not here."""
+    """A peer is not installed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is computed.
+    """The loss to compute.
 
     Attributes:
         label: its name.
@@ -50,7 +50,7 @@ class Task:
     reduction: str = "mean"
 
     def plain(self, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-        """As everybody writes it."""
+        """Return the loss as it is usually written."""
         logits = F.linear(x, w)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -89,7 +89,10 @@ def _native_default(task: Task) -> Loss:
 
 
 def _native_best(task: Task) -> Loss:
-    """Its defaults take 4 to 128 rows at once, and on a CPU sums in float32, which are slow."""
+    """Return torch's chunked loss with larger chunks and sums in the inputs' dtype.
+
+    Its defaults take 4 to 128 rows at once, and on a CPU sums in float32, which are slow.
+    """
     rows = min(4096 if task.device == "cuda" else 512, task.tokens // 2)
     return _native(task, batch_chunk_size=rows, acc_dtype=task.dtype)
 
@@ -144,7 +147,7 @@ PEERS: dict[str, Callable[[Task], Loss]] = {
 
 
 def peers(task: Task) -> Iterator[tuple[str, Loss]]:
-    """All that can do the task."""
+    """Yield the name and the loss of each peer that can do the task."""
     for name, make in PEERS.items():
         try:
             yield name, make(task)

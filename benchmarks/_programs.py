@@ -1,4 +1,4 @@
-"""Small training programs of the field, as data: classes of registries, their sizes and batches.
+"""Small training programs of the field as data: classes of registries, their sizes and batches.
 
 Sizes are small, so that a step takes a second on a CPU.
 """

@@ -1,4 +1,4 @@
-"""Run benchmarks one after another, each in a process of its own, and report on them."""
+"""Runs benchmarks one after another, each in a process of its own, and reports on them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INTERRUPTED = 130  # what a shell says of a process that was
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a benchmark ended.
+    """The end of a benchmark.
 
     Attributes:
         code: exit code of its process.
-        result: what it wrote, also if it did not reach its end; None if nothing.
+        result: the written result, also of a benchmark that did not reach its end, or None.
     """
 
     part: str
@@ -36,21 +36,21 @@ class Outcome:
 
 
 def parts() -> list[str]:
-    """Return the names of all benchmarks; `fit:plans` is the case "plans" of `fit`."""
+    """Return the names of all benchmarks. `fit:plans` is the case "plans" of `fit`."""
     files = (p.stem for p in Path(__file__).parent.glob("*.py") if p.stem[0] != "_")
     return sorted([*files, *(f"fit:{case}" for case in fit.CASES)])
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A result file; None if there is none."""
+    """Return the content of a result file, or None if there is none."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def run(chosen: list[str], quick: bool, out: Path, console: Console) -> int:
     """Run benchmarks and write `out`/report.md with its pictures.
 
-    Each writes `out`/<part>.json and `out`/<part>.log; a part that fails does not stop the next. An
-    interrupt ends the part that runs, and all that was measured is reported.
+    Each writes `out`/<part>.json and `out`/<part>.log. A part that fails does not stop the next. An
+    interrupt ends the part that runs, and everything measured so far is reported.
 
     Returns:
         0, or 1 if one of them failed.

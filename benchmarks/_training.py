@@ -21,7 +21,7 @@ from storage_ops.measure.measurement import Measurement
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the losses of a job, besides its features.
+    """The settings that, with the features, decide the losses of a job.
 
     Args:
         steps: of the optimizer; the learning rate rises over the first tenth and falls as a cosine.
@@ -39,13 +39,13 @@ class Settings:
 class Job:
     """A model in training, with its own parameters, optimizer and random numbers.
 
-    What a step does depends on its number alone, not on what ran before it in the process, so that
-    jobs can take turns and a job that is resumed continues exactly.
+    A step depends on its number alone, not on earlier work of the process. So jobs can take turns,
+    and a resumed job continues exactly.
 
     Args:
         case: features joined by +, or "plain".
         data: (tokens,) int64, indices below the vocabulary's size.
-        folder: where the log and the checkpoint go; None keeps neither.
+        folder: the folder of the log and the checkpoint. None keeps neither.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Job:
         return self.model
 
     def batch(self, step: int, part: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, (batch, context) each, of one part of a step."""
+        """Return tokens and targets, (batch, context) each, of one part of a step."""
         config = self.settings.config
         seed = (self.settings.seed * 1_000_003 + step) * 1_009 + part
         generator = torch.Generator().manual_seed(seed)
@@ -97,21 +97,21 @@ class Job:
         return loss.detach()
 
     def run(self, step: int, part: int) -> Tensor:
-        """Add the gradients of one part of a step; return its part of the loss."""
+        """Add the gradients of one part of a step. Return its part of the loss."""
         inputs = self.batch(step, part)
         if "traced" in self.features and self._run == self._forward_and_backward:
             self._run = storage_ops.graph.trace_step(self._forward_and_backward, *inputs)
         return self._run(*inputs)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         warm = max(self.settings.steps // 10, 1)
         done = min(step / self.settings.steps, 1)
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * done))
         return self.settings.config.learning_rate * min((step + 1) / warm, cosine)
 
     def step(self) -> dict[str, Any]:
-        """Take one optimizer step; what it logs."""
+        """Take one optimizer step. Return the entry for the log."""
         step = len(self.losses)
         torch.manual_seed(self.settings.seed + step)
         clock = Clock(self.device.type)
@@ -136,7 +136,7 @@ class Job:
         return record
 
     def memory(self) -> Measurement:
-        """Memory of forward and backward above parameters, optimizer and gradients, which exist."""
+        """Measure forward and backward above parameters, optimizer and gradients, which exist."""
         if any(p.grad is None for p in self.model.parameters()):
             self.run(0, 0)
         with storage_ops.memory.measure(self.device) as result:
@@ -154,7 +154,7 @@ class Job:
         return self.folder / f"{self.case}.pt"
 
     def save(self) -> None:
-        """Write the checkpoint; the one before is whole until this one is."""
+        """Write the checkpoint. The previous one stays whole until this one is."""
         state = {
             "settings": asdict(self.settings), "losses": self.losses,
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -164,7 +164,10 @@ class Job:
         os.replace(temporary, self._state)
 
     def resume(self) -> bool:
-        """Continue from the checkpoint, if there is one; whether there is.
+        """Continue from the checkpoint if there is one. Return whether there is.
+
+        Raises:
+            ValueError: the checkpoint has other settings.
 
         Raises:
             ValueError: it is of other settings.

@@ -1,9 +1,9 @@
 """Compiled losses whose logits exist in chunks only: time over their chunked products, and peaks.
 
-The floor are the matrix products of so many chunks of tokens alone. "cross-entropy" is exactly
-linear cross-entropy, which becomes its op; "focal" is not, and is chunked by the general rewrite.
-All run interleaved in one process; times are process CPU times, after compilation; peaks are those
-of allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead,
+The floor is the matrix products of the same chunks of tokens alone. "cross-entropy" is exactly
+linear cross-entropy, which becomes its op. "focal" is not, and the general rewrite chunks it. All
+run interleaved in one process. Times are process CPU times, after compilation. Peaks are those of
+allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead,
 `--memory` peaks at 16 chunks, `--compilation` compile times. `--general` adds the general rewrite
 of losses that take their numbers per token from the op of linear cross-entropy.
 """
@@ -33,39 +33,42 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """As everybody writes it."""
+    """Return cross-entropy as it is usually written."""
     return F.cross_entropy(F.linear(x, w), t)
 
 
 def focal(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Focal loss with gamma 2 (Lin et al. 2017)."""
+    """Return the focal loss with gamma 2 (Lin et al. 2017)."""
     p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None])
     return -((1 - p.exp()) ** 2 * p).mean()
 
 
 def softmax_sum(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """A product, a softmax and a sum."""
+    """Return a sum of a softmax of a product."""
     return torch.softmax(F.linear(x, w), -1).square().sum()
 
 
 def linear_softmax(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """A product, a softmax, and a sum with different weights."""
+    """Return a sum of a softmax of a product with different weights."""
     return (torch.softmax(F.linear(x, w), -1) * torch.linspace(0, 1, len(w))).sum()
 
 
 def biased(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Cross-entropy of a layer with a bias, here a column of the weight."""
+    """Return cross-entropy of a layer with a bias, which is a column of the weight here."""
     return F.cross_entropy(F.linear(x, w, w[:, 0]), t)
 
 
 def dpo(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """DPO without a reference (Rafailov et al. 2023): the first half of the tokens is chosen."""
+    """Return DPO without a reference (Rafailov et al. 2023).
+
+    The first half of the tokens is chosen.
+    """
     p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None]).view(4, -1).sum(1)
     return -F.logsigmoid(0.1 * (p[:2] - p[2:])).mean()
 
 
 def jsd(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Jensen-Shannon divergence from a teacher, here of the hidden states in another order."""
+    """Return the Jensen-Shannon divergence from a teacher: the hidden states in another order."""
     q = torch.log_softmax(F.linear(x, w).float(), -1)
     p = torch.log_softmax(F.linear(x.detach().flip(0), w.detach()).float(), -1)
     m = torch.logaddexp(p, q) - math.log(2)
@@ -86,7 +89,7 @@ MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
 
 
 def compilers(num_chunks: list[int], theirs: list[int]) -> dict[str, Callable[..., Any]]:
-    """Name -> what compiles so: ours in `num_chunks` chunks, Inductor's own in `theirs`."""
+    """Return compilers by name: ours in `num_chunks` chunks, Inductor's own in `theirs`."""
     found: dict[str, Callable[..., Any]] = {
         "torch.compile": lambda f: torch.compile(f, dynamic=False)
     }
@@ -118,7 +121,7 @@ def without_rows(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
-    """Logits, gradient of the input and of the weight, chunk by chunk, summed in float32."""
+    """Form the logits and both gradients chunk by chunk, summed in float32."""
     grad_x, total = torch.empty_like(x), None
     for part, out in zip(x.chunk(count), grad_x.chunk(count), strict=True):
         z = part @ w.t()
@@ -135,7 +138,7 @@ def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
 def rows_of(
     label: str, cases: dict[str, Case], base: str, arguments: Any, clear: Any
 ) -> Iterator[dict[str, Any]]:
-    """One row per case."""
+    """Yield one row per case."""
     times = ratios(interleave(cases, arguments.repeats, arguments.device, label), base)
     for name, run in cases.items():
         clear()
@@ -146,7 +149,7 @@ def rows_of(
 
 
 def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dict[str, Any]]:
-    """All rows of one shape, dtype and loss."""
+    """Yield all rows of one shape, dtype and loss."""
     tokens, hidden, vocab = ALL_SHAPES[shape]
     kind, device = getattr(torch, dtype), arguments.device
     x = torch.randn(tokens, hidden, device=device).to(kind).requires_grad_()
@@ -195,7 +198,7 @@ class GPT2(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Loss of predicting every token from those before it."""
+        """Return the loss of predicting every token from those before it."""
         length = tokens.shape[1] - 1
         h = self.tokens(tokens[:, :-1]) + self.places(torch.arange(length, device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
@@ -205,7 +208,7 @@ class GPT2(nn.Module):
 
 
 def model_rows(arguments: Any) -> Iterator[dict[str, Any]]:
-    """Steps of GPT-2 small at several numbers of chunks."""
+    """Yield rows of steps of GPT-2 small at several numbers of chunks."""
     model = GPT2().to(arguments.device)
     tokens = torch.randint(50257, (arguments.batch, 257), device=arguments.device)
 
@@ -229,7 +232,7 @@ def model_rows(arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def memory_rows(arguments: Any) -> Iterator[dict[str, Any]]:
-    """Peaks at 16 chunks, gradients included, over what one chunk and the gradients take."""
+    """Yield peaks at 16 chunks, with gradients, over the bytes of one chunk and the gradients."""
     for name, (tokens, hidden, vocab, dtype, loss) in MEMORY_CASES.items():
         torch._dynamo.reset()
         x = torch.randn(tokens, hidden, device=arguments.device).to(dtype).requires_grad_()
@@ -250,7 +253,7 @@ def memory_rows(arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def compile_rows(arguments: Any) -> Iterator[dict[str, Any]]:
-    """The first step of a model that Inductor's caches have seen before."""
+    """Yield rows of the first step of a model that is in Inductor's caches."""
     model, tokens = GPT2(layers=4).to(arguments.device), torch.randint(50257, (2, 65))
     tokens = tokens.to(arguments.device)
 
@@ -270,7 +273,7 @@ def compile_rows(arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def all_rows(arguments: Any) -> Iterator[dict[str, Any]]:
-    """Losses at every shape, or steps of a model."""
+    """Yield rows of losses at every shape, or of steps of a model."""
     if arguments.model:
         expect(1)
         yield from model_rows(arguments)

@@ -1,8 +1,8 @@
 """The demo's training: the same GPT in plain PyTorch and with storage_ops, from the same seed.
 
-Losses are those of the same batches; memory is that of one step, above parameters and optimizer
-state, and "timeline" is its curve: seconds and MiB after every change. Times are of whole steps.
-`make results` draws "losses" and "timeline" as docs/demo.png.
+Losses are those of the same batches. Memory is that of one step, above parameters and optimizer
+state. "timeline" is its curve: seconds and MiB after every change. Times are of whole steps. `make
+results` draws "losses" and "timeline" as docs/demo.png.
 """
 
 from __future__ import annotations

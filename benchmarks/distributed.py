@@ -3,9 +3,9 @@
 Peers are torch's loss_parallel and the formula of Megatron-LM's vocab-parallel cross-entropy on
 torch's ops, both with the rank's part of the logits whole in memory. "sharded" cases begin with a
 part of the tokens on every rank, gather them, and leave each rank the gradient of its part. Bytes
-are those that ring algorithms send from each rank: of n bytes 2 n (R - 1) / R for an all-reduce,
-n (R - 1) / R for an all-gather, a reduce or a reduce-scatter of n in all. Times are process CPU
-times over "products", those of the logits and of both gradients.
+are those that ring algorithms send from each rank. For n bytes in all, an all-reduce sends 2 n (R -
+1) / R. An all-gather, a reduce or a reduce-scatter sends n (R - 1) / R. Times are process CPU times
+over "products", those of the logits and of both gradients.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class _Copied(torch.autograd.Function):
 
 
 def megatron(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    """The loss by Megatron-LM's formula."""
+    """Return the loss by Megatron-LM's formula."""
     logits = F.linear(_Copied.apply(x), w)  # type: ignore[no-untyped-call]
     losses: Tensor = _Megatron.apply(logits, target, dist.get_rank() * len(w))  # type: ignore[no-untyped-call]
     return losses.mean()
 
 
 def parallel_loss(sharded: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's loss_parallel on a head that is split by columns."""
+    """Return torch's loss_parallel on a head that is split by columns."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
@@ -104,13 +104,13 @@ def parallel_loss(sharded: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def ours(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """This package's."""
+    """Return the loss of this package."""
     group = dist.group.WORLD
     return lambda x, w, t: storage_ops.linear_cross_entropy(x, w, t, process_group=group, **options)
 
 
 def steps(x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward and backward of every case."""
+    """Return forward and backward of every case."""
     ranks = dist.get_world_size()
     part = x.detach().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
     narrow = {"accumulate_dtype": x.dtype} if x.dtype == torch.bfloat16 else {}
@@ -143,7 +143,7 @@ def steps(x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object
 
 
 def sent(run: Callable[[], object]) -> float:
-    """Bytes that this rank sends during a run."""
+    """Return the bytes that this rank sends during a run."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         run()
@@ -193,7 +193,7 @@ def _rank(rank: int, ranks: int, port: int, dtype: str, arguments: Any, out: str
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Numbers of ranks and dtypes."""
+    """Yield rows for all numbers of ranks and dtypes."""
     cases = [(ranks, dtype) for ranks in (2, 4) for dtype in ("float32", "bfloat16")]
     cases = cases[:1] if arguments.quick else cases
     expect(len(cases))

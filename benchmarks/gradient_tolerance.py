@@ -1,11 +1,17 @@
-"""What it gains and costs to leave classes out of the gradient of linear cross-entropy.
+"""Gains and costs of leaving classes out of the gradient of linear cross-entropy.
 
-`logits`: on the logits of a real language model, a file of `--real-logits`, the errors of both
-gradients, the share of the classes that is multiplied, and times against the exact loss.
-`training`: a model from one seed with several tolerances, on the text of the standard library.
+`logits` uses the logits of a real language model, a file of `--real-logits`. It measures the errors
+of both gradients, the share of the classes that is multiplied, and times against the exact loss.
+`training` trains a model from one seed with several tolerances, on the text of the standard
+library.
 
-Beside them is a threshold for single elements: every probability under 2^-12 is left out, as
-cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
+`sampling` is an experiment on the logits of one chunk, in plain torch. It replaces classes that are
+left out by the product of their margins, as the loss does, or by a sample of them. Classes are
+drawn with a probability in proportion to their mass and divided by it, so the expected gradient is
+exact.
+
+The first two also have a threshold for single elements: every probability under 2^-12 is left out,
+as cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
 """
 
 from __future__ import annotations
@@ -32,11 +38,13 @@ from benchmarks.train_gpt import tokens_of
 from storage_ops.loss.engine import run
 from storage_ops.loss.engine.selection import Selection, select
 
+SAMPLES = (256, 1024, 4096)
+DRAWS = 8
 TOLERANCES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 THRESHOLD = 2.0**-12
 DTYPES = ["bfloat16", "float32"]
 EXACT, FILTERED = "storage_ops", "elements above 2^-12"
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 class _Filtered(torch.autograd.Function):
@@ -101,10 +109,13 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
     )  # fmt: skip
     x, target = x[: arguments.tokens], target[: arguments.tokens]
     x.requires_grad_(), w.requires_grad_()
-    shape = f"{len(x)} x {x.shape[1]} x {len(w)} {dtype}"
+    shape, budget = f"{len(x)} x {x.shape[1]} x {len(w)} {dtype}", arguments.memory_budget
+    shape += f", {budget}" if budget else ""
+    within = {"memory_budget": budget} if budget else {}
 
     def gradients(case: str) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(_loss_of(case)(x, w, target), (x, w))
+        options = {} if case == FILTERED else within
+        return torch.autograd.grad(_loss_of(case)(x, w, target, **options), (x, w))
 
     exact, rows = gradients(EXACT), {}
     for case in _cases():
@@ -131,12 +142,76 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
         yield {"shape": shape, "case": case, **row, **at}
 
 
+def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each replacement of what one chunk of tokens leaves out."""
+    x, w, target = real_logits(
+        arguments.real_logits, arguments.hidden, "cpu", torch.float32, arguments.quick
+    )
+    x, target = x[: arguments.tokens], target[: arguments.tokens]
+    logs = (x @ w.t()).log_softmax(1)
+
+    def masses(out: Tensor, buckets: Tensor | None) -> None:
+        none = x.new_zeros(len(x))
+        torch.ops.storage_ops._tile_sums(out, logs, none, None, None, buckets, 0.0, 1.0)
+
+    probabilities = logs.exp()
+    hit = F.one_hot(target, len(w))
+    exact = [(probabilities - hit) @ w, (probabilities - hit).t() @ x]
+    del hit
+    for number, tolerance in enumerate((3e-3, 3e-2)):
+        tick(f"tolerance {tolerance}", number / 2)
+        chosen = select(masses, target, logs.shape, x, tolerance, None, None)
+        if chosen is None:
+            continue
+        left = probabilities.masked_fill(chosen.buckets < chosen.needs.unsqueeze(1), 0)
+        by_margins = torch.zeros_like(left)
+        of_class = chosen.buckets.clamp(max=len(chosen.counts))
+        for bucket in range(1, len(chosen.counts) + 1):  # the first one is left out by no token
+            part = left[:, of_class == bucket]
+            by_margins[:, of_class == bucket] = part.sum(1, keepdim=True) * part.sum(0) / part.sum()
+        for by, missing in (("", left), ("margins", left - by_margins)):
+            products = missing @ w, missing.t() @ x
+            yield _replaced(f"{tolerance:g}", by or "nothing", [products], exact)
+            for count in SAMPLES:
+                draws = [_drawn(missing, x, w, products, count) for _ in range(DRAWS)]
+                case = f"{by}, {count} classes" if by else f"{count} classes"
+                yield _replaced(f"{tolerance:g}", case, draws, exact)
+
+
+def _drawn(
+    left: Tensor, x: Tensor, w: Tensor, products: tuple[Tensor, Tensor], count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the errors of both products of `left`, of which some classes are drawn."""
+    mass = left.abs().sum(0)
+    classes = torch.multinomial(mass, count, replacement=True)
+    part = left[:, classes] * (mass.sum() / (count * mass[classes]))
+    of_weight = products[1].index_add(0, classes, part.t() @ x, alpha=-1)
+    return products[0] - part @ w[classes], of_weight
+
+
+def _replaced(
+    tolerance: str, case: str, draws: list[tuple[Tensor, Tensor]], exact: list[Tensor]
+) -> dict[str, Any]:
+    """Return a row: errors of one draw, and of the mean of all draws, over the exact gradients."""
+    one, mean = draws[0], [sum(of) / len(draws) for of in zip(*draws, strict=True)]
+    single = [float(e.norm() / t.norm()) for e, t in zip(one, exact, strict=True)]
+    several = [
+        float(torch.as_tensor(e).norm() / t.norm()) for e, t in zip(mean, exact, strict=True)
+    ]
+    return {
+        "shape": f"tolerance {tolerance}", "case": case,
+        "error of dX": single[0], "error of dW": single[1],
+        f"error of dX, mean of {DRAWS}": several[0], f"error of dW, mean of {DRAWS}": several[1],
+    }  # fmt: skip
+
+
 def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each case: losses and gradient norms as training goes on."""
     config = replace(SIZES["gpt2-tiny"], batch=8)
     steps = 6 if arguments.quick else arguments.steps
     data = tokens_of(arguments.text, config.vocab)
     every = max(steps // 6, 1)
+    expect(len(_cases()))
     for number, case in enumerate(_cases()):
         job = Job("linear_cross_entropy", Settings(config, steps), data, torch.device("cpu"))
         job.model.linear_loss = _loss_of(case)
@@ -159,22 +234,29 @@ def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def _all_dtypes(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    expect(len(arguments.dtypes))
+    return itertools.chain(*(logits(arguments, dtype) for dtype in arguments.dtypes))
+
+
+_COMMANDS = {"logits": _all_dtypes, "training": training, "sampling": sampling}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one of the two, and keep its rows."""
+    """Run `logits`, `training` or `sampling`, and keep its rows."""
     options = parser(__doc__)
-    options.add_argument("what", choices=["logits", "training"])
-    options.add_argument("--real-logits", type=Path, help="an .npz file, for `logits`")
+    options.add_argument("what", choices=list(_COMMANDS))
+    options.add_argument("--real-logits", type=Path, help="an .npz file, not for `training`")
     options.add_argument("--hidden", type=int, default=1536)
     options.add_argument("--tokens", type=int, default=4096)
     options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    options.add_argument("--memory-budget", help="for `logits`, of all cases; default: their own")
     options.add_argument("--text", type=Path, help="for `training`; default: the standard library")
     options.add_argument("--steps", type=int, default=300)
     arguments = options.parse_args(argv)
-    if arguments.what == "logits" and arguments.real_logits is None:
-        options.error("logits needs --real-logits FILE")
-    expect(len(arguments.dtypes) if arguments.what == "logits" else len(_cases()))
-    each = (logits(arguments, dtype) for dtype in arguments.dtypes)
-    rows = itertools.chain(*each) if arguments.what == "logits" else training(arguments)
+    if arguments.what != "training" and arguments.real_logits is None:
+        options.error(f"{arguments.what} needs --real-logits FILE")
+    rows = _COMMANDS[arguments.what](arguments)
     finish(f"gradient_tolerance_{arguments.what}", rows, arguments)
 
 

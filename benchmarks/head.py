@@ -1,14 +1,16 @@
 """Heads of reinforcement learning and distillation: time over their products or peers, and memory.
 
-The divergence of two heads is held to its floor, the products of both at the same shapes: the
-student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
-torch" is the same four by torch, unchunked; "kd" is the forward divergence and the nll of targets,
-and Liger's loss has that of targets too. Log-probabilities of selected classes, and of the most
-probable ones, are held to the nll of every token by the same plan. DPO of chosen, rejected and
-reference, all in one call, is held to the formula in plain torch, compiled; it and the divergence
-also to Liger's chunked losses, where these are installed. All run interleaved in one process; times
-are process CPU times, on a GPU those between events; peaks are those of allocations above inputs,
-gradients included.
+The divergence of two heads is compared with its floor, the products of both at the same shapes.
+These are the student's three and the teacher's one, by the same code, in the same chunks of tokens.
+"floor by torch" is the same four by torch, unchunked. "kd" is the forward divergence and the nll of
+targets. Liger's loss has the nll of targets, too.
+
+Log-probabilities of selected classes, and of the most probable ones, are compared with the nll of
+every token by the same plan. DPO of chosen, rejected and reference, all in one call, is compared
+with the formula in plain torch, compiled. DPO and the divergence are also compared with Liger's
+chunked losses, if these are installed. All run interleaved in one process. Times are process CPU
+times, on a GPU those between events. Peaks are those of allocations above inputs, gradients
+included.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
 
 
 def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
-    """Forward and backward of a loss."""
+    """Return a function that runs forward and backward of a loss."""
     return lambda: torch.autograd.grad(loss(), leaves)
 
 
 def products(call: DivergenceCall) -> Case:
-    """The products that a call does, in its chunks of tokens, and nothing else."""
+    """Return the products of a call, in its chunks of tokens, and nothing else."""
     planned = run_of(call)
     rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
     x, w, t, head = call.input, call.weight, hidden, call.teacher_weight
@@ -84,7 +86,7 @@ def products(call: DivergenceCall) -> Case:
 def divergence_rows(
     shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
 ) -> Any:
-    """The divergence of two heads over the sum of both heads' products."""
+    """Yield rows of the divergence of two heads over the sum of both heads' products."""
     x, w, t, head, target = inputs(shape, dtype, arguments.device)
     leaves, g = [x, w], torch.randn(len(x), len(w), device=x.device).to(dtype)
     cases: dict[str, Case] = {
@@ -117,7 +119,7 @@ def divergence_rows(
 def selected_rows(
     shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """Log-probabilities of given classes, and of the most probable, over the nll of every token."""
+    """Yield rows of log-probabilities of given and of most probable classes, over the nll."""
     x, w, _, _, target = inputs(shape, dtype, arguments.device)
     ids = torch.randint(len(w), (len(x), 16), device=x.device)
     plan = storage_ops.plan(len(x), x.shape[1], len(w), dtype, reduction="none",
@@ -147,7 +149,7 @@ def selected_rows(
 
 
 def ligers(name: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    """A chunked loss of Liger, compiled and not, where it is installed."""
+    """Yield a chunked loss of Liger, compiled and not, if Liger is installed."""
     try:
         from liger_kernel import chunked_loss
     except Exception as error:
@@ -161,7 +163,7 @@ def ligers(name: str, **options: Any) -> Iterator[tuple[str, Any]]:
 def dpo_rows(
     shape: str, label: str, arguments: argparse.Namespace, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """DPO with a reference over the plain formula, compiled."""
+    """Yield rows of DPO with a reference over the plain formula, compiled."""
     x, w, t, head, target = inputs(shape, dtype, arguments.device)
     length = len(x) // 4
     target = target.view(4, length)
@@ -205,7 +207,7 @@ def dpo_rows(
 def rows_of(
     label: str, cases: dict[str, Case], seconds: Any, base: str, name: str, device: str
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case: its time over that of `base`, in the column `name`, and its peak."""
+    """Yield a row for each case: time over that of `base`, in the column `name`, and peak."""
     over = ratios(seconds, base)
     for case, run in cases.items():
         median, low, high = (round(value, 3) for value in over[case])
@@ -218,7 +220,7 @@ def rows_of(
 def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     """Return hidden states and heads of student and teacher, and targets.
 
-    They are random, or those of a language model and, for the teacher, nearly the same.
+    They are random, or those of a language model. The teacher's are then nearly the same.
     """
     if shape in REAL_FILES:
         x, w, target = real_logits(REAL_FILES[shape], 0, device, dtype, device == "cpu")
@@ -238,7 +240,7 @@ PARTS = {"divergence": divergence_rows, "selected": selected_rows, "dpo": dpo_ro
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Shape by shape."""
+    """Yield the rows of all shapes."""
     expect(len(arguments.parts) * len(arguments.dtypes) * len(arguments.shapes))
     for name in arguments.dtypes:
         for shape in arguments.shapes:

@@ -1,10 +1,10 @@
 """Linear cross-entropy, forward and backward: time over its matrix products, and peak memory.
 
 The floor is the three products of the unchunked loss at the same shape and dtype. "own products"
-are those of the plan that ours follows, without its row kernel. All run interleaved in one process;
-times are process CPU times, on a GPU those between events; peaks are those of allocations above
-inputs, gradients included; "loss" is the mean that each computes. Shapes S1 to S3 are for a CPU, R1
-to R9 for a GPU.
+are those of the plan that our loss follows, without its row kernel. All run interleaved in one
+process. Times are process CPU times, on a GPU those between events. Peaks are those of allocations
+above inputs, gradients included. "loss" is the mean that each computes. Shapes S1 to S3 are for a
+CPU, R1 to R9 for a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ VARIANTS = ("mean", "none", "half ignored")
 
 @contextlib.contextmanager
 def products_only() -> Iterator[None]:
-    """Ours without its row kernel: the plan's matrix products alone."""
+    """Run our loss without its row kernel in a with block: the plan's matrix products alone."""
     kernel = CrossEntropyRows._row_kernel
     CrossEntropyRows._row_kernel = lambda *args: None  # type: ignore[method-assign]
     try:
@@ -93,18 +93,18 @@ class Bench:
 
     @property
     def valid(self) -> int | None:
-        """How many tokens count, where some do not."""
+        """Return how many tokens count, or None if all do."""
         valid = int((self.target >= 0).sum())
         return valid if valid < len(self.target) else None
 
     def ours(self, **options: Any) -> Loss:
-        """The loss of this package."""
+        """Return the loss of this package."""
         given = {"softcap": self.task.softcap, "reduction": self.task.reduction, **options}
         given["max_valid"] = self.valid
         return lambda x, w, t: storage_ops.linear_cross_entropy(x, w, t, **given)
 
     def step(self, loss: Loss) -> Case:
-        """Forward and backward from gradients of None."""
+        """Return a function that runs forward and backward from gradients of None."""
 
         def run() -> object:
             self.x.grad = self.w.grad = None
@@ -117,7 +117,7 @@ class Bench:
         return run
 
     def problem(self, options: dict[str, Any]) -> Problem:
-        """What the planner sees."""
+        """Return the planner's problem."""
         needs = (self.x.requires_grad, self.w.requires_grad, False)
         call = Call(
             self.x, self.w, self.target, reduction=self.task.reduction,
@@ -128,7 +128,7 @@ class Bench:
         return problem_of(call, tokens, len(self.w))
 
     def add_ours(self, name: str, **options: Any) -> None:
-        """Ours, and its products alone."""
+        """Add our loss, and its products alone."""
         run = self.step(self.ours(**options))
 
         def bare() -> object:
@@ -144,7 +144,7 @@ class Bench:
 
 
 def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
-    """Ours at shares of one logits buffer; with `all_plans`, by every plan that fits."""
+    """Add our loss at shares of one logits buffer; with `all_plans`, by every plan that fits."""
     logits = len(bench.x) * len(bench.w) * bench.x.element_size()
     settings: list[tuple[str, dict[str, Any]]] = [("", {})]
     if bench.x.element_size() < 4:
@@ -172,7 +172,7 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
 
 
 def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
-    """Name -> (ours, the products it cannot do without)."""
+    """Return for each case our loss and the products that it needs, by name."""
     x, w = bench.x.detach(), bench.w.detach()
     g = torch.randn(len(x), len(w), device=x.device, dtype=x.dtype)
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -192,7 +192,7 @@ def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
 
 
 def row(shape: str, case: str, times: tuple[float, float, float], **more: Any) -> dict[str, Any]:
-    """One line of the result."""
+    """Return one row of the result."""
     median, least, most = times
     return {"shape": shape, "case": case, "time / floor": round(median, 3),
             "least - most": f"{least:.2f} - {most:.2f}", "ms": "", "time / own products": "",
@@ -200,7 +200,7 @@ def row(shape: str, case: str, times: tuple[float, float, float], **more: Any) -
 
 
 def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All rows of one shape, dtype and variant."""
+    """Yield all rows of one shape, dtype and variant."""
     task, device = bench.task, arguments.device
     x, w = bench.x.detach(), bench.w.detach()
     g = torch.randn(len(x), len(w), device=device, dtype=x.dtype)
@@ -258,7 +258,7 @@ def make(shape: str, dtype: torch.dtype, variant: str, arguments: argparse.Names
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Shape by shape."""
+    """Yield the rows of all shapes."""
     plans = [(shape, dtype, variant) for dtype in arguments.dtypes for shape in arguments.shapes
              for variant in arguments.variants]  # fmt: skip
     expect(len(plans) * (1 if arguments.all_plans else 4))

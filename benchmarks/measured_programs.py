@@ -1,8 +1,9 @@
 """Estimates and plans of training programs of the field, against what a CPU allocates.
 
-`python -m benchmarks.measured_programs` writes docs/measured-programs.md: for each program of
-`_programs.py` the estimated and the measured peak of a step with AdamW, and the peak and the
-gradients of a step with a plan for `SHARE` of the estimate. `--only NAME` runs one and prints it.
+`python -m benchmarks.measured_programs` writes docs/measured-programs.md. For each program of
+`_programs.py` the page has the estimated and the measured peak of a step with AdamW. It also has
+the peak and the gradients of a step with a plan for `SHARE` of the estimate. `--only NAME` runs one
+program and prints it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def backward(model: nn.Module, batch: dict[str, Tensor], program: Program) -> No
 
 
 def gradients_of(run: Callable[[], None], model: nn.Module) -> list[Tensor | None]:
-    """Return the gradients that a call leaves, and take them off the model."""
+    """Return the gradients that a call leaves, and remove them from the model."""
     run()
     result = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -65,7 +66,7 @@ def gradients_of(run: Callable[[], None], model: nn.Module) -> list[Tensor | Non
 
 
 def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> float:
-    """Return the peak of the second of two steps, in bytes with all that is there before it."""
+    """Return the peak of the second of two steps, in bytes with everything allocated before it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def step() -> None:
@@ -89,7 +90,7 @@ def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 
 
 def row_of(program: Program) -> tuple[str, ...]:
-    """Measure a program. A refused budget is replaced by the one that `fit` names."""
+    """Measure a program. If its budget is refused, use the budget that `fit` names."""
     torch.manual_seed(0)
     model, batch = program.model().train(), program.batch()
     asked: dict[str, Any] = {"loss": program.loss, "optimizer": torch.optim.AdamW, "device": "cpu"}

@@ -1,8 +1,8 @@
-"""What single ops take on a GPU beyond their results, against what is simulated.
+"""Memory of single ops on a GPU beyond their results, against the simulation.
 
-Attention by each of torch's kernels, convolutions in both layouts of memory, and ops of rows: the
-peak of a forward, and of it with its backward, above what was there before. The difference from the
-simulated one is what an op takes only while it runs and no simulation counts.
+The ops are attention by each of torch's kernels, convolutions in both memory layouts, and ops of
+rows. Each row has the peak of a forward, and of forward and backward, above the memory before. The
+difference from the simulated peak is temporary memory of the op that no simulation counts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.cha
 
 
 def attention(size: tuple[Any, ...], kernel: SDPBackend | None, device: str) -> Made:
-    """Attention by one kernel."""
+    """Return attention by one kernel, and its inputs."""
     batch, heads, of_keys, tokens, width, causal = size
     q, k, v = (
         torch.randn(batch, n, tokens, width, device=device, dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ def attention(size: tuple[Any, ...], kernel: SDPBackend | None, device: str) -> 
 def convolution(
     size: tuple[int, ...], layout: torch.memory_format, dtype: torch.dtype, device: str
 ) -> Made:
-    """A convolution of images."""
+    """Return a convolution of images, and its inputs."""
     batch, inside, outside, side, kernel, stride = size
     made = nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2 if stride == 1 else 0)
     module = made.to(device, dtype, memory_format=layout)
@@ -88,7 +88,7 @@ def convolution(
 def of_rows(
     size: tuple[int, int, int], op: Callable[[Tensor, Tensor, Tensor], Tensor], device: str
 ) -> Made:
-    """An op of tokens and a table, of which each token has a row."""
+    """Return an op of tokens and of a table with a row for each token's id, and its inputs."""
     tokens, width, rows = size
     x, table = (
         torch.randn(n, width, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -99,7 +99,7 @@ def of_rows(
 
 
 def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Made]]]:
-    """Shape, case, and what makes it."""
+    """Yield shape, case, and a function that creates the case."""
     for size in ATTENTION[quick]:
         for name, kernel in KERNELS.items():
             yield f"attention {size}", name, partial(attention, size, kernel, device)
@@ -114,7 +114,7 @@ def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Mad
 
 
 def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
-    """Peaks of a case, in MiB."""
+    """Return the peaks of a case, in MiB."""
     run, leaves = make()
     called = leaves if not isinstance(run, nn.Module) else leaves[:1]
     gradient = torch.ones_like(run(*called))
@@ -134,7 +134,7 @@ def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Case by case."""
+    """Yield the rows of all cases."""
     every = list(cases(arguments.quick, arguments.device))
     expect(len(every))
     for shape, case, make in every:

@@ -1,14 +1,17 @@
 """Memory and time of output discarding against plain autograd and torch.utils.checkpoint.
 
-Ways: plain autograd; the producer under torch.utils.checkpoint; its output discarded, and bound
-back without a copy; the same by a copy, as where no native library is; the classes of other
-packages, where they are installed and the block has the same region for them. Peaks at the
-published size are simulated by storage_ops.memory.estimate, parameters and input included, beside
-what OLMo-core publishes of its own. The other peaks and the times are measured: on a CPU at a
-reduced size, parameters and input not included. Times are ratios of medians within one process, on
-a CPU those of the CPU time of one thread, which holds on a shared machine. "host us" is what one
-region with tiny tensors adds to forward and backward. `--only host_overhead` measures that alone,
-and steps of ten blocks with each kind of checkpoint.
+Ways are plain autograd, the producer under torch.utils.checkpoint, and its output discarded. The
+output is bound back without a copy, or by a copy as without a native library. Classes of other
+packages are ways, too, if they are installed and the block has the same region for them.
+
+Peaks at the published size are simulated by storage_ops.memory.estimate, parameters and input
+included, beside the peaks that OLMo-core publishes. The other peaks and the times are measured: on
+a CPU at a reduced size, parameters and input not included. Times are ratios of medians within one
+process. On a CPU they are of the CPU time of one thread, which holds on a shared machine. "host us"
+is the time that one region with tiny tensors adds to forward and backward.
+
+`--only host_overhead` measures that time alone, and steps of ten tiny blocks with each kind of
+checkpoint.
 """
 
 from __future__ import annotations
@@ -50,26 +53,26 @@ HOST = "host_overhead"  # of `--only`: what regions cost the host
 
 
 def path_of(way: str) -> contextlib.AbstractContextManager[None]:
-    """The storage path that a way needs."""
+    """Return a context manager with the storage path that a way needs."""
     return storage_path("copy") if way == COPY else contextlib.nullcontext()
 
 
 def run_of(way: str) -> Callable[[Block, Tensor], Tensor]:
-    """How a way runs a block."""
+    """Return the function that runs a block in a way."""
     return WAYS[DISCARD if way == COPY else way]
 
 
 def build(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str
 ) -> tuple[nn.ModuleList, Tensor]:
-    """A stack and its input."""
+    """Return a stack and its input."""
     blocks = stack(name, layers, size["d_model"], size["d_ff"], dtype, device)
     shape = (size["batch"], size["tokens"], size["d_model"])
     return blocks, torch.randn(shape, dtype=dtype, device=device).requires_grad_()
 
 
 def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
-    """Peak MiB of every way at the published size, on a GPU that need not be there."""
+    """Return the peak MiB of every way at the published size on a GPU, without one."""
     peaks = {}
     for way in (*WAYS, COPY):
         with path_of(way):
@@ -80,7 +83,7 @@ def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def clean_step(blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]) -> None:
-    """A step without gradients from the one before."""
+    """Run a step without gradients from the step before."""
     x.grad = None
     blocks.zero_grad()
     step(blocks, x, run)
@@ -93,7 +96,7 @@ def _by_peer(make: Make, block: Block, x: Tensor) -> Tensor:
 def _is_right(
     name: str, blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]
 ) -> bool:
-    """Whether a way gives plain autograd's gradient; on a copy, for it may free its input."""
+    """Return True if a way gives plain autograd's gradient. It runs on a copy that it may free."""
     found = []
     for each in (run_of(PLAIN), run):
         copy = x.detach().clone().requires_grad_()
@@ -113,7 +116,7 @@ def measured(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int,
     makes: dict[str, Make],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Peak MiB above parameters and input, and times, of every way; run interleaved."""
+    """Return peak MiB above parameters and input, and times, of every way, run interleaved."""
     blocks, x = build(name, layers, size, dtype, device)
     label = f"{name} x{layers}"
     cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
@@ -149,7 +152,7 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def region_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Microseconds that one region with tiny tensors adds to forward and backward."""
+    """Return the microseconds that one region with tiny tensors adds to forward and backward."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def producer(x: Tensor) -> Tensor:
@@ -201,7 +204,7 @@ def host_overhead(device: str) -> Iterator[dict[str, Any]]:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Block by block, then the cost of regions with tiny tensors."""
+    """Yield the rows of all blocks, then the cost of regions with tiny tensors."""
     device, repeats = arguments.device, arguments.repeats
     size = PUBLISHED_SIZE if device == "cuda" else CPU_SIZE
     dtype = getattr(torch, arguments.dtype)

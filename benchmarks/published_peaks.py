@@ -1,15 +1,18 @@
-"""Estimated peaks against those that others measured on GPUs and published, with their sources.
+"""Estimated peaks against measured peaks that others published for GPUs, with their sources.
 
-Each case is rebuilt from what its source says of shapes, dtypes and of what runs; the estimate is
-not adjusted to any of them. Most are of Liger-Kernel, whose repository has the peaks of plain torch
-and of transformers beside those of its own kernels, on NVIDIA A100, H100, B200 and RTX 4090, with
-the scripts that made them: a forward and backward several times over, all on the device counted.
-Further, the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary Language
-Models" (24 and 28 GB, which by its script are thousands of MiB), and torchtitan's Llama 3.1 (8B) on
-8 and 128 H100 under FSDP2, of which it publishes what the allocator reserved. And whole steps of
-SantaCoder with transformers' Trainer, of fms-acceleration (foundation-model-stack). What `estimate`
-does not count, for it is not told which GPU, is counted here as `simulate_step` does: the
-workspaces of cuBLAS in each thread that multiplies, mostly two.
+Each case is rebuilt from its source's shapes, dtypes and code. The estimate is not adjusted to any
+of them. Most cases are from Liger-Kernel. Its repository has the peaks of plain torch and of
+transformers beside those of its own kernels, with the scripts that measured them. GPUs are NVIDIA
+A100, H100, B200 and RTX 4090. The scripts run forward and backward several times, and count all
+memory on the device.
+
+Another case is the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary
+Language Models". Its 24 and 28 GB are thousands of MiB in its script. torchtitan publishes the
+memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FSDP2. Whole steps of
+SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack).
+
+`estimate` does not know the GPU, so it does not count the workspaces of cuBLAS in each thread that
+multiplies, mostly two. They are counted here, as in `simulate_step`.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ RESERVED = "published is what the allocator reserved, not what was allocated"
 
 
 def there_and_back(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
-    """A forward and a backward from a random gradient."""
+    """Return a step with a forward and a backward from a random gradient."""
 
     def step() -> None:
         y = layer(x)
@@ -58,7 +61,7 @@ def there_and_back(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
 
 
 class MLP(nn.Module):
-    """A gated one, as Llama's."""
+    """A gated MLP, as Llama's."""
 
     def __init__(self, width: int, within: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -66,13 +69,13 @@ class MLP(nn.Module):
         self.down, self.activation = nn.Linear(within, width, bias=False, dtype=BF16), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map a batch of sequences to the same shape."""
         result: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return result
 
 
 def mlp(batch: int, width: int, within: int, activation: Any, tokens: int) -> Step:
-    """A gated MLP on so many tokens of each sequence."""
+    """Return a step of a gated MLP on this many tokens of each sequence."""
     x = torch.randn(batch, tokens, width, dtype=BF16, requires_grad=True)
     return there_and_back(MLP(width, within, activation), x)
 
@@ -85,32 +88,32 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows in bfloat16."""
+        """Normalise rows in bfloat16."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
 
 
 def rms_norm(width: int) -> Step:
-    """2048 rows, with a gradient that is there before."""
+    """Return a step of 2048 rows, with a gradient that exists before."""
     layer, x = Norm(width), torch.randn(2048, width, dtype=BF16, requires_grad=True)
     gradient = torch.randn_like(x)
     return lambda: layer(x).backward(gradient, retain_graph=True)
 
 
 def layer_norm(width: int) -> Step:
-    """4096 rows in float32."""
+    """Return a step of 4096 rows in float32."""
     return there_and_back(nn.LayerNorm(width), torch.randn(4096, width, requires_grad=True))
 
 
 def group_norm(channels: int) -> Step:
-    """128 images of 512 places in float32, groups of 4 channels."""
+    """Return a step of 128 images of 512 places in float32, in groups of 4 channels."""
     x = torch.randn(128, channels, 512, requires_grad=True)
     return there_and_back(nn.GroupNorm(channels // 4, channels), x)
 
 
 def rope(tokens: int) -> Step:
-    """Rotary embeddings of 32 and 8 heads of 256."""
+    """Return a step of rotary embeddings of 32 and 8 heads of 256."""
 
     def heads(number: int) -> Tensor:
         x = torch.randn(1, tokens, number, 256, dtype=BF16, requires_grad=True)
@@ -134,7 +137,7 @@ def rope(tokens: int) -> Step:
 
 
 def gated_halves(width: int) -> Step:
-    """Megatron's activation of the halves of 8192 rows, unfused."""
+    """Return a step of Megatron's activation of the halves of 8192 rows, unfused."""
     x = torch.randn(2048, 4, 2 * width, dtype=BF16, requires_grad=True)
 
     def step() -> None:
@@ -147,14 +150,14 @@ def gated_halves(width: int) -> Step:
 
 
 def cross_entropy(classes: int) -> Step:
-    """Of 16384 rows of logits in float32."""
+    """Return a step with 16384 rows of logits in float32."""
     x = torch.randn(16384, classes, requires_grad=True)
     target = torch.randint(classes, (16384,))
     return lambda: F.cross_entropy(x, target).backward()
 
 
 def head(tokens: int) -> Step:
-    """A linear layer and cross-entropy; the script holds Liger's layer of the same size, too."""
+    """Return a step of a linear layer and cross-entropy, beside Liger's layer of the same size."""
     layers = [nn.Linear(4096, LLAMA_VOCAB, bias=False, dtype=BF16) for _ in range(2)]
     x = torch.randn(tokens, 4096, dtype=BF16, requires_grad=True)
     target = torch.randint(LLAMA_VOCAB, (tokens,))
@@ -162,7 +165,7 @@ def head(tokens: int) -> Step:
 
 
 def of_distributions(loss: Any, rows: int, normed: Any, theirs: Any, classes: int) -> Step:
-    """A loss of two distributions in float32, and the backward through that of the student."""
+    """Return a step of a loss of two float32 distributions, with a backward to the student's."""
     x = torch.randn(rows, classes, requires_grad=True)
     ours, other = normed(x, -1), theirs(torch.randn(rows, classes), -1)
 
@@ -174,17 +177,17 @@ def of_distributions(loss: Any, rows: int, normed: Any, theirs: Any, classes: in
 
 
 def kl(ours: Tensor, theirs: Tensor) -> Tensor:
-    """KL divergence, mean over rows."""
+    """Return the KL divergence, mean over rows."""
     return F.kl_div(ours, theirs, reduction="batchmean")
 
 
 def total_variation(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Half of the absolute difference, mean over rows."""
+    """Return half of the absolute difference, mean over rows."""
     return torch.sum(torch.abs(ours - theirs) / 2.0) / ours.size(0)
 
 
 def jensen_shannon(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Of logarithms, in float32, mean over rows."""
+    """Return the Jensen-Shannon divergence of logarithms, in float32, mean over rows."""
     ours, theirs = ours.float(), theirs.float()
     middle = torch.lerp(ours.exp(), theirs.exp(), 0.5)
     divergence = partial(F.kl_div, reduction="none", log_target=True)
@@ -194,7 +197,7 @@ def jensen_shannon(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def distillation(tokens: int) -> Step:
-    """Two linear layers and the Jensen-Shannon divergence of their outputs."""
+    """Return a step of two linear layers and the Jensen-Shannon divergence of their outputs."""
     student, teacher = (nn.Linear(4096, LLAMA_VOCAB, bias=False, dtype=BF16) for _ in range(2))
     x = torch.rand(tokens, 4096, dtype=BF16, requires_grad=True)
     other = torch.rand(tokens, 4096, dtype=BF16)
@@ -237,7 +240,7 @@ LIGER: list[Cell] = [
 
 
 def liger(cells: Sequence[Cell] = LIGER) -> Iterator[dict[str, Any]]:
-    """The cells of Liger-Kernel."""
+    """Yield the cells of Liger-Kernel."""
     for name, gpu, make, published, threads in cells:
         for size, peak in published.items():
             with torch.device("meta"):
@@ -253,7 +256,7 @@ def liger(cells: Sequence[Cell] = LIGER) -> Iterator[dict[str, Any]]:
 
 
 def cut_cross_entropy() -> Iterator[dict[str, Any]]:
-    """The baseline of the paper: 8192 tokens, 2304 wide, 256000 classes with a soft cap."""
+    """Yield the baseline of the paper: 8192 tokens, 2304 wide, 256000 classes with a soft cap."""
     with torch.device("meta"):
         x = torch.randn(8192, 2304, dtype=BF16, requires_grad=True)
         weight = torch.randn(256000, 2304, dtype=BF16, requires_grad=True)
@@ -281,7 +284,7 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(4096, 1024, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map a batch of sequences to the same shape."""
 
         def turned(t: Tensor) -> Tensor:
             pairs = torch.view_as_complex(t.float().unflatten(-1, (-1, 2)))
@@ -307,7 +310,7 @@ class Layer(nn.Module):
         self.attention, self.mlp = Attention(), MLP(4096, 14336, F.silu).float()
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map a batch of sequences to the same shape."""
         x = x + self.attention(self.norms[0](x), angles)
         result: Tensor = x + self.mlp(self.norms[1](x))
         return result
@@ -324,7 +327,7 @@ class Llama(nn.Module):
         self.register_buffer("angles", torch.empty(8192, 64, dtype=torch.complex64))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token numbers to logits."""
+        """Map token numbers to logits."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, self.angles)
@@ -333,7 +336,7 @@ class Llama(nn.Module):
 
 
 def torchtitan() -> Iterator[dict[str, Any]]:
-    """Two sequences of 8192 tokens on each rank of FSDP2, selective checkpoints, no compile."""
+    """Yield two sequences of 8192 tokens per FSDP2 rank, selective checkpoints, no compile."""
     for world, published in ((8, 82.4), (128, 67.0)):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:
@@ -345,7 +348,7 @@ def torchtitan() -> Iterator[dict[str, Any]]:
 
 
 def one_rank(world: int) -> int:
-    """The peak of a rank of so many in a step with AdamW."""
+    """Return the peak of one of `world` ranks in a step with AdamW."""
     with torch.device("meta"):
         model, ids = Llama(), torch.empty(2, 8192, dtype=torch.int64)
 
@@ -368,7 +371,7 @@ def one_rank(world: int) -> int:
 
 
 class SantaCoder(nn.Module):
-    """The model of transformers as of 4.48: outputs hold keys and values, if `use_cache` is on."""
+    """The model of transformers 4.48, whose outputs hold keys and values if `use_cache` is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +402,7 @@ class SantaCoder(nn.Module):
 
 
 def fms_acceleration() -> Iterator[dict[str, Any]]:
-    """Whole steps of full fine-tuning in bfloat16: checkpoints, AdamW, packed sequences of 2048."""
+    """Yield steps of full bfloat16 fine-tuning: checkpoints, AdamW, packed sequences of 2048."""
     for batch, published in ((4, 11267745280), (8, 15193274880)):
         with torch.device("meta"):
             model = SantaCoder().to(BF16).train()
@@ -413,7 +416,7 @@ def fms_acceleration() -> Iterator[dict[str, Any]]:
 def row(
     source: str, what: str, gpu: str, published: float, peak: int, why: str = ""
 ) -> dict[str, Any]:
-    """A published peak in MiB and an estimated one in bytes."""
+    """Return a row of a published peak in MiB and an estimated one in bytes."""
     missing = peak / MIB / published - 1
     return {
         "shape": source, "case": what, "on": gpu, "published (MiB)": round(published, 1),
@@ -423,7 +426,7 @@ def row(
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Source by source."""
+    """Yield the rows of all sources."""
     sources = [liger, cut_cross_entropy]
     if not arguments.quick:
         sources += [torchtitan, fms_acceleration]

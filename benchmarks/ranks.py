@@ -1,9 +1,10 @@
-"""What one rank of many holds and sends in a training step of a model like Llama 3 70B, estimated.
+"""Estimated memory and traffic of one rank in a training step of a model like Llama 3 70B.
 
-Nothing of that size is allocated: the model is on the meta device and the other ranks are those of
-torch's process group "fake". One sequence of 8192 tokens per rank of FSDP2; parameters gathered in
-bfloat16, gradients reduced in float32, AdamW, full checkpoints of layers. With tensor parallelism
-it is over 8 ranks inside of FSDP2. Bytes sent are those of ring algorithms.
+Nothing of that size is allocated. The model is on the meta device, and the other ranks are those of
+torch's process group "fake". Each rank of FSDP2 has one sequence of 8192 tokens. Parameters are
+gathered in bfloat16, gradients are reduced in float32, and AdamW and full checkpoints of layers are
+used. With tensor parallelism the sequence is split over 8 ranks inside FSDP2. Bytes sent are those
+of ring algorithms.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(WIDTH, KEYS, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map a batch of sequences to the same shape."""
         layers = (self.q, self.k, self.v)
         q, k, v = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in layers)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -59,7 +60,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map a batch of sequences to the same shape."""
         x = x + self.attention(self.norms[0](x))
         y = self.norms[1](x)
         result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -67,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Without rotary embeddings, which keep nothing that counts; returns logits."""
+    """A Llama without rotary embeddings, which keep nothing that counts. Returns logits."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Llama(nn.Module):
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Of a batch of sequences."""
+        """Map token numbers to logits."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
@@ -85,13 +86,13 @@ class Llama(nn.Module):
 
 
 def loss(logits: Tensor) -> Tensor:
-    """Cross-entropy with any targets."""
+    """Return cross-entropy with any targets."""
     flat = logits.flatten(0, 1).float()
     return F.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.int64, device=flat.device))
 
 
 def parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Heads, hidden units and the vocabulary over ranks."""
+    """Split heads, hidden units and the vocabulary over ranks."""
     column, row = ColwiseParallel(), RowwiseParallel()
     parallelize_module(
         model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": column}
@@ -102,7 +103,7 @@ def parallel(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def estimated(world: int, tensor_parallel: int, layers: int) -> StepEstimate:
-    """The step of one of so many ranks."""
+    """Return the estimated step of one of `world` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         with torch.device("meta"):
@@ -125,7 +126,7 @@ def estimated(world: int, tensor_parallel: int, layers: int) -> StepEstimate:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Worlds, and what lies over them."""
+    """Yield rows for all numbers of ranks and ways to split the model."""
     cases = [(world, over) for over in (1, TENSOR_PARALLEL) for world in WORLDS]
     cases = cases[-1:] if arguments.quick else cases
     expect(len(cases))

@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def kernel(logits: torch.Tensor) -> Any:
-    """A call of the kernel on these logits."""
+    """Return a call of the kernel on these logits."""
     rows, columns = logits.shape
     device = logits.device
     target = torch.randint(columns, (rows,), device=device)
@@ -42,7 +42,7 @@ def kernel(logits: torch.Tensor) -> Any:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Shape by shape, each in float32 and bfloat16."""
+    """Yield the rows of all shapes, each in float32 and bfloat16."""
     device = arguments.device
     shapes = SHAPES[device]
     chosen = list(shapes)[:1] if arguments.quick else list(shapes)

@@ -1,10 +1,11 @@
-"""A stack of transformer layers under every way of checkpointing it: time, and peak memory.
+"""A stack of transformer layers under every way to checkpoint it: time, and peak memory.
 
-Ways: none; torch.utils.checkpoint of every layer; its selective checkpointing (SAC) with the matrix
-products saved, as torchtitan has it; ours with the same rules, and by discarding the output of the
-MLP's activation; the classes of OLMo-core and Megatron-LM on that same activation, where they are
-installed. Eager, under torch.compile, and as a traced step, each over the eager run without
-checkpoints in the same process; peaks are above parameters and input, gradients included.
+Ways are no checkpoint, torch.utils.checkpoint of every layer, and its selective checkpointing (SAC)
+with the matrix products saved, as in torchtitan. Ours are the same rules, and discarding the output
+of the MLP's activation. The classes of OLMo-core and Megatron-LM discard that same activation, if
+they are installed. Each runs eagerly, under torch.compile, and as a traced step. Times are over the
+eager run without checkpoints in the same process. Peaks are above parameters and input, gradients
+included.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Layer(nn.Module):
         self.discard: Discard | None = None
 
     def activation(self, x: Tensor) -> Tensor:
-        """The wide part of the MLP."""
+        """Return the wide activation of the MLP."""
         return F.gelu(self.up(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -78,14 +79,14 @@ class Stack(nn.Module):
         self.layers, self.way = nn.ModuleList(layers), way
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         for layer in self.layers:
             x = layer(x) if self.way is None else self.way(layer, x)
         return x
 
 
 def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) -> dict[str, Stack]:
-    """Name -> a stack that is checkpointed so; all have the same parameters."""
+    """Return stacks that are checkpointed in each way, by name. All have the same parameters."""
 
     def stack(way: Callable[..., Tensor] | None = None, discard: Discard | None = None) -> Stack:
         torch.manual_seed(0)
@@ -124,7 +125,7 @@ def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) ->
 
 
 def step_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Forward, loss and backward."""
+    """Run forward, loss and backward."""
     loss = model(x).float().square().mean()
     loss.backward()
     return loss.detach()
@@ -133,7 +134,7 @@ def step_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 def cases_of(
     mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype
 ) -> tuple[dict[str, Case], dict[str, Stack]]:
-    """All steps of one mode and their models; first the eager one that they are measured by."""
+    """Return all steps of one mode and their models, first the eager one to compare with."""
     x = torch.randn(sizes["batch"], sizes["tokens"], sizes["width"], device=device, dtype=dtype)
 
     def case(model: Stack, step: Callable[[Tensor], Tensor]) -> Case:
@@ -168,7 +169,7 @@ def cases_of(
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Mode by mode."""
+    """Yield the rows of all modes."""
     device = arguments.device
     sizes = {**SIZES[device], **({"layers": 2} if arguments.quick else {})}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

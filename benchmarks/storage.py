@@ -1,4 +1,4 @@
-"""What a call of the storage ops costs, by storage path and size."""
+"""The cost of a call of the storage ops, by storage path and size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIZES = {"32 B": 8, "4 MiB": 1 << 20}
 
 
 def microseconds(statement: str, **names: object) -> float:
-    """Median time of a statement."""
+    """Return the median time of a statement."""
     timer = Timer(statement, globals={"storage_ops": storage_ops, "torch": torch, **names})
     return timer.blocked_autorange(min_run_time=0.3).median * 1e6
 
 
 def all_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Path by path."""
+    """Yield the rows of all storage paths."""
     facts = storage_ops.info()
     native = facts["storage_path"]
     for path in dict.fromkeys((native, "alias", "copy")):

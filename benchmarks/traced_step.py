@@ -1,11 +1,13 @@
-"""What tracing a training step costs, and what the traced step takes against eager and make_fx.
+"""The cost of tracing a training step, and of the traced step against eager and make_fx.
 
-A GPT with dropout 0.1 whose blocks run plainly, under torch.utils.checkpoint without and with a
-policy that saves matrix products, or with the output of the up-projection discarded. Traced is the
-step of GPT-2 small at several depths, in CPU seconds, split into recording and the rewrite that
-recomputes (`remat`). Peaks, of activations and gradients, and times are measured on a CPU at a
-reduced size; a time is the median of ratios to eager's CPU time in one process. The graph that
-torch's make_fx records of the same step is run for its peak; its dropout is wrong in a recompute.
+The model is a GPT with dropout 0.1. Its blocks run plainly, under torch.utils.checkpoint without
+and with a policy that saves matrix products, or with the output of the up-projection discarded. The
+step of GPT-2 small is traced at several depths, in CPU seconds, split into recording and the
+rewrite that recomputes (`remat`).
+
+Peaks, of activations and gradients, and times are measured on a CPU at a reduced size. A time is
+the median of ratios to eager's CPU time in one process. The graph that torch's make_fx records of
+the same step is run for its peak. Its dropout is wrong in a recompute.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Layer(nn.Module):
         self.way = way
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         y: Tensor
         if self.way in ("plain", "output discarded"):
             y = self.body(x)
@@ -56,7 +58,7 @@ class Layer(nn.Module):
 
 
 def make(config: Config, way: str) -> tuple[Step, tuple[Tensor, Tensor]]:
-    """Loss and gradients of a model as a function, and a batch."""
+    """Return a function for loss and gradients of a model, and a batch."""
     model = GPT(config, save_memory=way == "output discarded")
     model.save_memory = False  # the same loss in every way
     model.blocks = nn.ModuleList(Layer(block, way) for block in model.blocks)  # type: ignore[arg-type]
@@ -71,7 +73,7 @@ def make(config: Config, way: str) -> tuple[Step, tuple[Tensor, Tensor]]:
 
 
 def cost(layers: int) -> tuple[float, float]:
-    """CPU seconds of recording GPT-2 small at a depth, and of the rewrite that recomputes."""
+    """Return the CPU seconds of recording GPT-2 small at a depth, and of the recompute rewrite."""
     small = PRESETS["gpt2-small"]
     config = Config(layers, small.width, small.heads, small.context, batch=1, vocab=50257)
     step, data = make(config, "checkpoint")
@@ -86,7 +88,7 @@ def cost(layers: int) -> tuple[float, float]:
 
 
 def peak(run: Step, data: tuple[Tensor, Tensor]) -> int:
-    """Bytes of a second call above the parameters."""
+    """Return the bytes of a second call above the parameters."""
     with torch.set_grad_enabled(not isinstance(run, torch.fx.GraphModule)):
         run(*data)
         with storage_ops.memory.measure() as measured:
@@ -95,7 +97,7 @@ def peak(run: Step, data: tuple[Tensor, Tensor]) -> int:
 
 
 def compare(way: str, repeats: int) -> dict[str, Any]:
-    """One way's peaks, and the time of a traced step over that of eager."""
+    """Return one way's peaks, and the time of a traced step over that of eager."""
     step, data = make(SMALL, way)
     traced = storage_ops.graph.trace_step(step, *data)
     eager, ours = peak(step, data), peak(traced, data)
@@ -118,7 +120,7 @@ def compare(way: str, repeats: int) -> dict[str, Any]:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every way, then the cost of tracing at every depth."""
+    """Yield the rows of every way, then the cost of tracing at every depth."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expect(len(WAYS))

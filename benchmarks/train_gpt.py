@@ -1,17 +1,17 @@
-"""Train GPT-2-like and Llama-like models, with parts of storage_ops on or off: what buys what.
+"""Trains GPT-2-like and Llama-like models with parts of storage_ops on or off.
 
-A case is a set of features joined by +, such as "compile+linear_cross_entropy"; "plain" has none
+A case is a set of features joined by +, such as "compile+linear_cross_entropy". "plain" has none
 and "all" has the three parts that work in eager mode. The cases train side by side from the same
-seed, on the same batches of real text, a step of each in turn. Reported for each: peak memory of
-forward and backward above parameters, optimizer and gradients; tokens per second; time of a step
-over plain's, by the CPU time of the process or the device time of the GPU; and how far its losses
-are from plain's, at most.
+seed, on the same batches of real text, a step of each in turn. The report has for each the peak
+memory of forward and backward above parameters, optimizer and gradients. It also has tokens per
+second, the time of a step over plain's, and the largest difference from plain's losses. Times are
+CPU times of the process or device times of the GPU.
 
     python -m benchmarks.train_gpt --size gpt2-6 --cases plain all
     python -m benchmarks.train_gpt --size llama-mini --cases all --steps 500 --folder run --resume
 
-The second is a training job: its log (JSON lines) and its checkpoint are in the folder, and after
-an interruption the same command continues exactly where the last checkpoint was.
+The second is a training job, with its log (JSON lines) and its checkpoint in the folder. After an
+interruption the same command continues exactly at the last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PEERS = ["liger", "liger+checkpoint"]
 
 
 def tokens_of(text: Path | None, vocab: int, most: int | None = None) -> Tensor:
-    """The tokens of a text, by a byte-pair encoding of at most `vocab` that is trained on it."""
+    """Return the tokens of a text, by a byte-pair encoding of at most `vocab` trained on it."""
     read = text.read_text(errors="replace") if text else corpus.standard_library_text()
     return corpus.encode(read[:most], vocab)[0]
 
 
 def rows_of(jobs: list[Job], shape: str) -> Iterator[dict[str, Any]]:
-    """What each case took and gave."""
+    """Yield the time, memory and losses of each case."""
     base, most = jobs[0], 0
     # The steps that all of them took in this process, but for the first, which warms up.
     count = min(len(job.seconds) for job in jobs)
@@ -85,9 +85,9 @@ def _rate(seconds: list[tuple[float, float]], tokens: int) -> int | None:
 
 
 def groups_of(cases: list[str]) -> list[list[str]]:
-    """Cases that train side by side: all that run eagerly, then each compiled one beside plain.
+    """Return cases that train side by side: all eager ones, then each compiled one beside plain.
 
-    So the rows of the first are there early, and no compiled model is in the way of another.
+    So the rows of the first group come early, and no compiled model disturbs another.
     """
     compiled = [case for case in cases if not features_of(case).isdisjoint(COMPILERS)]
     if PLAIN not in cases or not compiled:
@@ -102,7 +102,10 @@ def jobs_of(
     data: Tensor,
     folders: dict[str, Path | None],
 ) -> list[Job]:
-    """The jobs that can run here; the others are named. Each takes its folder out of `folders`."""
+    """Return the jobs that can run here, and name the others.
+
+    Each job uses its folder of `folders`.
+    """
     device, jobs = torch.device(arguments.device), []
     for case in cases:
         why = missing(features_of(case), device)
@@ -117,7 +120,7 @@ def jobs_of(
 
 
 def trained(arguments: argparse.Namespace, jobs: list[Job]) -> Iterator[Job]:
-    """Train all jobs a step in turn; the ones whose every step worked."""
+    """Train all jobs a step in turn. Yield those whose every step worked."""
     failed: set[str] = set()
     for step in range(arguments.steps):
         for job in jobs if step % 2 == 0 else reversed(jobs):
@@ -142,7 +145,7 @@ def trained(arguments: argparse.Namespace, jobs: list[Job]) -> Iterator[Job]:
 
 
 def all_rows(arguments: argparse.Namespace, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that are kept from before, and those of this run."""
+    """Yield rows that are kept from before, and rows of this run."""
     config = SIZES[arguments.size]
     if arguments.batch:
         config = dataclasses.replace(config, batch=arguments.batch)

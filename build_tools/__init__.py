@@ -1,1 +1,1 @@
-"""What setup.py, `make wheel` and the release workflow share; not part of the package."""
+"""Code that setup.py, `make wheel` and the release workflow share. The package lacks it."""

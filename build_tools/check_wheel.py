@@ -1,8 +1,9 @@
-"""Check wheels: `python -m build_tools.check_wheel dist/*.whl` says what is wrong.
+"""Checks wheels: `python -m build_tools.check_wheel dist/*.whl` prints their faults.
 
-Looked at are the tag, the size, the requirements, the contents, and what every library asks of the
-machine: the stable ones only functions that torch's stable ABI has in 2.10, all of them only
-versions of glibc and libstdc++ that the platform tag promises. Exits with 1 for a bad wheel.
+It checks the tag, the size, the requirements, the contents, and the imports of every library.
+Stable libraries may import only functions that torch's stable ABI has in 2.10. All libraries may
+need only versions of glibc and libstdc++ that the platform tag promises. The exit code is 1 for a
+bad wheel.
 """
 
 import json
@@ -28,7 +29,7 @@ STABLE = {"libstorage_ops_cpu": "2.10", "libstorage_ops_cu": "2.10", "libstorage
 
 
 def imports(library: Path) -> list[tuple[str, str, str]]:
-    """What a library imports: kind ("U", or "w" and "v" if optional), name, version or ''."""
+    """Return a library's imports: kind ("U", or "w" and "v" if optional), name, version or ""."""
     command = ["nm", "-D", "--undefined-only", "--with-symbol-versions", str(library)]
     listed = subprocess.check_output(command, text=True)
     found = re.findall(r"^\s+([UwvV]) ([^\s@]+)(?:@+(\S+))?", listed, re.MULTILINE)
@@ -36,7 +37,7 @@ def imports(library: Path) -> list[tuple[str, str, str]]:
 
 
 def abi_of(library: Path) -> set[str] | None:
-    """The functions of torch that a stable library may import; None for one that is not stable."""
+    """Return the functions of torch that a stable library may import, or None for another one."""
     for prefix, minor in STABLE.items():
         if re.fullmatch(rf"{prefix}\d*", library.stem):
             return set((ABI / f"{minor}.txt").read_text().split())
@@ -44,7 +45,7 @@ def abi_of(library: Path) -> set[str] | None:
 
 
 def wrong_imports(library: Path) -> Iterator[str]:
-    """Imports of a stable library that are neither of torch's stable ABI nor of the C runtime."""
+    """Yield imports of a stable library from neither torch's stable ABI nor the C runtime."""
     functions = abi_of(library)
     for kind, name, version in imports(library) if functions is not None else ():
         if TORCH_SYMBOL.fullmatch(name):
@@ -55,7 +56,7 @@ def wrong_imports(library: Path) -> Iterator[str]:
 
 
 def wrong_versions(library: Path) -> Iterator[str]:
-    """Imports of a library that are newer than the platform tag allows."""
+    """Yield imports of a library that are newer than the platform tag allows."""
     for _, name, version in imports(library):
         family, _, number = version.partition("_")
         if family in allowed() and number not in allowed()[family]:
@@ -63,14 +64,14 @@ def wrong_versions(library: Path) -> Iterator[str]:
 
 
 def cpythons(names: list[str]) -> list[str]:
-    """The CPythons that a wheel has a module for, such as "3.14t"."""
+    """Return the CPythons that a wheel has a module for, such as "3.14t"."""
     return sorted((f"3.{m[1]}" for name in names if (m := MODULE.fullmatch(name))), key=len)
 
 
 def wrong_contents(
     wheel: Path, names: list[str], metadata: str, info: dict[str, str]
 ) -> Iterator[str]:
-    """Files and requirements that a wheel lacks or has too many of."""
+    """Yield files and requirements that a wheel lacks, or must not have."""
     headers = Parser().parsestr(metadata)
     if "+" in headers["Version"]:
         yield f"the version {headers['Version']} has a local tag"
@@ -100,7 +101,7 @@ def wrong_contents(
 
 
 def check(wheel: Path) -> list[str]:
-    """All that is wrong with a wheel."""
+    """Return all faults of a wheel."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -114,7 +115,7 @@ def check(wheel: Path) -> list[str]:
 
 
 def report(wheel: Path) -> bool:
-    """Print what is wrong with a wheel; whether it is good."""
+    """Print the faults of a wheel. Return True if there are none."""
     problems = check(wheel)
     size = f"{wheel.stat().st_size / 1e6:.1f} MB"
     with zipfile.ZipFile(wheel) as archive:

@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
+"""Draws the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
 
-Memory over time is measured, and tiles are those of real schedules; nothing is drawn by hand but
-the boxes of the first. Colours and paper are those of the benchmarks' pictures.
+Memory over time is measured, and tiles are those of real schedules. Only the boxes of the first
+picture are drawn by hand. Colours and paper are those of the benchmarks' pictures.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ STYLE = {
 
 
 def storage(axes):
-    """One tensor and its view, before and after its bytes are freed, and with other bytes."""
+    """Draw a tensor and its view, before and after its bytes are freed, and with other bytes."""
     stages = [
         ("at first", "64 MiB", COLORS[0]),
         ("discard_storage(h)", "0 bytes", PAPER),
@@ -64,7 +64,7 @@ def _box(axes, x, y, width, text, color=PAPER):
 
 
 def discarding(axes):
-    """Four blocks whose wide activation is kept, checkpointed, or freed."""
+    """Draw four blocks whose wide activation is kept, checkpointed, or freed."""
     ups, downs = ([nn.Linear(*size) for _ in range(4)] for size in ((256, 2048), (2048, 256)))
     x = torch.randn(2048, 256, requires_grad=True)
 
@@ -90,7 +90,7 @@ def discarding(axes):
 
 
 def schedules(figure):
-    """The tiles of three schedules, numbered in the order in which they are formed."""
+    """Draw the tiles of three schedules, numbered in the order in which they are formed."""
     tiles_of = {TOKEN_CHUNKED: (16, 240), VOCAB_SLICED: (64, 60), RUNNING_RESCALE: (64, 60)}
     for axes, (name, (rows, columns)) in zip(figure.subplots(1, 3), tiles_of.items(), strict=True):
         grads = (True, name != RUNNING_RESCALE, False)  # that one is for a frozen weight
@@ -111,7 +111,7 @@ def schedules(figure):
 
 
 def chunks(axes):
-    """A focal loss, as it is written and in eight chunks."""
+    """Draw a focal loss, as it is written and in eight chunks."""
     head, x, t = nn.Linear(256, 8192), torch.randn(1024, 256), torch.randint(8192, (1024,))
 
     def focal(x, t):
@@ -135,7 +135,7 @@ def chunks(axes):
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all pictures."""
     from matplotlib.figure import Figure
 
     OUT.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The page of the documentation site that lists what the package raises, by message."""
+"""Writes the page of the documentation site that lists the package's errors by message."""
 
 import ast
 import re
@@ -37,13 +37,13 @@ _KINDS = {"Conflict": "declined with a reason", "Refused": "NotImplementedError"
 
 
 def on_files(files, config):
-    """Add the page; mkdocs calls this."""
+    """Add the page. mkdocs calls this."""
     files.append(File.generated(config, "errors.md", content=_page()))
     return files
 
 
 def _page():
-    """A section for each part of the package, and an anchor for each message."""
+    """Return a section for each part of the package, with an anchor for each message."""
     parts = [HEAD]
     for package, (title, about) in PARTS.items():
         found = defaultdict(set)
@@ -62,7 +62,7 @@ def _page():
 
 
 def _messages(tree):
-    """(kind of error, message) of each error that a module raises or returns to be raised."""
+    """Yield (kind of error, message) for each error that a module raises, or returns to raise."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Raise, ast.Return)):
             continue
@@ -84,7 +84,7 @@ def _messages(tree):
 
 
 def _text(node):
-    """The text that an expression becomes, with "…" for what is not known before it runs."""
+    """Return the text of an expression, with "…" for parts that are not known before it runs."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

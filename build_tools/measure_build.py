@@ -1,10 +1,10 @@
-"""Hold the build to its budget: `python -m build_tools.measure_build [--cuda]`.
+"""Checks the budget of the build: `python -m build_tools.measure_build [--cuda]`.
 
-Builds two copies of the tree: the libraries must come out equal byte for byte, in another place
-too, but for that of CUDA: nvcc names internal things by the path. A clean build on two cores must
-take under a minute (with --cuda: two architectures, five minutes) and 2 GB, and one changed file
-under ten seconds. Exits with 1 otherwise. Seconds are of the clock, for an idle machine; the
-processor seconds beside them hold on a busy one too.
+It builds two copies of the tree in two places. The libraries must be equal byte for byte, except
+that of CUDA, because nvcc names internal symbols by the path. A clean build on two cores must take
+under a minute and 2 GB, and with --cuda, for two architectures, under five minutes. A build with
+one changed file must take under ten seconds. Otherwise the exit code is 1. Seconds are of the
+clock, for an idle machine. The processor seconds beside them hold on a busy machine, too.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOST_SECONDS, MOST_SECONDS_CUDA, MOST_SECONDS_AGAIN, MOST_BYTES = 60, 300, 10, 2
 
 
 def copy(folder: Path) -> Path:
-    """A copy of the sources and of the Python package, without what was built."""
+    """Copy the sources and the Python package, without build products. Return the folder."""
     built = shutil.ignore_patterns("*.so", "__pycache__", "lib")
     for name in [*NEEDED, "storage_ops"]:
         source = ROOT / name
@@ -39,13 +39,16 @@ def copy(folder: Path) -> Path:
 
 
 def processor_seconds() -> float:
-    """What the processes that this one started have used, on all cores."""
+    """Return the seconds that child processes have used, on all cores."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def build(tree: Path, **variables: str) -> tuple[float, dict[str, str]]:
-    """Build a tree; the seconds it took, and library -> hash. Prints what the processors did."""
+    """Build a tree.
+
+    Return the seconds it took, and the hash of each library. Print processor use.
+    """
     started, out, before = time.monotonic(), tree / "out", processor_seconds()
     command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(out)]
     env = {**os.environ, "MAX_JOBS": "2", **variables}
@@ -57,7 +60,7 @@ def build(tree: Path, **variables: str) -> tuple[float, dict[str, str]]:
 
 
 def main() -> bool:
-    """Measure and print; whether everything was within the budget."""
+    """Measure and print. Return True if everything was within the budget."""
     parser = argparse.ArgumentParser(prog="python -m build_tools.measure_build")
     parser.add_argument("--cuda", action="store_true", help=f"also for the GPUs {ARCHS}")
     cuda = parser.parse_args().cuda

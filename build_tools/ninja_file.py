@@ -1,4 +1,4 @@
-"""The ninja file of the native libraries: every flag of every compiler is here.
+"""Writes the ninja file of the native libraries. Every flag of every compiler is here.
 
 Paths in it are relative to the source tree or mapped away, so that two builds in two places give
 the same bytes.
@@ -40,7 +40,7 @@ def on(variable: str) -> bool:
 
 
 def sanitizer() -> str:
-    """The value of STORAGE_OPS_SANITIZE, a key of `SANITIZERS` or nothing."""
+    """Return the value of STORAGE_OPS_SANITIZE: a key of `SANITIZERS`, or ""."""
     name = os.environ.get("STORAGE_OPS_SANITIZE", "")
     if name and name not in SANITIZERS:
         raise SystemExit(f"STORAGE_OPS_SANITIZE is {name}; expected one of {', '.join(SANITIZERS)}")
@@ -48,7 +48,7 @@ def sanitizer() -> str:
 
 
 def digest_of_sources() -> str:
-    """What the libraries are built from, flags included: another digest, another build."""
+    """Return a digest of the libraries' sources and flags. Another digest needs another build."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted([*(ROOT / "csrc").rglob("*"), *(ROOT / "cuda").iterdir()]):
         if path.is_file():
@@ -57,7 +57,7 @@ def digest_of_sources() -> str:
 
 
 def archs(nvccs: Iterable[str]) -> str:
-    """The GPUs to compile for: by default those of ARCHS that every toolkit at hand knows."""
+    """Return the GPUs to compile for: by default those of ARCHS that every found toolkit knows."""
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return listed
     known = [gpu_archs(nvcc) for nvcc in nvccs]
@@ -112,7 +112,7 @@ def includes(ext) -> list[str]:
 
 
 def write(build, extensions, cxx: str, info: dict[str, str]) -> None:
-    """Write `build`/build.ninja; every extension becomes `build`/STEM.so."""
+    """Write `build`/build.ninja. Every extension becomes `build`/STEM.so."""
     facts = [f"'-DSTORAGE_OPS_{key.upper()}=\"{value}\"'" for key, value in info.items()]
     lines = rules(cxx, info["cuda_archs"])
     for ext in extensions:

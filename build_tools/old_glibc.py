@@ -1,10 +1,10 @@
 """Stand-ins for libc, libm, libgcc and libstdc++ that offer only what a manylinux policy allows.
 
-`python -m build_tools.old_glibc FOLDER` fills FOLDER and prints the LDFLAGS that use it, so that a
-machine newer than manylinux_2_28 makes libraries that load on one that old. A stand-in has every
-symbol of the real library in the newest version that the policy knows; what the policy's libstdc++
-or libgcc lacks comes from the static one, as in the compilers of the manylinux images. The headers
-remain those of the machine. On the images themselves none of this is needed.
+`python -m build_tools.old_glibc FOLDER` fills FOLDER and prints the LDFLAGS that use it. A machine
+newer than manylinux_2_28 then builds libraries that load on one that old. A stand-in has every
+symbol of the real library in the newest version that the policy knows. Symbols that the policy's
+libstdc++ or libgcc lack come from the static library, as in the compilers of the manylinux images.
+The headers remain those of the machine. The images themselves need none of this.
 """
 
 import functools
@@ -29,7 +29,7 @@ COMPAT = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 
 @functools.cache
 def allowed() -> dict[str, set[str]]:
-    """Family of versions, such as GLIBC -> the versions that the policy has."""
+    """Return the versions that the policy has, by family, such as GLIBC."""
     package = Path(importlib.util.find_spec("auditwheel").origin).parent
     policies = json.loads((package / "policy/manylinux-policy.json").read_text())
     (found,) = (policy for policy in policies if policy["name"] == POLICY)
@@ -41,7 +41,7 @@ def order(version: str) -> list[int]:
 
 
 def symbols(library: str) -> dict[str, tuple[str, str, int]]:
-    """Name -> (newest allowed version, type, size) of what a library defines."""
+    """Return the symbols that a library defines: name -> (newest allowed version, type, size)."""
     listed = subprocess.check_output(["readelf", "-W", "--dyn-syms", library], text=True)
     found: dict[str, tuple[str, str, int]] = {}
     for size, kind, _, name, version in SYMBOL.findall(listed):
@@ -53,7 +53,7 @@ def symbols(library: str) -> dict[str, tuple[str, str, int]]:
 
 
 def stand_in(real: str, folder: Path) -> Path:
-    """A shared library with the name, the symbols and the versions of `real`, and no code."""
+    """Return a shared library with the name, symbols and versions of `real`, and without code."""
     soname, offered = Path(real).name, symbols(real)
     lines = []
     for index, (name, (version, kind, size)) in enumerate(sorted(offered.items())):
@@ -72,7 +72,7 @@ def stand_in(real: str, folder: Path) -> Path:
 
 
 def make(folder: Path) -> str:
-    """Fill `folder`; the LDFLAGS that use it."""
+    """Fill `folder`. Return the LDFLAGS that use it."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
 

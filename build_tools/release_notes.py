@@ -1,6 +1,6 @@
-"""Print the changelog of a release: `python -m build_tools.release_notes v0.1.0`.
+"""Prints the changelog of a release: `python -m build_tools.release_notes v0.1.0`.
 
-Stops unless the tag is the version of the package and CHANGELOG.md has a section for it.
+It stops unless the tag is the version of the package and CHANGELOG.md has a section for it.
 """
 
 import re
@@ -10,7 +10,7 @@ from build_tools.toolchain import ROOT
 
 
 def notes(tag: str, project: str, changelog: str) -> str:
-    """The section of a changelog for a tag; exits with a sentence when something is amiss."""
+    """Return the section of a changelog for a tag. Exit with a message if something is wrong."""
     version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     if tag != f"v{version}":
         sys.exit(f"the tag is {tag}, pyproject.toml has version {version}: expected v{version}")

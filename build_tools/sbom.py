@@ -1,7 +1,7 @@
-"""What a wheel is made of: a CycloneDX file in its `.dist-info/sboms` (PEP 770).
+"""Writes the contents of a wheel as a CycloneDX file into its `.dist-info/sboms` (PEP 770).
 
-Listed are the package, each of its libraries by its SHA-256, and what was compiled into them:
-headers of pybind11 and torch, the CUDA runtime, which is linked statically, and CCCL.
+It lists the package, each of its libraries by its SHA-256, and the code compiled into them: headers
+of pybind11 and torch, the statically linked CUDA runtime, and CCCL.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ Facts = dict[str, str]
 
 
 def add(tree: Path) -> None:
-    """Write the file into a wheel that lies unpacked in a folder."""
+    """Write the file into a wheel that is unpacked in a folder."""
     (info,) = tree.glob("*.dist-info")
     (info / "sboms").mkdir()
     (info / NAME).write_text(f"{json.dumps(contents(tree), indent=1)}\n")
 
 
 def contents(tree: Path) -> dict[str, object]:
-    """The bill of materials of such a wheel."""
+    """Return the bill of materials of an unpacked wheel."""
     facts: Facts = json.loads((tree / "storage_ops/lib/build_info.json").read_text())
     libraries = sorted((tree / "storage_ops").rglob("*.so"))
     return {

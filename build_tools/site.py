@@ -1,8 +1,9 @@
-"""What the documentation site shows besides docs/: the README, public names, kept results.
+"""Adds to the documentation site what is not in docs/: the README, public names, kept results.
 
-mkdocs calls these hooks. Pages of the repository's root become pages of the site, and a link to a
-file that is no page leads to that file; so every text is written once, and a link works in the
-repository as on the site. The reference lists what packages have in `__all__`, by their docstrings.
+mkdocs calls these hooks. Pages of the repository's root become pages of the site. A link to a file
+that is not a page leads to that file. So every text is written once, and a link works in the
+repository and on the site. The reference lists the names in each package's `__all__`, by their
+docstrings.
 """
 
 import ast
@@ -75,7 +76,7 @@ def on_page_markdown(markdown, page, config, files: Files):
 
 
 def _reference():
-    """A page of all public names, which mkdocstrings fills from where they are written."""
+    """Return a page of all public names, which mkdocstrings fills from their definitions."""
     parts = ["# Reference\n"]
     for package, title in REFERENCE.items():
         parts.append(f"## {title}\n")
@@ -86,7 +87,7 @@ def _reference():
 
 
 def _public(package):
-    """The functions and classes in a package's `__all__`, and the modules that define them."""
+    """Return functions and classes in a package's `__all__`, with the modules that define them."""
     package = DEFINED_IN.get(package, package)
     where = ROOT / package.replace(".", "/")
     path = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
@@ -103,37 +104,40 @@ def _public(package):
 
 
 def _in_reference(match):
-    """A link to a file, as one to the reference of its last public name: functions come last."""
+    """Return a link to a file as one to its last public name in the reference.
+
+    Functions come last.
+    """
     module = match[1].replace("/", ".")
     names = [n for package in REFERENCE for n, source in _public(package) if source == module]
     return f"](reference.md#{module}.{names[-1]})"
 
 
 def _target(page, link):
-    """The file that a link of a page means, from the root."""
+    """Return the file that a link of a page means, from the root."""
     path = (ROOT / page).parent / link
     return path.resolve().relative_to(ROOT).as_posix()
 
 
 def _on_site(path, docs):
-    """Where a file of the repository is on the site."""
+    """Return where a file of the repository is on the site."""
     return PAGES.get(path, path.removeprefix(f"{docs}/"))
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings in the words of griffe.
+    """Rewrites docstrings for griffe.
 
-    It shows what stands under "Examples:" as code, and knows one name, or one error, in a line.
+    griffe shows only "Examples:" as code, and knows one name, or one error, in a line.
     """
 
     def on_object(self, *, obj, **kwargs):
-        """Called for every documented thing."""
+        """Rewrite the docstring of a documented object."""
         if obj.docstring:
             obj.docstring.value = spelled_out(obj.docstring.value)
 
 
 def spelled_out(text):
-    """A docstring with an entry for each name of several, and for each error."""
+    """Return a docstring with a separate entry for each of several names, and for each error."""
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     parts = re.split(r"^(\w+:)$", text, flags=re.MULTILINE)
     for i in range(1, len(parts), 2):

@@ -1,8 +1,8 @@
-"""Test a wheel, away from this tree: `python -m build_tools.test_wheel [TORCH ...] [options]`.
+"""Tests a wheel, away from this tree: `python -m build_tools.test_wheel [TORCH ...] [options]`.
 
-For every torch minor (all that pyproject.toml names by default) a fresh environment is made, the
-wheel in dist/ is installed into it, and its tests run from a copy that lies where no source does.
-An environment has several gigabytes; it is removed afterwards. `--python` names an environment that
+For every torch minor (by default all in pyproject.toml) it creates a new environment and installs
+the wheel in dist/ into it. The wheel's tests run from a copy in a folder without sources. An
+environment has several gigabytes and is removed afterwards. `--python` names an environment that
 has torch and the test requirements already, into which nothing is installed. `--fallbacks` runs the
 tests of the ops once more for every library that is taken away. Options of pytest follow `--`.
 """
@@ -45,12 +45,15 @@ torch.UntypedStorage._swap_data_ptr_ = Hidden()
 
 
 def call(python: Path, *arguments: str, check: bool = False, **options: object) -> int:
-    """Run an interpreter on arguments; its exit code."""
+    """Run an interpreter with arguments. Return its exit code."""
     return subprocess.run([str(python), *arguments], check=check, **options).returncode
 
 
 def environment(torch: str, wheel: Path, folder: Path) -> Path:
-    """A fresh environment with the wheel and a torch minor, as a user gets it; its interpreter."""
+    """Create an environment with the wheel and a torch minor, as a user gets it.
+
+    Return its interpreter.
+    """
     call(Path(sys.executable), "-m", "venv", str(folder), check=True)
     python = folder / "bin/python"
     install = ["-m", "pip", "install", "--quiet", "--no-cache-dir"]
@@ -59,7 +62,7 @@ def environment(torch: str, wheel: Path, folder: Path) -> Path:
 
 
 def overlay(python: Path, wheel: Path, folder: Path) -> Path:
-    """The wheel unpacked by pip into a folder for PYTHONPATH, with copies of its tests beside."""
+    """Unpack the wheel by pip into a folder for PYTHONPATH, with copies of its tests beside it."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder / "site"), str(wheel)], check=True)
     ignored = shutil.ignore_patterns("__pycache__", *map(os.path.basename, OF_THE_TREE))
@@ -70,7 +73,10 @@ def overlay(python: Path, wheel: Path, folder: Path) -> Path:
 
 
 def situations(site: Path, minor: str) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Name -> libraries to take away and variables to set: each leads to the next path."""
+    """Return for each name the libraries to remove and variables to set.
+
+    Each uses the next path.
+    """
     lib, cpu, alias = site / "storage_ops/lib", "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
     binding = f"libstorage_ops_binding_{minor.replace('.', '_')}.so"
     saved = binding.replace("binding", "saved")
@@ -84,7 +90,7 @@ def situations(site: Path, minor: str) -> dict[str, tuple[list[str], dict[str, s
 
 
 def run(python: Path, folder: Path, arguments: list[str], **variables: str) -> bool:
-    """Say what is in use, then run the tests in `folder`; whether both were good."""
+    """Print what is in use, then run the tests in `folder`. Return True if both succeeded."""
     env = {**os.environ, "PYTHONPATH": str(folder / "site"), **variables}
     show = "import hide_swap" if "PYTEST_PLUGINS" in variables else "pass"
     show += "\nimport json, storage_ops; print(json.dumps(storage_ops.info()))"
@@ -99,7 +105,7 @@ def run(python: Path, folder: Path, arguments: list[str], **variables: str) -> b
 
 
 def test(python: Path, wheel: Path, options: argparse.Namespace) -> bool:
-    """Test a wheel in an environment; whether all was good."""
+    """Test a wheel in an environment. Return True if everything succeeded."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         site = overlay(python, wheel, folder)
@@ -123,19 +129,19 @@ def test(python: Path, wheel: Path, options: argparse.Namespace) -> bool:
 
 
 def built() -> Path:
-    """The wheel in dist/."""
+    """Return the wheel in dist/."""
     found = sorted((ROOT / "dist").glob(f"*_{MACHINE}.whl"))
     return found[-1] if found else sys.exit("dist/ holds no wheel: run `make wheel`")
 
 
 def minors() -> list[str]:
-    """The torch minors that the release workflow builds a binding for."""
+    """Return the torch minors that the release workflow builds a binding for."""
     listed = re.search(r'BINDING_TORCHES = "(.+)"', (ROOT / "pyproject.toml").read_text())
     return listed[1].split()
 
 
 def main(arguments: list[str]) -> bool:
-    """Run the command line; whether all was good."""
+    """Run the command line. Return True if everything succeeded."""
     own, rest = arguments, []
     if "--" in arguments:
         own, rest = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]

@@ -1,4 +1,4 @@
-"""Compilers, CUDA toolkits and torch headers that a build can use. Needs Python alone."""
+"""Finds compilers, CUDA toolkits and torch headers for a build. It needs Python alone."""
 
 import importlib.metadata
 import importlib.util
@@ -36,7 +36,7 @@ def minor_of(version: str) -> Minor:
 
 
 def installed_torch() -> Minor:
-    """The minor of the torch that is installed, () without one."""
+    """Return the minor of the installed torch, or () without one."""
     try:
         return minor_of(importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def installed_torch() -> Minor:
 
 
 def binding_torches() -> list[str]:
-    """The minors to build a storage binding for: those listed, or the torch at hand if any."""
+    """Return the minors to build a binding for: the listed ones, or the installed torch's."""
     listed = re.split(r"[\s,;]+", os.environ.get("STORAGE_OPS_BINDING_TORCHES", ""))
     listed = [entry for entry in listed if entry]
     for entry in listed:
@@ -62,7 +62,7 @@ def headers_folder() -> Path:
 
 
 def torch_headers(minor: str) -> Path:
-    """The include folder of a torch: the installed one's, or what torch_headers unpacked."""
+    """Return the include folder of a torch: the installed one's, or an unpacked one."""
     if installed_torch() == minor_of(minor):
         include = Path(importlib.util.find_spec("torch").origin).parent / "include"
     else:
@@ -92,7 +92,7 @@ def python_includes() -> list[str]:
 
 
 def nvccs() -> dict[str, str]:
-    """CUDA major -> nvcc. CUDA_HOME may name several toolkits, separated as in PATH."""
+    """Return nvcc by CUDA major. CUDA_HOME may name several toolkits, separated as in PATH."""
     if os.environ.get("FORCE_CUDA") == "0":
         return {}
     homes = [home for home in os.environ.get("CUDA_HOME", "").split(os.pathsep) if home]
@@ -113,13 +113,13 @@ def cuda_version(nvcc: str) -> str:
 
 
 def gpu_archs(nvcc: str) -> set[str]:
-    """What a toolkit can compile for: {"8.0", "9.0", ...}."""
+    """Return the GPUs that a toolkit can compile for: {"8.0", "9.0", ...}."""
     listed = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True)
     return {f"{major}.{minor}" for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)}
 
 
 def missing() -> str:
-    """Why nothing can be compiled here, or ""."""
+    """Return why nothing can be compiled here, or ""."""
     if not sys.platform.startswith("linux"):
         return f"its libraries are for Linux and this is {sys.platform}"
     return "" if _compiler() else "no C++ compiler was found"

@@ -1,7 +1,7 @@
-"""Download the C++ headers of torch minors: `python -m build_tools.torch_headers 2.10 2.11`.
+"""Downloads the C++ headers of torch minors: `python -m build_tools.torch_headers 2.10 2.11`.
 
 They are unpacked from torch's wheels into build/torch-headers (or STORAGE_OPS_TORCH_HEADERS), where
-setup.py finds them; nothing is installed. A wheel has some hundred megabytes and is not kept.
+setup.py finds them. Nothing is installed. A wheel has some hundred megabytes and is not kept.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from build_tools.toolchain import headers_folder
 
 
 def fetch(minor: str) -> Path:
-    """Unpack the headers of the newest patch release of a minor, unless they are there."""
+    """Unpack the headers of the newest patch release of a minor, unless they exist."""
     target = headers_folder() / minor
     if (target / "include").exists():
         return target

@@ -1,10 +1,10 @@
-"""Build a wheel: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER,merge FROM TO}`.
+"""Builds wheels: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER,merge FROM TO}`.
 
-`all` is `make wheel`: an sdist, the kernel libraries from it once (or from
-STORAGE_OPS_PREBUILT_LIBS), a wheel for every CPython found here, which differ in a small module
-alone, and one wheel out of all these, checked, into dist/. The workflow runs the same `libs` and
-`repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names the minors that
-get a storage binding and a library of saved tensors; headers that are not here are downloaded.
+`all` is `make wheel`. It builds an sdist and, from the sdist, the kernel libraries once (or takes
+them from STORAGE_OPS_PREBUILT_LIBS). It builds a wheel for every CPython found here. These differ
+in a small module alone, and become one checked wheel in dist/. The workflow runs the same `libs`
+and `repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names the minors
+that get a storage binding and a library of saved tensors. Missing headers are downloaded.
 WHEEL_PYTHONS names the interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
 """
 
@@ -27,13 +27,13 @@ NOT_OURS = ["libtorch*", "libc10*", "libcuda*", "libcudart*", "libgomp*", "libnv
 
 
 def run(*command: object, **environment: str) -> None:
-    """Run a command in the source tree; stop when it fails."""
+    """Run a command in the source tree. Stop if it fails."""
     env = {**os.environ, **environment}
     subprocess.run([str(part) for part in command], check=True, cwd=ROOT, env=env)
 
 
 def old_machine_flags(folder: Path) -> dict[str, str]:
-    """LDFLAGS by which the libraries load on a machine as old as the platform tag promises."""
+    """Return LDFLAGS for libraries that load on a machine as old as the platform tag promises."""
     _, _, glibc = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
     newest = max(old_glibc.allowed()["GLIBC"], key=old_glibc.order)
     if old_glibc.order(glibc) <= old_glibc.order(newest):
@@ -59,7 +59,7 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 
 
 def repair(wheel: Path, folder: Path) -> None:
-    """Give a wheel its platform tag, if its libraries deserve it."""
+    """Give a wheel its platform tag if its libraries are compatible."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
     platform = f"{old_glibc.POLICY}_{toolchain.MACHINE}"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
@@ -68,9 +68,9 @@ def repair(wheel: Path, folder: Path) -> None:
 
 
 def merge(wheels: list[Path], folder: Path) -> Path:
-    """One wheel for every CPython, out of one for each, with its list of contents.
+    """Build one wheel for every CPython from one wheel for each, with its list of contents.
 
-    A CPython for which there is no module finds what that would say in build_info.json.
+    A CPython without a module finds the same facts in build_info.json.
     """
     first, *others = sorted(wheels)
     with tempfile.TemporaryDirectory() as name:
@@ -98,7 +98,7 @@ def merge(wheels: list[Path], folder: Path) -> Path:
 
 
 def _sums(wheel: Path) -> dict[str, int]:
-    """The checksum of each file that wheels of one source have in common."""
+    """Return the checksum of each file that wheels of one source have in common."""
     with zipfile.ZipFile(wheel) as archive:
         return {
             entry.filename: entry.CRC
@@ -109,7 +109,7 @@ def _sums(wheel: Path) -> dict[str, int]:
 
 
 def pythons() -> list[str]:
-    """The interpreters to build for, one of each CPython."""
+    """Return the interpreters to build for, one of each CPython."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = os.environ.get("WHEEL_PYTHONS", "").split()
     if not candidates:
@@ -125,7 +125,7 @@ def pythons() -> list[str]:
 
 
 def build_all() -> None:
-    """An sdist and a checked wheel, for every CPython here, into dist/."""
+    """Build an sdist and a checked wheel, for every CPython here, into dist/."""
     started, work, dist = time.monotonic(), ROOT / "build/wheel", ROOT / "dist"
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(dist, ignore_errors=True)

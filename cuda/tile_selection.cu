@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kSumThreads<A>)
 
 void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> row_weight,
                std::optional<Tensor> bias, std::optional<Tensor> bucket, double softcap,
-               double logit_scale) {
+               double logit_scale, bool absolute, bool slope) {
   check_sums(out, tile, lse, row_weight, bias, bucket);
   STORAGE_OPS_CHECK(tile.size(0) <= std::numeric_limits<int32_t>::max(),
                     "_tile_sums: more rows than a grid of blocks can have");
@@ -111,7 +111,8 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {
     using T = decltype(number);
     using A = decltype(arithmetic);
-    const auto s = summed<T, A>(out, tile, lse, row_weight, bias, bucket, softcap, logit_scale);
+    const auto s = summed<T, A>(out, tile, lse, row_weight, bias, bucket, softcap, logit_scale,
+                                absolute, slope);
     const cudaStream_t stream = current_stream(tile);
     if (s.bucket != nullptr) {
       const auto rows = static_cast<unsigned>(s.tile.rows);

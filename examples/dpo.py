@@ -1,8 +1,8 @@
 """Direct preference optimisation from hidden states: `python examples/dpo.py`.
 
-Log-probabilities of chosen and rejected answers are all that DPO needs of the logits. As the loss
-is mostly written, all logits of policy and reference are formed; `storage_ops.losses.dpo` forms a
-tile of them at a time.
+DPO needs only the log-probabilities of chosen and rejected answers. The usual code of the loss
+computes all logits of policy and reference. `storage_ops.losses.dpo` computes a tile of them at a
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAIRS, LENGTH, HIDDEN, VOCAB, BETA = 4, 128, 256, 32000, 0.1
 
 
 class Model(nn.Module):
-    """Embedding, one layer, head: what stands for a policy and its reference."""
+    """Embedding, one layer and head, as a policy or its reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states; a causal mask makes a language model of it."""
+        """Return hidden states. A causal mask makes this a language model."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
         return self.layer(self.embedding(tokens), src_mask=mask, is_causal=True)
 
 
 def plain(policy: Model, reference: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """As it is mostly written."""
+    """Return the loss by the usual code."""
 
     def score(model: Model) -> torch.Tensor:
         logits = model.head(model(tokens))[:, :-1]
@@ -48,7 +48,10 @@ def plain(policy: Model, reference: Model, tokens: torch.Tensor) -> torch.Tensor
 
 
 def ours(policy: Model, reference: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """The same without logits: the chosen half of the batch first, then the rejected one."""
+    """Return the loss without logits.
+
+    The chosen half of the batch comes before the rejected one.
+    """
     with torch.no_grad():
         frozen = reference(tokens)
     return storage_ops.losses.dpo(
@@ -58,7 +61,7 @@ def ours(policy: Model, reference: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """One step each, from the same weights."""
+    """Run one step each, from the same weights."""
     torch.manual_seed(0)
     policy, reference = Model().to(DEVICE), Model().to(DEVICE).requires_grad_(False)
     tokens = torch.randint(VOCAB, (2 * PAIRS, LENGTH), device=DEVICE)

@@ -21,7 +21,7 @@ TOKENS = torch.randint(VOCAB, (8, 512))
 
 
 def model() -> transformers.LlamaForCausalLM:
-    """A small Llama; `from_pretrained` gives one that is worth something."""
+    """Return a small Llama. `from_pretrained` returns a trained one."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
@@ -31,7 +31,7 @@ def model() -> transformers.LlamaForCausalLM:
 
 
 def train(net: transformers.PreTrainedModel, *callbacks: object) -> tuple[Measurement, float]:
-    """Two steps; the memory they took, and their mean loss."""
+    """Train two steps. Return their memory and their mean loss."""
     data = [{"input_ids": ids, "labels": ids} for ids in TOKENS]
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(

@@ -1,4 +1,4 @@
-"""FSDP2, and a head whose vocabulary is spread over ranks, on two processes.
+"""FSDP2, and a head whose vocabulary is split over ranks, in two processes.
 
     torchrun --nproc-per-node 2 examples/fsdp_vocab_parallel.py
 
@@ -23,7 +23,7 @@ TOKENS, WIDTH, VOCAB = 2048, 256, 32000
 
 
 def body() -> nn.Sequential:
-    """Four MLPs with a residual around them, the same on every rank."""
+    """Return four MLPs with a residual around them, the same on every rank."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -38,7 +38,7 @@ def body() -> nn.Sequential:
 
 
 def step(net: nn.Module, x: torch.Tensor, target: torch.Tensor, ours: bool) -> torch.Tensor:
-    """The loss of the same tokens on all ranks, as under tensor parallelism, and its gradients."""
+    """Compute the loss of the same tokens on all ranks, as in tensor parallelism, and gradients."""
     torch.manual_seed(1)
     weight = torch.randn(VOCAB, WIDTH, device=DEVICE) * 0.02
     if not ours:
@@ -53,7 +53,7 @@ def step(net: nn.Module, x: torch.Tensor, target: torch.Tensor, ours: bool) -> t
 
 
 def main() -> None:
-    """Train without and with both on each of the ranks; rank 0 reports."""
+    """Train without and with storage_ops on each of the ranks. Rank 0 reports."""
     if DEVICE == "cuda":
         torch.cuda.set_device(torch.distributed.get_node_local_rank())
     dist.init_process_group()

@@ -1,7 +1,7 @@
 """A Lightning module whose layers recompute by a plan: `python examples/lightning_module.py`.
 
-`fit` chooses what each layer keeps so that a step fits into a budget, and a callback applies the
-plan when training starts. The module does not know of it. Needs lightning.
+`fit` chooses which activations each layer keeps so that a step fits into a budget. A callback
+applies the plan when training starts. The module itself does not change. Needs lightning.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Denoiser(lightning.LightningModule):
         self.model = nn.Sequential(*layers)
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        """The error of one batch."""
+        """Return the error of one batch."""
         return F.mse_loss(self.model(batch + 0.1 * torch.randn_like(batch)), batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as always."""
+        """Return AdamW, as usual."""
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 def train(module: Denoiser, *callbacks: lightning.Callback) -> Measurement:
-    """Two steps."""
+    """Train two steps, and return their memory."""
     data = torch.utils.data.DataLoader(torch.randn(2 * BATCH, LENGTH, WIDTH), BATCH)
     trainer = lightning.Trainer(
         max_steps=2, accelerator=DEVICE, devices=1, logger=False, enable_checkpointing=False,

@@ -29,12 +29,12 @@ class Block(nn.Module):
 
     @staticmethod
     def swiglu(x: torch.Tensor) -> torch.Tensor:
-        """The gate times what it lets through."""
+        """Return the product of the values and their activated gate."""
         gate, value = x.chunk(2, -1)
         return F.silu(gate) * value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block, with its two checkpoints or without."""
+        """Run the block, with or without its two checkpoints."""
         if not self.discard:
             return x + self.down(self.swiglu(self.up(self.norm(x))))
         norm, activation = CheckpointWithoutOutput(), CheckpointWithoutOutput()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """A step of four blocks, whose gradients are the same to the bit."""
+    """Run a step of four blocks, whose gradients are the same to the bit."""
     found: dict[str, Measurement] = {}
     gradients = []
     for name, discard in {"plain": False, "outputs discarded": True}.items():

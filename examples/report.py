@@ -1,4 +1,4 @@
-"""What all examples end with: a table of the peak of memory, before and after."""
+"""The table of peak memory, before and after, that all examples end with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def report(title: str, measured: dict[str, Measurement]) -> None:
-    """Print the peak of each way to do the same, in MiB above what was there before."""
+    """Print the peak of each way to do the same, in MiB above the memory before."""
     first = next(iter(measured.values())).peak_bytes
     table = Table("", "peak", "of the first", title=f"{title} ({DEVICE})")
     for name, found in measured.items():

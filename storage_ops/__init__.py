@@ -64,7 +64,7 @@ else:
     )
 
     def info() -> dict[str, Any]:
-        """Versions, native libraries found, loaded and skipped, and the paths in use.
+        """Return versions, native libraries found, loaded and skipped, and the paths in use.
 
         Example:
             >>> storage_ops.info()["storage_path"] in ("binding", "alias", "copy")

@@ -36,17 +36,17 @@ NOT_FORWARD = (
 
 
 def raise_not_twice(ctx: Any, *grads: Tensor) -> None:
-    """The backward of what is a gradient already."""
+    """Raise an error: the backward of a value that is a gradient already."""
     raise RuntimeError(_NOT_TWICE)
 
 
 def raise_not_forward(ctx: Any, *tangents: Tensor) -> None:
-    """The jvp of ops that have none."""
+    """Raise an error: the jvp of ops that have none."""
     raise RuntimeError(NOT_FORWARD)
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise for a dual tensor: its tangent would be dropped without a word."""
+    """Raise an error for a dual tensor, whose tangent would be dropped silently."""
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -65,9 +65,10 @@ class _NotTwice(torch.autograd.Function):
 
 
 class _OnceDifferentiable(_NotTwice):
-    """Passes the first tensors on under create_graph=True, and raises when they are differentiated.
+    """Passes the first tensors on under create_graph=True, and raises if they are differentiated.
 
-    The others are what they depend on: autograd runs what lies on the way to it, and nothing else.
+    The other tensors are those that the first ones depend on. Autograd runs the nodes on the way to
+    them, and no others.
     """
 
     @staticmethod
@@ -76,7 +77,7 @@ class _OnceDifferentiable(_NotTwice):
 
 
 class _Root(torch.autograd.Function):
-    """Stands for a tensor in the graph of autograd, and holds none of its memory."""
+    """Represents a tensor in the autograd graph, without holding its memory."""
 
     backward = staticmethod(raise_not_twice)
 
@@ -87,7 +88,7 @@ class _Root(torch.autograd.Function):
 
 
 def roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """What gradients depend on that were made in the forward, and whose arguments are not saved."""
+    """Return stand-ins, without memory, for tensors that gradients from the forward depend on."""
     if transforming():
         return []
     with torch.enable_grad():
@@ -95,11 +96,11 @@ def roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return what a backward that AOTAutograd traces must read for `connect` to work.
+    """Return the tensors that a backward in a trace of AOTAutograd must read for `connect` to work.
 
     Args:
-        tensors: the arguments of the op. Inputs of the traced graph, and what views of an input
-            are views of, lead to the gradients of that input.
+        tensors: the arguments of the op. Inputs of the traced graph, and the bases of views of an
+            input, lead to the gradients of that input.
         outputs: the differentiable results of the op. An output that the graph returns as it is
             leads to all inputs of the graph.
 
@@ -132,9 +133,9 @@ def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
 
 
 def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
-    """The results of a backward; under create_graph=True in a form that is not differentiated.
+    """Return the results of a backward. They raise if create_graph=True differentiates them.
 
-    `sources`: what they depend on.
+    `sources`: the tensors that the results depend on.
     """
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         return list(_OnceDifferentiable.apply(len(grads), *grads, *sources))  # type: ignore[no-untyped-call]
@@ -142,20 +143,20 @@ def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tenso
 
 
 def retained() -> bool:
-    """Whether what a backward has saved may be needed again after it."""
+    """Return True if the saved tensors of a backward may be needed again after it."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return torch.is_grad_enabled() or keeps
 
 
 def batched(upstream: Tensor) -> bool:
-    """Whether a vmap of the backward has made it of several gradients."""
+    """Return True if a vmap of the backward has combined several gradients in this tensor."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream))
 
 
 def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
-    """The gradient times the upstream scalar: in place when nobody else can see the memory."""
-    # A fake one stands for a tensor in a simulation, and for anything where a graph is recorded.
+    """Return the gradient times the upstream scalar, in place if nothing else has its memory."""
+    # A fake tensor represents one tensor in a simulation, but any tensor in a recorded graph.
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
     # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
@@ -171,8 +172,8 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
 
 
 def call_once(op: Callable[..., Any], *args: object) -> Any:
-    """Calls an op of the backward in a form that cannot be differentiated without a word."""
-    if not transforming():  # what autograd itself sees is wrapped at the end
+    """Call an op of the backward in a form that raises an error if it is differentiated."""
+    if not transforming():  # `once` wraps results that autograd itself sees
         return op(*args)
     with torch.enable_grad():
         return _TransformableBackward.apply(op, *args)  # type: ignore[no-untyped-call]
@@ -190,7 +191,7 @@ class _TransformableBackward(_NotTwice):
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is at work."""
+    """Return True if a transform of torch.func is active."""
     return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
 
 
@@ -213,14 +214,14 @@ _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_graph(apply: Callable[..., Any], call: object) -> Any:
-    """Return `apply(call)`, for which torch.compile makes no graph."""
+    """Return `apply(call)`, for which torch.compile creates no graph."""
     from storage_ops._without_graph import run  # imports Dynamo, which is at work then
 
     return run(apply, call)
 
 
 def looped(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A vmap rule that calls an op once for every element of the batch."""
+    """Return a vmap rule that calls an op once for every element of the batch."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: object) -> tuple[Any, Any]:
         def one(index: int) -> list[Any]:
@@ -242,7 +243,7 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
 def _empty(
     op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the results of an op for an empty batch; tensors without memory tell their shapes."""
+    """Return the results of an op for an empty batch. Tensors without memory give their shapes."""
     given = list(args)
     for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(a, Tensor):
@@ -253,7 +254,7 @@ def _empty(
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose matrix products keep the dtype of their operands and sum in full precision."""
+    """Return a kernel whose products keep their operands' dtype and sum in full precision."""
 
     @functools.wraps(kernel)
     def run(*args: object) -> Any:

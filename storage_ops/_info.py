@@ -1,4 +1,4 @@
-"""What this installation is, what works in it, and what should work but does not."""
+"""Facts about this installation, what works in it, and what should work but does not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _purity(build: Mapping[str, str]) -> str:
 
 
 def raises(read: Callable[[], object]) -> bool:
-    """Whether a read of a discarded tensor raises."""
+    """Return True if a read of a discarded tensor raises an error."""
     try:
         read()
     except RuntimeError:
@@ -76,7 +76,7 @@ def raises(read: Callable[[], object]) -> bool:
 
 
 def problems(facts: Mapping[str, Any]) -> list[str]:
-    """What should work on this machine and does not, one sentence each.
+    """Return one sentence for each part that should work on this machine and does not.
 
     Args:
         facts: what `info` returns. A package that was built as pure Python by choice, or whose
@@ -116,7 +116,7 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _without_libraries(missing: Mapping[str, str], build: Mapping[str, str]) -> str:
-    """Say which libraries a package lacks that was not compiled, the cost, and the remedy."""
+    """Return which libraries an uncompiled package lacks, the cost, and the remedy."""
     why = build.get("pure", "they were never built")
     return (
         f"the native libraries are missing ({', '.join(missing)}): {why}. The loss runs in plain "
@@ -128,7 +128,7 @@ def _without_libraries(missing: Mapping[str, str], build: Mapping[str, str]) -> 
 
 
 def toolkit(build: Mapping[str, str], torch_cuda: str | None) -> str:
-    """The toolkit of the CUDA library that is loaded: a package can hold one for every major.
+    """Return the toolkit of the loaded CUDA library. A package can have one for every CUDA major.
 
     Example:
         >>> toolkit({"cuda": "13.0 12.8"}, "12.6")
@@ -140,7 +140,7 @@ def toolkit(build: Mapping[str, str], torch_cuda: str | None) -> str:
 
 
 def runs_on(arch: str, built_for: str) -> bool:
-    """Whether kernels run on a GPU: binaries within a major, PTX on everything later.
+    """Return True if kernels run on a GPU: binaries within a major, PTX on everything later.
 
     Example:
         >>> runs_on("8.7", "8.0;9.0"), runs_on("12.1", "8.0;9.0"), runs_on("12.1", "8.0;9.0+PTX")

@@ -1,7 +1,7 @@
-"""Choose and load the native libraries; the only file that knows where they lie.
+"""Chooses and loads the native libraries. No other file knows their paths.
 
-`select` decides from version strings and file names alone. Loading never raises: what was found,
-loaded and skipped, and why, is kept in `status` and printed by `python -m storage_ops info`.
+`select` decides from version strings and file names alone. Loading never raises. `status` records
+which libraries were found, loaded and skipped, and why. `python -m storage_ops info` prints it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Which libraries to load, in order, and why the others are left alone."""
+    """The libraries to load, in order, and why the others are skipped."""
 
     load: tuple[str, ...]
     skipped: dict[str, str]
@@ -39,7 +39,7 @@ class LoadPlan:
 
 @dataclass
 class Status:
-    """What happened when the libraries were loaded."""
+    """The result of loading the libraries."""
 
     loaded: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Status:
     storage_path: str = "copy"
 
     def why_missing(self, name: str) -> str:
-        """One sentence that says what was looked for and why it is not there."""
+        """Return a sentence that says which library was looked for and why it is missing."""
         reason = self.skipped.get(name) or self.missing.get(name) or "it was not looked for"
         return f"storage_ops looked for {name} in {FOLDER}: {reason}."
 
@@ -61,7 +61,8 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
         files: names of the library files that are installed.
 
     A storage binding, and a library of saved tensors, is chosen for the exact minor of a release
-    only: one that was built for another torch can load without an error and then corrupt memory.
+    only. A library that was built for another torch can load without an error and then corrupt
+    memory.
     """
     present = sorted(files)
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(.*)", torch_version)
@@ -100,7 +101,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
 
 
 def load() -> Status:
-    """Load what `select` chooses. Never raises; failures are recorded in the status."""
+    """Load what `select` chooses. Never raise an error: the status records failures."""
     import torch
 
     result = Status()
@@ -158,9 +159,9 @@ def warning(status: Status) -> str:
 
 
 def build_info() -> dict[str, str]:
-    """How the libraries were built: from the compiled module, or its JSON twin, or nothing.
+    """Return how the libraries were built, from the compiled module or its JSON twin, or {}.
 
-    A pure-Python package has the key "pure": why no library was built.
+    A pure-Python package has the key "pure", which says why no library was built.
     """
     try:
         compiled: Any = importlib.import_module("storage_ops._build_info")
@@ -176,7 +177,7 @@ def build_info() -> dict[str, str]:
 
 
 def version() -> str:
-    """That of this package; "unknown" of sources that are neither built nor installed."""
+    """Return this package's version, or "unknown" if it is neither built nor installed."""
     try:
         return build_info().get("version") or importlib.metadata.version("storage_ops")
     except importlib.metadata.PackageNotFoundError:
@@ -184,9 +185,9 @@ def version() -> str:
 
 
 def hidden() -> Path | None:
-    """Where storage_ops is installed with its libraries, if what was imported is without any.
+    """Return where storage_ops is installed with libraries, if the imported package has none.
 
-    So it is where python starts in a checkout after `pip install .`: it imports the sources. A
+    This happens if python starts in a checkout after `pip install .`: it imports the sources. A
     package that was built without libraries hides nothing.
     """
     if any(FOLDER.glob("*.so")) or build_info():

@@ -1,7 +1,8 @@
-"""The tensors among what an op is given and what it returns.
+"""Finds the tensors among the arguments and results of an op.
 
-These are values of a schema: tensors, lists of such, and what holds none. `torch.utils._pytree`
-knows more kinds of trees and takes several times as long, for every op of a step.
+These are values of a schema: tensors, lists of tensors, and values without tensors.
+`torch.utils._pytree` knows more kinds of trees and takes several times as long, for every op of a
+step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _NESTING = (list, tuple, dict)
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """The tensors of a value, in order."""
+    """Return the tensors of a value, in order."""
     found: list[Tensor] = []
     _add_tensors((value,), found)
     return found
@@ -32,7 +33,7 @@ def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:
 def with_tensors(
     change: Callable[[Any], Any], value: object, kinds: type | tuple[type, ...] = Tensor
 ) -> Any:
-    """The value with each of its tensors, or of what else is of these kinds, changed."""
+    """Return the value with each of its tensors, or other objects of these kinds, changed."""
     if isinstance(value, kinds):
         return change(value)
     if isinstance(value, (list, tuple)):

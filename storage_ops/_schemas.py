@@ -39,7 +39,8 @@ _KL_ARGUMENTS = (
     "Tensor? ids, str divergence, float beta, float temperature, float softcap, "
     "float teacher_softcap, bool tail, str reduction, bool shift, int? valid_classes, "
     "SymInt? max_valid, SymInt? memory_budget, str group, bool early, "
-    "bool[3] grad_mask, Tensor? target=None, float target_weight=0.0"
+    "bool[3] grad_mask, Tensor? target=None, float target_weight=0.0, "
+    "float gradient_tolerance=0.0"
 )
 
 # name -> schema. A leading underscore marks an op that only this package calls.
@@ -58,7 +59,8 @@ SCHEMAS: dict[str, str] = {
     ),
     "_tile_sums": (
         "(Tensor(a!) out, Tensor tile, Tensor? lse, Tensor? row_weight, Tensor? bias, "
-        "Tensor? bucket, float softcap, float logit_scale) -> ()"
+        "Tensor? bucket, float softcap, float logit_scale, bool absolute=False, "
+        "bool slope=False) -> ()"
     ),
     "_gather_tile": "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns) -> ()",
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",

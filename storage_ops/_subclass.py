@@ -1,4 +1,4 @@
-"""Modules that change their class: subclasses that go by the name of what they replace."""
+"""Modules that change their class: subclasses with the name of the class that they replace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: as functools.wraps, with a signature in the place of __wrapped__.
+    """Return a decorator like functools.wraps that sets a signature instead of __wrapped__.
 
     Trainer and generate() of transformers read the signature. accelerate follows __wrapped__ to
     remove its own wrappers, and would remove ours.
@@ -29,10 +29,10 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
 
 class Replaced(nn.Module):
-    """First base of the classes that modules change to; what these have in common.
+    """First base of the classes that modules change to.
 
     A module changes to `kind.over(type(module))`, where `kind` is a subclass of this one. Copies
-    and pickles of it are of such a class too.
+    and pickles of the module are of such a class, too.
     """
 
     # On each class made here itself: the class it replaces, and the subclass of this one.
@@ -41,12 +41,12 @@ class Replaced(nn.Module):
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any] | None:
-        """The forward that takes the place of the original's, if one does."""
+        """Return the forward that replaces the original class's forward, or None."""
         return None
 
     @classmethod
     def over(cls, original: type[nn.Module]) -> Any:
-        """The subclass of this kind and `original`, under the latter's name."""
+        """Return the subclass of this kind and `original`, under the name of `original`."""
         found = _made.get((cls, original))
         if found is None:
             found = _made[cls, original] = cls._make(original)
@@ -55,6 +55,9 @@ class Replaced(nn.Module):
     @classmethod
     def change(cls, module: nn.Module) -> None:
         """Change the class of a module to one of this kind.
+
+        Raises:
+            TypeError: the module cannot change its class.
 
         Raises:
             TypeError: it cannot change.
@@ -70,7 +73,7 @@ class Replaced(nn.Module):
 
     @classmethod
     def change_back(cls, module: nn.Module) -> None:
-        """Give a module its class back, unless another one was put above the one of this kind."""
+        """Give a module its class back, unless another class was put on top of this kind's."""
         if vars(_below(module)).get("_kind") is cls:
             _change(module, lambda made: made._original)
 
@@ -107,12 +110,12 @@ class Replaced(nn.Module):
 
 
 def is_parametrized(cls: type, module: nn.Module) -> bool:
-    """Whether a class of a module is the one that torch.nn.utils.parametrize has put on top."""
+    """Return True if torch.nn.utils.parametrize has put this class on top of a module's class."""
     return cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(module)
 
 
 def _below(module: nn.Module) -> Any:
-    """The class of a module without its parametrizations."""
+    """Return the class of a module without its parametrizations."""
     cls = type(module)
     return cls.__bases__[0] if is_parametrized(cls, module) else cls
 

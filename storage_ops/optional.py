@@ -1,4 +1,4 @@
-"""Packages that storage_ops works without: an error names each where it is needed and missing."""
+"""Optional packages: an error names a missing package and the feature that needs it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def required(package: str, user: str) -> Any:
 
 
 def check_version(name: str, user: str) -> None:
-    """Raise an ImportError if a package that is imported is older than what is supported."""
+    """Raise an ImportError if an imported package is older than the oldest supported version."""
     found = str(getattr(sys.modules.get(name), "__version__", ""))
     parts = re.match(r"(\d+)\.(\d+)", found)
     oldest = _OLDEST.get(name)
@@ -65,10 +65,10 @@ def check_version(name: str, user: str) -> None:
 
 
 def check_drawable(path: str | os.PathLike[str], images_only: bool = False) -> None:
-    """Raise if the package that draws a file is missing, before the work and not after.
+    """Raise an error if the package that draws a file is missing, before the work and not after.
 
-    A page (".html") is made by plotly, a snapshot (".pickle") by nothing, an image by matplotlib,
-    and with `images_only` every file.
+    plotly draws a page (".html"), and a snapshot (".pickle") needs no package. matplotlib draws
+    images, and with `images_only` every file.
     """
     others = {} if images_only else {".html": "plotly", ".pickle": None}
     package = others.get(Path(path).suffix.lower(), "matplotlib")

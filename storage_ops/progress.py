@@ -1,4 +1,4 @@
-"""What a call that takes seconds is doing: on a terminal, and nowhere else."""
+"""Shows on a terminal what a call that takes seconds is doing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _say: Callable[[str], None] | None = None  # of the call that is shown
 
 @contextlib.contextmanager
 def showing(what: str) -> Iterator[None]:
-    """Show on the standard error what a with block does, as `say` says it, and for how long.
+    """Show on the standard error what a with block does, as `say` names it, and for how long.
 
-    Nothing is shown in the first second, and never where nobody looks: where the standard error is
-    no terminal, in a worker process, in a rank other than the first, in a thread other than the
-    main one, while torch compiles, or while a CUDA graph is captured. A block within another is a
-    part of it.
+    Nothing is shown in the first second, or if the standard error is not a terminal. Nothing is
+    shown in a worker process, in a rank other than the first, or in a thread other than the main
+    one. The same is true while torch compiles and while a CUDA graph is captured. A block within
+    another is part of it.
     """
     global _say
     if _say is not None or not _is_seen():
@@ -47,7 +47,7 @@ def showing(what: str) -> Iterator[None]:
 
 
 def say(doing: str) -> None:
-    """Name what is done now, such as a layer; whoever takes long calls it now and then."""
+    """Name the current work, such as a layer. Long calls do so from time to time."""
     if _say is not None and threading.current_thread() is threading.main_thread():
         _say(doing)
 

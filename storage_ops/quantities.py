@@ -1,4 +1,4 @@
-"""Bytes and other quantities, and tables of them, as people write and read them."""
+"""Reads and writes bytes and other quantities, and tables of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORE
 
 
 def parse_bytes(value: int | float | str, argument: str) -> int:
-    """The number of bytes that a number or a text such as "400MiB", "0.5 GiB" or "2e8" stands for.
+    """Return the number of bytes of a number or a text such as "400MiB", "0.5 GiB" or "2e8".
 
-    "GB" is decimal; "G" is a GiB, for it is memory that is counted here. A number without a unit is
-    rounded down, as `0.9 * total` needs it. Below a KiB it must be whole: 1.5 is most likely meant
-    in another unit.
+    "GB" is decimal, but "G" is a GiB, as usual for memory. A number without a unit is rounded down,
+    as `0.9 * total` needs it. Below a KiB it must be whole: 1.5 is most likely meant in another
+    unit.
+
+    Raises:
+        TypeError, ValueError: the value is not a number of bytes. The error names the argument.
 
     Raises:
         TypeError, ValueError: it stands for none; names the argument.
@@ -50,7 +53,7 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
 
 
 def readable(count: int, up: bool = False) -> str:
-    """A number of bytes with a unit; `up` never names fewer bytes than there are."""
+    """Return a number of bytes with a unit. With `up` it is never smaller than the number."""
     power = min((max(count, 1).bit_length() - 1) // 10, 4)
     unit = 1024**power
     scale = 100 if count < 10 * unit else 10
@@ -60,7 +63,7 @@ def readable(count: int, up: bool = False) -> str:
 
 
 def metric(value: float, unit: str) -> str:
-    """A quantity with four digits and a decimal prefix; seconds have none above one."""
+    """Return a quantity with four digits and a decimal prefix. Seconds get no prefix above one."""
     most = 0 if unit == "s" else 5
     power = math.floor(math.log10(abs(value)) / 3 + 1e-9) if value else 0
     power = max(-2, min(power, most))
@@ -68,7 +71,7 @@ def metric(value: float, unit: str) -> str:
 
 
 class Tabular:
-    """An object that prints as the table that its `__rich__` makes; a notebook shows it as HTML."""
+    """An object that prints as the table of its `__rich__`. A notebook shows it as HTML."""
 
     def __str__(self) -> str:
         Console = required("rich.console", "a table").Console
@@ -87,7 +90,7 @@ class Tabular:
 
 
 class InLines:
-    """An object whose text is a title and lines of columns; a notebook shows a table."""
+    """An object whose text is a title and lines of columns. A notebook shows a table."""
 
     def _repr_html_(self) -> str:
         required("rich", "a table")

@@ -1,4 +1,4 @@
-"""Tables that break no word: on a terminal of any width, and as HTML in a notebook."""
+"""Tables that keep words whole: on a terminal of any width, and as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -174,10 +174,10 @@ def _html(text: str) -> str:
 
 
 def html_of(shown: Any) -> str:
-    """Return what rich prints, or a text in lines, as HTML for a notebook.
+    """Return an object that rich prints, or a text in lines, as HTML for a notebook.
 
     Args:
-        shown: a `Grid`, a text, or a group of such and of objects with `_repr_html_`.
+        shown: a `Grid`, a text, or a group of these and of objects with `_repr_html_`.
     """
     if isinstance(shown, Grid):
         return shown.html()

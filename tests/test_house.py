@@ -1,5 +1,6 @@
 """Rules of the house: every op is complete, files are short, docstrings run."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -88,14 +89,18 @@ def test_kernels_raise_without_the_place_in_their_source():
     assert native and not [p.name for p in native if "STD_TORCH_CHECK(" in p.read_text()]
 
 
-def sources():
+def files(*suffixes):
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     names = listed.stdout.split() if listed.returncode == 0 else []
     found = [ROOT / n for n in names] or list(ROOT.rglob("*"))
-    return [p for p in found if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"} and p.is_file()]
+    return [p for p in found if p.suffix in suffixes and p.is_file()]
+
+
+def sources():
+    return files(".py", ".cpp", ".h", ".cu", ".cuh")
 
 
 def test_no_file_is_longer_than_500_lines():
@@ -171,6 +176,7 @@ def test_the_examples_of_the_readme_run(run_examples):
     [
         "autochunk",
         "checkpointing",
+        "how-it-works",
         "integrations",
         "make-it-fit",
         "who-held-the-memory",
@@ -178,6 +184,7 @@ def test_the_examples_of_the_readme_run(run_examples):
         "linear-cross-entropy",
         "measuring",
         "preference-rl-and-distillation",
+        "storage-ops",
     ],
 )
 def test_the_examples_of_a_page_run(name, run_examples):
@@ -187,6 +194,67 @@ def test_the_examples_of_a_page_run(name, run_examples):
         pytest.skip(
             "no trl, which is not for Python 3.10: its example was not run, all others were"
         )
+
+
+# Code, sections that benchmarks.report writes, comments and front matter.
+NOT_PROSE = re.compile(
+    r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n", flags=re.DOTALL
+)
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Terms):$")
+
+
+def prose(text):
+    """Yield the paragraphs, list items and entries of a text, without code and tables."""
+    for paragraph in re.split(r"\n\s*\n", NOT_PROSE.sub("", text)):
+        lines = [line for line in paragraph.splitlines() if line.strip()]
+        is_code = lines and lines[0].startswith("    ") and not SECTION.match(lines[0])
+        if is_code or ">>>" in paragraph:
+            continue
+        block, entry = list[str](), 4 if lines and SECTION.match(lines[0]) else 0
+        for line in lines:
+            words, indent = line.strip(), len(line) - len(line.lstrip())
+            if words.startswith(("|", "+-")) or SECTION.match(line):
+                continue
+            if re.match(r"([-*]|\d+\.) |#", words) or (entry and indent <= entry):
+                yield " ".join(block)
+                block = []
+            block.append(words)
+        yield " ".join(block)
+
+
+def long_sentences(text, most=30):
+    """Yield the sentences with more words; code and a quotation count as one word."""
+    for block in prose(text):
+        plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)|https?://\S+", " code ", block)
+        for sentence in re.split(r"(?<=[.!?])[\"')*]*\s", plain):
+            if len(re.findall(r"\S*\w\S*", sentence)) > most:
+                yield sentence
+
+
+def test_long_sentences_are_found():
+    words = "one " * 31
+    assert len(list(long_sentences(f"{words}. Short.\n\nArgs:\n    x: {words}\n    y: z"))) == 2
+    code = f'```\n{words}\n```\n\n    {words}\n\n| {words} |\n\nIt is `{words}` or "{words}".'
+    assert list(long_sentences(code)) == []
+
+
+def prose_of(path):
+    """Return the docstrings of a Python file, or the text of a page."""
+    if path.suffix == ".md":
+        return [path.read_text()]
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    return [ast.get_docstring(node) or "" for node in nodes]
+
+
+@pytest.mark.in_turn
+def test_no_sentence_is_longer_than_30_words():
+    written = [p for p in files(".py", ".md") if not {"tests", "results"} & {*p.parts}]
+    long = {
+        str(path.relative_to(ROOT)): [s for text in prose_of(path) for s in long_sentences(text)]
+        for path in written
+    }
+    assert {name: sentences for name, sentences in long.items() if sentences} == {}
 
 
 def test_every_public_name_has_an_example():

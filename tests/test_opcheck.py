@@ -148,6 +148,7 @@ CASES = {
     ],
     "_tile_sums": [
         (torch.empty(7), torch.randn(5, 7), None, None, None, None, 0.0, 1.0),
+        (torch.empty(7), torch.randn(5, 7), None, None, None, None, 0.0, 1.0, True),
         (
             torch.empty(5, 3),
             torch.randn(5, 7),

@@ -1,4 +1,4 @@
-"""Run one case."""
+"""Runs one case."""
 
 from __future__ import annotations
 

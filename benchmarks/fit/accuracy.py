@@ -1,4 +1,4 @@
-"""What simulations and plans promise, against what steps take: peaks, budgets, holders, tiles."""
+"""Compares promises of simulations and plans with real steps: peaks, budgets, holders, tiles."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def size_of_budgets(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def budgets(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) -> Rows:
-    """Yield what `explain_oom` knows of a step, and the plans for twenty budgets."""
+    """Yield the share of memory that `explain_oom` attributes, and plans for twenty budgets."""
     for rows in (attributed, planned):
         tick(kind, 0.0)
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 

@@ -25,7 +25,7 @@ class Residual(nn.Module):
         self.body = nn.Sequential(*(type_of for part in half for type_of in part))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, width, height, width) to the same."""
+        """Map images to images of the same shape."""
         return x + self.body(x)
 
 
@@ -42,7 +42,7 @@ class UNet(nn.Module):
         self.up = nn.Sequential(Residual(width), Residual(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to images of the same size."""
+        """Map images to images of the same size."""
         skip_ = self.down(self.enter(x))
         return self.leave(self.up(self.grow(self.middle(self.shrink(skip_))) + skip_))
 
@@ -60,7 +60,7 @@ def models(
     """Return functions that create each model, its batch and its loss.
 
     Args:
-        image: height and width of the images, of which a batch has twice as many as sequences.
+        image: height and width of the images. A batch has twice as many images as sequences.
         inner: width of the MLPs of a Llama over the width of the model.
         kv_share: heads of a Llama that share keys and values.
     """
@@ -132,7 +132,7 @@ def step_of(model: nn.Module, batch: Any, loss: Any) -> Step:
 
 
 def facts_of(plan: FitPlan, budget: int) -> dict[str, float]:
-    """Return what a plan predicts, as columns of a row."""
+    """Return the predictions of a plan, as columns of a row."""
     return {
         "budget (MiB)": round(budget / MIB, 2),
         "simulated (MiB)": round(plan.peak_bytes / MIB, 2),

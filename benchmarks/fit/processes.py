@@ -1,8 +1,8 @@
 """Plans of `fit` for a compiled model against torch.compile with activation memory budgets.
 
-Every case is a process of its own: in one process, Dynamo would run the code that it compiled for
-one case for another one that looks equal, whatever its budget. The processes take turns. `fit` is
-given the measured peak of each budget of torch.compile.
+Every case is a process of its own. In one process, Dynamo would run the code that it compiled for
+one case for another one that looks equal, also if its budget differs. The processes take turns.
+`fit` is given the measured peak of each budget of torch.compile.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def serve(
     """Compile a model, send its peak, and run a step for each message.
 
     Args:
-        pipe: to the process that asks.
-        kind, arguments: which model.
-        threads: of torch.
+        pipe: connection to the process that asks.
+        kind, arguments: the model.
+        threads: number of torch's threads.
         budget: the activation memory budget.
         plan: the path of a plan that is applied before.
     """
@@ -83,18 +83,18 @@ class Process:
 
     @functools.cached_property
     def _compiled(self) -> int | str:
-        """The peak in bytes, or an error, once the model is compiled."""
+        """Return the peak in bytes, or an error, once the model is compiled."""
         found: int | str = self._pipe.recv()
         return found
 
     @property
     def error(self) -> str:
-        """Why the case does not run, or an empty string."""
+        """Return why the case does not run, or an empty string."""
         return self._compiled if isinstance(self._compiled, str) else ""
 
     @property
     def peak(self) -> int:
-        """The peak in bytes, or 0 if the case does not run."""
+        """Return the peak in bytes, or 0 if the case does not run."""
         return 0 if isinstance(self._compiled, str) else self._compiled
 
     def step(self) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def in_turn(cases: dict[str, Process], repeats: int) -> dict[str, Runs]:
 def started(
     kind: str, arguments: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[str, Process, Facts]]:
-    """Yield all cases of a model, and what is known of their plans."""
+    """Yield all cases of a model, with the known facts about their plans."""
     names = {1.0: WHOLE} | {b: f"{WHOLE}, activation memory budget {b:g}" for b in arguments.shares}
     processes = {name: Process(kind, arguments, budget) for budget, name in names.items()}
     for name, process in processes.items():

@@ -1,13 +1,13 @@
-"""Results of benchmarks: their rows, and the reports, pages and pictures made of them.
+"""Results of benchmarks: their rows, and the reports, pages and pictures made from them.
 
-A result is what one benchmark wrote on one machine: what it was measured on, and a list of rows.
+A result is written by one benchmark on one machine. It has the hardware and versions, and rows.
 
 | where | what |
 |---|---|
-| `rows.py` | what a row says: its shape, time, peak and curve, and whether it is ours or a peer's |
+| `rows.py` | facts in a row: its shape, time, peak and curve, and whether it is ours or a peer's |
 | `kept.py` | the results in benchmarks/results, and how new ones are taken in |
 | `markdown.py` | a report on results, with a section for each |
 | `pictures.py` | time against memory, and memory over a step |
-| `pages.py` | the sections of the README and of docs/ that say what was measured |
-| `__main__.py` | what `make results` runs |
+| `pages.py` | the sections of the README and of docs/ with measured figures |
+| `__main__.py` | the command that `make results` runs |
 """

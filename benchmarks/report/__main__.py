@@ -20,7 +20,7 @@ DEMO = ROOT / "docs" / "demo.png"
 
 
 def main() -> None:
-    """Take results in, report on all, rewrite the pages, draw the demo."""
+    """Store results, report on all, rewrite the pages, and draw the demo."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("files", nargs="*", type=Path, help="new results")
     console = Console()

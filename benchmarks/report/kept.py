@@ -1,4 +1,4 @@
-"""The results that the repository keeps, in benchmarks/results/<hardware>/<stem>.json."""
+"""The results that the repository stores, in benchmarks/results/<hardware>/<stem>.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.report.rows import Result, load, shapes
 
 
 def merged(old: Result | None, new: Result) -> Result:
-    """`new` in place of what `old` has of the same shapes; the rest of `old` stays."""
+    """Return `old` with its shapes replaced by those of `new`, and the new shapes added."""
     calls = {} if old is None else old.get("calls", {})
     if "call" in new:
         calls = {**calls, new["call"]: new["commit"]}
@@ -32,7 +32,10 @@ def merged(old: Result | None, new: Result) -> Result:
 
 
 def take(files: Iterable[Path]) -> Iterator[Path]:
-    """Bring results into the folder of their hardware; yield where they are.
+    """Copy results into the folder of their hardware. Yield their new paths.
+
+    Raises:
+        ValueError: a result is of a quick run, or does not say what it is.
 
     Raises:
         ValueError: a result is of a quick run, or does not say what it is.
@@ -54,7 +57,7 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def mark_stale() -> Iterator[Path]:
-    """Write into every kept result whether its code has changed since; yield those that are stale.
+    """Write into every stored result whether its code has changed since. Yield the stale ones.
 
     The mark is a part of the file, so that pages follow from the files alone.
     """
@@ -78,6 +81,6 @@ def kept() -> dict[str, list[Result]]:
 
 
 def results_of(stem: str) -> Iterator[Result]:
-    """One per hardware."""
+    """Yield the results of a benchmark, one per hardware."""
     for results in kept().values():
         yield from (result for result in results if result["stem"] == stem)

@@ -16,7 +16,7 @@ WORDS = ("shape", "case", "on", "plan", "because of")
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Return a Markdown table without the columns that nothing stands in."""
+    """Return a Markdown table without its empty columns."""
     used = [k for k in range(len(titles)) if k == 0 or any(line[k] != "" for line in lines)]
     rules = ["---" if k == 0 or titles[k] in WORDS else "---:" for k in used]
     cells = [[line[k] for k in used] for line in (titles, *lines)]
@@ -34,10 +34,10 @@ def table_of_rows(rows: list[Row], drop: tuple[str, ...] = ()) -> str:
 
 
 def ratio_line(rows: list[Row]) -> str:
-    """Ours over the best peer of one shape; empty where there is no peer.
+    """Return ours over the best peer of one shape, or "" without a peer.
 
-    The best in time is the fastest; at its memory or less, ours is the fastest that fits, if one
-    does. The best in memory is the smallest; at its time or less, ours is the smallest.
+    The best in time is the fastest. At its memory or less, ours is the fastest that fits, if one
+    does. The best in memory is the smallest. At its time or less, ours is the smallest.
     """
     found = points(rows)
     ours = [p for p in found if is_ours(p[0])]
@@ -58,7 +58,7 @@ def ratio_line(rows: list[Row]) -> str:
 
 
 def provenance_line(result: Result) -> str:
-    """Where and with what a result was measured."""
+    """Return where, and with which versions, a result was measured."""
     peers = ", ".join(f"{k} {v}" for k, v in result.get("packages", {}).items())
     return (
         f"{result['hardware']}, torch {result['torch']}, storage_ops {result['storage_ops']} at "
@@ -68,7 +68,7 @@ def provenance_line(result: Result) -> str:
 
 
 def section(result: Result, drawn: list[Path]) -> str:
-    """One benchmark: its pictures, a table per shape, and what was left out."""
+    """Return the section of one benchmark: pictures, a table per shape, and the cases left out."""
     text = [f"## {result['stem']}\n", provenance_line(result)]
     if result.get("stale"):
         text.append("**Stale**: the code has changed since.\n")
@@ -88,7 +88,7 @@ def section(result: Result, drawn: list[Path]) -> str:
 
 
 def write(out: Path, results: list[Result], console: Console) -> None:
-    """Write report.md, and its pictures where matplotlib is installed."""
+    """Write report.md, and its pictures if matplotlib is installed."""
     try:
         from benchmarks.report import pictures
     except ImportError as error:

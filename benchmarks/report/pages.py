@@ -1,4 +1,4 @@
-"""The sections of the README and of docs/ that say what was measured, between their markers."""
+"""The sections of the README and of docs/ with measured figures, between their markers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def machine(result: Result) -> str:
-    """What a result was measured on, and how."""
+    """Return the hardware and the torch version of a result, with its note."""
     note = f" ({result['note']})" if result.get("note") else ""
     return f"On {result['hardware']}, torch {result['torch']}{note}"
 
 
 def link(path: Path) -> str:
-    """A file as pages in docs/ link to it."""
+    """Return a file as pages in docs/ link to it."""
     return f"../{path.relative_to(ROOT)}"
 
 
@@ -49,7 +49,7 @@ def picture(name: str, shows: str) -> str:
 
 
 def point(row: Row | None) -> str:
-    """Time and memory in one cell."""
+    """Return time and memory in one cell."""
     if row is None:
         return ""
     column = time_of(row)
@@ -94,7 +94,7 @@ def headline() -> str:
 
 
 def gains() -> str:
-    """Return the table of the README: what each part saves on a GPU."""
+    """Return the table of the README: the savings of each part on a GPU."""
     lines = []
     for stem, shape, base, names in GAINS:
         plain, *others = on_gpu(stem, shape, base, *names)
@@ -108,7 +108,7 @@ def gains() -> str:
 
 
 def demo() -> str:
-    """The two trainings side by side."""
+    """Return the two trainings side by side."""
     text = ""
     for result in results_of("demo"):
         plain, ours = list(shapes(result).values())[-1]
@@ -126,7 +126,7 @@ def demo() -> str:
 
 
 def output_discard() -> str:
-    """Simulated peaks at the published size."""
+    """Return simulated peaks at the published size."""
     text = ""
     for result in list(results_of("output_discard"))[:1]:  # simulated: the same on any hardware
         lines = []
@@ -144,7 +144,7 @@ def output_discard() -> str:
 
 
 def linear_cross_entropy() -> str:
-    """Time over the products, and memory, of peers and ours."""
+    """Return time over the products, and memory, of peers and ours."""
     ours = {"ours, default": "default budget", "ours, 1/4 of the logits": "1/4", "1/64": "1/64"}
     peers = (
         "eager",
@@ -170,7 +170,7 @@ def linear_cross_entropy() -> str:
 
 
 def train_gpt() -> str:
-    """What each part of the package buys in a training job."""
+    """Return the gains of each part of the package in a training job."""
     text = ""
     for result in results_of("train_gpt"):
         for shape, rows in shapes(result).items():
@@ -181,7 +181,7 @@ def train_gpt() -> str:
 
 
 def gradient_tolerance(part: str) -> str:
-    """Errors and times on real logits, or losses of training runs."""
+    """Return errors on real logits, or losses of training runs."""
     text = ""
     for result in results_of(f"gradient_tolerance_{part}"):
         lists = ("losses", "shares")
@@ -198,7 +198,7 @@ PLANS = ("case", "budget (MiB)", "simulated (MiB)", PEAK, "predicted", "time / n
 
 
 def columns_of(stem: str, shown: tuple[str, ...]) -> str:
-    """Some columns of every row of a benchmark."""
+    """Return some columns of every row of a benchmark."""
     text = ""
     for result in results_of(stem):
         rows = [{key: row[key] for key in shown if key in row} for row in result["rows"]]
@@ -207,7 +207,7 @@ def columns_of(stem: str, shown: tuple[str, ...]) -> str:
 
 
 def published_peaks() -> str:
-    """Estimates against what others measured on GPUs."""
+    """Return estimates against peaks that others measured on GPUs."""
     shown = ("shape", "case", "on", "published (MiB)", "estimate (MiB)", "difference",
              "because of")  # fmt: skip
     text = ""
@@ -219,7 +219,7 @@ def published_peaks() -> str:
 
 
 def by_shape(stem: str) -> str:
-    """Every case of a benchmark and every shape; those that are fewer are the columns."""
+    """Return every case and every shape of a benchmark. The fewer of both are the columns."""
     text = ""
     for result in results_of(stem):
         found = shapes(result)
@@ -234,7 +234,7 @@ def by_shape(stem: str) -> str:
 
 
 def planned() -> str:
-    """What the example of the planner prints."""
+    """Return the output of the planner's example."""
     p = plan.problem_of(
         8192, 4096, 128256, "bf16", ("input", "weight"), "mean", None, None, None, "h200"
     )
@@ -259,6 +259,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "gradient_tolerance_logits": lambda: gradient_tolerance("logits"),
     "gradient_tolerance_training": lambda: gradient_tolerance("training"),
+    "gradient_tolerance_sampling": lambda: gradient_tolerance("sampling"),
     "selective_checkpoint": lambda: by_shape("selective_checkpoint"),
     "autochunk": lambda: by_shape("autochunk"),
     "train_gpt": train_gpt,
@@ -273,7 +274,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A page with every section as the kept results have it.
+    """Return a page with every section filled from the stored results.
 
     Raises:
         ValueError: a marker names no section.

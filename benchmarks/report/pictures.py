@@ -32,7 +32,7 @@ MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
 def draw(out: Path, result: Result) -> list[Path]:
-    """Draw what there is to draw of a result into a folder."""
+    """Draw all pictures of a result into a folder."""
     panels = {shape: rows for shape, rows in shapes(result).items() if _has_both(rows)}
     drawn = []
     if panels:
@@ -51,7 +51,7 @@ def draw(out: Path, result: Result) -> list[Path]:
 
 
 def demo(path: Path, result: Result) -> None:
-    """Draw the demo's picture from its kept result; losses are there if the result has them."""
+    """Draw the demo's picture from its stored result, with losses if the result has them."""
     rows = list(shapes(result).values())[-1]
     losses = {row["case"]: row["losses"] for row in rows if "losses" in row}
     picture.draw(path, losses, {row["case"]: _measured(row) for row in rows})
@@ -63,7 +63,7 @@ def _measured(row: Row) -> Measurement:
 
 
 def _has_both(rows: list[Row]) -> bool:
-    """Whether there is something to compare: ours and something else, of different memory."""
+    """Return True if there is a comparison: ours and something else, of different memory."""
     found = points(rows)
     sizes = [mib for _, mib, _ in found]
     return len({is_ours(case) for case, _, _ in found}) == 2 and max(sizes) > 1.1 * min(sizes)
@@ -76,7 +76,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
-    """Time against peak memory, a panel per shape."""
+    """Draw time against peak memory, a panel per shape."""
     wide = 1 if len(panels) == 1 else 2 if len(panels) <= 8 else 3
     tall = -(-len(panels) // wide)
     found = {shape: points(rows) for shape, rows in panels.items()}
@@ -107,7 +107,7 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
 
 
 def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -> None:
-    """One shape."""
+    """Draw one shape."""
     _dress(axes)
     for case, mib, time in found:
         if case in styles:
@@ -138,7 +138,7 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
 
 
 def _spread_labels(figure: Figure) -> None:
-    """Put labels where they cover neither a point nor one another, or leave them out."""
+    """Move labels so that they cover neither a point nor one another, or leave them out."""
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes in figure.axes:
@@ -161,7 +161,7 @@ def _spread_labels(figure: Figure) -> None:
 
 
 def _front(ours: list[Point]) -> Iterator[Point]:
-    """Those of points sorted by memory that no smaller one beats in time."""
+    """Yield points, sorted by memory, that no smaller point beats in time."""
     best = float("inf")
     for point in ours:
         if point[2] < best:
@@ -170,8 +170,8 @@ def _front(ours: list[Point]) -> Iterator[Point]:
 
 
 def _timelines(curves: list[Row]) -> Figure:
-    """Memory over one step, a curve per row."""
-    # Small, with large letters: it is read on a telephone too.
+    """Draw memory over one step, a curve per row."""
+    # Small, with large letters, because people also read it on a phone.
     figure = Figure(figsize=(6.4, 3.8), dpi=150, layout="constrained")
     axes = figure.subplots()
     _dress(axes)
@@ -194,7 +194,7 @@ def _timelines(curves: list[Row]) -> Figure:
 
 
 def _training(rows: list[Row]) -> Figure:
-    """Losses and shares of classes over the steps of training runs, as means of 20 steps."""
+    """Draw losses and shares of classes over the steps of training runs, as means of 20 steps."""
     figure = Figure(figsize=(7.0, 5.2), dpi=130, layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
     styles = (INK, *COLORS)

@@ -1,6 +1,6 @@
-"""What the rows of a result say: their shapes, times, peaks and curves.
+"""Reads the rows of a result: their shapes, times, peaks and curves.
 
-A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape; a
+A row with a `shape`, a `time / ...` and a `peak (MiB)` is a point in the picture of its shape. A
 list of pairs in a row is a curve of memory over time, [seconds, MiB] each.
 """
 
@@ -24,7 +24,7 @@ HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
-    """The results in files, each of one result or a list of them."""
+    """Return the results in files, each of one result or a list of them."""
     found: list[Result] = []
     for path in paths:
         content = json.loads(path.read_text())
@@ -33,18 +33,18 @@ def load(paths: Iterable[Path]) -> list[Result]:
 
 
 def head(result: Result) -> Row:
-    """What every row of a result has in common."""
+    """Return the entries that all rows of a result share."""
     return {key: result[key] for key in HEAD if key in result}
 
 
 def is_ours(case: str) -> bool:
-    """Whether a case is ours, not a peer or a floor."""
+    """Return True if a case is ours, and not a peer or a floor."""
     parts = case.split("+")
     return case.startswith(OURS) or ("liger" not in parts and not OUR_FEATURES.isdisjoint(parts))
 
 
 def shapes(result: Result) -> dict[str, list[Row]]:
-    """Rows by shape, in order."""
+    """Return rows by shape, in order."""
     found: dict[str, list[Row]] = {}
     for row in result["rows"]:
         found.setdefault(row.get("shape", ""), []).append(row)
@@ -52,23 +52,23 @@ def shapes(result: Result) -> dict[str, list[Row]]:
 
 
 def at(rows: list[Row], case: str) -> Row | None:
-    """The row of a case."""
+    """Return the row of a case, or None."""
     return next((row for row in rows if row["case"] == case), None)
 
 
 def time_of(row: Row) -> str | None:
-    """The column that compares times; the first of several."""
+    """Return the column that compares times, the first of several."""
     return next((key for key in row if key.startswith("time / ")), None)
 
 
 def curve_of(row: Row) -> list[list[float]]:
-    """The curve in a row; empty if there is none."""
+    """Return the curve in a row, or an empty list."""
     lists = (value for value in row.values() if isinstance(value, list))
     return next((values for values in lists if isinstance(values[0], list)), [])
 
 
 def points(rows: list[Row]) -> list[tuple[str, float, float]]:
-    """Case, MiB and time of the rows that have both."""
+    """Return case, MiB and time of the rows that have both numbers."""
     found = []
     for row in rows:
         column = time_of(row)
@@ -78,6 +78,6 @@ def points(rows: list[Row]) -> list[tuple[str, float, float]]:
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """What a table of these rows shows: all keys, but for lists."""
+    """Return the columns of a table of these rows: all keys without lists."""
     found = dict.fromkeys(key for row in rows for key in row)
     return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]

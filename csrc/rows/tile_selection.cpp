@@ -15,7 +15,7 @@ template <typename T, typename A>
 STORAGE_OPS_INLINE void load_block(const Summed<T, A>& s, int64_t row, int64_t begin, int64_t n,
                                    A* values) {
   load(s.tile, row, begin, n, values);
-  if (s.lse == nullptr && s.row_weight == nullptr) return;
+  if (s.lse == nullptr && s.row_weight == nullptr && !s.absolute) return;
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) values[j] = s.number(values[j], row);
 }
@@ -72,11 +72,11 @@ STORAGE_OPS_TILE_SUMS(Half, float)
 // Column sums (columns,) without buckets, else sums of each row by bucket (rows, buckets).
 void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> row_weight,
                std::optional<Tensor> bias, std::optional<Tensor> bucket, double softcap,
-               double logit_scale) {
+               double logit_scale, bool absolute, bool slope) {
   check_sums(out, tile, lse, row_weight, bias, bucket);
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {
-    const auto s = summed<decltype(number), decltype(arithmetic)>(out, tile, lse, row_weight, bias,
-                                                                  bucket, softcap, logit_scale);
+    const auto s = summed<decltype(number), decltype(arithmetic)>(
+        out, tile, lse, row_weight, bias, bucket, softcap, logit_scale, absolute, slope);
     const int64_t columns = s.tile.columns, rows = s.tile.rows;
     if (s.bucket == nullptr) {
       const int64_t parts = (columns + kColumns - 1) / kColumns;

@@ -16,9 +16,16 @@ struct Summed {
   const uint8_t* bucket;  // of each column; nullptr: columns are added up
   A* out;                 // (columns,), or (rows, buckets)
   int64_t buckets;
+  bool absolute;  // without lse, their absolute values are added up
+  bool slope;     // probabilities are multiplied by the slope of the soft-cap
 
   STORAGE_OPS_INLINE A number(A value, int64_t row) const {
-    const A z = lse == nullptr ? value : exponential(value - lse[row]);
+    const A plain = absolute && value < 0 ? -value : value;
+    A z = lse == nullptr ? plain : exponential(value - lse[row]);
+    if (slope) {
+      const A capped = value * tile.transform.inverse_softcap;
+      z *= 1 - capped * capped;
+    }
     return row_weight == nullptr ? z : z * row_weight[row];
   }
 };
@@ -58,7 +65,8 @@ inline void check_sums(const Tensor& out, const Tensor& tile, const std::optiona
 template <typename T, typename A>
 Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
                     const std::optional<Tensor>& row_weight, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& bucket, double softcap, double logit_scale) {
+                    const std::optional<Tensor>& bucket, double softcap, double logit_scale,
+                    bool absolute, bool slope) {
   Summed<T, A> s{};
   s.tile.logits = static_cast<T*>(const_cast<void*>(tile.const_data_ptr()));
   const bool wide = bias && bias->scalar_type() != tile.scalar_type();
@@ -74,6 +82,8 @@ Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<T
   s.bucket = pointer<uint8_t>(bucket);
   s.out = static_cast<A*>(out.mutable_data_ptr());
   s.buckets = bucket ? out.size(1) : 0;
+  s.absolute = absolute;
+  s.slope = slope && softcap != 0;
   return s;
 }
 

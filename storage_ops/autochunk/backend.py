@@ -37,7 +37,7 @@ _LAST = "joint_custom_post_pass"
 
 @contextmanager
 def collected() -> Iterator[list[Report]]:
-    """What becomes of the graphs that are compiled within."""
+    """Collect the reports on the graphs that are compiled inside the block."""
     found: list[Report] = []
     mark = _reports.set(found)
     try:
@@ -49,7 +49,7 @@ def collected() -> Iterator[list[Report]]:
 def checked(
     num_chunks: int | None, memory_budget: int | float | str | None, strict: bool
 ) -> tuple[int | None, int | None, bool]:
-    """The options, or an error that names the wrong one."""
+    """Return the options after checking them. An error names the wrong one."""
     if num_chunks is not None and (
         isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1
     ):
@@ -101,7 +101,7 @@ def apply(
     recognised: Recognised = NOTHING,
     graph_break: str = "",
 ) -> Report:
-    """Chunk a graph in place; report, warn or raise where that is not possible."""
+    """Chunk a graph in place. Report, warn or raise if that is not possible."""
     report = chunk_graph(graph, num_chunks, memory_budget, visible, recognised)
     if not report.chunked:
         report.reason += graph_break
@@ -182,7 +182,7 @@ def chunk(
 
 
 def _with_values(gm: fx.GraphModule) -> None:
-    """Give every node a value of one fake mode, where the trace has left none or several.
+    """Give every node a value of one fake mode if the trace left no values, or several modes.
 
     Raises:
         ValueError: the graph was traced without values.
@@ -214,13 +214,13 @@ def _with_values(gm: fx.GraphModule) -> None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the package's code: a graph compiled by another version is not taken from a cache."""
+    """Return a hash of the package's code, so that no cache gives a graph of another version."""
     text = b"".join(p.read_bytes() for p in sorted(Path(__file__).parents[1].rglob("*.py")))
     return hashlib.sha256(text).hexdigest()
 
 
 def _circumstances() -> list[Any]:
-    """What else the chunks depend on: the plan of the op is made for this processor."""
+    """Return what else the chunks depend on: the op's plan is made for this processor."""
     kinds = [repr(matmul.of(d, "cpu")) for d in (torch.float32, torch.bfloat16, torch.float16)]
     return [devices.named("cpu").name, torch.get_num_threads(), kinds]
 
@@ -229,7 +229,7 @@ def _make_pass(
     options: tuple[int | None, int | None, bool], visible: int,
     recognised: Recognised = NOTHING, words: Words | None = None, graph_break: str = "",
 ) -> Any:  # fmt: skip
-    """A pass for Inductor's joint graph, with an id that its caches can keep."""
+    """Return a pass for Inductor's joint graph, with an id that its caches can store."""
 
     def run(graph: fx.Graph) -> None:
         with (words or Words()).heard() as reasons:
@@ -238,7 +238,7 @@ def _make_pass(
     def uuid() -> str | None:
         if _reports.get() is not None:
             return None  # explain must see the graph, which a cache would keep from it
-        logs = log.isEnabledFor(logging.DEBUG)  # what was not said cannot be repeated
+        logs = log.isEnabledFor(logging.DEBUG)  # a cached graph repeats only lines that were logged
         known = options, visible, astuple(recognised), _circumstances(), logs, graph_break
         return f"{_source_hash()}{json.dumps(known)}"
 
@@ -246,7 +246,7 @@ def _make_pass(
 
 
 def _after(earlier: object, last: object) -> Any:
-    """A pass that runs those of the user, one or several, and then `last`."""
+    """Return a pass that runs the user's passes, one or several, and then `last`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if earlier is None:
@@ -266,7 +266,7 @@ def _after(earlier: object, last: object) -> Any:
 
 
 def _graph_break(gm: fx.GraphModule) -> str:
-    """Where and why Dynamo's graph ends before the function does; empty if it does not."""
+    """Return where and why Dynamo's graph ends before the function does. Empty if it does not."""
     end = getattr(gm, "compile_subgraph_reason", None)
     if end is None or not end.graph_break:
         return ""
@@ -292,7 +292,7 @@ def backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """The backend "storage_ops" of torch.compile: Inductor, with the logits in chunks.
+    """Compile a graph with Inductor, with the logits in chunks: the backend "storage_ops".
 
     Args:
         gm: the graph from Dynamo.

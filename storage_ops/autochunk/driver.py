@@ -1,4 +1,4 @@
-"""The pass: finds what to chunk in a joint graph, and chunks it or says why not."""
+"""The pass: finds spans to chunk in a joint graph, and chunks them or says why not."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from storage_ops.quantities import readable
 
 @dataclass
 class Report:
-    """What became of one graph.
+    """The effect of the pass on one graph.
 
     Attributes:
-        chunked: whether a span of it is evaluated in chunks.
-        num_chunks: into how many; 0 if it is not.
+        chunked: whether a span of the graph is evaluated in chunks.
+        num_chunks: the number of chunks, or 0 if the graph is not chunked.
         num_passes: how often the logits are formed.
-        reason: why it is not; empty if it is.
-        error: what was raised where nothing should be, and is the reason.
-        peak_before: predicted bytes that are held at most above the inputs.
-        peak_after: the same after chunking.
+        reason: why the graph is not chunked, or an empty string.
+        error: the unexpected exception that is the reason, if there is one.
+        peak_before: predicted peak bytes above the inputs.
+        peak_after: predicted peak bytes above the inputs after chunking.
     """
 
     chunked: bool = False
@@ -73,7 +73,7 @@ class Report:
     peak_after: int = 0
 
     def decline(self, error: Exception) -> None:
-        """Note why something is not chunked; of several reasons the first is told."""
+        """Note why something is not chunked. The first of several reasons is reported."""
         if isinstance(error, Conflict):
             reason = describe(error)
             log.debug("%s", reason)
@@ -92,7 +92,9 @@ def chunk_graph(
 ) -> Report:
     """Chunk a joint graph in place.
 
-    Whatever goes wrong, the graph computes what it did before, and the report has the reason.
+    If anything goes wrong, the graph computes the same as before, and the report has the reason.
+
+
 
     Args:
         visible: how many results its function has, if known.
@@ -120,11 +122,11 @@ def chunk_graph(
 
 @dataclass
 class _Work:
-    """A graph and what is asked for.
+    """A graph and the requested number of chunks, or their budget.
 
     Attributes:
-        changed: inputs that the function changes, and what is written to them.
-        parts: of products that were taken apart, all ranges; also of a range, those beside it.
+        changed: inputs that the function changes, and the values written to them.
+        parts: all ranges of each product that was taken apart, also by range.
         resampled: products whose results are interpolated, and to how many elements.
     """
 
@@ -138,7 +140,7 @@ class _Work:
     resampled: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self, recognised: Recognised) -> None:
-        """Chunk what the largest products lead to."""
+        """Chunk the spans of the largest products."""
         graph, report, tried = self.graph, self.report, join_batches(self.graph)
         report.peak_after = peak(graph)
         report.peak_before = report.peak_after + recognised.saved
@@ -174,15 +176,15 @@ class _Work:
         report.reason = report.reason or _nothing_amplifies(graph)
 
     def whole(self, amplifier: fx.Node) -> int:
-        """Elements of a product, or of the one that it was taken from, interpolated or not."""
+        """Return the elements of a product with all its ranges, before or after interpolation."""
         elements = sum(map(numel, self.parts.get(amplifier, [amplifier])))
         return max(elements, self.resampled.get(amplifier, 0))
 
     def chunk(self, found: list[fx.Node]) -> list[int]:
-        """Chunk what the first of some products leads to; in how many chunks, for each pass.
+        """Chunk the span of the first of some products. Return the number of chunks of each pass.
 
-        Where it was taken apart, what each range leads to. The others are taken apart as well, for
-        they may meet.
+        If a product was taken apart, chunk the span of each range. The other products are taken
+        apart as well, because their spans may meet.
         """
         amplifier, tangents, total = found[0], list[fx.Node](), list[int]()
         self.check(amplifier)
@@ -204,7 +206,7 @@ class _Work:
         return total
 
     def check(self, amplifier: fx.Node) -> None:
-        """Raise Conflict if there is nothing to gain."""
+        """Raise Conflict if chunks would gain nothing."""
         size, budget = self.bytes_of(amplifier), self.budget(amplifier)
         if size == 0:
             raise Conflict("is empty", amplifier)
@@ -215,12 +217,12 @@ class _Work:
         return budget_of(self.bytes_of(amplifier), self.memory_budget)
 
     def bytes_of(self, amplifier: fx.Node) -> int:
-        """Bytes of `whole`."""
+        """Return the bytes of `whole`."""
         itemsize: int = amplifier.meta["val"].element_size()
         return self.whole(amplifier) * itemsize
 
     def count(self, amplifiers: Collection[fx.Node]) -> int:
-        """How many chunks are wanted of products, which may be ranges of others."""
+        """Return the number of chunks for products, which may be ranges of others."""
         if self.num_chunks is None:
             budget = max(self.budget(next(iter(amplifiers))), 1)
             sizes = (max(nbytes(n), self.bytes_of(n)) for n in amplifiers)
@@ -230,7 +232,10 @@ class _Work:
         return -(-self.num_chunks * sum(map(numel, amplifiers)) // whole)
 
     def in_order(self, amplifier: fx.Node, tangents: list[fx.Node]) -> tuple[Span, Passes]:
-        """The span of an amplifier and its passes, of single tokens if groups save no pass."""
+        """Return the span of an amplifier and its passes.
+
+        Cut groups of tokens if that adds no pass.
+        """
         found, error = list[tuple[Span, Passes]](), None
         for cut in (False, True):
             if not found or (len(found[0][1].outputs) > 1 and not same(found[0][0].step, 1)):
@@ -245,7 +250,10 @@ class _Work:
         return min(found, key=lambda each: (len(each[1].outputs), hint(each[0].step)))
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
-        """Chunk what an amplifier leads to; how often, for each pass. Its sums join the terms."""
+        """Chunk the span of an amplifier. Return the number of chunks of each pass.
+
+        The sums of the span join `terms`.
+        """
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span, ordered = self.in_order(amplifier, tangents)
@@ -272,7 +280,7 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
 def _check_saving(whole: int, in_chunks: int) -> None:
     """Raise Conflict if the predicted peak of a graph is larger in chunks than as a whole.
 
-    The reason may be targets that only chunks need in memory, or gradients that chunks sum in fp32.
+    The cause may be targets that only chunks need in memory, or gradients that chunks sum in fp32.
     """
     if in_chunks > whole:
         raise Conflict(

@@ -1,4 +1,4 @@
-"""Why a function is chunked, or is not: `storage_ops.autochunk.explain`."""
+"""The report on why a function is chunked, or is not: `storage_ops.autochunk.explain`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from storage_ops.quantities import InLines, readable
 
 @dataclass(frozen=True)
 class Explanation(InLines):
-    """What the auto-chunker makes of a function.
+    """The effect of the auto-chunker on a function.
 
     Attributes:
         chunked: whether its logits exist in chunks only.
-        num_chunks: into how many chunks they are cut; 0 if not chunked.
-        num_passes: how often they are formed: once more where chunks wait for a sum over all
-            tokens, and once more in the backward where several upstream gradients, or one per
-            token, meet; detach results that are only logged. A loss that is linear cross-entropy
-            counts as once; another of log-probabilities, lse or entropy counts as twice.
-        reason: why not, with the node, its op and the line it comes from; empty if chunked.
-        peak_before: predicted bytes that forward and backward hold at most above their inputs.
-        peak_after: the same after chunking.
+        num_chunks: the number of chunks of the logits, or 0 if not chunked.
+        num_passes: how often the logits are formed. Chunks that wait for a sum over all tokens form
+            them once more. So does a backward in which several upstream gradients, or one per
+            token, meet. Detach results that are only logged to avoid that. Linear cross-entropy
+            counts as 1. Another loss of log-probabilities, lse or entropy counts as 2.
+        reason: why not, with the node, its op and its line of code. Empty if chunked.
+        peak_before: predicted peak bytes of forward and backward above their inputs.
+        peak_after: predicted peak bytes of forward and backward after chunking.
     """
 
     chunked: bool
@@ -56,7 +56,7 @@ def explain(
     memory_budget: int | float | str | None = None,
     **kwargs: object,
 ) -> Explanation:
-    """Compile and call a function once, and say what the auto-chunker does to it.
+    """Compile and call a function once, and report the effect of the auto-chunker.
 
     Args:
         f: a function, module or method; with the gradients that its arguments require it is

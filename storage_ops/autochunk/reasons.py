@@ -1,4 +1,4 @@
-"""Why a graph is not chunked, and how users learn it: errors, warnings and a log.
+"""The reasons why a graph is not chunked, and how users learn them: errors, warnings and a log.
 
 `STORAGE_OPS_LOGS=autochunk` prints what the auto-chunker finds out about each node.
 """
@@ -40,7 +40,7 @@ class ChunkError(RuntimeError):
 
 
 class Conflict(Exception):
-    """Why a graph, or one node of it, is not chunked."""
+    """The reason why a graph, or one node of it, is not chunked."""
 
     def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
@@ -48,7 +48,7 @@ class Conflict(Exception):
 
 
 def describe(conflict: Conflict) -> str:
-    """A conflict with its node and where in the user's code that comes from."""
+    """Return a conflict's message with its node and the line of the user's code it comes from."""
     node = conflict.node
     if node is None:
         return str(conflict)
@@ -59,7 +59,7 @@ def describe(conflict: Conflict) -> str:
 
 
 def internal(error: Exception) -> str:
-    """The reason that an unexpected error is: what to report, and where it was raised."""
+    """Return the reason for an unexpected error: its text, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return (
@@ -75,10 +75,11 @@ def warn(reason: str) -> None:
 
 
 class Words:
-    """What is said of a graph, and said again where a cache has it compiled.
+    """Messages about a graph, which are repeated if the compiled graph comes from a cache.
 
-    Inductor's caches keep what it counts while it compiles a graph, and count it again for a graph
-    that they give. So what was said is counted, under its own text: it travels with the graph.
+    Inductor's caches store the counters that change while a graph is compiled, and add them again
+    with the cached graph. So each message is a counter under its own text, and travels with the
+    graph.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Words:
 
     @contextmanager
     def heard(self) -> Iterator[list[str]]:
-        """Keep the lines that are logged within, and the reasons that are put in the list."""
+        """Collect the lines that are logged inside the block, and reasons appended to the list."""
         lines: list[str] = []
         reasons: list[str] = []
         handler = logging.Handler()
@@ -99,7 +100,7 @@ class Words:
         self.text = json.dumps([lines, reasons])
 
     def count(self) -> None:
-        """Count them, for the first graph that Inductor compiles of a joint graph."""
+        """Count the messages, for the first graph that Inductor compiles of a joint graph."""
         from torch._dynamo.utils import counters
 
         if self.text:
@@ -107,7 +108,10 @@ class Words:
             self.text = ""
 
     def repeat(self) -> None:
-        """Say what came with a graph from a cache; nothing if it was compiled now."""
+        """Log and warn again what a cached graph carries.
+
+        Do nothing if the graph was compiled now.
+        """
         from torch._dynamo.utils import counters
 
         for key in [key for key in counters["inductor"] if key.startswith(_COUNTED)]:

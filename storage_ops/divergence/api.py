@@ -48,6 +48,7 @@ def linear_kl_div(
     process_group: Any = None,
     target: Tensor | None = None,
     target_weight: float = 1.0,
+    gradient_tolerance: float = 0.0,
 ) -> Tensor:
     """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
 
@@ -113,6 +114,16 @@ def linear_kl_div(
             in knowledge distillation. It takes no more matrix products. Tokens whose target is -100
             are ignored. shift moves it as it moves token_weight. Not with a process_group.
         target_weight: at least 0. scale_by_temperature does not multiply it.
+        gradient_tolerance: how much of each token's gradient may be left out, as one number from 0
+            (nothing is) to below 1. The loss stays exact. With g_j the derivative of a token's
+            divergence by the student's logit of class j, the classes that are left out hold at most
+            this much of sum_j |g_j|, counted in absolute terms: the sum over them is at most
+            gradient_tolerance. The error of the token's input gradient is at most
+            gradient_tolerance * the largest norm of a row of linear_weight, times the upstream
+            gradient. "forward" at temperature 1 has g_j = Q_j - P_j. Targets and all other classes
+            have their exact gradient. Two of the four products leave classes out, where enough of
+            them are negligible for that to pay. On a GPU each chunk of tokens waits for the device
+            once.
 
     Returns:
         The loss: () for "mean" and "sum", that of the tokens for "none", 0 where a token is
@@ -155,7 +166,7 @@ def linear_kl_div(
         "scale_by_temperature": scale_by_temperature, "reduction": reduction, "shift": shift,
         "teacher_tail": teacher_tail, "valid_classes": valid_classes, "max_valid": max_valid,
         "softcap": softcap, "teacher_softcap": teacher_softcap, "process_group": process_group,
-        "target_weight": target_weight,
+        "target_weight": target_weight, "gradient_tolerance": gradient_tolerance,
     })  # fmt: skip
     memory_budget = budget_of(memory_budget, OP)
     if divergence == "jsd" and beta in (0, 1):
@@ -190,6 +201,7 @@ def linear_kl_div(
         -1 if max_valid == "sync" else max_valid, memory_budget, ranks.name_of(process_group),  # type: ignore[arg-type]
         in_forward, needs, target,
         0.0 if target is None else target_weight / (temperature**2 if scale_by_temperature else 1),
+        float(gradient_tolerance),
     )  # fmt: skip
     try:
         check_call(call)

@@ -51,6 +51,7 @@ class DivergenceCall(NamedTuple):
     grad_mask: tuple[bool, ...] = (True, True, False)
     target: Tensor | None = None
     target_weight: float = 0.0
+    gradient_tolerance: float = 0.0
 
     @property
     def own_rows(self) -> int:
@@ -90,6 +91,7 @@ class DivergenceCall(NamedTuple):
             in_forward=self.in_forward,
             grad_mask=self.grad_mask,
             valid_classes=self.valid_classes,
+            gradient_tolerance=self.gradient_tolerance,
         )
 
     @property

@@ -13,6 +13,7 @@ from storage_ops.divergence.call import DivergenceCall
 from storage_ops.loss.call import (
     MAX_VALID,
     REDUCTION,
+    TOLERANCE,
     VALID_CLASSES,
     Rule,
     is_number,
@@ -68,6 +69,7 @@ RULES = (
     true_or_false("scale_by_temperature"),
     MAX_VALID,
     VALID_CLASSES,
+    *TOLERANCE,
 )
 
 

@@ -38,6 +38,8 @@ class DivergenceRows(RowFunction):
         upstream: (n,) or (1,) gradient with respect to it.
     """
 
+    selects_by_gradient = True
+
     def __init__(self, given: DivergenceCall, head: Head, state: Tensor | None):
         """`state`: that which the forward has returned, if this is its backward."""
         self.given, self._head = given, head
@@ -209,6 +211,18 @@ class DivergenceRows(RowFunction):
                     z.mul_(rows.cap_slope(tile[part], bias, z.dtype, self.given.softcap))
                 own = upstream if len(upstream) == 1 else upstream[part]
                 rows.store(z, own, scale, tile[part])
+
+    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+        """See `RowFunction`; a class weighs the gradient of the token's divergence."""
+        upstream = self.upstream.expand(self._head.tokens.count)[step.rows].abs()
+        weight = torch.where(upstream == 0, 0, upstream.reciprocal())
+        _OPS._tile_sums(out, tile, None, weight, None, buckets, 0.0, 1.0, True)
+
+    def needed_classes(self, step: Step) -> Tensor:
+        """See `RowFunction`."""
+        if self.given.target is None:
+            return torch.empty(0, dtype=torch.int64, device=self.loss.device)
+        return self._head.targets_within(step.rows, step.classes)
 
     def free(self) -> None:
         """See `RowFunction`."""

@@ -1,4 +1,4 @@
-"""What can be done with one layer, and how it is done: by what the package has."""
+"""The actions that `fit` can apply to a layer, carried out by other parts of the package."""
 
 from __future__ import annotations
 
@@ -30,19 +30,15 @@ _SHARES = (1 / 4, 1 / 16, 1 / 64)
 
 @dataclass(frozen=True)
 class Action:
-    """What is done with a layer, or with the loss of the model.
+    """An action for a layer, or for the loss of the model.
 
-    Attributes:
-        mode: "keep", "full", "selective" or "output_discard"; of a layer with heads in it, of a
-            compiled loss, or of a whole model of transformers, "linear_cross_entropy".
-        saved: with mode "selective": which calls of which ops are saved, (op, number of the call).
-        offloaded: the same for those that are saved in host memory.
-        discarded: with mode "output_discard": names of modules in the layer.
-        tiled: names of modules in the layer that run in tiles.
-        tiles: how many.
-        memory_budget: with mode "linear_cross_entropy": bytes, or None.
-        patched: with mode "linear_cross_entropy": whether the model of transformers is patched
-            already, so that only the budget of its loss is chosen.
+    Attributes: mode: "keep", "full", "selective" or "output_discard". For a layer with heads, a
+    compiled loss, or a whole model of transformers, "linear_cross_entropy". saved: calls of ops to
+    save with mode "selective": (op, number of the call). offloaded: those of them that are saved in
+    host memory. discarded: names of modules in the layer, with mode "output_discard". tiled: names
+    of modules in the layer that run in tiles. tiles: the number of tiles. memory_budget: bytes, or
+    None, with mode "linear_cross_entropy". patched: with mode "linear_cross_entropy", whether the
+    model of transformers is patched already, so that only the budget of its loss is chosen.
     """
 
     mode: str
@@ -55,7 +51,7 @@ class Action:
     patched: bool = False
 
     def apply(self, layer: nn.Module) -> None:
-        """Change a layer; whatever comes, `undo` makes it what it was."""
+        """Change a layer. `undo` changes it back, also after an error."""
         if isinstance(layer, CompiledLoss):
             layer.budgeted(self.memory_budget)
             return
@@ -88,7 +84,7 @@ class Action:
         remove_activation_checkpoint(layer)
 
     def patches(self, layer: nn.Module) -> bool:
-        """Whether it patches a model of transformers that is not patched yet."""
+        """Return True if the action patches a model of transformers that is not patched yet."""
         if self.mode != LOSS or self.patched or isinstance(layer, CompiledLoss):
             return False
         return not heads_in(layer)
@@ -119,12 +115,12 @@ class Action:
         return what
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the action for JSON."""
         return {key: value for key, value in asdict(self).items() if value}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Action:
-        """From what `as_dict` returned."""
+        """Return an action from the result of `as_dict`."""
         return Action(
             values["mode"],
             _calls(values.get("saved", ())),
@@ -138,7 +134,7 @@ class Action:
 
 
 def loss_actions(logits: int, patched: bool = False) -> list[Action]:
-    """Ways to compute a loss whose logits would take so many bytes."""
+    """Return ways to compute a loss whose logits would take this many bytes."""
     budgets = (None, *(int(logits * share) for share in _SHARES))
     return [Action(LOSS, memory_budget=n, patched=patched) for n in budgets]
 

@@ -1,4 +1,4 @@
-"""Which actions are worth a look for a layer, and what each of them costs."""
+"""Finds the actions to try for a layer, and the cost of each."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def costs_of(
     call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, accumulate: bool,
     assumption: Assumption,
 ) -> dict[Action, Cost]:  # fmt: skip
-    """Actions for a call of a layer, the first of them to keep all.
+    """Return actions for a call of a layer with their costs. The first action keeps everything.
 
     Args:
-        call: of the layer.
+        call: the call of the layer.
         allowed: names of actions.
         on_gpu: whether sizes and kernels are those of a GPU.
-        rates: of the device.
-        accumulate: as of `fit`.
-        assumption: what is said of values that are not known.
+        rates: rates of the device.
+        accumulate: as in `fit`.
+        assumption: the caller's assumptions about unknown values.
     """
     probe = Probe(call, on_gpu, rates, accumulate, assumption)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)
     if rates.fuses and "selective" in allowed:
-        # Compiled code forms norms and activations where they are read, if it keeps the products.
+        # Compiled code computes norms and activations at their readers if it keeps the products.
         allowed = [name for name in allowed if name != "output_discard"]
     for action in _candidates(call.unit.module, probe, allowed, costs[keep].kept, hides):
         try:
@@ -55,7 +55,7 @@ def costs_of(
 def _candidates(
     layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int
 ) -> list[Action]:
-    """Actions to look at; `hides`: bytes that can be copied each way while the layer runs."""
+    """Return actions to try. `hides`: bytes that can be copied each way while the layer runs."""
     found: list[Action] = []
     if "full" in allowed:
         found.append(Action("full"))
@@ -86,10 +86,10 @@ def _candidates(
 
 
 def _selections(ops: list[Op]) -> list[list[Op]]:
-    """Sets of ops to save; those first that take long for their bytes.
+    """Return sets of ops to save. Ops that take long for their bytes come first.
 
-    Each is the best of all sets that take no more bytes than it (the greedy solutions of a knapsack
-    at its own sizes).
+    Each set is the best of all sets with at most its bytes. They are the greedy solutions of a
+    knapsack at their own sizes.
     """
     saveable = [op for op in ops if op.saveable and op.nbytes > 0]
     order = sorted(saveable, key=lambda op: -op.seconds / op.nbytes)
@@ -105,7 +105,7 @@ def _selections(ops: list[Op]) -> list[list[Op]]:
 
 
 def _that_fit(ops: list[Op], nbytes: int) -> list[Op]:
-    """Some of the ops, the largest first, whose results take no more than so many bytes."""
+    """Return ops, the largest first, whose results together take at most `nbytes`."""
     found = []
     for op in sorted(ops, key=lambda op: -op.nbytes):
         if op.nbytes <= nbytes:
@@ -120,7 +120,7 @@ def _selective(ops: list[Op], away: Sequence[Op] = ()) -> Action:
 
 
 def _discards(layer: nn.Module) -> list[Action]:
-    """All modules in a layer whose outputs are cheap to compute: norms, activations, dropouts."""
+    """Return actions that discard the modules with cheap outputs: norms, activations, dropouts."""
     cheap = [
         (name, module)
         for name, module in layer.named_modules()
@@ -140,10 +140,10 @@ def _is_cheap(module: nn.Module) -> bool:
 
 
 def _token_wise(layer: nn.Module) -> tuple[str, ...]:
-    """The outermost modules in a layer made of linear layers, norms and activations only.
+    """Return the outermost modules in a layer that have linear layers, norms and activations only.
 
-    With random numbers a tile draws others than the whole, so such modules are left alone. What
-    modules of other classes than `Sequential` compute is told by their names.
+    With random numbers a tile draws other numbers than the whole, so such modules are left out. For
+    classes other than `Sequential`, the name of the class decides.
     """
     found: list[str] = []
     for name, module in layer.named_modules():
@@ -158,7 +158,7 @@ def _token_wise(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _may_be_tiled(module: nn.Module) -> bool:
-    """Whether what it does to a token depends on no other, the parts of it left aside."""
+    """Return True if a module handles each token alone, without a look at its children."""
     if "forward" in vars(module):
         return False
     if any(True for _ in module.children()):

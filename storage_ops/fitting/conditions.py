@@ -22,10 +22,10 @@ class Difference:
     """One condition that differs.
 
     Attributes:
-        before: as the plan was made.
-        now: as the model is trained.
+        before: its value for the plan.
+        now: its value in training.
         may_be_larger: whether a step may take more memory because of it.
-        remedy: how to call `fit` so that the plan is for the training.
+        remedy: how to call `fit` for a plan for this training.
     """
 
     before: str
@@ -39,10 +39,10 @@ class Conditions:
     """The batch, autocast and gradient accumulation of a training step.
 
     Attributes:
-        shapes: of the tensors in the batch with more than one element, by the argument of the
-            model's forward that they are in.
-        autocast: the dtype of `torch.autocast`, such as "bfloat16"; "" where it is off.
-        accumulate: whether gradients of earlier batches are there.
+        shapes: shapes of the batch's tensors with more than one element, by the argument of the
+            model's forward that contains them.
+        autocast: the dtype of `torch.autocast`, such as "bfloat16", or "" if it is off.
+        accumulate: whether gradients of earlier batches exist.
         optimizer: whether the state of an optimizer is counted; `differences` does not compare it.
     """
 
@@ -60,7 +60,10 @@ class Conditions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Conditions:
-        """Read what `as_dict` returned; a TypeError, ValueError or KeyError if it is not that."""
+        """Return conditions from the result of `as_dict`.
+
+        Another value raises a TypeError, ValueError or KeyError.
+        """
         shapes = {str(k): tuple(map(int, shape)) for k, shape in values["shapes"].items()}
         flags = bool(values["accumulate"]), bool(values["optimizer"])
         return cls(shapes, str(values["autocast"]), *flags)
@@ -74,7 +77,8 @@ class Conditions:
         found = [*self._differences_of_batches(now.shapes)]
         if self.autocast != now.autocast:
             remedy = f"inside autocast to {now.autocast}" if now.autocast else "without autocast"
-            # Wider activations take more, and so may the copies of parameters in narrower ones.
+            # Wider activations take more memory. Copies of parameters in a narrower dtype may do
+            # so, too.
             found.append(Difference(_of_autocast(self), _of_autocast(now), True, remedy))
         if self.accumulate != now.accumulate:
             accumulation = "gradient accumulation"
@@ -105,7 +109,7 @@ class Conditions:
 
 
 def autocast_now() -> str:
-    """Return the dtype of `torch.autocast` on the device where it is on; "" if it is off."""
+    """Return the dtype of `torch.autocast` on the device where it is on, or "" if it is off."""
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
             return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What two models, or two layers, have in common that do the same work on the same inputs."""
+"""Fingerprints of models and layers: equal if they do the same work on the same inputs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CHANGING = (list, set, MutableMapping)  # such as what a module notes while it 
 
 
 def aspects(module: nn.Module) -> dict[str, str]:
-    """A fingerprint of each thing that a difference can be in, by what an error calls it.
+    """Return a fingerprint of each aspect in which models can differ, by its name in errors.
 
-    What torch.compile puts around a module does not count. Nor do buffers that are in no state
+    Wrappers of torch.compile around a module do not count. Neither do buffers that are in no state
     dict: a forward may register them, and their dtype depends on how a model is loaded.
     """
     found: dict[str, list[Any]] = {
@@ -53,18 +53,19 @@ def aspects(module: nn.Module) -> dict[str, str]:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return all aspects, and what attributes of modules decide over something, in one.
+    """Return one fingerprint of all aspects and of the attributes of modules that matter.
 
-    A model keeps it while it is trained, and in a file. So attributes that begin with an underscore
-    do not count, nor collections that can change, nor what a configuration says of data and files.
-    Of objects that are neither numbers nor collections nor functions, the class counts.
+    A model keeps the fingerprint during training, and in a file. So some things do not count:
+    attributes with a leading underscore, collections that can change, and entries of a
+    configuration about data and files. Of objects other than numbers, collections and functions,
+    only the class counts.
     """
     settings = [(name, _settings(inner)) for name, inner in _modules(module)]
     return hashed((aspects(module), settings))
 
 
 def hashed(value: object) -> str:
-    """A short text that stands for a value with a `repr`."""
+    """Return a short text for a value with a `repr`."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -87,9 +88,10 @@ def _settings(module: nn.Module) -> dict[str, str]:
 
 
 def _setting(value: object) -> str | None:
-    """The same text for attributes that do the same, in every process; None if it does not count.
+    """Return a text that is equal for attributes with the same effect, in every process.
 
-    A device does not count, so that a plan made on the meta device is one for a GPU.
+    None: the attribute does not count. A device does not count, so that a plan from the meta device
+    is valid for a GPU.
     """
     if isinstance(value, (torch.device, *_CHANGING)):
         return None
@@ -100,7 +102,7 @@ def _setting(value: object) -> str | None:
 
 
 def _useful(value: object) -> object:
-    """Of a configuration of transformers, and of those in it, what decides over something."""
+    """Return the entries of a transformers configuration, and of those in it, that matter."""
     if not dataclasses.is_dataclass(value):
         return value
     names = [f.name for f in dataclasses.fields(value) if not _OF_NO_USE.search(f.name)]
@@ -108,7 +110,7 @@ def _useful(value: object) -> object:
 
 
 class _Named(Comparison):
-    """Compares functions and objects by what they are called, so that files can hold it."""
+    """Compares functions and objects by their names, so that files can contain the result."""
 
     def opaque(self, value: object, depth: int) -> Hashable:
         kind = type(value).__qualname__

@@ -1,4 +1,4 @@
-"""Choose what a model recomputes, so that a step fits into a budget at the least cost."""
+"""Chooses what a model recomputes, so that a step fits into a budget at the least cost."""
 
 from __future__ import annotations
 
@@ -72,55 +72,61 @@ def fit(
 ) -> FitPlan[ModelT]:
     """Choose for each layer what it recomputes, so that a training step fits at the least cost.
 
-    Nothing is computed and nothing of that size is allocated: each distinct layer is simulated once
-    per action on fake tensors, which its hooks see as well, the best plan is found from these
+    Nothing is computed, and nothing of that size is allocated. Each distinct layer is simulated
+    once per action on fake tensors, which its hooks see, too. The best plan is found from these
     numbers, and the whole step is simulated with it. The plan changes the model when it is applied.
 
-    Layers are modules with modules in them that stand in a `ModuleList` or `Sequential`, and such
-    beside them. An action keeps what autograd keeps ("keep"), frees the outputs of norms and
-    activations ("output_discard"), saves the results of some ops, chosen for the layer by their
-    bytes and the time they take, and recomputes the others ("selective"), or recomputes the whole
-    layer ("full"). With these gradients are those of eager, bit for bit. So they are with
-    "offload", which saves results in host memory (`policies.offload`), no more of them than the
-    link of the device moves while the layer runs; it is used only if it is asked for, because such
-    a model cannot be compiled. "tile" runs MLPs over
-    slices of the sequence, which lowers the peak further and sums in another order
-    (`storage_ops.tile`). "linear_cross_entropy" chooses the `memory_budget` of each
-    `storage_ops.LinearCrossEntropyLoss` in the model, or that `loss` refers to, in as much memory
-    as pays, or that of a `loss` that `torch.compile(..., backend="storage_ops")` compiles. In a
-    causal language model of transformers it computes the loss without the logits
-    (`storage_ops.patch_causal_lm`): `outputs.logits` is None in training. If the model is patched
-    already, it chooses the `memory_budget` of that loss. Gradients are equal to
-    rounding. These two are used only if they are asked for, too.
+    A layer is a module with submodules in a `ModuleList` or `Sequential`, or a similar module
+    beside such a list. Actions are:
 
-    Of a model that is compiled, or has compiled layers, the seconds are those of compiled code, in
-    which ops of single elements and of rows take none, and a layer is taken to hold what it kept to
-    the end of its backward; the peak is that of eager mode.
+    - "keep" keeps the tensors that autograd keeps.
+    - "output_discard" frees the outputs of norms and activations.
+    - "selective" saves the results of some ops and recomputes the others. The ops are chosen for
+      the layer by their bytes and their time.
+    - "full" recomputes the whole layer.
+    - "offload" saves results in host memory (`policies.offload`), at most as many as the link of
+      the device can move while the layer runs. It must be asked for, because such a model cannot be
+      compiled.
+    - "tile" runs MLPs over slices of the sequence (`storage_ops.tile`). This lowers the peak
+      further, and sums in another order. It must be asked for.
+    - "linear_cross_entropy" chooses the `memory_budget` of the loss. It must be asked for. The loss
+      is each `storage_ops.LinearCrossEntropyLoss` in the model or in `loss`, or a `loss` that
+      `torch.compile(..., backend="storage_ops")` compiles. In a causal language model of
+      transformers it computes the loss without the logits (`storage_ops.patch_causal_lm`):
+      `outputs.logits` is None in training. If the model is patched already, only its
+      `memory_budget` changes.
+
+    Gradients equal those of eager mode bit for bit, except with "tile" and "linear_cross_entropy",
+    where they are equal to rounding.
+
+    For a compiled model, or one with compiled layers, the seconds are those of compiled code, in
+    which ops of single elements and of rows take no time. A compiled layer is assumed to hold its
+    saved tensors to the end of its backward. The peak is that of eager mode.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
             meta device or a real one.
-        batch, loss, optimizer: as of `storage_ops.memory.simulate_step`.
+        batch, loss, optimizer: as in `storage_ops.memory.simulate_step`.
         budget: bytes, or text such as "70GiB", for everything on the device during one whole step:
             parameters, gradients, optimizer state, batch, activations and temporaries.
-        device: "cpu", "cuda" or the name of a GPU, such as "h100". None: where the parameters are;
-            the meta device stands for an H100.
-        actions: names of those that may be used, besides "keep". None: "output_discard",
+        device: "cpu", "cuda" or the name of a GPU, such as "h100". None: the parameters' device,
+            where the meta device means an H100.
+        actions: names of actions that may be used, besides "keep". None: "output_discard",
             "selective" and "full".
-        accumulate: whether the gradients of batches before are there, as of `simulate_step`: True
-            where one step of the optimizer is for several batches.
-        assume: as of `memory.estimate`, for sizes that depend on values, such as the choices of a
+        accumulate: whether gradients of earlier batches exist, as in `simulate_step`. Pass True if
+            one step of the optimizer is for several batches.
+        assume: as in `memory.estimate`, for sizes that depend on values, such as the choices of a
             router.
 
     Returns:
         A plan, which prints as a table.
 
     Raises:
-        ValueError: nothing fits; the error names the smallest budget that does, and who holds the
-            bytes then. Or a wrong argument.
-        TypeError: a wrong argument.
+        ValueError: nothing fits. The error names the smallest budget that does, and the owners of
+            its bytes. Or an argument has a wrong value.
+        TypeError: an argument has a wrong type.
         RuntimeError: the model has checkpointed or tiled layers, or layers of DTensors (tensor
-            parallelism), or it differentiates through layers twice, or as of `memory.estimate`.
+            parallelism), or it differentiates through layers twice, or as in `memory.estimate`.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -138,7 +144,7 @@ def fit(
 
 
 class _Simulated(NamedTuple):
-    """What is kept of the simulation of a whole step."""
+    """The kept part of the simulation of a whole step."""
 
     peak_bytes: int
     by_owner: dict[str, int]
@@ -148,13 +154,13 @@ class NothingFits(ValueError):
     """No plan is within the budget.
 
     Attributes:
-        smallest_bytes: the smallest budget that one is within.
+        smallest_bytes: the smallest budget that a plan fits.
     """
 
     def __init__(
         self, budget: int, smallest: int, hint: str, by_owner: Mapping[str, int] | None = None
     ) -> None:
-        """Name both budgets, who holds the bytes of the smallest, and what else could be done."""
+        """Name both budgets, the owners of the smallest one's bytes, and other remedies."""
         self.smallest_bytes = smallest
         held = f". In memory at its peak are {owners_in_words(by_owner)}" if by_owner else ""
         hint = held + (hint and f"; {hint}")
@@ -178,10 +184,10 @@ def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
 
 
 class Search:
-    """What is known of a model and a batch, and plans for any budget; arguments as of `fit`.
+    """The facts of a model and a batch, and plans for any budget. Arguments are those of `fit`.
 
     Attributes:
-        problem: what actions do to each call of a layer, with the loss of the model.
+        problem: the effects of actions on each call of a layer, with the loss of the model.
     """
 
     def __init__(
@@ -260,14 +266,17 @@ class Search:
         self.problem = self._variants[0].problem
 
     def _loss_with(self, action: Action) -> Any:
-        """The loss to simulate with an action; graphs of a compiled one are kept for all runs."""
+        """Return the loss to simulate with an action.
+
+        Graphs of a compiled loss are kept for all runs.
+        """
         if action not in self._losses:
             self._losses[action] = as_it_runs(self._loss, action.memory_budget)
         return self._losses[action]
 
     @contextlib.contextmanager
     def _applied(self, actions: list[tuple[Unit, Action]]) -> Iterator[None]:
-        """Change layers inside a with block; a compiled loss is simulated, and left alone."""
+        """Change layers inside a with block. A compiled loss is only simulated, and not changed."""
         with applied([pair for pair in actions if not isinstance(pair[0].module, CompiledLoss)]):
             yield
 
@@ -293,7 +302,7 @@ class Search:
         return found
 
     def plan(self, budget: int) -> FitPlan[Any]:
-        """The fastest plan whose simulated peak is within the budget."""
+        """Return the fastest plan whose simulated peak is within the budget."""
         inside = [budget] * len(self._variants)
         nothing = [0] * len(self.problem.options)
         is_best = all(
@@ -331,11 +340,11 @@ class Search:
         raise NothingFits(budget, int(smallest), self._hint(), by_owner)
 
     def smallest(self) -> int:
-        """Return the simulated peak of the plan that takes the least memory, as computed."""
+        """Return the simulated peak of the plan with the least computed memory."""
         return self._simulated(*self._least()).peak_bytes
 
     def _hint(self) -> str:
-        """Say what to do about a loss that could take less memory, and was left alone."""
+        """Return what to do about a loss that could take less memory and was not changed."""
         if self._replaces:
             return ""
         try:
@@ -348,14 +357,14 @@ class Search:
         return f"actions=[{names}] does without the logits, {readable(logits)}"
 
     def _least(self) -> _Choice:
-        """The choice with the lowest peak of all, as computed."""
+        """Return the choice with the lowest peak of all, as computed."""
         found = [
             (number, variant.problem.smallest()) for number, variant in enumerate(self._variants)
         ]
         return min(found, key=lambda f: self._variants[f[0]].problem.peak(f[1]))
 
     def _fastest(self, budgets: list[int]) -> _Choice | None:
-        """The choice that adds the fewest seconds within the budget of its variant."""
+        """Return the choice that adds the fewest seconds within the budget of its variant."""
         found = [
             (number, choice)
             for number, (variant, budget) in enumerate(zip(self._variants, budgets, strict=True))
@@ -364,13 +373,13 @@ class Search:
         return min(found, key=lambda f: self._seconds(*f), default=None)
 
     def _seconds(self, number: int, choice: list[int]) -> float:
-        """Seconds added to a step that recomputes nothing and has the model's own loss."""
+        """Return the seconds added to a step without recomputing and with the model's own loss."""
         variant = self._variants[number]
         other = variant.seconds - self._variants[0].seconds if number else 0.0
         return variant.problem.seconds(choice) + other
 
     def curve(self, points: int = 60) -> list[tuple[int, float]]:
-        """Peaks in bytes and seconds added, as computed, from the smallest budget to none."""
+        """Return computed peaks in bytes and added seconds, from the smallest budget to none."""
         number, choice = self._least()
         low = self._variants[number].problem.peak(choice)
         high = self.problem.peak([0] * len(self.problem.options))
@@ -383,7 +392,7 @@ class Search:
         return sorted(found.items())
 
     def _simulated(self, number: int, choice: list[int]) -> _Simulated:
-        """Simulate a whole step with these actions, the first time."""
+        """Simulate a whole step with these actions, if that has not been done."""
         key = number, *choice
         if key not in self._steps:
             loss = self._loss_with(self._variants[number].loss)

@@ -22,7 +22,7 @@ OWN_OPTIONS = "_options_before_fit"  # of a head, or a patched model, with the b
 
 @dataclass(frozen=True)
 class Patching:
-    """How the loss of another library's model is replaced.
+    """The functions that replace the loss of another library's model.
 
     Attributes:
         is_patched: whether a model is patched.
@@ -53,12 +53,12 @@ def patching() -> Patching:
 
 
 def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
-    """The heads in a module, itself among them."""
+    """Return the heads in a module, which may be a head itself."""
     return [head for head in module.modules() if isinstance(head, LinearCrossEntropyLoss)]
 
 
 def heads_of_loss(loss: object, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
-    """Heads that a loss refers to and that are not in the model, by name: "(loss)", "(loss).1"."""
+    """Return heads of a loss that are not in the model, by name: "(loss)", "(loss).1"."""
     there = set(heads_in(model))
     held = Captured(loss, (), {}).modules if loss is not None else []
     found = [m for m in held if isinstance(m, LinearCrossEntropyLoss) and m not in there]
@@ -67,34 +67,34 @@ def heads_of_loss(loss: object, model: nn.Module) -> dict[str, LinearCrossEntrop
 
 
 def budgeted(head: LinearCrossEntropyLoss, memory_budget: int | None) -> None:
-    """Let a head keep to a budget, or to its own choice for None; a plan of its own gives way."""
+    """Give a head a budget, or its own choice for None. A plan of its own is replaced."""
     own = own_options(head)
     head.options = {**own, "plan": None, "memory_budget": memory_budget}
     vars(head)[OWN_OPTIONS] = own
 
 
 def restored(head: LinearCrossEntropyLoss) -> None:
-    """Undo `budgeted`, if it was done."""
+    """Undo `budgeted` if it was called."""
     head.options = own_options(head)
     vars(head).pop(OWN_OPTIONS, None)
 
 
 def own_options(head: LinearCrossEntropyLoss) -> dict[str, Any]:
-    """The options of a head without those of a plan of `fit`."""
+    """Return the options of a head without those of a plan of `fit`."""
     found: dict[str, Any] = vars(head).get(OWN_OPTIONS, head.options)
     return found
 
 
 def is_budgeted(module: nn.Module) -> bool:
-    """Whether a module is a head, or a patched model, whose budget is that of a plan."""
+    """Return True if a module is a head, or a patched model, with the budget of a plan."""
     return OWN_OPTIONS in vars(module)
 
 
 class CompiledLoss(nn.Module):
-    """Stands for a compiled loss among the layers of a model.
+    """Represents a compiled loss among the layers of a model.
 
-    Its budget is an option of the backend. A plan changes that, and lets Dynamo forget what it has
-    compiled of the loss, so that the next call compiles it anew.
+    Its budget is an option of the backend. A plan changes the option, and makes Dynamo forget the
+    compiled code of the loss, so that the next call compiles it again.
     """
 
     def __init__(self, backend: Any, function: Callable[..., Any]) -> None:
@@ -104,17 +104,17 @@ class CompiledLoss(nn.Module):
 
     @property
     def is_budgeted(self) -> bool:
-        """Whether its budget is that of a plan."""
+        """Return True if the loss has the budget of a plan."""
         return self._own is not None
 
     def budgeted(self, memory_budget: int | None) -> None:
-        """Let the loss keep to a budget, or to its own choice for None."""
+        """Give the loss a budget, or its own choice for None."""
         own = self._own = dict(self._backend.kwargs)
         options = with_budget(own.get("options") or {}, memory_budget)
         self._compiled_with({**own, "options": options})
 
     def restored(self) -> None:
-        """Undo `budgeted`, if it was done."""
+        """Undo `budgeted` if it was called."""
         if self._own is not None:
             self._compiled_with(self._own)
             self._own = None

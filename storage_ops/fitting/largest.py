@@ -83,7 +83,7 @@ class Largest(Tabular, Generic[SizeT]):
 
     @property
     def found(self) -> SizeT | None:
-        """The size of `planned`; None if no size fits."""
+        """Return the size of `planned`, or None if no size fits."""
         return None if self.planned is None else self.planned.size
 
     def as_dict(self) -> dict[str, Any]:

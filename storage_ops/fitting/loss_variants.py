@@ -1,4 +1,4 @@
-"""A step of a model with one loss: what layers cost in it, and what it takes besides them."""
+"""A step of a model with one loss: the costs of its layers, and the memory besides them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
 class LossVariant:
     """A step with one loss, with or without results in host memory.
 
-    Attributes:
-        loss: what is done with the loss of the model.
-        recording: of the step without its layers.
-        costs: of the actions for each call of a layer.
-        problem: what actions do to each call.
-        away: the most bytes that a call has in host memory. At every moment those of one call more
-            than composed may be on the device: they leave late and come back early.
+    Attributes: loss: the action for the loss of the model. recording: the recording of the step
+    without its layers. costs: costs of the actions for each call of a layer. problem: the effects
+    of actions on each call. away: the most bytes that a call has in host memory. At every moment
+    one more call than computed may have its bytes on the device: they leave late and come back
+    early.
     """
 
     loss: Action
@@ -40,7 +38,7 @@ class LossVariant:
 
     @staticmethod
     def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[LossVariant]:
-        """From what was recorded: without anything in host memory first."""
+        """Return variants from a recording, first without anything in host memory."""
         here = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
         away = max((c.away for each in costs for _, c in each), default=0)
         variants = []
@@ -53,19 +51,19 @@ class LossVariant:
 
     @property
     def seconds(self) -> float:
-        """Of a step without recomputing."""
+        """Return the seconds of a step without recomputing."""
         return self.recording.seconds + sum(costs[0][1].seconds for costs in self.costs)
 
     @property
     def loss_bytes(self) -> int:
-        """The highest level between the last forward of a layer and the first backward."""
+        """Return the highest level between the last forward of a layer and the first backward."""
         calls = self.recording.calls
         before = self.recording.levels[calls[-1].forward[1] if calls else self.recording.start]
         return self.problem.between[-1] - self.away - before
 
 
 def _places_of_layers(recording: StepRecording) -> list[list[int]]:
-    """Return the places of the calls of each layer; a call without a backward is by itself."""
+    """Return the places of the calls of each layer. A call without a backward is separate."""
     places: dict[Any, list[int]] = {}
     for place, call in enumerate(recording.calls):
         key = call.unit.name if call.backward is not None else place
@@ -74,7 +72,7 @@ def _places_of_layers(recording: StepRecording) -> list[list[int]]:
 
 
 def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
-    """Return for each call the first action, and those than which no other is better in everything.
+    """Return for each call the first action, and each action that no other beats in everything.
 
     Calls of one layer have the same actions.
     """
@@ -97,7 +95,7 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
 
 
 def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
-    """Bytes of the logits that a causal language model of transformers can do without.
+    """Return the bytes of the logits that a causal language model of transformers can do without.
 
     Raises:
         ValueError: the loss of this model cannot be replaced.
@@ -146,7 +144,7 @@ def _problem(recording: StepRecording, costs_of_calls: Costs, away: int) -> Acti
 
 
 def _between(recording: StepRecording) -> list[int]:
-    """The highest level outside of calls, by how many calls are in memory."""
+    """Return the highest level outside of calls, by how many calls are in memory."""
     calls, levels = recording.calls, recording.levels
     between = [0] * (len(calls) + 1)
     spans = [(*c.forward, i, True) for i, c in enumerate(calls)]

@@ -1,4 +1,4 @@
-"""What `fit` returns: a table, and what to do to the layers of the model."""
+"""The result of `fit`: a table, and the changes to the layers of the model."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Row:
     """Layers of one class with one action.
 
     Attributes:
-        names: of the layers.
-        action: what is done.
-        kept_bytes: between forward and backward, by all of them.
-        peak_bytes: at the peak of the step, by all of them.
-        seconds: added to a step, predicted.
+        names: names of the layers.
+        action: the action.
+        kept_bytes: bytes that all of them keep between forward and backward.
+        peak_bytes: bytes of all of them at the peak of the step.
+        seconds: predicted seconds added to a step.
     """
 
     names: list[str]
@@ -56,19 +56,19 @@ class Row:
 
 
 class FitPlan(Tabular, Generic[ModelT_co]):
-    """Which layers recompute what; prints as a table, and rich renders it in colour.
+    """The actions of layers. Prints as a table, which rich renders in colour.
 
     Attributes:
-        peak_bytes: of a step with the plan, by a simulation of the whole step.
-        seconds: that a step takes longer than without recomputing, predicted for the device.
-        budget: bytes that were given.
-        device: its name.
+        peak_bytes: peak of a step with the plan, by a simulation of the whole step.
+        seconds: predicted seconds that a step takes longer than without recomputing.
+        budget: the given bytes.
+        device: the name of the device.
         rows: layers by action.
-        totals: peak in bytes and seconds added of other plans, "none" and "full checkpoint"; peaks
-            as computed from single layers, or simulated where that is not exact.
-        step_seconds: of a step without recomputing, predicted; the optimizer not counted.
+        totals: peak in bytes and added seconds of other plans, "none" and "full checkpoint". Peaks
+            are computed from single layers, or simulated if that is not exact.
+        step_seconds: predicted seconds of a step without recomputing and without the optimizer.
         conditions: the shapes of the batch, autocast and gradient accumulation of the step.
-        hint: arguments of `fit` that would spare more, in a sentence; "" where there are none.
+        hint: a sentence about arguments of `fit` that would save more, or "".
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
@@ -91,14 +91,14 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         self.step_seconds, self.conditions, self.hint = step_seconds, conditions, hint
 
     def apply(self) -> ModelT_co:
-        """Change the layers of the model; an error leaves all as it was.
+        """Change the layers of the model. An error leaves all of them unchanged.
 
         Returns:
             The model.
 
         Raises:
-            RuntimeError: it is applied already, or another one is, or the model is not what it was
-                when it was fitted.
+            RuntimeError: this plan or another one is applied already, or the model has changed
+                since the plan was made.
         """
         if self._is_applied:
             raise RuntimeError("fit: the plan is applied already; expected undo() in between")
@@ -138,7 +138,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             The model.
 
         Raises:
-            RuntimeError: it is not applied.
+            RuntimeError: the plan is not applied.
         """
         if not self._is_applied:
             raise RuntimeError("fit: the plan is not applied; expected apply() before undo()")
@@ -147,7 +147,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         return self._model
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether it changes layers of this model object, or of one that is in it."""
+        """Return True if the plan changes layers of this model object, or of a model inside it."""
         own = uncompiled(self._model)
         return any(module is own for module in model.modules())
 
@@ -171,7 +171,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
-        """What is saved."""
+        """Return the content of a saved plan."""
         return {
             "format": _FORMAT,
             "model": class_of(uncompiled(self._model)).__name__,
@@ -202,7 +202,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         return self.table(self.hint)
 
     def table(self, hint: str) -> Grid:
-        """A table of the layers by action, with a hint below it."""
+        """Return a table of the layers by action, with a hint below it."""
         from rich import box
 
         from storage_ops.tables import Grid
@@ -265,7 +265,7 @@ def check_plain(model: nn.Module, loss: object) -> None:
 
 
 def _places(model: nn.Module, loss: object) -> dict[str, Unit]:
-    """What actions apply to: layers by name, a compiled loss, and the model, whose name is ""."""
+    """Return the objects of actions by name: layers, a compiled loss, and the model as ""."""
     compiled = compiled_loss(loss)
     beside = [Unit("", uncompiled(model), ""), *([compiled] if compiled is not None else [])]
     return {unit.name: unit for unit in (*beside, *units_of(model, loss))}
@@ -301,12 +301,13 @@ def load_fit(
     """Read a plan that was saved, for the same model.
 
     Args:
-        path: of the file.
-        model: like the one that was fitted: modules, sizes, dtypes and mode.
-        loss: like the one that `fit` was given, where the plan has actions for a head in it.
+        path: the path of the file.
+        model: a model like the fitted one: modules, sizes, dtypes and mode.
+        loss: a loss like that of `fit`, if the plan has actions for a head in it.
 
     Raises:
-        ValueError: the file is no plan, or one of another model. OSError: it cannot be read.
+        ValueError: the file is not a plan, or is a plan of another model. OSError: the file cannot
+            be read.
 
     Example:
         >>> import tempfile, os
@@ -363,15 +364,19 @@ def load_fit(
 
 
 def _aspects(model: nn.Module) -> dict[str, str]:
-    """What a plan knows its model by; of modules that are no layers, trainers set attributes."""
+    """Return the fingerprints by which a plan knows its model.
+
+    Trainers set attributes of modules that are not layers, so only layers have full fingerprints.
+    """
     layers = [(unit.name, unit.print) for unit in units_of(model)]
     return {**aspects(model), _LAYERS: hashed(layers)}
 
 
 def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
-    """What differs; layers, whose prints hold all else as well, only where nothing else does.
+    """Return the names of the aspects that differ.
 
-    Where modules do, all else does with them.
+    If "modules" differ, all other aspects do, too, so only "modules" is named. Fingerprints of
+    layers cover all aspects, so layers are named only if nothing else differs.
     """
     found = [name for name, value in now.items() if before.get(name) != value]
     if "modules" in found:
@@ -380,7 +385,7 @@ def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
 
 
 def _hint_of_mode(differs: str, model: nn.Module) -> str:
-    """Say when to call model.train(), where a mode is what differs."""
+    """Return when to call model.train(), if the mode is what differs."""
     if MODE not in differs:
         return ""
     if model.training:
@@ -395,14 +400,14 @@ def _row(
     peak_bytes: str | float,
     seconds: str | float,
 ) -> Row:
-    """A row of a file; a TypeError or ValueError if it is none."""
+    """Return a row of a file. Raise a TypeError or ValueError if it is not a row."""
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(f"names is {names!r}; expected a list of names")
     return Row(names, str(action), int(kept_bytes), int(peak_bytes), float(seconds))
 
 
 def _together(names: list[str]) -> str:
-    """Names that differ by one number as one: `layers.0-3,5`."""
+    """Return names that differ in one number as one: `layers.0-3,5`."""
     parts = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
     if len(names) == 1 or any(part is None for part in parts):
         return ", ".join(names)

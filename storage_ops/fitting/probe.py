@@ -1,4 +1,4 @@
-"""What one layer takes with an action: bytes kept, peaks of forward and backward, seconds."""
+"""Simulates one layer with an action: bytes kept, peaks of forward and backward, seconds."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ from storage_ops.simulate.values.assume import Assumption
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call of a layer takes, besides its inputs.
+    """The cost of a call of a layer, besides its inputs.
 
-    Attributes:
-        kept: bytes between forward and backward, without the outputs; less than nothing where an
-            input is not kept.
-        forward, backward: bytes at the highest level of each; the outputs, and the gradients that
-            backward starts from, are part of them.
-        seconds: of all its ops, forward and backward, of what Python does for the action, and that
-            they stand still for copies between the device and host memory.
-        forward_seconds: of its forward, in which copies can hide.
-        away: bytes in host memory between forward and backward.
+    Attributes: kept: bytes between forward and backward, without the outputs. Negative if an input
+    is freed. forward, backward: bytes at the highest level of each. They include the outputs, and
+    the gradients that backward starts from. seconds: seconds of all its ops, forward and backward,
+    of Python code for the action, and of waiting for copies between the device and host memory.
+    forward_seconds: seconds of its forward, in which copies can hide. away: bytes in host memory
+    between forward and backward.
     """
 
     kept: int
@@ -48,7 +45,7 @@ class Cost:
 
 
 def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
-    """Return what gradient each output gets: where not all have one, shapes tell them apart."""
+    """Return the gradient of each output. If some have none, shapes tell them apart."""
     left = list(likes)
     found: list[Like | None] = []
     for t in outputs:
@@ -73,7 +70,7 @@ class Probe:
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
 
     def cost(self, action: Action) -> Cost:
-        """What the layer takes with an action."""
+        """Return the cost of the layer with an action."""
         module = self._call.unit.module
         try:
             action.apply(module)
@@ -85,7 +82,7 @@ class Probe:
             action.undo(module)
 
     def ops(self) -> tuple[list[Op], int]:
-        """The ops of its forward, and how many of them a full checkpoint runs again."""
+        """Return the forward's ops, and how many of them a full checkpoint runs again."""
         times, module = OpTimes(self._rates), self._call.unit.module
         forward: list[Op] = []
 

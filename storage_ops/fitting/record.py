@@ -1,8 +1,8 @@
-"""A step of a model whose layers are stand-ins: what is in memory besides them, and their calls.
+"""Simulates a step of a model whose layers are stand-ins, to find the memory besides them.
 
-A stand-in holds the inputs of its layer and returns tensors like its outputs; in backward it
-returns gradients. Each distinct layer runs once, to know its outputs. So the step takes hardly
-longer with many layers, and what layers keep and take is added by whoever asks.
+A stand-in holds the inputs of its layer and returns tensors like its outputs. In backward it
+returns gradients. Each distinct layer runs once, to learn its outputs. So the step takes hardly
+longer with many layers. The caller adds the memory of the layers themselves.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from storage_ops.simulate.values.wrappers import is_wrapper
 
 @dataclass(frozen=True)
 class Like(TensorSpec):
-    """What a tensor is, without its bytes, and the values on which sizes may depend."""
+    """A tensor without its bytes, and the values on which sizes may depend."""
 
     known: Known | None = None
 
     @staticmethod
     def of(t: Tensor, simulation: Simulation | None = None) -> Like:
-        """Describe a strided tensor; with its values, such as lengths, if it is of a simulation."""
+        """Describe a strided tensor. Its values, such as lengths, are known inside a simulation."""
         known = None if simulation is None else simulation.values.known(simulation.twin(t))
         return Like(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, known)
 
     def make(self, simulation: Simulation | None = None) -> Tensor:
-        """Make a tensor like it, without a history; values are for a simulation."""
+        """Create a tensor like it, without a history. Values are set inside a simulation."""
         made = super().make()
         if simulation is not None and self.known is not None:
             simulation.values.assign(made, self.known)
@@ -71,21 +71,22 @@ class Like(TensorSpec):
 
 @dataclass
 class LayerCall:
-    """One call of a layer in a step; moments are numbers of events.
+    """One call of a layer in a step. Moments are numbers of events.
 
     Attributes:
         unit: the layer.
-        kind: the same for calls that do the same.
-        args: its arguments, with a `Like` in the place of each tensor, and keywords.
+        kind: equal for calls that do the same.
+        args: its arguments and keywords, with a `Like` in place of each tensor.
         forward, backward: first and last moment.
-        gradient_bytes: of the gradients that the backward gets.
-        gradients: what they are, one for each output that has one.
-        autocast: kinds of devices for which it is on, and the dtypes.
+        gradient_bytes: bytes of the gradients that the backward gets.
+        gradients: these gradients, one for each output that has one.
+        autocast: kinds of devices for which autocast is on, and the dtypes.
         gathered: the parameters that FSDP has gathered before the call, by name.
         inputs: the blocks of the tensors among the arguments.
-        shared: which of them somebody else holds in its place.
-        saved: the blocks of those outputs that the layer saves for its backward, by their numbers.
-        lasting: which of them others hold as well until the backward, so that they count once.
+        shared: the input blocks that other code holds in place of the call.
+        saved: the blocks of outputs that the layer saves for its backward, by their numbers.
+        lasting: the saved blocks that other code also holds until the backward, so that they count
+            once.
     """
 
     unit: Unit
@@ -108,11 +109,11 @@ class StepRecording:
     """A step without its layers.
 
     Attributes:
-        calls: of layers, in order.
+        calls: calls of layers, in order.
         levels: bytes in memory at each moment.
         start: the first moment of the step.
         turn: the moment at which the backward of the loss begins.
-        seconds: that all but the layers takes.
+        seconds: seconds of everything except the layers.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -174,13 +175,16 @@ class _StandIn(torch.autograd.Function):
 
 
 class Recorder:
-    """Runs a step with stand-ins in the places of layers."""
+    """Runs a step with stand-ins in place of layers."""
 
     def __init__(
         self, units: list[Unit], kinds: Kinds, on_gpu: bool, rates: Rates, workspace: int,
         accumulate: bool, assumption: Assumption,
     ) -> None:  # fmt: skip
-        """`workspace`: bytes that cuBLAS has in each thread; `accumulate`: as of `fit`."""
+        """Start without records.
+
+        `workspace`: bytes of cuBLAS per thread. `accumulate`: as in `fit`.
+        """
         self.books = Books(on_gpu, rates, assumption)
         self._workspace, self.accumulate = workspace, accumulate
         self.recording = StepRecording()
@@ -198,7 +202,7 @@ class Recorder:
         loss: Callable[[Any], Tensor],
         optimizer: Optimizer | None,
     ) -> StepRecording:
-        """Simulate a step of a model; its modules are afterwards as they were."""
+        """Simulate a step of a model, and leave its modules unchanged."""
         books, replaced = self.books, []
         args, kwargs = arguments(batch)
         self._sharded = set(sharded_parameters(model))
@@ -261,16 +265,17 @@ class Recorder:
                 optimizer.step()
 
     def _forget_states(self, optimizer: Optimizer, unused: list[nn.Parameter]) -> None:
-        """Let parameters without a gradient have no state, as no step makes one for them."""
+        """Drop the optimizer state of parameters without a gradient, as no step creates it."""
         for t in tree_leaves([optimizer.state.get(p) for p in unused]):
             if isinstance(t, Tensor):
                 for block in self.simulation.blocks_of(t):
                     block.nbytes = 0
 
     def _find_shared(self) -> None:
-        """Note which inputs others hold too: not freed by the backward of their stand-in.
+        """Note the inputs that other code also holds, which the stand-in's backward does not free.
 
-        A layer that saves its output, such as one that ends in a ReLU, holds the input of the next.
+        A layer that saves its output, such as one that ends in a ReLU, holds the input of the next
+        layer.
         """
         saved = {block for call in self.recording.calls for block in call.saved.values()}
         uses = Counter(block for call in self.recording.calls for block in call.inputs)
@@ -289,9 +294,9 @@ class Recorder:
             call.kind = (*call.kind, call.shared, call.lasting, call.gradients)
 
     def _find_lasting(self, call: LayerCall, freed: dict[Block, int]) -> tuple[int, ...]:
-        """Return the saved outputs that are in memory until the backward anyway.
+        """Return the saved outputs that are in memory until the backward in any case.
 
-        They stay until the layer's own backward, also where all others free them before it.
+        They stay until the layer's own backward, also if all other code frees them earlier.
         """
         levels, found = self.recording.levels, []
         for number, block in call.saved.items():
@@ -379,11 +384,11 @@ class Recorder:
         self, unit: Unit, plain: Callable[..., Any], args: Args, kwargs: Kwargs,
         given: list[Tensor], held: list[object],
     ) -> _Outputs | None:  # fmt: skip
-        """Describe what a call of a layer returns.
+        """Describe the outputs of a call of a layer.
 
-        None if that is an object which may have tensors in it, or if gradients leave the layer on
-        another way than by its arguments: by a tensor that it has as an attribute. The call leaves
-        no trace then, because it runs again.
+        None: the output is an object that may contain tensors, or gradients leave the layer in
+        another way than by its arguments, such as by a tensor attribute. The call has no side
+        effects then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
         undo, start = undo_changes([unit.module, args, kwargs]), self.books.mark()
@@ -414,7 +419,7 @@ class Recorder:
     def _run_once(
         self, unit: Unit, key: tuple[Any, ...], run: Callable[[list[object]], _Outputs | None]
     ) -> tuple[tuple[Any, ...], _Outputs | None]:
-        """The kind of a call, and what the first call of that kind found."""
+        """Return the kind of a call, and the outputs of the first call of that kind."""
         kind = self._kinds.kind_of(unit.module)
         found = self._outputs.find(kind, key)
         if found is None:
@@ -427,7 +432,7 @@ class Recorder:
 
 
 def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of a module that are no shards, by name."""
+    """Return the trained parameters of a module that are not shards, by name."""
     every = module.named_parameters()
     return {name: p for name, p in every if p.requires_grad and not is_spread(p)}
 
@@ -440,5 +445,5 @@ class _Given:
 
 
 def leaves_of(value: object) -> list[Any]:
-    """The leaves of a tree."""
+    """Return the leaves of a tree."""
     return tree_flatten(value)[0]

@@ -1,8 +1,8 @@
-"""How long an op takes on a device, by the device's rates: a roofline.
+"""The time of an op on a device, by the device's rates: a roofline.
 
 A GPU overlaps arithmetic and traffic, and the host runs ahead of it. A CPU does one after the
-other, and all that Python does for an op or a layer takes its time as well. In compiled code ops
-of single elements and of rows are fused with what reads them, and Python does nothing.
+other, and Python's work for an op or a layer adds to the time. In compiled code, ops of single
+elements and of rows are fused into their readers, and Python does nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Roofline:
         traffic: int,
         made: list[int],
     ) -> float:
-        """Of an op that computes.
+        """Return the seconds of an op that computes.
 
         Args:
             op, args, kwargs, out: the call and its result.
@@ -68,11 +68,11 @@ class Roofline:
         )
 
     def _of_elements(self, nanoseconds: float, first: Tensor) -> float:
-        """Return the seconds that a CPU computes functions of elements, such as tanh."""
+        """Return the seconds of the per-element math functions, such as tanh, on a CPU."""
         return 1e-9 * first.numel() * nanoseconds * self.share
 
     def of_python(self, action: Action, calls: int) -> float:
-        """Of what carries an action out, in a layer with so many calls of ops."""
+        """Return the Python overhead of an action, in a layer with this many calls of ops."""
         asks = len(action.discarded) * _DISCARD
         if action.mode in ("full", "selective"):
             asks += _REGION
@@ -81,5 +81,5 @@ class Roofline:
         return asks * self._rates.asking
 
     def is_worth_saving(self, seconds: float) -> bool:
-        """Whether an op takes longer than Python does to save its result."""
+        """Return True if an op takes longer than Python takes to save its result."""
         return seconds > self._rates.asking

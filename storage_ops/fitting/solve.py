@@ -1,8 +1,8 @@
-"""Which action each call of a layer gets, so that the step fits and the least is computed twice.
+"""Chooses an action for each call of a layer, so that the step fits and recomputes the least.
 
-What layers keep adds up in the order of their forwards and is freed in the opposite order, so at
-every moment the first few layers of the order are in memory. The sum of what these keep is all that
-the later ones need to know of them: a dynamic program over it is exact.
+The tensors that layers keep add up in the order of their forwards and are freed in the opposite
+order. So at every moment the first few layers of the order are in memory. Later layers need only
+the sum of the kept bytes. A dynamic program over this sum is exact.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ _ASSIGNMENTS = 64  # of actions to layers that run several times in a step
 
 @dataclass(frozen=True)
 class Option:
-    """What an action does to one call.
+    """The effect of an action on one call.
 
-    Attributes:
-        kept: bytes between forward and backward.
-        highest: bytes at the highest level while the call runs, forward and backward, with what is
-            outside of layers then.
-        seconds: added to the step.
+    Attributes: kept: bytes between forward and backward. highest: bytes at the highest level while
+    the call runs, forward and backward, with the bytes outside of layers at that time. seconds:
+    seconds added to the step.
     """
 
     kept: int
@@ -55,9 +53,9 @@ class ActionProblem:
     """Options of calls in the order of their forwards.
 
     Attributes:
-        options: of each call; calls that are alike share their list.
-        between: the highest level outside of layers while the first n calls are in memory, for each
-            n from 0 to all of them, without what they keep.
+        options: options of each call. Equal calls share their list.
+        between: for each n from 0 to all calls, the highest level outside of layers while the first
+            n calls are in memory. The bytes that they keep are not in it.
         repeated: the places of the calls of each layer that runs several times. Its calls share an
             action, so their lists of options have one length.
     """
@@ -67,11 +65,11 @@ class ActionProblem:
     repeated: Sequence[Sequence[int]] = ()
 
     def peak(self, choice: Sequence[int]) -> int:
-        """Bytes at the peak of a step with these options."""
+        """Return the bytes at the peak of a step with these options."""
         return self.at_peak(choice).level
 
     def at_peak(self, choice: Sequence[int]) -> Moment:
-        """Where the peak is."""
+        """Return the moment of the peak."""
         kept, moment = 0, Moment(self.between[0], 0, None)
         for place, (options, index) in enumerate(zip(self.options, choice, strict=True)):
             option = options[index]
@@ -82,13 +80,13 @@ class ActionProblem:
         return moment
 
     def seconds(self, choice: Sequence[int]) -> float:
-        """Seconds added to a step with these options."""
+        """Return the seconds added to a step with these options."""
         return sum(
             options[index].seconds for options, index in zip(self.options, choice, strict=True)
         )
 
     def smallest(self) -> list[int]:
-        """The choice with the lowest peak of all."""
+        """Return the choice with the lowest peak of all."""
         if self.repeated:
             found = [_inserted(part.smallest(), fixed) for fixed, part in self._parts]
             return min(found, key=lambda choice: (self.peak(choice), self.seconds(choice)))
@@ -105,7 +103,10 @@ class ActionProblem:
         return self.fastest(high) or leanest
 
     def _leanest(self, budget: int) -> list[int] | None:
-        """The choice that keeps the least within a budget: with less kept, more is allowed."""
+        """Return the choice that keeps the least within a budget.
+
+        Keeping less allows more later.
+        """
         if self.between[0] > budget:
             return None
         kept, choice = 0, []
@@ -121,7 +122,7 @@ class ActionProblem:
         return choice
 
     def fastest(self, budget: int) -> list[int] | None:
-        """The choice that adds the fewest seconds within a budget; None if there is none."""
+        """Return the choice that adds the fewest seconds within a budget, or None."""
         if self.repeated:
             parts = ((fixed, part.fastest(budget)) for fixed, part in self._parts)
             found = [_inserted(choice, fixed) for fixed, choice in parts if choice is not None]
@@ -150,7 +151,7 @@ class ActionProblem:
 
     @cached_property
     def _parts(self) -> list[tuple[dict[int, int], ActionProblem]]:
-        """Return problems in which repeated layers have one option, and which option that is."""
+        """Return problems in which repeated layers have one option, with that option."""
         every = list(self._assignments())
         step = max(1, -(-len(every) // _ASSIGNMENTS))
         thinned = [*every[:-1:step], every[-1]]
@@ -163,7 +164,7 @@ class ActionProblem:
         return parts
 
     def _assignments(self) -> Iterator[list[int]]:
-        """Yield an option for each repeated layer: the first everywhere, then less kept each time.
+        """Yield an option for each repeated layer: first no action, then less kept each time.
 
         Each step changes the layer and the option that save the most bytes for a second.
         """
@@ -204,7 +205,7 @@ class _State:
 
 
 def _best(states: list[_State]) -> list[_State]:
-    """Those than which no other keeps less and takes less; of very many, some of each size."""
+    """Return the states that no other beats in both bytes and seconds, thinned if very many."""
     best: list[_State] = []
     for state in sorted(states, key=lambda s: (s.kept, s.seconds)):
         if not best or state.seconds < best[-1].seconds - 1e-12:

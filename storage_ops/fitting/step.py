@@ -1,4 +1,4 @@
-"""What runs on fake tensors: books of its memory, and the time of its ops."""
+"""A run on fake tensors: the ledger of its memory, and the time of its ops."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from storage_ops.simulate.values.assume import Assumption
 
 
 class Books:
-    """What a simulation has booked."""
+    """The ledger and the result of a simulation."""
 
     def __init__(self, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
         self.ledger = Ledger(rounded if on_gpu else int)
         self._on_gpu, self._rates, self._assumption = on_gpu, rates, assumption
 
     def mark(self) -> int:
-        """The moment, as a number of events."""
+        """Return the current moment, as a number of events."""
         return self.ledger.mark()
 
     def levels(self) -> list[int]:
-        """Bytes in memory at each moment, from the start."""
+        """Return the bytes in memory at each moment, from the start."""
         return self.ledger.levels()
 
     @contextlib.contextmanager
     def open(
         self, holders: object, args: Args, kwargs: Kwargs
     ) -> Iterator[tuple[Simulation, Any, Any]]:
-        """Simulate inside a with block; as `simulating`."""
+        """Simulate inside a with block, as `simulating` does."""
         held = Captured(None, (holders, args), kwargs)
         with simulating(
             self.ledger, held, args, kwargs, self._assumption, self._on_gpu, self._rates
@@ -55,18 +55,18 @@ class Books:
             yield simulated
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a function in a simulation, with errors in its terms."""
+        """Call a function in a simulation, and translate its errors."""
         return call_simulated(fn, args, {})
 
 
 class OpTimes(TorchDispatchMode):
-    """Adds up how long ops take on a device.
+    """Adds up the time of ops on a device.
 
     Attributes:
-        seconds: of all ops so far.
-        count: how many there were, views among them.
-        ops: every op that is no view, while `logs` is set.
-        logits: bytes that the logits of a linear cross-entropy would take, of the largest so far.
+        seconds: seconds of all ops so far.
+        count: number of ops so far, including views.
+        ops: every op that is not a view, while `logs` is set.
+        logits: bytes of the largest logits so far that a linear cross-entropy replaces.
     """
 
     supports_higher_order_operators = True
@@ -85,7 +85,7 @@ class OpTimes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Code that is compiled already runs as it is."""
+        """Return True, so that already compiled code runs as it is."""
         return True
 
     def __torch_dispatch__(
@@ -129,7 +129,7 @@ class OpTimes(TorchDispatchMode):
 
 
 def loss_seconds(call: Call, rates: Rates) -> float:
-    """How long a linear cross-entropy takes, forward and backward, by its own planner."""
+    """Return the seconds of a linear cross-entropy, forward and backward, by its own planner."""
     device = next((name for name in DEVICES if named(name).name == rates.name), "cpu")
     grads = [name for name, needs in zip(GRADS, call.grad_mask, strict=True) if needs]
     vocab, hidden = call.weight.shape
@@ -145,8 +145,8 @@ class Op:
 
     Attributes:
         call: its name and its number among the calls of that name, as `policies.save_calls` counts.
-        nbytes: of what it made.
-        seconds: it takes.
+        nbytes: bytes of its results.
+        seconds: its time.
         saveable: whether a selective checkpoint can save the result in less time.
     """
 

@@ -1,4 +1,4 @@
-"""The layers of a model that share decisions: which modules, and which of them are alike."""
+"""Finds the layers of a model that share decisions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Unit:
     """A layer.
 
     Attributes:
-        name: as in `named_modules()`.
-        module: itself.
+        name: its name, as in `named_modules()`.
+        module: the layer.
         print: the fingerprint by which a saved plan knows it.
     """
 
@@ -34,17 +34,17 @@ class Unit:
 
     @property
     def class_name(self) -> str:
-        """The name of its class."""
+        """Return the name of the layer's class."""
         return class_of(self.module).__name__
 
 
 def units_of(model: nn.Module, loss: object = None) -> list[Unit]:
-    """The outermost modules in lists and sequences that have modules in them, in their order.
+    """Return the outermost modules with submodules in lists and sequences, in their order.
 
-    A module beside such lists that has modules in it, and no list or head of a loss, is one as
-    well, and so is a head, also one that `loss` refers to. A module that stands in several places
-    is none, nor is one whose forward was replaced on the instance. Of a module that torch.compile
-    wrapped, the layer is the one within.
+    A module beside such lists is a layer, too, if it has submodules, but no list and no head of a
+    loss. So is a head, also one that `loss` refers to. A module in several places is not a layer,
+    nor is one whose forward was replaced on the instance. For a module that torch.compile wrapped,
+    the layer is the inner module.
     """
     model = uncompiled(model)
     places: dict[int, int] = {}
@@ -72,14 +72,20 @@ def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_layers(child: nn.Module) -> bool:
-    """Whether what stands in a list is one more list, and no layer: a row of single modules is."""
+    """Return True if a list's member is another list of layers.
+
+    A row of single modules is a layer.
+    """
     if not isinstance(child, nn.Sequential):
         return isinstance(child, _CONTAINERS)
     return any(True for inner in child for _ in inner.children())
 
 
 def compiled_loss(loss: Any) -> Unit | None:
-    """What stands for a loss, the same each time; None of one that the backend does not compile."""
+    """Return the same stand-in for a loss each time.
+
+    None: the backend does not compile the loss.
+    """
     backend = backend_of(loss)
     if backend is None:
         return None

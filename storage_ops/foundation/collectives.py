@@ -1,10 +1,10 @@
 """Collectives in a region: every rank must repeat them, and in the same order.
 
-What autograd saves can differ between ranks: a rank without tokens skips its experts, and a rank
-with a frozen consumer does not need an output. So the first saved tensor that backward reads, and
-the last one that the recompute must reach, lie before a collective on one rank and behind it on
-another. Where a region has communicated, each rank therefore repeats all of it, when the gradient
-of the first output comes and before any node of the region runs its backward.
+Saved tensors can differ between ranks: a rank without tokens skips its experts, and a rank with a
+frozen consumer does not need an output. So the first saved tensor that backward reads may lie
+before a collective on one rank and behind it on another. The same is true of the last tensor that
+the recompute must reach. Each rank therefore repeats all of a region that has communicated. It does
+so when the gradient of the first output comes, before any node of the region runs its backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if torch.distributed.is_available():
 
 
 def number_issued() -> int:
-    """How many collectives this process has begun, in groups whose backend counts them."""
+    """Return how many collectives this process has begun, in groups whose backend counts them."""
     total = 0
     for group in _WORLD.pg_map if _WORLD is not None else ():
         try:
@@ -32,9 +32,9 @@ def number_issued() -> int:
 
 
 def call_before_backward(outputs: Iterable[Any], fn: Callable[[Any], None]) -> None:
-    """Call `fn` with the gradients of each node that made an output, before the node runs.
+    """Call `fn` with the gradients of each node that created an output, before the node runs.
 
-    Hooks of the outputs, by which FSDP gathers parameters, come before that.
+    Hooks of the outputs run before that. FSDP uses them to gather parameters.
     """
     nodes = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
     for node in dict.fromkeys(nodes):

@@ -1,9 +1,9 @@
-"""Parameters that FSDP2 has sharded by the time a region is repeated.
+"""Gathers parameters that FSDP2 has sharded again before a region is repeated.
 
 FSDP gathers the parameters of a module when the gradient of its output comes, and frees them when
-the backward of the module is done. An output that was discarded is needed earlier, in the backward
-of its consumers. So a repetition gathers what it reads itself, or waits for it where FSDP does so
-already, and leaves it to FSDP to free it. That is the gather that FSDP would do next, not another.
+the backward of the module is done. A discarded output is needed earlier, in the backward of its
+consumers. So a repetition gathers the parameters that it reads itself, or waits if FSDP gathers
+them already. FSDP frees them. That replaces FSDP's next gather, so no parameter is gathered twice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _MAPPING = "torch.distributed._composable_state"
 
 
 def is_used() -> bool:
-    """Whether there may be modules of FSDP2. Its code alone, torch.compile has imported as well."""
+    """Return True if FSDP2 may be in use.
+
+    Checking `sys.modules` is not enough, because torch.compile imports FSDP2, too.
+    """
     return _STATE in sys.modules and bool(sys.modules[_MAPPING]._module_state_mapping.data)
 
 
 def states() -> Iterator[Any]:
-    """What FSDP keeps of modules, in the order in which they were sharded, that of every rank."""
+    """Yield FSDP's state of each module, in the order of sharding, which all ranks share."""
     if is_used():
         kind = sys.modules[_STATE].FSDPState
         mapping = sys.modules[_MAPPING]._module_state_mapping
@@ -35,7 +38,7 @@ def states() -> Iterator[Any]:
 
 
 def groups(state: Any) -> list[Any]:
-    """The groups of parameters of a state that are gathered together."""
+    """Return the groups of parameters of a state that are gathered together."""
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:  # before torch 2.12
         return [g for g in (state._fsdp_param_group,) if g is not None]
@@ -48,12 +51,12 @@ def _groups() -> Iterator[tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def gathered(read: Iterable[Tensor], lasts: bool) -> Iterator[None]:
-    """Have parameters whole in a block.
+    """Gather parameters for a block.
 
     Args:
-        read: tensors; those that are parameters as FSDP gathers them count.
-        lasts: whether a backward pass runs that needs them next, after which FSDP frees them. If
-            not, what is whole after the block and was not before is sharded again.
+        read: tensors. Only parameters that FSDP has gathered for a module are used.
+        lasts: whether a running backward pass needs the parameters next, after which FSDP frees
+            them. If not, parameters that this block gathered are sharded again after it.
     """
     sharded = [(s, g, g._all_gather_result) for s, g in _groups() if not g.is_unsharded]
     wanted = {id(t if t._base is None else t._base) for t in read}
@@ -87,9 +90,10 @@ def _leave_to_fsdp(whole: list[tuple[Any, Any]]) -> None:
 
 
 class _GatheredPass:
-    """What a backward pass has gathered; only the pass has a reference.
+    """The parameters that a backward pass has gathered. Only the pass has a reference to them.
 
-    It is called when the pass ends, and FSDP does the rest. If it dies before, the pass has failed.
+    It is called when the pass ends, and FSDP does the rest. If it dies earlier, the pass has
+    failed.
     """
 
     def __init__(self, groups: list[Any], contexts: list[Any]) -> None:

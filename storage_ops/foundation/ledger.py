@@ -1,4 +1,4 @@
-"""The books of a simulated run: which block of memory lives from when to when."""
+"""The ledger of a simulated run: which block of memory lives from when to when."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _SLACK = 1 << 20  # what is left of a segment becomes a block of its own only ab
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that the CUDA caching allocator takes for a request, on a GPU that is not fragmented.
+    """Return the bytes that the CUDA caching allocator takes for a request, without fragmentation.
 
-    Blocks are multiples of 512 bytes. A request of 10 MiB and more gets a segment of whole 2 MiB
-    and keeps what is left of it, unless that is more than 1 MiB (c10/cuda/CUDACachingAllocator).
+    Blocks are multiples of 512 bytes. A request of 10 MiB and more gets a segment of whole 2 MiB.
+    It keeps the rest of the segment, unless that is more than 1 MiB
+    (c10/cuda/CUDACachingAllocator).
     """
     block = -(-nbytes // _BLOCK) * _BLOCK
     segment = -(-block // _SEGMENT) * _SEGMENT
@@ -32,17 +33,17 @@ def rounded(nbytes: int) -> int:
 
 
 def levels(changes: Iterable[int], start: int = 0) -> list[int]:
-    """Bytes in memory at each moment: at the start, and after each change of so many bytes."""
+    """Return the bytes in memory at the start and after each change."""
     return list(accumulate(changes, initial=start))
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of a module, or another part of a step, during which blocks are made.
+    """A call of a module, or another part of a step, during which blocks are allocated.
 
     Attributes:
-        name: of the module, as `named_modules` has it, or of the part.
-        end: how many events there were as it ended; None before.
+        name: the name of the module, as in `named_modules`, or of the part.
+        end: the number of events when it ended. None before.
     """
 
     name: str
@@ -55,11 +56,11 @@ class Block:
 
     Attributes:
         nbytes: its size as the allocator of the device rounds it.
-        shape, dtype: of the tensor that it was made for.
-        made_by: the op that made it, or "input".
-        call: the innermost call during which it was made.
-        asked: bytes that were asked for, before rounding.
-        node: the number of the node of autograd that made it; None outside of a backward.
+        shape, dtype: those of the tensor that it was allocated for.
+        made_by: the op that allocated it, or "input".
+        call: the innermost call during which it was allocated.
+        asked: requested bytes, before rounding.
+        node: the number of the autograd node that allocated it. None outside of a backward.
     """
 
     nbytes: int
@@ -74,7 +75,7 @@ class Block:
 
 @dataclass(eq=False)
 class _Bound:
-    """What is known of a live storage."""
+    """The record of a live storage."""
 
     storage: weakref.ref[Storage]
     nbytes: int  # of the storage itself, to notice when it is resized
@@ -86,17 +87,21 @@ class Ledger:
     """Follows storages from their first sight to their end.
 
     Attributes:
-        inputs: blocks that were there before the run.
+        inputs: blocks that existed before the run.
         events: (seconds since the start, block, whether it was taken or given back).
-        calls: those in progress, innermost last.
+        calls: the calls in progress, innermost last.
         discards: whether a storage was discarded.
-        added_to: blocks of gradients to which autograd has added others in place.
+        added_to: blocks of gradients to which autograd has added other gradients in place.
     """
 
     def __init__(
         self, round_up: Callable[[int], int] = rounded, outer: Ledger | None = None
     ) -> None:
-        """`round_up`: what the allocator takes for a number of bytes. `outer`: knows others."""
+        """Start a ledger.
+
+        `round_up` returns the bytes that the allocator takes for a request. `outer` is the ledger
+        of the whole run, if this one covers a part.
+        """
         self.inputs: list[Block] = []
         self.calls: list[ModuleCall] = []
         self.discards = False
@@ -109,20 +114,20 @@ class Ledger:
 
     @property
     def is_of_a_part(self) -> bool:
-        """Whether these are books of a part of a run, of which others have the rest."""
+        """Return True if this ledger covers a part of a run, and another ledger covers the rest."""
         return self._outer is not None
 
     def mark(self) -> int:
-        """The moment, as a number of events."""
+        """Return the current moment, as a number of events."""
         return len(self.events)
 
     def levels(self) -> list[int]:
-        """Bytes in memory at each moment, from the start."""
+        """Return the bytes in memory at each moment, from the start."""
         start = sum(block.nbytes for block in self.inputs)
         return levels((b.nbytes if taken else -b.nbytes for _, b, taken in self.events), start)
 
     def see(self, t: Tensor, made_by: str, *, is_input: bool = False) -> None:
-        """Book the storage of a tensor, unless it is known."""
+        """Record the storage of a tensor, unless it is known."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._bound or (self._outer is not None and key in self._outer._bound):
@@ -137,11 +142,14 @@ class Ledger:
             self._bind(bound, block)
 
     def temporary(self, t: Tensor, made_by: str, nbytes: int | None = None) -> None:
-        """Book a block, as large as a tensor if not said, that lives only inside a kernel."""
+        """Record a block that lives only inside a kernel.
+
+        By default it is as large as the tensor.
+        """
         self.give_back(self.take(self.block(t, t.nbytes if nbytes is None else nbytes, made_by)))
 
     def follow_resize(self, storage: Storage) -> None:
-        """Notice that a storage was resized in place, if it was."""
+        """Record the new size of a storage if it was resized in place."""
         bound = self._bound.get(storage._cdata)
         if bound is not None and storage.nbytes() != bound.nbytes:
             bound.nbytes = storage.nbytes()
@@ -151,7 +159,7 @@ class Ledger:
                 self._bind(bound, replace(bound.first, nbytes=nbytes, _storages=0))
 
     def block(self, t: Tensor, nbytes: int, made_by: str) -> Block:
-        """A block for so many bytes that are made for a tensor now; not booked."""
+        """Return an unrecorded block of `nbytes` for a tensor that is created now."""
         call = self.calls[-1] if self.calls else None
         node = torch._C._current_autograd_node()
         number = None if node is None else node._sequence_nr()
@@ -159,7 +167,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Blocks that are made inside a with block belong to this call."""
+        """Assign blocks that are allocated inside a with block to this call."""
         call = ModuleCall(name)
         self.calls.append(call)
         try:
@@ -169,7 +177,7 @@ class Ledger:
             call.end = len(self.events)
 
     def block_of(self, t: Tensor) -> Block | None:
-        """The block that a tensor's storage has now; None if it has none or is not known."""
+        """Return the current block of a tensor's storage, or None if it has none or is unknown."""
         bound = self._bound.get(t.untyped_storage()._cdata)
         return None if bound is None else bound.block
 
@@ -189,33 +197,33 @@ class Ledger:
         self._unbind(self._of(t))
 
     def see_as(self, t: Tensor, block: Block) -> None:
-        """Book the new storage of a tensor as a block."""
+        """Record the new storage of a tensor as an existing block."""
         storage = t.untyped_storage()
         reference = weakref.ref(storage, partial(self._gone, storage._cdata))
         self._bound[storage._cdata] = bound = _Bound(reference, storage.nbytes(), block)
         self._bind(bound, block)
 
     def release(self, t: Tensor) -> None:
-        """Give back the block of a storage that only those hold who do not need it."""
+        """Give back the block of a storage whose remaining references do not need its bytes."""
         bound = self._bound.get(t.untyped_storage()._cdata)
         if bound is not None:
             self._unbind(bound)
 
     def take(self, block: Block) -> Block:
-        """Book a block that has no storage; `give_back` ends it."""
+        """Record a block that has no storage. `give_back` ends it."""
         self._event(block, True)
         return block
 
     def give_back(self, block: Block) -> None:
-        """Book the end of a block that has no storage."""
+        """Record the end of a block that has no storage."""
         self._event(block, False)
 
     def is_discarded(self, t: Tensor) -> bool:
-        """Whether a storage that should have a block has none."""
+        """Return True if a storage that should have a block has none."""
         return self._of(t).block is None and t.numel() > 0
 
     def share(self, dst: Tensor, src: Tensor, copies: bool) -> None:
-        """Bind the storage of dst to the block of src, or to its own as large as that one."""
+        """Bind the storage of dst to the block of src, or with `copies` to a new equal block."""
         to, source = self._of(dst), self._of(src).block
         if source is None or to.block is source or (copies and to.block is not None):
             return

@@ -1,7 +1,7 @@
-"""Memory of a graph, whose nodes and values are known before it runs, in the same books as a run's.
+"""Fills a ledger from a graph whose nodes and values are known before it runs.
 
-A graph of ops has a block for each storage (`graph/schedule.py`). Of a graph that Inductor fuses
-only some values have memory: `autochunk/analysis/predict.py` knows which.
+A graph of ops has a block for each storage (`graph/schedule.py`). In a graph that Inductor fuses,
+only some values have memory. `autochunk/analysis/predict.py` knows which.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from storage_ops.foundation.ledger import Block, Ledger
 
 @dataclass
 class Moment:
-    """What one node does to memory.
+    """The effect of one node on memory.
 
-    Attributes:
-        name: of the node.
-        makes: bytes of each block that is there from now on.
-        reads: blocks that must still be there; one that nothing reads later ends after this.
-        scratch: bytes that the node holds while it runs.
-        overwrites: blocks among which one may become what it makes, if that one ends here and has
-            the size of all that is made.
+    Attributes: name: the name of the node. makes: bytes of each block that the node allocates.
+    reads: blocks that must still exist. A block without later readers ends after this moment.
+    scratch: bytes that the node holds while it runs. overwrites: blocks that the result may reuse.
+    One is reused if it ends here and has the total size of `makes`.
     """
 
     name: str
@@ -36,7 +33,7 @@ class Moment:
 
 
 def levels_during(moments: Sequence[Moment]) -> list[int]:
-    """Bytes in memory while each node runs, of what the nodes make."""
+    """Return the bytes of the nodes' results in memory while each node runs."""
     last: dict[Any, int] = {}
     for at, moment in enumerate(moments):
         last.update(dict.fromkeys((*moment.makes, *moment.reads), at))

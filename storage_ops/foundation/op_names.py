@@ -25,7 +25,7 @@ _SPELLINGS = re.compile(r"(?:torch\.ops\.)?(\w+)(?:\.|::)(\w+)(?:\.(\w+))?")
 
 @functools.cache
 def name_of(op: Op) -> str:
-    """The dispatcher's name of an op that a policy is asked about.
+    """Return the dispatcher's name of an op that a policy decides about.
 
     Example:
         >>> from storage_ops.foundation.op_names import name_of
@@ -37,12 +37,12 @@ def name_of(op: Op) -> str:
 
 
 def readable(name: str) -> str:
-    """The dispatcher's name as users write it: `aten.mm`."""
+    """Return the dispatcher's name as users write it: `aten.mm`."""
     return name.replace("::", ".")
 
 
 def packet_of(name: str) -> str:
-    """The name without the overload."""
+    """Return the name without the overload."""
     return name.partition(".")[0]
 
 
@@ -68,13 +68,13 @@ def op_named(name: str) -> Overload | None:
 
 @functools.cache
 def is_mutating(op: Op) -> bool:
-    """Whether the op modifies an argument in place."""
+    """Return True if the op modifies an argument in place."""
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
 
 
 @functools.cache
 def is_view(op: Op) -> bool:
-    """Whether an output of the op is a view of an argument, by its schema."""
+    """Return True if an output of the op is a view of an argument, by its schema."""
     schema = getattr(op, "_schema", None)
     return schema is not None and any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
@@ -83,12 +83,12 @@ def is_view(op: Op) -> bool:
 
 @functools.cache
 def is_allocation(op: Op) -> bool:
-    """Whether the op returns bytes that nothing has written."""
+    """Return True if the op returns uninitialised memory."""
     return name_of(op).startswith(("aten::empty", "aten::new_empty"))
 
 
 def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
-    """The dispatcher's names of all overloads that the given names mean.
+    """Return the dispatcher's names of all overloads that the given names mean.
 
     Args:
         ops: names such as "aten.mm" (all overloads that modify no argument), "aten.mm.default",
@@ -165,7 +165,7 @@ class _Overload(NamedTuple):
 
 
 def _overloads(packet: str) -> dict[str, _Overload]:
-    """All overloads that the dispatcher has; TorchScript knows more."""
+    """Return all overloads that the dispatcher has. TorchScript knows more."""
     known = set(all_names())
     found = {}
     for schema in torch._C._jit_get_schemas_for_operator(packet):

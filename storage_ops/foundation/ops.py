@@ -1,4 +1,4 @@
-"""One table of what is known of each op.
+"""One table of the known facts of each op.
 
 `facts_of(op)` returns the facts of an op. Estimates, policies, the roofline of `fit`, reports and
 the chunker read them from there. Facts that the schema of an op states are read from the schema.
@@ -37,7 +37,7 @@ Flops = Callable[[Args, Kwargs], int]
 
 
 class Product(NamedTuple):
-    """How an op multiplies matrices.
+    """The factors of an op that multiplies matrices.
 
     Attributes:
         left: position of the left factor among the arguments.
@@ -85,7 +85,7 @@ class Row(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What is known of an op.
+    """The known facts of an op.
 
     Attributes:
         op: the op.
@@ -214,12 +214,12 @@ def _new_facts(op: Op) -> OpFacts:
 
 
 def family_of(name: str) -> str:
-    """Return the name under which calls of an op are counted, for the dispatcher's name."""
+    """Return the name under which calls of an op are counted, from the dispatcher's name."""
     return _rows.get(packet_of(name), {}).get("family", name)
 
 
 def product_of(name: str) -> Product | None:
-    """Return how a function of torch multiplies matrices, such as "matmul"; None if it does not."""
+    """Return how a function of torch, such as "matmul", multiplies matrices. None: it does not."""
     return _rows.get(f"aten::{name}", {}).get("product") or _FUNCTIONS.get(name)
 
 
@@ -240,7 +240,7 @@ _COLLECTIVES: dict[str, Literal["functional", "in place", ""]] = {
 
 
 def flops_of(op: Op, args: Args, kwargs: Kwargs, out: object) -> int:
-    """Return the floating-point operations of a call of `op`; 0 if no formula is known.
+    """Return the floating-point operations of a call of `op`, or 0 if no formula is known.
 
     Matrix products, convolutions and attention are counted from shapes alone, a multiplication and
     an addition as two. Attention counts as if nothing was masked and all sequences had the greatest
@@ -279,7 +279,7 @@ _MOST_KEYS = ("max_k", "max_seqlen_k")  # of a sequence, if all sequences lie in
 
 
 def _flops_of_attention(op: Op) -> Flops | None:
-    """Return the formula of an op of attention; None for another op.
+    """Return the formula of an attention op, or None for another op.
 
     torch's counter has no formula for attention on a CPU or of other packages. Its formulas refuse
     keys with fewer heads than queries, and read lengths of sequences, which fake tensors lack.

@@ -1,7 +1,8 @@
-"""Marks on the nodes of a graph under trace: in which checkpointed region each was recorded.
+"""Marks the nodes of a graph under trace with the checkpointed regions that they were recorded in.
 
-The marks are this package's own. They live under one key of `node.meta`, are written when a node is
-made and never through the tracer's current metadata, so they cannot leak to the nodes that follow.
+The marks are this package's own, under one key of `node.meta`. They are written when a node is
+created, and not through the tracer's current metadata. So they cannot leak to the nodes that
+follow.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Level:
 
     Attributes:
         region: a number that no other region of the process has.
-        decision: what the region's policy says of the node; None without a policy.
-        discards: whether the outputs of the region are recomputed for their users as well.
+        decision: the decision of the region's policy about the node. None without a policy.
+        discards: whether the outputs of the region are recomputed for their users, too.
     """
 
     region: int
@@ -48,13 +49,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a node was recorded.
+    """The regions and the backward pass that a node was recorded in.
 
     Attributes:
         path: the regions around it, outermost first.
         backward: the number of the backward pass it belongs to; -1 in a forward.
-        owner: for a node of a backward pass, the regions around the forward op it is the gradient
-            of, outermost first.
+        owner: for a node of a backward pass, the regions around the forward op whose gradient it
+            computes, outermost first.
         step: the number of the autograd node that ran; -1 in a forward.
     """
 
@@ -68,7 +69,7 @@ OUTSIDE = Mark()
 
 
 def mark_of(node: fx.Node) -> Mark:
-    """The mark of a node; that of a plain forward node where there is none."""
+    """Return the mark of a node. A node without one counts as a plain forward node."""
     mark: Mark = node.meta.get(KEY, OUTSIDE)
     return mark
 
@@ -81,7 +82,7 @@ class _Open:
 
 
 class RegionRecorder:
-    """Marks every node a tracer makes, from the regions that are open at that moment."""
+    """Marks every node that a tracer creates with the regions that are open at that moment."""
 
     def __init__(self, tracer: Any) -> None:
         self._open: list[_Open] = []
@@ -104,7 +105,7 @@ class RegionRecorder:
 
     @staticmethod
     def of(tracer: Any) -> RegionRecorder:
-        """The recorder of a tracer, made at the first call."""
+        """Return the recorder of a tracer, created at the first call."""
         if not hasattr(tracer, "_storage_ops_recorder"):
             tracer._storage_ops_recorder = RegionRecorder(tracer)
         recorder: RegionRecorder = tracer._storage_ops_recorder
@@ -112,7 +113,7 @@ class RegionRecorder:
 
     @contextlib.contextmanager
     def region(self, policy: Policy | None, discards: bool) -> Iterator[None]:
-        """Nodes made in a with block belong to a new region."""
+        """Assign nodes that are created in a with block to a new region."""
         self._decide()
         opened = _Open(next(_ids), policy, discards)
         self._set_open([*self._open, opened])
@@ -125,7 +126,7 @@ class RegionRecorder:
 
     @property
     def inside(self) -> bool:
-        """Whether a region is open."""
+        """Return True if a region is open."""
         return bool(self._open)
 
     def _set_open(self, regions: list[_Open]) -> None:
@@ -144,7 +145,7 @@ class RegionRecorder:
             self._undecided = node
 
     def _running(self) -> tuple[tuple[int, ...], int]:
-        """The regions that made the autograd node that runs now, and its number."""
+        """Return the regions that created the autograd node that runs now, and its number."""
         running = torch._C._current_autograd_node()
         if running is None:
             return (), -1
@@ -186,7 +187,7 @@ def _decision(policy: Policy | None, node: fx.Node) -> CheckpointPolicy | None:
 
 
 def _next_number() -> int:
-    """The number that autograd will give to the next node it makes."""
+    """Return the number that autograd will give to the next node it creates."""
     autograd: Any = torch.autograd
     number: int = autograd._get_sequence_nr()
     return number
@@ -197,7 +198,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def tracing() -> bool:
-    """Whether operations are being recorded into a graph by make_fx or `trace_step`.
+    """Return True if make_fx or `trace_step` records operations into a graph now.
 
     Example:
         >>> storage_ops.graph.regions.tracing()
@@ -207,7 +208,7 @@ def tracing() -> bool:
 
 
 def inside() -> bool:
-    """Whether what is recorded now belongs to a checkpointed region.
+    """Return True if operations recorded now belong to a checkpointed region.
 
     Example:
         >>> storage_ops.graph.regions.inside()
@@ -219,7 +220,7 @@ def inside() -> bool:
 
 @contextlib.contextmanager
 def region(policy: Policy | None = None, discards: bool = False) -> Iterator[None]:
-    """Mark what a with block records as a checkpointed region; does nothing without a trace.
+    """Mark the ops in a with block as a checkpointed region. Without a trace this does nothing.
 
     Args:
         policy: as for `torch.utils.checkpoint.create_selective_checkpoint_contexts`; None
@@ -246,7 +247,7 @@ def mark(
     policy: Policy | None = None,
     discards: bool = False,
 ) -> T:
-    """Run `fn(*args, **kwargs)` once, marked as a checkpointed region; see `region`.
+    """Run `fn(*args, **kwargs)` once, marked as a checkpointed region as in `region`.
 
     Example:
         >>> storage_ops.graph.regions.mark(torch.add, (torch.ones(1), 1))

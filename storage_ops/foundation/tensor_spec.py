@@ -1,4 +1,4 @@
-"""Shape, strides, dtype and device of a tensor: what another tensor needs to take its place."""
+"""Describes a tensor by shape, strides, dtype and device, so that another can take its place."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class TensorSpec:
         return TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
 
     def make(self) -> Tensor:
-        """Make an uninitialised tensor like it; it needs no gradient yet."""
+        """Create an uninitialised tensor with this spec. It requires no gradient yet."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)

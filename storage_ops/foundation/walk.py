@@ -100,7 +100,7 @@ is_opaque: Callable[[Any], bool] = _find_opaque
 
 
 def is_data(container: Any) -> bool:
-    """Return True for a container of more than `LONG` items that are no tensors and no modules."""
+    """Return True for a container of more than `LONG` items, none of them a tensor or module."""
     if len(container) <= LONG:
         return False
     first = next(iter(container))
@@ -116,12 +116,12 @@ def values_in(container: object) -> Any:
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return the items of a container, or the values of a mapping; nothing of data."""
+    """Return the items of a container, or the values of a mapping. Data containers return []."""
     return [] if is_data(container) else list(values_in(container))
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return what an object has in its dictionary, without a call of code of its own."""
+    """Return the entries of an object's `__dict__` without running code of its class."""
     try:
         attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -161,7 +161,7 @@ def cells_of(fn: FunctionType) -> Iterator[Name]:
 
 
 def globals_of(fn: FunctionType) -> Iterator[Name]:
-    """Yield the globals that a function names, but for plain values."""
+    """Yield the globals that a function names, except for plain values."""
     values = fn.__globals__
     for name in names_of_globals(fn.__code__):
         if name in values and kind_of(type(values[name])) != PLAIN:
@@ -199,7 +199,7 @@ def _find_globals(code: CodeType) -> set[str]:
 
 
 class Access(NamedTuple):
-    """How a value is found in the value that holds it.
+    """The way from a value to a value inside it.
 
     Attributes:
         name: returns the name of the place, from the name of the holder and the key.
@@ -283,7 +283,7 @@ class Visit:
 
     @property
     def name(self) -> str:
-        """The place in the words of the user's program, such as `model.weight`."""
+        """Return the place as the user's program writes it, such as `model.weight`."""
         if self.parent is None:
             return str(self.key)
         return self.access.name(self.parent.name, self.key)
@@ -296,7 +296,7 @@ class Visit:
 
     @property
     def is_writable(self) -> bool:
-        """Whether the place can be given another value."""
+        """Return True if the place can be given another value."""
         return self.access.write is not None
 
     def write(self, value: object) -> None:
@@ -396,10 +396,10 @@ def _inside_function(fn: FunctionType, package: str) -> Iterator[Part]:
 
 
 def is_leaf(t: Tensor) -> bool:
-    """Return `t.is_leaf`, and False where torch raises instead.
+    """Return `t.is_leaf`, and False where torch raises an error instead.
 
-    It does for one of several views that an op returned, such as `chunk`, once the base was written
-    in place: FSDP1 leaves such views in modules.
+    torch raises for one of several views that an op such as `chunk` returned, once the base was
+    written in place. FSDP1 leaves such views in modules.
     """
     try:
         return t.is_leaf

@@ -30,14 +30,14 @@ _EFFECTFUL = {
 
 
 def is_call(node: fx.Node, op: object) -> bool:
-    """Whether a node calls `op`."""
+    """Return True if a node calls `op`."""
     return node.op == "call_function" and node.target is op
 
 
 def is_effectful(node: fx.Node) -> bool:
-    """Whether running a node twice is not the same as running it once.
+    """Return True if running a node twice differs from running it once.
 
-    So it is for communication, and for ops that return nothing. In-place ops are not meant.
+    Communication is effectful, and so are ops that return nothing. In-place ops do not count.
     """
     target = node.target
     if isinstance(target, HigherOrderOperator):
@@ -48,7 +48,7 @@ def is_effectful(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> Iterator[Any]:
-    """The arguments that a node modifies: nodes, or lists of nodes."""
+    """Yield the arguments that a node modifies: nodes, or lists of nodes."""
     if not isinstance(node.target, OpOverload):
         return
     if updates_statistics(node):  # its schema does not say so
@@ -67,7 +67,7 @@ def written(node: fx.Node) -> Iterator[Any]:
 
 
 def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
-    """By the storage that is modified, the places in `order` of the nodes that do so."""
+    """Return, for each modified storage, the places in `order` of the nodes that modify it."""
     found: dict[int, list[int]] = {}
     for node, at in order.items():
         for t in tensors_of(written(node)):
@@ -77,17 +77,17 @@ def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[fx.Node]:
-    """The nodes among arguments that may be lists of nodes."""
+    """Return the nodes among arguments that may be lists of nodes."""
     return [t for a in arguments for t in (a if isinstance(a, (list, tuple)) else [a])]
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Whether a node is a batch norm in training."""
+    """Return True if a node is a batch norm in training."""
     return node.target in _BATCH_NORMS and bool(argument(node, "training"))
 
 
 def makes_new(node: fx.Node) -> bool:
-    """Whether an op returns tensors of its own, besides those that it modifies."""
+    """Return True if an op returns new tensors, besides those that it modifies."""
     target = node.target
     return isinstance(target, OpOverload) and any(
         returned.alias_info is None for returned in target._schema.returns
@@ -95,7 +95,7 @@ def makes_new(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The value of an op's argument by its name, or its default."""
+    """Return the value of an op's argument by its name, or its default."""
     assert isinstance(node.target, OpOverload)
     for place, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
@@ -107,12 +107,12 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def has_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is or holds a tensor."""
+    """Return True if a node's value is a tensor or contains one."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
 def item_of(node: fx.Node) -> fx.Node | None:
-    """The node whose result a node takes one item of."""
+    """Return the node whose result a node takes one item of, or None."""
     if node.op == "call_function" and node.target is operator.getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
@@ -120,7 +120,7 @@ def item_of(node: fx.Node) -> fx.Node | None:
 
 
 def fake_modes(graph: fx.Graph) -> set[FakeTensorMode]:
-    """The modes that the values of a graph's nodes belong to."""
+    """Return the fake tensor modes of the values of a graph's nodes."""
     return {
         leaf.fake_mode
         for node in graph.nodes
@@ -130,7 +130,7 @@ def fake_modes(graph: fx.Graph) -> set[FakeTensorMode]:
 
 
 def compute_value(node: fx.Node, mode: FakeTensorMode) -> None:
-    """Fill in the value of a new node from those of its arguments."""
+    """Compute the value of a new node from the values of its arguments."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
     with mode, torch.no_grad():
         assert callable(node.target)
@@ -138,19 +138,19 @@ def compute_value(node: fx.Node, mode: FakeTensorMode) -> None:
 
 
 def _value(node: fx.Node) -> Any:
-    """The value of a node; a graph that is called from another one is its own."""
+    """Return the value of a node. A graph that another graph calls is its own value."""
     if node.op == "get_attr" and "val" not in node.meta:
         return attribute(node.graph.owning_module, str(node.target))
     return node.meta["val"]
 
 
 def attribute(module: object, target: str) -> Any:
-    """What a node of a module's graph that gets an attribute gets."""
+    """Return the attribute of a module that a `get_attr` node names."""
     return operator.attrgetter(target)(module)
 
 
 def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Compute the values anew of views whose base is another node than when they were recorded."""
+    """Compute the values of views again if their base has changed since they were recorded."""
     made: dict[int, fx.Node] = {}
     for node in graph.nodes:
         keys = {key for key, _ in storages(node.meta.get("val"))}
@@ -168,7 +168,7 @@ def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def storages(value: object) -> Iterator[tuple[int, int]]:
-    """What identifies each storage of the tensors in a value, and its bytes."""
+    """Yield the key and the bytes of each storage of the tensors in a value."""
     for t in tree_leaves(value):
         if not isinstance(t, Tensor):
             continue
@@ -184,7 +184,7 @@ def storages(value: object) -> Iterator[tuple[int, int]]:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """What identifies the storage of a node whose value is a tensor."""
+    """Return the key of the storage of a node's value, or None if the value is not a tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
@@ -192,7 +192,7 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that shares its tensors."""
+    """Return a copy of a graph module that shares its tensors."""
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, {})
     graph.output(output)

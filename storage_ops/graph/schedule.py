@@ -1,4 +1,4 @@
-"""Memory of a graph over time, from the life of each tensor in it."""
+"""Predicts the memory of a graph over time, from the lifetime of each tensor in it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from storage_ops.graph.nodes import storages
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a graph allocates beyond its inputs.
+    """Memory that a graph allocates beyond its inputs.
 
     Attributes:
         peak_bytes: the highest level.
-        peak_node: the name of the node that runs at that moment.
-        timeline: the bytes that live while each node runs, by the name of the node.
+        peak_node: the name of the node that runs at the peak.
+        timeline: the bytes in memory while each node runs, by the name of the node.
     """
 
     peak_bytes: int
@@ -28,9 +28,9 @@ class Schedule:
 def schedule(gm: fx.GraphModule) -> Schedule:
     """Predict the memory of a graph that runs its nodes in order.
 
-    A storage lives from the node that makes it to the last node that reads it or a view of it; what
-    the graph returns lives to the end. Inputs, constants and the scratch memory inside ops do not
-    count. Dimensions that are dynamic count with the size they had when traced.
+    A storage lives from the node that creates it to the last node that reads it or a view of it.
+    Values that the graph returns live to the end. Inputs, constants and the scratch memory inside
+    ops do not count. Dynamic dimensions count with the size they had when traced.
 
     Args:
         gm: a graph of `trace_step` or `make_fx`, with a value in the `meta` of each node.

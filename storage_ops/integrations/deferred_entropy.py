@@ -1,7 +1,7 @@
-"""Probabilities of deferred logits, which exist for the entropy of tokens alone.
+"""Probabilities of deferred logits, for the entropy of tokens only.
 
-Code that has logits computes it as `-(log_p.exp() * log_p).sum(-1)`. Each step of that has an
-object here, and anything else is an error.
+Code with logits computes the entropy as `-(log_p.exp() * log_p).sum(-1)`. Each step of that has an
+object here, and any other operation is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Step(StandIn):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Stand in for the tensor in `torch.sum(p * log_p, -1)`."""
+        """Replace the tensor in `torch.sum(p * log_p, -1)`."""
         step = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Step))
         if func in step._methods and step is args[0]:
             return getattr(step, func.__name__)(*args[1:], **(kwargs or {}))
@@ -46,7 +46,7 @@ class _Step(StandIn):
 
 
 class Probabilities(_Step):
-    """exp(log_p), to be multiplied by log_p."""
+    """The object for exp(log_p), to be multiplied by log_p."""
 
     _methods = frozenset((torch.mul,))
 
@@ -60,7 +60,7 @@ class Probabilities(_Step):
 
 
 class _Products(_Step):
-    """exp(log_p) * log_p, to be summed over the classes."""
+    """The object for exp(log_p) * log_p, to be summed over the classes."""
 
     _methods = frozenset((torch.sum,))
 

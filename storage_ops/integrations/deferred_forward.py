@@ -1,4 +1,4 @@
-"""One forward whose logits are deferred: what is asked of its loss, and what was found."""
+"""One forward whose logits are deferred: the options of its loss, and its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100  # of transformers' losses
 
 @dataclass(frozen=True, eq=False)
 class LossOptions:
-    """What is asked of the loss of a patched model; see `patch_causal_lm`."""
+    """Options of the loss of a patched model. See `patch_causal_lm`."""
 
     returns: tuple[str, ...] = ("loss",)
     token_weights: Tensor | str | None = None
@@ -30,7 +30,7 @@ class LossOptions:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What to compare: of a tensor, whether it is the same one."""
+        """Return the values that equal options share. Tensors compare by identity."""
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
         numbers = self.label_smoothing, self.memory_budget, self.gradient_tolerance
@@ -38,11 +38,11 @@ class LossOptions:
 
 
 class Refused(NotImplementedError):
-    """The model does something to its logits that cannot be done without them."""
+    """Raised if a model's operation on its logits cannot be done without them."""
 
 
 class StandIn:
-    """Base of objects in the place of tensors: an attribute that they lack is an error."""
+    """Base of objects that replace tensors. A missing attribute is an error."""
 
     if TYPE_CHECKING:
 
@@ -59,16 +59,16 @@ class Forward:
 
     Attributes:
         model: name of the model's class, for errors.
-        options: of its loss.
-        labels: of the tokens; None where the caller makes a loss of the logits that are returned.
-        token_weights: in the shape of the labels, or None. The model is given `places` as labels
-            then: it may shift them and cut them, and the loss sees which label and weight is meant.
+        options: options of its loss.
+        labels: labels of the tokens. None if the caller computes a loss of the returned logits.
+        token_weights: weights in the shape of the labels, or None. The model then gets `places` as
+            labels. It may shift and cut them, and the loss sees which label and weight is meant.
         calls: how many times the output layer was called.
         losses: how many of those calls led to a loss.
-        results: per token, by name, of the first loss.
+        results: results per token of the first loss, by name.
         temperature: logits are divided by it before the loss.
-        others: by name, what else to make of the logits and targets (N,) of a loss, per token.
-        max_valid: that of `linear_cross_entropy`.
+        others: functions of the logits and targets (N,) of a loss, per token, by name.
+        max_valid: as in `linear_cross_entropy`.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Forward:
 
     @property
     def places(self) -> Tensor:
-        """Where each label is; ignored ones stay."""
+        """Return the index of each label. Ignored labels stay."""
         assert self.labels is not None
         places = torch.arange(self.labels.numel(), device=self.labels.device)
         return torch.where(self.labels == IGNORED, IGNORED, places.view(self.labels.shape))
 
     def targets_of(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Targets and their weights, of what the model has made of `labels` or `places`."""
+        """Return targets and their weights, from the model's version of `labels` or `places`."""
         if self.token_weights is None or self.labels is None:
             return given, None
         valid = given != IGNORED
@@ -106,7 +106,7 @@ class Forward:
         return torch.where(valid, labels.to(given), IGNORED), weights.to(given.device)
 
     def keep(self, found: dict[str, Tensor]) -> None:
-        """Results per token, in the shape of the labels where there is one for each."""
+        """Keep results per token, in the shape of the labels if there is one for each."""
         if self.results or self.labels is None:
             return
         for name, value in found.items():
@@ -115,7 +115,7 @@ class Forward:
 
 
 class _Reaching(torch.autograd.Function):
-    """Hidden states, from which autograd finds the parameters too that a loss of them will use."""
+    """Passes hidden states on, and lets autograd find the parameters that their loss will use."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class _Reaching(torch.autograd.Function):
 
 
 class Versions:
-    """Tensors that are to be as they are now when they are read again, as autograd asks it."""
+    """Tensors that must not change before they are read again, as autograd requires."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         # A graph that is compiled repeats what it saw, and numbers of versions are not of it.
@@ -136,7 +136,7 @@ class Versions:
         self._seen = [(t, t._version) for t in given if t is not None and not t.is_inference()]
 
     def check(self) -> None:
-        """Raise a RuntimeError if one of them was written since."""
+        """Raise a RuntimeError if one of the tensors was written since."""
         for tensor, version in self._seen:
             if tensor._version != version:
                 raise RuntimeError(
@@ -150,14 +150,14 @@ class Origin:
     """One call of an output layer.
 
     Attributes:
-        forward: the one of its model.
-        gathering: of the layer's weight, where that is not there by itself.
+        forward: the forward of its model.
+        gathering: gathers the layer's weight if a library has sharded it, else None.
         classes: V.
-        hidden: (..., D), what it was called with.
-        dtype: that of the hidden states.
-        autocast: what autocast_dtype() was.
+        hidden: (..., D), the argument of the call.
+        dtype: dtype of the hidden states.
+        autocast: result of autocast_dtype() in the call.
         has_loss: whether the logits have led to a loss.
-        versions: of the layer's parameters and the hidden states.
+        versions: versions of the layer's parameters and the hidden states.
     """
 
     def __init__(self, forward: Forward, weight: Tensor, hidden: Tensor, layer: nn.Module) -> None:
@@ -179,11 +179,14 @@ class Origin:
 
     @property
     def weight(self) -> Tensor:
-        """Of the layer, (V, D); where it is gathered, inside of `use` only."""
+        """Return the layer's weight, (V, D). A gathered weight exists inside `use` only."""
         return self._weight if self.gathering is None else self.gathering.weight
 
     def use(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """What a function makes of hidden states, with the layer as it was in the call.
+        """Return a function's result for hidden states, with the layer as it was in the call.
+
+        Raises: RuntimeError: the forward has returned the logits, and the weight was freed since.
+        Or one of the layer's tensors was modified.
 
         Raises:
             RuntimeError: the forward has returned the logits, and the weight was freed since; or a
@@ -215,7 +218,7 @@ class Origin:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype autocast runs a linear layer in on the tensor's device, None if it is off."""
+    """Return autocast's dtype for a linear layer on a tensor's device, or None if it is off."""
     device = tensor.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None

@@ -1,9 +1,9 @@
-"""Logits that are never computed: what is done to them is recorded and left to the loss.
+"""Logits that are never computed: they record operations for the loss.
 
-A model turns hidden states into logits with a linear layer, may scale and cap them, and hands them
-to a cross-entropy, or returns them to a caller who does. `DeferredLogits` goes through that code in
-place of the tensor. It takes only what `linear_cross_entropy` can repeat, so code that does
-anything else gets an error, not another loss.
+A model turns hidden states into logits with a linear layer, and may scale and cap them. Then it
+computes a cross-entropy, or returns the logits to a caller that does. `DeferredLogits` replaces the
+logits in that code. It supports only operations that `linear_cross_entropy` can repeat. Code with
+any other operation gets an error instead of another loss.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _refused(operator: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class DeferredLogits(Tokens):
-    """Stands for `cap * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
+    """Represents `cap * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
 
-    With a `head`, for `cap * tanh(scale * (head(hidden) + bias))`; `normal`: for log_softmax of it,
-    and `negative` for minus that. `detached`: results have no gradients. Not a Tensor: whatever is
-    not defined here has no meaning by accident. Plain Python, so that torch.compile traces it away.
-    A dataclass and a node of pytrees with one leaf, so that DDP and FSDP find the tensor that the
-    loss will be made of.
+    With a `head` it represents `cap * tanh(scale * (head(hidden) + bias))`. With `normal` it is the
+    log_softmax of these logits, and with `negative` minus that. If `detached`, results have no
+    gradients. It is not a Tensor, so that an undefined operation has no meaning by accident. It is
+    plain Python, which torch.compile removes from the graph. It is a dataclass and a pytree node
+    with one leaf, so that DDP and FSDP find the tensor that the loss will be computed from.
     """
 
     origin: Origin
@@ -69,17 +69,17 @@ class DeferredLogits(Tokens):
         self._row_of: tuple[DeferredLogits, Any] | None = None
 
     def _like(self, **changed: Any) -> DeferredLogits:
-        """These, but for what has changed."""
+        """Return these logits with some attributes changed."""
         return dataclasses.replace(self, **changed)
 
     def through(self, head: Head) -> DeferredLogits:
-        """What a function makes of the hidden states, in the place of the logits so far."""
+        """Return logits that a function computes from the hidden states, in place of these."""
         return DeferredLogits(
             self.origin, self.hidden, self.dtype, head=head, detached=self.detached
         )
 
     def formed(self) -> Tensor:
-        """The logits after all, a tensor, as the model would have made them."""
+        """Return the logits as a tensor, as the model would have computed them."""
         with self._gradients():
             formed: Tensor = self.origin.use(self._of, self.hidden)
         return formed
@@ -100,7 +100,7 @@ class DeferredLogits(Tokens):
         return -z if self.negative else z
 
     def evaluate(self, target: Tensor, names: tuple[str, ...], **options: Any) -> dict[str, Tensor]:
-        """The results of `linear_cross_entropy` that have these names, of logits (N, V)."""
+        """Return the results of `linear_cross_entropy` with these names, for logits (N, V)."""
         run = self.origin.forward
         options = {
             "weight": None, "token_weight": None, "reduction": "none", "ignore_index": IGNORED,
@@ -129,10 +129,10 @@ class DeferredLogits(Tokens):
             return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
 
     def _scores(self, target: Tensor | None = None) -> dict[str, Tensor]:
-        """Of each token nll, lse and "loss", the mean of lse - z over the classes.
+        """Return for each token nll, lse and "loss", which is the mean of lse - z over the classes.
 
-        All are of one call. What does not depend on the target is kept for who asks without one,
-        such as a label smoothing that sums the log-probabilities of which it has gathered some.
+        All come from one call. Results that do not depend on the target are kept for calls without
+        one. An example is a label smoothing that has gathered log-probabilities and then sums them.
         """
         with_gradients = torch.is_grad_enabled() and not self.detached
         if target is None and with_gradients in self._scores_of:
@@ -196,7 +196,7 @@ class DeferredLogits(Tokens):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Stand in for the tensor in `torch.tanh(logits)` and in the loss itself."""
+        """Replace the tensor in `torch.tanh(logits)` and in the loss itself."""
         kwargs = kwargs or {}
         if func in (torch.mul, Tensor.mul, Tensor.__rmul__) and len(args) == 2 and not kwargs:
             left, right = args
@@ -218,11 +218,11 @@ class DeferredLogits(Tokens):
         raise found[0]._error(f"the function {name!r}")
 
     def float(self) -> DeferredLogits:
-        """As `to(torch.float32)`."""
+        """Return the logits in float32."""
         return self.to(torch.float32)
 
     def to(self, *args: object, **kwargs: object) -> DeferredLogits:
-        """Another dtype; the device must be the one the logits are on."""
+        """Return the logits in another dtype. The device must not change."""
         dtype = self.dtype
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.dtype):
@@ -232,7 +232,7 @@ class DeferredLogits(Tokens):
         return self._like(dtype=dtype)
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> DeferredLogits:
-        """The log-probabilities."""
+        """Return the log-probabilities."""
         self._over_classes(f"log_softmax in dimension {dim}", dim)
         if self.negative:
             raise self._error("log_softmax of negative log-probabilities")
@@ -243,7 +243,7 @@ class DeferredLogits(Tokens):
             raise self._error(what)
 
     def gather(self, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-        """A class of each token, (..., 1), in float32: logits, or log-probabilities."""
+        """Return one class of each token, (..., 1), in float32: logits, or log-probabilities."""
         self._over_classes(f"gather in dimension {dim}", dim)
         if self.origin.forward.token_weights is not None:
             raise self._error("gather with token_weights")
@@ -258,7 +258,7 @@ class DeferredLogits(Tokens):
         return (found["nll"] * (1 if self.negative else -1)).unsqueeze(-1)
 
     def take_along_dim(self, indices: Tensor, dim: int | None = None) -> Tensor:
-        """As `gather`."""
+        """Return the result of `gather`."""
         if dim is None:
             raise self._error("take_along_dim without a dimension")
         return self.gather(dim, indices)
@@ -266,7 +266,7 @@ class DeferredLogits(Tokens):
     def sum(
         self, dim: object = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The sum of log-probabilities over the classes, in float32."""
+        """Return the sum of log-probabilities over the classes, in float32."""
         self._over_classes(f"a sum over {dim}", dim)
         if not self.normal:
             raise self._error("a sum of logits")
@@ -278,9 +278,9 @@ class DeferredLogits(Tokens):
     def mean(
         self, dim: object = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the mean over the classes, in float32; of logits, without a gradient.
+        """Return the mean over the classes, in float32. For logits it has no gradient.
 
-        Without a gradient the mean of all logits is known too, as trainers log it.
+        Without a gradient the mean of all logits is known, too, as trainers log it.
         """
         if self.normal:
             return self.sum(dim, keepdim, dtype=dtype) / self.shape[-1]
@@ -297,7 +297,7 @@ class DeferredLogits(Tokens):
         return self._like(detached=True)
 
     def exp(self) -> Probabilities:
-        """Return the probabilities, of which only the entropy can be computed."""
+        """Return the probabilities, which support only the entropy."""
         if not self.normal or self.negative:
             raise self._error("exp of anything but log_softmax")
         return Probabilities(self)
@@ -310,7 +310,7 @@ class DeferredLogits(Tokens):
         return flat.evaluate(target, ("entropy",))["entropy"].view(tokens)
 
     def logsumexp(self, dim: object, keepdim: bool = False) -> Tensor:
-        """Of logits over the classes, in float32."""
+        """Return the logsumexp of logits over the classes, in float32."""
         self._over_classes(f"logsumexp in dimension {dim}", dim)
         if self.normal:
             raise self._error("logsumexp of log_softmax")
@@ -319,7 +319,7 @@ class DeferredLogits(Tokens):
         return lse.unsqueeze(-1) if keepdim else lse
 
     def argmax(self, dim: object = None, keepdim: bool = False) -> Tensor:
-        """The most probable class of each token."""
+        """Return the most probable class of each token."""
         self._over_classes(f"argmax in dimension {dim}", dim)
         if self.negative:
             raise self._error("argmax of negative log-probabilities")
@@ -331,7 +331,7 @@ class DeferredLogits(Tokens):
         return best.unsqueeze(-1) if keepdim else best
 
     def _is_of_classes(self, other: Tensor) -> bool:
-        """Whether it has one number, or one for each class."""
+        """Return True if a tensor has one number, or one for each class."""
         return other.numel() == 1 or other.numel() == other.shape[-1] == self.shape[-1]
 
     def _times(self, factor: object, inverse: bool) -> DeferredLogits:
@@ -364,7 +364,7 @@ class DeferredLogits(Tokens):
         return self._times(factor, inverse=True)
 
     def __add__(self, other: object) -> DeferredLogits:
-        """With a number for each class that is a bias, such as `final_logits_bias`."""
+        """Add a number for each class, which is a bias such as `final_logits_bias`."""
         bare = self.scale == 1 and self.cap is None and not self.normal
         if not bare or not isinstance(other, Tensor) or other.numel() != self.shape[-1]:
             raise self._error("the operator +")
@@ -389,7 +389,7 @@ class DeferredLogits(Tokens):
     __setitem__ = _refused("[]=")
 
     def neg(self) -> DeferredLogits:
-        """Minus them."""
+        """Return the negated logits."""
         if self.normal:
             return self._like(negative=not self.negative)
         return self._times(-1, inverse=False)
@@ -397,7 +397,7 @@ class DeferredLogits(Tokens):
     __neg__ = neg
 
     def tanh(self) -> DeferredLogits:
-        """Of what was recorded so far; what multiplies it from now on is the cap."""
+        """Return the tanh of the logits. A later factor of it is the cap."""
         if self.cap is not None or self.normal:
             raise self._error("a second tanh" if self.cap is not None else "tanh of log_softmax")
         return self._like(cap=1.0)
@@ -413,7 +413,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy` without the logits; called with its arguments."""
+    """Return `F.cross_entropy` without the logits, from the same arguments."""
     origin = logits.origin
     if size_average is not None or reduce is not None:
         raise logits._error("size_average or reduce")

@@ -1,4 +1,4 @@
-"""What changes the tokens of deferred logits alone: slices, shapes and orders."""
+"""Operations on the tokens of deferred logits: slices, shapes and orders."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ class Tokens(StandIn):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the logits."""
+        """Return the shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.origin.classes))
 
     @property
     def ndim(self) -> int:
-        """That of the logits."""
+        """Return the number of dimensions of the logits."""
         return self.hidden.ndim
 
     @property
     def device(self) -> torch.device:
-        """That of the logits."""
+        """Return the device of the logits."""
         return self.hidden.device
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size of it."""
+        """Return the shape, or one size of it."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Self:
-        """Itself."""
+        """Return the logits themselves."""
         return self
 
     def is_contiguous(self) -> bool:
-        """Yes; a model that asks would copy them."""
+        """Return True, because a model that asks would copy them otherwise."""
         return True
 
     def transpose(self, dim0: int, dim1: int) -> Self:
-        """Two dimensions of the tokens exchanged."""
+        """Exchange two dimensions of the tokens."""
         if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim):
             raise self._error(f"transpose({dim0}, {dim1})")
         return self._like(hidden=self.hidden.transpose(dim0 % self.ndim, dim1 % self.ndim))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
-        """Dimensions of the tokens as one."""
+        """Combine dimensions of the tokens."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         if start != end == self.ndim - 1:
             raise self._error(f"flatten({start_dim}, {end_dim})")
         return self._like(hidden=self.hidden.flatten(start, end))
 
     def view(self, *shape: Any) -> Self:
-        """Another shape of the tokens; the vocabulary stays the last dimension."""
+        """Return another shape of the tokens. The vocabulary stays the last dimension."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if sizes[-1] != self.shape[-1]:
             raise self._error(f"view{sizes}, which breaks up its {self.shape[-1]} classes,")
@@ -80,7 +80,7 @@ class Tokens(StandIn):
     reshape = view
 
     def __getitem__(self, index: Any) -> Self:
-        """Some of the tokens, such as `logits[..., :-1, :]`, `logits[:, 0]` or `logits[mask]`."""
+        """Return some of the tokens: `logits[..., :-1, :]`, `logits[:, 0]` or `logits[mask]`."""
         if isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < self.ndim:
             return self._like(hidden=self.hidden[index])
         items = index if isinstance(index, tuple) else (index,)
@@ -94,12 +94,12 @@ class Tokens(StandIn):
         return self._like(hidden=hidden)
 
     def split(self, split_size: int | list[int], dim: int = 0) -> tuple[Self, ...]:
-        """Parts of a dimension of the tokens, of one size or of a list of sizes."""
+        """Return parts of a dimension of the tokens, of one size or of a list of sizes."""
         dim = self._of_tokens("split", dim)
         return tuple(self._like(hidden=part) for part in self.hidden.split(split_size, dim))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Self, ...]:
-        """That many parts of a dimension of the tokens."""
+        """Return this many parts of a dimension of the tokens."""
         dim = self._of_tokens("chunk", dim)
         return tuple(self._like(hidden=part) for part in self.hidden.chunk(chunks, dim))
 
@@ -109,7 +109,7 @@ class Tokens(StandIn):
         return dim % self.ndim
 
     def __iter__(self) -> Iterator[Self]:
-        """The parts of the first dimension of tokens; what was found of all is found of them."""
+        """Yield the parts of the first dimension of tokens, which share results for all of them."""
         if self.ndim < 2:
             raise self._error("the operator iter")
         for row in range(self.shape[0]):

@@ -1,4 +1,4 @@
-"""Compare the first batch of a training with the batch that a plan of `fit` was made for."""
+"""Compares the first batch of a training with the batch that a plan of `fit` was made for."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _DOUBT = 0.01  # how much more than its predicted peak a plan may take without a
 
 @dataclass(frozen=True)
 class Training:
-    """What a trainer says of the steps that follow.
+    """Facts from a trainer about the steps that follow.
 
     Attributes:
-        optimizer: of the trained parameters; None where it is not known.
-        autocast: the dtype that the trainer uses with autocast; "" if it leaves autocast alone.
+        optimizer: the optimizer of the trained parameters. None if it is not known.
+        autocast: the dtype that the trainer uses with autocast. "" if it does not change autocast.
         accumulate: whether one optimizer step is for several batches.
         remedy: how a user of this trainer makes batches smaller.
     """
@@ -37,15 +37,15 @@ class Training:
 
 
 class FirstBatch:
-    """Looks at the first call of a model, before it runs.
+    """Checks the first call of a model before it runs.
 
-    Calls that torch.compile traces are not looked at: a compiled model may forbid graph breaks.
+    Calls that torch.compile traces are not checked: a compiled model may forbid graph breaks.
     """
 
     def __init__(
         self, plan: FitPlan, model: nn.Module, training: Training, refuse: Callable[[], None]
     ) -> None:
-        """Arm the check; `refuse` undoes the plan before an error is raised."""
+        """Start to wait for the first call. `refuse` undoes the plan before an error is raised."""
         self._plan, self._training, self._refuse = plan, training, refuse
         self.disarm = model.register_forward_pre_hook(self._look, with_kwargs=True).remove
 
@@ -79,7 +79,7 @@ class FirstBatch:
             yield
 
     def _peak(self, model: nn.Module, args: Args, kwargs: Kwargs) -> int | None:
-        """Return the peak of a step with this batch and the plan; None if it is not simulated."""
+        """Return the peak of a step with this batch and the plan, or None if not simulated."""
         batch = named_arguments(model, args, kwargs) if kwargs else args
         optimizer = self._training.optimizer if self._plan.conditions.optimizer else None
         try:

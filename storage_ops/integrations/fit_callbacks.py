@@ -28,7 +28,10 @@ class _Applied:
         self._first_batch: FirstBatch | None = None
 
     def start(self, model: nn.Module, training: Training) -> None:
-        """Apply the plan to a model, whose first batch is then compared with that of the plan.
+        """Apply the plan to a model. Its first batch is then compared with the plan's batch.
+
+        Raises:
+            ValueError, RuntimeError: the plan is for another model.
 
         Raises:
             ValueError, RuntimeError: it is a plan of another model.
@@ -45,7 +48,7 @@ class _Applied:
         self._plan, self._first_batch = plan, FirstBatch(plan, model, training, self.end)
 
     def end(self) -> None:
-        """Give the layers of the model back what they were."""
+        """Undo the plan in the layers of the model."""
         plan, self._plan = self._plan, None
         if self._first_batch is not None:
             self._first_batch.disarm()
@@ -62,6 +65,9 @@ def _check_arguments(args: object) -> None:
     """Refuse TrainingArguments with which transformers checkpoints layers itself.
 
     Raises:
+        ValueError: one of them is on. The error has the name in this version of transformers.
+
+    Raises:
         ValueError: one of them is on; named as this version of transformers calls it.
     """
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # since 5.2x, and before
@@ -73,7 +79,7 @@ def _check_arguments(args: object) -> None:
 
 
 def _training_of(args: object, optimizer: Optimizer | None) -> Training:
-    """Read what the TrainingArguments of transformers say of a step."""
+    """Return the facts about a step in the TrainingArguments of transformers."""
     size = getattr(args, "per_device_train_batch_size", None)
     # Without an argument, accelerate takes the precision of `accelerate launch`. transformers 4
     # sets the same variable, so it stays for the next Trainer of a program.
@@ -88,7 +94,7 @@ def _training_of(args: object, optimizer: Optimizer | None) -> Training:
 
 
 def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
-    """A `transformers.TrainerCallback` that applies a plan while a Trainer trains.
+    """Return a `transformers.TrainerCallback` that applies a plan while a Trainer trains.
 
     The first batch is compared with the one that the plan was made for: shapes, the dtype of
     autocast and gradient accumulation. If a step takes more memory than the plan's, the training
@@ -117,7 +123,7 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
         def on_train_begin(
             self, args: object, state: object, control: object, **kwargs: Any
         ) -> None:
-            """Apply it."""
+            """Apply the plan."""
             model = kwargs["model"]
             _check_arguments(args)
             model.train()  # as when the plan was made; the Trainer does it a little later
@@ -126,16 +132,16 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
         def on_train_end(
             self, args: object, state: object, control: object, **kwargs: object
         ) -> None:
-            """Undo it."""
+            """Undo the plan."""
             applied.end()
 
     return FitCallback()
 
 
 def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = "") -> Any:
-    """A Lightning `Callback` that applies a plan while a Trainer fits.
+    """Return a Lightning `Callback` that applies a plan while a Trainer fits.
 
-    The first batch is compared with that of the plan, as `trainer_callback` does it.
+    The first batch is compared with the plan's batch, as in `trainer_callback`.
 
     Args:
         plan: what `storage_ops.fit` returned, or the path of a file that it saved.
@@ -160,7 +166,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
         """Applies a plan of storage_ops.fit."""
 
         def on_fit_start(self, trainer: object, pl_module: nn.Module) -> None:
-            """Apply it."""
+            """Apply the plan."""
             optimizers = getattr(trainer, "optimizers", None) or [None]
             precision = str(getattr(trainer, "precision", ""))
             training = Training(
@@ -171,13 +177,13 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
             applied.start(pl_module.get_submodule(attribute), training)
 
         def on_fit_end(self, trainer: object, pl_module: nn.Module) -> None:
-            """Undo it."""
+            """Undo the plan."""
             applied.end()
 
         def on_exception(
             self, trainer: object, pl_module: nn.Module, exception: BaseException
         ) -> None:
-            """Undo it."""
+            """Undo the plan."""
             applied.end()
 
     return FitCallback()

@@ -1,13 +1,13 @@
 """The fused head that trainers of TRL give a model, by `linear_cross_entropy`.
 
-`trl.trainer.add_fused_lm_head(model)` sets a forward on the model that, called with labels and
-`fused_lm_head=True`, returns results per token in the place of logits: log-probabilities, entropies
-and others that the losses and metrics of the trainers are made of. On a patched model that call
-goes through the model's own forward instead, whose logits are deferred as in any other call with
-labels. So what the model does to its logits is seen, not looked up by the names of its config.
+`trl.trainer.add_fused_lm_head(model)` sets a forward on the model. Called with labels and
+`fused_lm_head=True`, it returns results per token in place of logits: log-probabilities, entropies
+and others that the losses and metrics of the trainers use. On a patched model such a call goes
+through the model's own forward instead. Its logits are deferred, as in any other call with labels.
+So the model's operations on its logits are observed, and not guessed from the names of its config.
 
-What a fused head was made with is in the closure of its function, under the public names of the
-parameters of `add_fused_lm_head`; TRL itself is neither imported nor changed.
+The closure of the fused head's function has its options, under the public names of the parameters
+of `add_fused_lm_head`. TRL itself is neither imported nor changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage_ops.integrations.patched_model import deferred, has_patch, model_fo
 
 
 def _log_sum_sq_probs(logits: DeferredLogits, target: Tensor) -> Tensor:
-    """log sum_j p_j^2 = lse(2 z) - 2 lse(z)."""
+    """Return log sum_j p_j^2 = lse(2 z) - 2 lse(z)."""
     with torch.no_grad():
         twice, once = ((z.evaluate(target, ("lse",))["lse"]) for z in (logits * 2, logits))
         return twice - 2 * once
@@ -44,7 +44,7 @@ _OTHERS = {"mean_logits": _mean_logits, "log_sum_sq_probs": _log_sum_sq_probs}
 
 
 def _made_with(forward: object) -> inspect.ClosureVars | None:
-    """What a fused head was made with; None for another forward, or one of this module."""
+    """Return the options of a fused head. None for another forward, or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         if is_over(function):
@@ -59,7 +59,7 @@ def _made_with(forward: object) -> inspect.ClosureVars | None:
 
 
 def _wraps_own(given: object, model: nn.Module) -> bool:
-    """Return True if a forward runs the one of the model's class, as accelerate's for autocast."""
+    """Return True if a forward runs the forward of the model's class, as accelerate's does."""
     if not isinstance(given, MethodType):
         return False
     cls = type(model)
@@ -71,7 +71,7 @@ def _wraps_own(given: object, model: nn.Module) -> bool:
 
 
 def check(model: nn.Module, given: object, options: LossOptions) -> None:
-    """Raise unless `given`, the forward set on a model or None, can have a patched one over it."""
+    """Raise unless a patched forward can replace `given`, the forward set on a model or None."""
     if given is None:
         return
     name, made = type(model).__name__, _made_with(given)
@@ -124,19 +124,22 @@ def over(model: nn.Module, given: Any, options: LossOptions) -> Any:
 
 
 def is_over(forward: object) -> bool:
-    """Return True if `over` made this forward."""
+    """Return True if `over` created this forward."""
     return hasattr(getattr(forward, "__func__", forward), "_over")
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `over`, unless another forward was put above; without a patch it stands aside."""
+    """Undo `over`, unless another forward was set on top.
+
+    In that case the forward of `over` stays, and calls the original one if the model has no patch.
+    """
     over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
     if over is not None:
         model.forward = MethodType(over, model)
 
 
 def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Callable[..., Any]:
-    """The forward over that of a fused head, both functions of the model."""
+    """Return the patched forward over a fused head's forward. Both are functions of the model."""
     plain, kind = model_forward(given), made.globals["FusedCausalLMOutput"]
     asked = {"log_probs", *made.nonlocals["outputs"]}
 
@@ -171,7 +174,7 @@ def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Call
 
 
 def _without_last(value: Tensor, labels: Tensor) -> Tensor:
-    """Results of the tokens that have a next one, (B, T - 1)."""
+    """Return results of the tokens that have a next one, (B, T - 1)."""
     if value.numel() == labels.numel():
         return value.view(labels.shape)[:, :-1]
     return value.view(len(labels), -1)

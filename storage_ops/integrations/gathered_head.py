@@ -1,9 +1,8 @@
-"""Output layers whose weight is gathered for a call: by FSDP2 on the layer, by DeepSpeed's ZeRO-3.
+"""Output layers whose weight FSDP2, or DeepSpeed's ZeRO-3, gathers for a call.
 
 Hooks of these libraries gather the weight before a call of the layer and free it afterwards, and do
-the same in the backward. But the call of a patched layer returns deferred logits, for which there
-is nothing to gather, and what reads the weight is the loss. So that call has no hooks, and the loss
-runs as a call of the layer that has them.
+the same in the backward. But the call of a patched layer returns deferred logits, and the loss
+reads the weight. So that call has no hooks, and the loss runs as a call of the layer that has them.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ def _hooks_of(head: nn.Module) -> dict[str, Any]:
 
 
 def is_hooked(head: nn.Module) -> bool:
-    """Whether other code runs around the layer, or in its backward."""
+    """Return True if other code runs around the layer, or in its backward."""
     return any(_hooks_of(head).values())
 
 
 def is_gathered(head: nn.Module) -> bool:
-    """Whether that code is of a library that gathers its weight, and of no other."""
+    """Return True if all hooks of the layer are of a library that gathers its weight."""
     hooks = [hook for found in _hooks_of(head).values() for hook in found.values()]
     return all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
 
 
 class Gathering:
-    """The hooks of an output layer, taken off in a block, and what runs inside of them.
+    """The hooks of an output layer, removed in a block, and functions that run inside them.
 
     Attributes:
-        classes: of the layer, whose weight may be empty here.
+        classes: classes of the layer, whose weight may be empty here.
     """
 
     def __init__(self, head: Any) -> None:
@@ -51,7 +50,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def taken_off(self) -> Iterator[None]:
-        """Calls of the layer in the block have no hooks."""
+        """Call the layer without hooks in a with block."""
         with self._having({name: OrderedDict() for name in _HOOKS}):
             self._head._gathering = self
             try:
@@ -69,7 +68,7 @@ class Gathering:
             vars(self._head).update(before)
 
     def __call__(self, use: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """What a function makes of hidden states and the layer's weight and bias, gathered."""
+        """Call a function with hidden states while the layer's weight and bias are gathered."""
         self._head._use = use
         try:
             with self._having(self._hooks):
@@ -78,7 +77,10 @@ class Gathering:
             self._head._use = None
 
     def check_labels(self, forward: Forward) -> None:
-        """Refuse logits that are returned: their loss comes after what gathers the weight.
+        """Refuse logits that are returned, because their loss comes after the weight is freed.
+
+        Raises:
+            RuntimeError: the logits are returned.
 
         Raises:
             RuntimeError: they are.
@@ -93,18 +95,18 @@ class Gathering:
 
     @property
     def weight(self) -> Tensor:
-        """The layer's, as it is now."""
+        """Return the layer's current weight."""
         weight: Tensor = self._head.weight
         return weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the layer itself makes."""
+        """Return the logits that the layer itself computes."""
         return nn.functional.linear(hidden, self._head.weight, self._head.bias)
 
 
 @contextlib.contextmanager
 def hooks_taken_off(heads: Iterable[Any]) -> Iterator[None]:
-    """Calls of output layers in a block have none of their hooks."""
+    """Call output layers without their hooks in a with block."""
     with contextlib.ExitStack() as stack:
         for head in filter(is_hooked, heads):
             stack.enter_context(Gathering(head).taken_off())

@@ -1,12 +1,14 @@
 """Cross-entropy of an output layer that is more than a weight and a bias.
 
-LoRA's layer forms `x W^T + s (x A^T) B^T`, DoRA's scales each class of that by a trained number and
-a norm. One product with the weights side by side, or with W + s B A, would need a copy of W and a
-gradient of its size, for a weight that is frozen. So the layer's own forward runs, on a *piece* of
-the tokens at a time, and again in the backward: two products of tokens x D x V forward and again,
-one for the gradient of the hidden states, and products of the rank for A and B. W is neither copied
-nor rounded, and what the layer does to a token is exactly what it did before; its adapters and
-modes are those of the model's forward, whatever is set in between.
+LoRA's layer computes `x W^T + s (x A^T) B^T`. DoRA's scales each class of that by a trained number
+and a norm. One product with the weights side by side, or with W + s B A, would need a copy of W. It
+would also need a gradient of that size, for a frozen weight. So the layer's own forward runs on a
+*piece* of the tokens at a time, and again in the backward. That costs a product of tokens x D x V
+in the forward, the same again in the backward, and one for the gradient of the hidden states.
+Products for A and B have the size of the rank.
+
+W is neither copied nor rounded, and the layer computes exactly the same for a token as before. Its
+adapters and modes are those of the model's forward, also if others are set in between.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, 
 
 
 def piece_rows(tokens: int, classes: int, itemsize: int, budget: int | None) -> int:
-    """Tokens of a piece whose backward keeps to a budget; None: to the default one of the op."""
+    """Return the tokens of a piece whose backward meets a budget. None: the op's default budget."""
     if budget is None:
         budget = bounded(tokens * classes * itemsize // 4)
     return max(1, min(tokens, budget // (classes * max(itemsize, 4) * _COPIES)))
@@ -44,18 +46,19 @@ def head_cross_entropy(
     returns: tuple[str, ...],
     memory_budget: int | None,
 ) -> tuple[Tensor, ...]:
-    """What `linear_cross_entropy` returns, of logits that are a function of the hidden states.
+    """Return the results of `linear_cross_entropy` for logits that are a function of hidden states.
 
     Args:
-        form: hidden states of some tokens, (n, D), to their logits, (n, classes); each token's
-            must depend on its own hidden state alone. What else it depends on is as in the
-            forward when it is called again.
+        form: maps hidden states of some tokens, (n, D), to their logits, (n, classes). Each token's
+            logits must depend on its own hidden state alone. Everything else that `form` reads must
+            be as in the forward when it is called again.
         classes: V.
         hidden: (N, D).
         target: (N,) classes, or (N, V) distributions.
-        weight, reduction, ignore_index, label_smoothing, token_weight, returns: as there; returns
-            from "loss", "nll", "lse", "entropy", "argmax" and "correct".
-        memory_budget: scratch memory of a piece in bytes; one token takes what it takes.
+        weight, reduction, ignore_index, label_smoothing, token_weight, returns: as in
+            `linear_cross_entropy`. returns may have "loss", "nll", "lse", "entropy", "argmax" and
+            "correct".
+        memory_budget: scratch memory of a piece in bytes. A piece has at least one token.
 
     Returns:
         The results in the order of `returns`.
@@ -74,7 +77,7 @@ def head_cross_entropy(
     rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
     rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
     parts = zip(*(t.split(rows) for t in rowwise), strict=True)
-    # What is handed over is saved, and autograd sees whether it was modified.
+    # Arguments are saved tensors, so autograd detects modifications.
     pieces = [checkpoint(piece, weight, *part, use_reentrant=False) for part in parts]
     share, *values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     results = dict(zip(returns, values, strict=True))

@@ -1,7 +1,7 @@
-"""The output layers of models: which ones can return `DeferredLogits`, and those that do.
+"""The output layers of models: which ones can return `DeferredLogits`, and their patched classes.
 
-A `torch.nn.Linear` is a weight and a bias. Layers of other libraries that are more than that, but
-make a token's logits of its hidden state alone, are known by name; none of them is imported.
+A `torch.nn.Linear` is a weight and a bias. Some layers of other libraries are more than that, but
+compute a token's logits from its hidden state alone. They are known by name, and none is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PatchedHead(Replaced):
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """One that stands aside but in such a forward."""
+        """Return a forward that runs the original one outside such a forward of the model."""
         return _head_forward(original)
 
 
@@ -79,11 +79,15 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_now(value: Any, made: dict[int, Any]) -> Any:
-    """A layer that stays as it is now, with the same tensors, whatever is set on the given one.
+    """Return a copy of a layer in its current state, with the same tensors.
 
-    What its forward does depends on training or not, active and merged adapters, and on parameters
-    that torch.func.functional_call puts in for the time of the model's forward; the loss runs it
-    later, and again in the backward.
+    Its forward depends on training mode, on active and merged adapters, and on parameters that
+    torch.func.functional_call replaces during the model's forward. The loss runs it later, and
+    again in the backward, when the original layer may have changed.
+
+    Args:
+        value: a layer, or an attribute of one. Modules and containers are copied.
+        made: copies of modules, by the original's id.
 
     Args:
         value: a layer, or what is set on one: modules and containers are made anew.
@@ -106,7 +110,7 @@ def _kind(head: object) -> str:
 
 
 def _base_layer(head: object) -> Any:
-    """The `torch.nn.Linear` in an output layer of PEFT, or the layer itself."""
+    """Return the `torch.nn.Linear` in an output layer of PEFT, or the layer itself."""
     while not isinstance(head, nn.Linear):
         below = getattr(head, "original_module", None) or getattr(head, "base_layer", None)
         if below is None:
@@ -116,9 +120,13 @@ def _base_layer(head: object) -> Any:
 
 
 def patched_heads(model: Any, name: str) -> list[Any]:
-    """The output layer of the model, patched; it may be another one than at the last call.
+    """Return the model's output layers, patched. They may differ from those of the last call.
 
-    Where PEFT trains copies of the layer, it is any of them, or the layer without an adapter.
+    If PEFT trains copies of the layer, these are the copies and the layer without an adapter.
+
+    Raises:
+        TypeError: a layer is not supported.
+        RuntimeError: a layer has hooks, or its forward was replaced.
 
     Raises:
         TypeError: a layer that is not known.
@@ -152,7 +160,7 @@ def _patched(head: Any, name: str) -> Any:
 
 
 def _check(head: object, name: str) -> None:
-    """Refuse a layer that might make the logits of a token of more than its hidden state."""
+    """Refuse a layer that might compute a token's logits from more than its hidden state."""
     kind = _kind(head)
     if kind in _KNOWN and isinstance(_base_layer(head), nn.Linear):
         return
@@ -176,7 +184,7 @@ def _check(head: object, name: str) -> None:
 
 
 def _check_variants(head: object, name: str) -> None:
-    """Refuse variants of LoRA that are not known; adapters may be added after patching."""
+    """Refuse unknown variants of LoRA. Adapters may be added after patching."""
     variants = getattr(head, "lora_variant", None)
     for adapter, variant in (variants or {}).items():
         kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__
@@ -189,7 +197,7 @@ def _check_variants(head: object, name: str) -> None:
 
 
 def replaced(what: str) -> RuntimeError:
-    """The error for a forward that was set on an instance."""
+    """Return the error for a forward that was set on an instance."""
     return RuntimeError(
         f"patch_causal_lm: the forward of {what} was replaced on the instance; expected that of "
         "its class. Patch the model before other libraries wrap it; a model that is spread over "

@@ -1,9 +1,9 @@
-"""Find at patch time what a patched model would refuse at its first forward.
+"""Finds at patch time the operations that a patched model's first forward would refuse.
 
-A copy of the model on fake tensors, which have no memory, runs forward with labels once. What it
-does to its logits is seen there as in a real forward; nothing is computed, and the model itself is
-not touched. A model that cannot run so (it reads numbers, or has kernels that know no fake tensors)
-says nothing here, and what it refuses is an error of its first forward.
+A copy of the model on fake tensors, which have no memory, runs forward with labels once. Its
+operations on its logits are observed as in a real forward. Nothing is computed, and the model
+itself is not changed. Some models cannot run on fake tensors, because they read numbers or have
+kernels without fakes. For these the probe finds nothing, and their first forward raises the error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHAPE = (2, 8)
 
 
 def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
-    """What the forward of a patched model with labels refuses, or None where nothing is known."""
+    """Return the operation that a patched model's forward refuses, or None if none is known."""
     names = inspect.signature(model.forward).parameters
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     if "input_ids" not in names or hooked:
@@ -42,7 +42,7 @@ def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of operators that fail on fake tensors; the model is none the worse."""
+    """Silence torch's log of operators that fail on fake tensors, which do not harm the model."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -71,7 +71,7 @@ def _run_on_fakes(
 
 
 def other_labels(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters of a forward that are the label of a row.
+    """Return the names of a forward's parameters that are the label of a row.
 
     BertForPreTraining has a loss only if it is given `next_sentence_label` besides `labels`.
     """
@@ -79,6 +79,6 @@ def other_labels(forward: Callable[..., Any]) -> list[str]:
 
 
 def _without_numbers(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """A memo of copy.deepcopy, with which it fakes parameters and buffers."""
+    """Return a memo for copy.deepcopy that replaces parameters and buffers by fake tensors."""
     tensors = (*model.parameters(), *model.buffers())
     return {id(tensor): mode.from_tensor(tensor) for tensor in tensors}

@@ -1,9 +1,9 @@
-"""The class of patched models, and what it does when a library replaces the forward later.
+"""The class of patched models, which detects that a library replaces the forward later.
 
-Trainers of TRL set a fused head on the model, so a forward set on the instance hides the patch. A
-fused head is replaced by the one of `fused_head.py` at once. Any other forward may call the patched
-one, as that of accelerate does for mixed precision, or may not. So the first call in training is
-watched, and a warning says if the patched forward did not run.
+Trainers of TRL set a fused head on the model, and a forward set on the instance hides the patch. A
+fused head is replaced at once by the one of `fused_head.py`. Any other forward may call the patched
+one, as accelerate's does for mixed precision, or may not. So the first call in training is watched.
+A warning says if the patched forward did not run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def watch(model: Any) -> None:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Undo `watch`; a model that is not watched stays as it is."""
+    """Undo `watch`. A model that is not watched stays as it is."""
     for name in ("_is_watched", "_has_run"):
         vars(model).pop(name, None)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):

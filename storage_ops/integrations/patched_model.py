@@ -21,12 +21,15 @@ from storage_ops.integrations.patch_probe import other_labels
 
 
 def has_patch(model: object) -> bool:
-    """Return True if `patch_causal_lm` has changed this module and no undo came since."""
+    """Return True if `patch_causal_lm` has changed this module and was not undone."""
     return getattr(model, "_loss_options", None) is not None
 
 
 def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a patched model over the one that it has, both functions of the model."""
+    """Return the forward of a patched model over its original one.
+
+    Both are functions of the model.
+    """
     position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
 
     @like(original)
@@ -80,7 +83,7 @@ def deferred(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What a forward of the model returns while its output layer defers its logits.
+    """Call a forward of the model while its output layer defers its logits.
 
     Raises:
         Refused: it has labels, and no cross-entropy of the logits was asked for.
@@ -109,7 +112,7 @@ def deferred(
 
 
 def _check_is_whole(model: nn.Module, name: str) -> None:
-    """Refuse a replica of `torch.nn.DataParallel`, which gathers what the model returns."""
+    """Refuse a replica of `torch.nn.DataParallel`, which gathers the results of the model."""
     if getattr(model, "_is_replica", False):
         raise RuntimeError(
             f'patch_causal_lm: {name} with logits="deferred" is called by torch.nn.DataParallel, '
@@ -119,7 +122,7 @@ def _check_is_whole(model: nn.Module, name: str) -> None:
 
 
 def _refuse_without_labels(name: str, option: str, value: object) -> None:
-    """Refuse an option of the model's loss where there is none: another's would do without it."""
+    """Refuse an option of the model's loss in a call without labels, whose loss would ignore it."""
     if isinstance(value, Tensor) or value:
         shown = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
@@ -132,7 +135,7 @@ def _refuse_without_labels(name: str, option: str, value: object) -> None:
 
 @functools.cache
 def _say_that_labels_lack(name: str) -> None:
-    """Warn, the first time, where a trainer may have taken the labels from the model."""
+    """Warn, the first time, if a trainer may have removed the labels from the model's call."""
     warn_caller(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer takes the labels from the model "
@@ -146,7 +149,7 @@ def _say_that_labels_lack(name: str) -> None:
 def _weights(
     model: nn.Module, weights: object, labels: Tensor, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """The weights of a call's tokens; taken out of its keywords where they are one."""
+    """Return the weights of a call's tokens, and remove them from its keywords."""
     name = "token_weights" if weights is None else weights
     if isinstance(name, str):
         given = kwargs.pop(name, None)
@@ -174,12 +177,11 @@ def _weights(
 
 
 def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
-    """The outputs of a model: without the logits, or with these formed, and results per token."""
-
+    """Return a model's outputs with results per token, and the logits removed or computed."""
     found: list[tuple[DeferredLogits, Tensor]] = []
 
     def one(value: object) -> Any:
-        """The value, or what takes its place; outputs of a model in it may have the logits too."""
+        """Return the value or its replacement, also inside outputs of a part of the model."""
         if isinstance(value, DeferredLogits):
             if not formed:
                 return None

@@ -1,13 +1,13 @@
 """The loss of Hugging Face causal language models, without their logits.
 
-The forward of the model stays its own. While it runs with labels, its output layer returns
-`DeferredLogits`; they pass through the model's scaling and capping to the model's loss, and the
-cross-entropy in there becomes `linear_cross_entropy`. Without labels they may be what the model
-returns, to a caller's loss. So shifting, reduction and auxiliary losses
-are the model's, in every version of transformers, which is not imported here.
+The model keeps its own forward. While it runs with labels, its output layer returns
+`DeferredLogits`. They pass through the model's scaling and capping to the model's loss. The
+cross-entropy there becomes `linear_cross_entropy`. Without labels the model may return them to a
+caller's loss. So shifting, reduction and auxiliary losses are the model's, in every version of
+transformers. transformers itself is not imported here.
 
-Model and output layer change their class for a subclass, as FSDP2 and torch.nn.utils.parametrize
-do. A forward set on the instance would keep the model in a reference cycle, and its memory with it.
+Model and output layer change their class to a subclass, as FSDP2 and torch.nn.utils.parametrize do.
+A forward set on the instance would keep the model, and its memory, in a reference cycle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOGITS: tuple[Logits, ...] = get_args(Logits)
 
 
 class CausalLMPatch(Generic[ModelT]):
-    """What `patch_causal_lm` returns; as a context manager it takes the patch back at the end."""
+    """Returned by `patch_causal_lm`. As a context manager it undoes the patch at the end."""
 
     def __init__(self, model: ModelT, applied: bool) -> None:
         self._model = model
@@ -72,67 +72,70 @@ def patch_causal_lm(
     """Let a Hugging Face causal language model compute its loss without its logits, in place.
 
     `model(input_ids, labels=labels).loss` keeps its value and its gradients, in training and in
-    evaluation, and is computed by `linear_cross_entropy`: in float32 where a model in 16 bits would
-    compute it in these. **In training `outputs.logits` is None.** Calls without labels, and so
-    `generate`, are what they were, logits included, unless `logits` is "deferred"; `shift_labels`
-    without `labels`, as in sequence parallelism, gives the loss too.
+    evaluation. `linear_cross_entropy` computes it, in float32 even if the model would use 16 bits.
+    **In training `outputs.logits` is None.** Calls without labels, and so `generate`, do not
+    change: they return logits, unless `logits` is "deferred". `shift_labels` without `labels`, as
+    in sequence parallelism, gives the loss, too.
 
-    The model's own forward and loss function run, so labels are shifted, ignored and averaged as
-    they would be (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias,
-    a scale, one per class too, and a tanh cap of the logits are supported. Parameters, state dict,
-    saved files and the signature of forward do not change; copies of the model, pickled ones too,
-    are patched as well.
+    The model's own forward and loss function run. So labels are shifted, ignored and averaged as
+    usual (`num_items_in_batch`, `shift_labels`), and auxiliary losses are added. A bias, a scale
+    (also one per class) and a tanh cap of the logits are supported. Parameters, state dict, saved
+    files and the signature of forward do not change. Copies of the model, also pickled ones, are
+    patched as well.
 
-    Of PEFT, a `PeftModel` stands for the model in it. On the output layer LoRA, DoRA, AdaLoRA,
+    For PEFT, pass the `PeftModel` or the model in it. On the output layer LoRA, DoRA, AdaLoRA,
     VeRA, OFT, IA3, `trainable_token_indices` and `modules_to_save` are supported. All but the last,
-    and a scale per class, run as they are on some tokens at a time, and once more in the backward:
-    the frozen weight has no gradient and no copy but what the layer itself makes. The backward is
-    of the adapters and modes of the forward, whatever is set in between. Dropout of such an adapter
-    draws other masks than one call for all tokens would.
+    and a scale per class, run on some tokens at a time, and once more in the backward. The frozen
+    weight then has no gradient, and no copies except those of the layer itself. The backward uses
+    the adapters and modes of the forward, also if others are set in between. Dropout of such an
+    adapter draws other masks than one call for all tokens would.
 
-    Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. One that is
-    patched already, with the same options, stays as it is. The trainers SFT, DPO, KTO, GRPO and
-    RLOO of TRL (from 1.15) set a fused head on the model, which returns the results per token that
-    their losses use. `linear_cross_entropy` computes these results in a patched model. Patch the
-    model before or after the trainer is made, and `trainer.ref_model` if there is one. ORPO, CPO,
-    TPO and OnlineDPO compute their losses from logits and need `logits="deferred"`. Distillation of
-    one model from another (GKDTrainer, DistillationTrainer) is not supported.
+    Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. Patching a
+    model again with the same options has no effect. The trainers SFT, DPO, KTO, GRPO and RLOO of
+    TRL (from 1.15) set a fused head on the model, which returns the results per token that their
+    losses use. `linear_cross_entropy` computes these results in a patched model. Patch the model
+    before or after the trainer is created, and `trainer.ref_model` if there is one. ORPO, CPO, TPO
+    and OnlineDPO compute their losses from logits and need `logits="deferred"`. Distillation of one
+    model from another (GKDTrainer, DistillationTrainer) is not supported.
 
-    If another library replaces the forward of a patched model, and its forward does not call the
-    patched one, the first call in training warns that the patch has no effect.
+    Another library may replace the forward of a patched model by one that does not call it. Then
+    the first call in training warns that the patch has no effect.
 
-    Where FSDP2 (fully_shard on the output layer) or ZeRO-3 of DeepSpeed gathers the weight of the
-    layer for its call, the loss runs inside of that call, if the layer is a plain one and labels
-    are given. Other hooks of the output layer are refused (tensor parallelism, device_map), and so
-    are its other adapters. Not for a model that two threads call at the same time.
+    FSDP2 (fully_shard on the output layer) and ZeRO-3 of DeepSpeed gather the weight of the layer
+    for its call. The loss then runs inside that call, if the layer is a plain one and labels are
+    given. Other hooks of the output layer (tensor parallelism, device_map) and other adapters are
+    refused. Two threads must not call the model at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
             `get_output_embeddings()` is a `torch.nn.Linear`, adapted or not, or its `PeftModel`.
-        returns: besides "loss" of "nll", "lse", "entropy", "argmax" and "correct": they become
-            entries of the output, `outputs.nll` and so on (at its end where it is a tuple), with
-            the value of every token in the shape of the labels, 0 (-1 for argmax) where its label
-            is ignored. nll, lse and entropy are differentiable; with them the backward forms the
+        returns: "loss", and any of "nll", "lse", "entropy", "argmax" and "correct". These become
+            entries of the output such as `outputs.nll`, or the last items of a tuple. They have the
+            value of every token in the shape of the labels, and 0 (-1 for argmax) for an ignored
+            label. nll, lse and entropy are differentiable. With them the backward forms the
             logits again. A model that moves labels by one has the nll of label i + 1 at i.
-        token_weights: a weight for every label, in their shape: a mean divides by the sum of them.
-            A tensor, or the name of a keyword of the model's call that has it, such as a column of
-            the batch (with `remove_unused_columns=False` in Trainer). A call in training that
-            lacks it, or that has it and no labels, is an error; one in evaluation has no weights.
-        label_smoothing: that of the model's loss. With "deferred" logits a call in training without
-            labels, whose loss is another's, is an error; so it is with token_weights.
-        logits: when `outputs.logits` is formed beside the loss, once, in the model's dtype: in
-            "eval" mode only, as `compute_metrics` of Trainer needs them, "always" or "never". That
-            holds for logits in outputs of a part of the model, too.
-            "deferred" is as "eval", and for losses outside of the model, to which Trainer gives the
-            labels where it has a `compute_loss_func` or `label_smoothing_factor`: in training a
-            call without labels returns logits that are not formed. They are no tensor. A loss may
-            slice, mask, split, reshape, scale, cast and detach them, and take `cross_entropy` of
-            them, `logsumexp` or `argmax` over the classes, or `log_softmax` and from that `gather`
-            of one class for each token, the sum or mean over the classes and the entropy. Without
-            gradients a loss may take the mean of logits. The results are float32.
-            Anything else raises NotImplementedError; `outputs.logits.formed()` is the tensor.
-        memory_budget: that of `storage_ops.linear_cross_entropy`.
-        gradient_tolerance: that of `storage_ops.linear_cross_entropy`, for the model's own loss of
+        token_weights: a weight for every label, in their shape. A mean divides by their sum. Pass a
+            tensor, or the name of a keyword of the model's call, such as a column of the batch
+            (with `remove_unused_columns=False` in Trainer). A call in training without this
+            keyword, or with it and without labels, is an error. A call in evaluation without it has
+            no weights.
+        label_smoothing: for the model's loss. With "deferred" logits a call in training without
+            labels is an error, because another loss would ignore this. The same is true of
+            token_weights.
+        logits: when to form `outputs.logits` beside the loss, once, in the model's dtype. "eval":
+            in evaluation only, as `compute_metrics` of Trainer needs them. "always" or "never".
+            This is also true of logits in outputs of a part of the model.
+            "deferred": as "eval", but a call in training without labels returns logits that are not
+            formed, for a loss outside the model. Trainer keeps the labels for such a loss if it has
+            a `compute_loss_func` or `label_smoothing_factor`. These logits are not a tensor. A loss
+            may slice, mask, split, reshape, scale, cast and detach them. It may compute their
+            `cross_entropy`, their `logsumexp` or `argmax` over the classes, or `log_softmax`. The
+            result of `log_softmax` supports `gather` of one class for each token, the sum or mean
+            over the classes and the entropy. Without gradients a loss may take the mean of logits.
+            The results are float32. Any other operation raises NotImplementedError.
+            `outputs.logits.formed()` is the tensor.
+        memory_budget: as in `storage_ops.linear_cross_entropy`.
+        gradient_tolerance: as in `storage_ops.linear_cross_entropy`, for the model's own loss of
             a plain output layer. Adapters of the output layer and fused heads of TRL stay exact.
 
     Returns:
@@ -140,15 +143,15 @@ def patch_causal_lm(
         not be used as one.
 
     Raises:
-        TypeError: not such a model; token_weights for an encoder-decoder, whose labels are inputs
-            too.
-        ValueError: a wrong option.
+        TypeError: the model is of another kind, or there are token_weights for an encoder-decoder,
+            whose labels are inputs, too.
+        ValueError: an option has a wrong value.
         RuntimeError: the output layer has hooks, a forward was replaced on the instance, or the
             model is patched with other options. ImportError: transformers is older than 4.57.
-        NotImplementedError: the model does something to its logits that cannot be done without
-            them. A copy of it runs on fake tensors to find that out; where it cannot run on these
-            (it reads numbers, or has hooks), the first forward of the patched model raises. A loss
-            of "deferred" logits raises it in the same way.
+        NotImplementedError: the model's operation on its logits cannot be done without them. A copy
+            of it runs on fake tensors to find that out. If it cannot run on these, because it reads
+            numbers or has hooks, the first forward of the patched model raises the error. A loss of
+            "deferred" logits raises it in the same way.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -213,8 +216,12 @@ def patch_causal_lm(
 
 
 def _inner(model: object) -> Any:
-    """The model in a `PeftModel`, which adds its adapters to that one, or in what torch.compile
-    returned; others as they are."""
+    """Return the model in a `PeftModel`, or in the result of torch.compile.
+
+    Others stay as they are.
+
+    A `PeftModel` adds its adapters to the model in it.
+    """
     model = uncompiled(model) if isinstance(model, nn.Module) else model
     inner = getattr(model, "get_base_model", None)
     return inner() if isinstance(model, nn.Module) and callable(inner) else model
@@ -228,7 +235,7 @@ def _options(
     memory_budget: int | None,
     gradient_tolerance: float,
 ) -> LossOptions:
-    """The options, or an error that names the wrong one."""
+    """Return the options after checking them. An error names the wrong one."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(RESULTS):
         raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {RESULTS}")
@@ -255,7 +262,7 @@ def _options(
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_causal_lm` has changed a model."""
+    """Return True if `patch_causal_lm` has changed a model."""
     return isinstance(_inner(model), PatchedModel)
 
 
@@ -267,7 +274,7 @@ def set_memory_budget(model: nn.Module, memory_budget: int | None) -> None:
 
 
 def restore_memory_budget(model: nn.Module) -> None:
-    """Undo `set_memory_budget`; a model of which it was not called stays as it is."""
+    """Undo `set_memory_budget`. Other models stay as they are."""
     inner = _inner(model)
     own = vars(inner).pop(OWN_OPTIONS, None)
     if own is not None:
@@ -275,7 +282,7 @@ def restore_memory_budget(model: nn.Module) -> None:
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:
-    """Undo `patch_causal_lm`; a model that is not patched stays as it is.
+    """Undo `patch_causal_lm`. A model that is not patched stays as it is.
 
     Args:
         model: what was given to `patch_causal_lm`.

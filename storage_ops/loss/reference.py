@@ -285,6 +285,8 @@ def tile_sums(
     bucket: Tensor | None,
     softcap: float,
     logit_scale: float,
+    absolute: bool = False,
+    slope: bool = False,
 ) -> None:
     """Add up a tile of numbers, or of the probabilities of its logits.
 
@@ -296,6 +298,8 @@ def tile_sums(
         bias: (columns,) or None.
         bucket: (columns,) uint8, or None.
         softcap, logit_scale: see `logits_of`.
+        absolute: without lse, add up the absolute values of the numbers.
+        slope: multiply by the slope of the soft-cap.
     """
     bias = None if bias is None else bias.to(out.dtype)
     parts = slices(len(tile), plain_rows(*tile.shape))
@@ -304,7 +308,10 @@ def tile_sums(
     for part in parts:
         values = logits_of(tile[part].to(out.dtype), bias, softcap, logit_scale)
         if lse is not None:
-            values = (values - lse[part].unsqueeze(1)).exp_()
+            slopes = 1 - (values / softcap).square() if slope and softcap else 1
+            values = (values - lse[part].unsqueeze(1)).exp_() * slopes
+        elif absolute:
+            values = values.abs()
         if row_weight is not None:
             values = values * row_weight[part].unsqueeze(1)
         if bucket is None:

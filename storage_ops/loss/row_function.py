@@ -14,7 +14,6 @@ from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
 from storage_ops.loss.engine.sums import Sums
-from storage_ops.loss.engine.tokens import may_count
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
@@ -75,25 +74,21 @@ class CrossEntropyRows(RowFunction):
             picked.write(step, tile, products, self.upstream)
         return None if before is None else before - self.state[0, step.rows]
 
-    def probability_sums(
-        self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None
-    ) -> None:
-        """See `RowFunction`."""
+    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+        """See `RowFunction`; a class weighs its probability, and in all its gradient."""
         call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
         ignored = self._head.tokens.target[step.rows] == call.ignore_index
         lse = (shift + total.log()).masked_fill_(ignored, math.inf)
         bias = None if self.bias is None else self.bias[step.classes]
-        _OPS._tile_sums(out, tile, lse, None, bias, buckets, call.softcap, call.logit_scale)
+        of_gradient = buckets is None
+        weight = self.factors(step).abs() if of_gradient else None
+        _OPS._tile_sums(
+            out, tile, lse, weight, bias, buckets, call.softcap, call.logit_scale, slope=of_gradient
+        )
 
     def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""
-        head, classes = self._head, step.classes
-        local = head.tokens.target[step.rows] - head.first_class - classes.start
-        here = (local >= 0) & (local < classes.stop - classes.start)
-        if may_count(local):
-            inside: Tensor = local[here]
-            return inside
-        return torch.where(here, local, 0)  # which class 0 is then, at no risk
+        return self._head.targets_within(step.rows, step.classes)
 
     def _row_kernel(self, step: Step, tile: Tensor) -> None:
         head, rows, classes, phases = self._head, step.rows, step.classes, step.phases
@@ -137,6 +132,32 @@ class CrossEntropyRows(RowFunction):
         if self.picked is not None:
             self.picked.merge(rows)
 
+    def factors(self, step: Step) -> Tensor:
+        """See `RowFunction`."""
+        return self._of_probabilities(step.rows) * self._head.call.logit_scale
+
+    def _of_probabilities(self, rows: slice) -> Tensor:
+        """Return what a token's gradient has of each of its probabilities, (rows,); 0 if ignored.
+
+        The slope of the soft-cap and the part of the target are not in it.
+        """
+        shift, total, _, _, mass, _ = self.state[:, rows].unbind(0)
+        target, spread, lse, _, square = (
+            row if len(row) == 1 else row[rows] for row in self._upstream(5)
+        )
+        factor = target + spread * mass + lse + square * (shift + total.log())
+        ignored = self._head.tokens.target[rows] == self._head.call.ignore_index
+        return factor.masked_fill(ignored, 0)
+
+    def _upstream(self, count: int) -> list[Tensor]:
+        """Return the first rows of upstream gradients, (n,) or (1,); those that are missing are 0.
+
+        They are in the order of `formulas.upstream_of`.
+        """
+        assert self.upstream is not None
+        missing = self.upstream.new_zeros(1)
+        return [self.upstream[k] if k < len(self.upstream) else missing for k in range(count)]
+
     def free(self) -> None:
         """See `RowFunction`; this one holds nothing."""
 
@@ -146,16 +167,14 @@ class CrossEntropyRows(RowFunction):
         The gradient of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times
         what upstream gives.
         """
-        head, state, upstream, total = self._head, self.state, self.upstream, sums.input
+        head, state, total = self._head, self.state, sums.input
         call, tokens, weight = head.call, head.tokens, head.weight
         wide = state.dtype
-        assert total is not None and upstream is not None
-        shift, exponentials, _, _, mass, logit = state.unbind(0)
-        rows = [upstream[k] if k < len(upstream) else torch.zeros_like(shift) for k in range(5)]
-        target, spread, lse, _, square = (row.expand(len(shift)) for row in rows)
+        assert total is not None
+        exponentials, logit = state[1], state[5]
+        target, spread = (row.expand(tokens.count) for row in self._upstream(2))
         valid = tokens.target != call.ignore_index
-        factor = target + spread * mass + lse + square * (shift + exponentials.log())
-        factor = torch.where(valid, factor / exponentials, 0)
+        factor = self._of_probabilities(slice(0, tokens.count)) / exponentials
         cap = logit / call.softcap if call.softcap else torch.zeros_like(logit)
         hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
         smooth = None

@@ -1,4 +1,4 @@
-"""Keyword arguments of the losses by type, and the names that some of them may have.
+"""Types of the losses' keyword arguments, and names that some of them may have.
 
 `tests/test_types.py` compares their names with those that the functions take.
 """
@@ -33,7 +33,7 @@ _Function = TypeVar("_Function")
 
 
 def typed_as(function: _Function) -> Callable[[Any], _Function]:
-    """Decorate a function that passes its arguments on to `function`: it has the same type."""
+    """Decorate a function that passes its arguments on to `function` and has the same type."""
     return lambda given: given
 
 
@@ -62,7 +62,7 @@ class ReferenceOptions(TypedDict, total=False):
 
 
 class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `dpo`, but `return_logps` and `return_metrics`."""
+    """Keyword arguments of `dpo`, except `return_logps` and `return_metrics`."""
 
     beta: float
     loss_type: LossType
@@ -73,14 +73,14 @@ class PreferenceOptions(SequenceOptions, ReferenceOptions, total=False):
 
 
 class OddsOptions(SequenceOptions, total=False):
-    """Keyword arguments of `orpo`, but `return_metrics`."""
+    """Keyword arguments of `orpo`, except `return_metrics`."""
 
     beta: float
     nll_target: Tensor | None
 
 
 class MarginOptions(SequenceOptions, total=False):
-    """Keyword arguments of `simpo`, but `return_metrics`."""
+    """Keyword arguments of `simpo`, except `return_metrics`."""
 
     beta: float
     gamma: float
@@ -88,7 +88,7 @@ class MarginOptions(SequenceOptions, total=False):
 
 
 class ContrastiveOptions(SequenceOptions, total=False):
-    """Keyword arguments of `cpo`, but `return_metrics`."""
+    """Keyword arguments of `cpo`, except `return_metrics`."""
 
     beta: float
     alpha: float
@@ -97,7 +97,7 @@ class ContrastiveOptions(SequenceOptions, total=False):
 
 
 class JudgedOptions(SequenceOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `kto`, but `return_metrics`."""
+    """Keyword arguments of `kto`, except `return_metrics`."""
 
     beta: float
     kl: Tensor | float
@@ -107,7 +107,7 @@ class JudgedOptions(SequenceOptions, ReferenceOptions, total=False):
 
 
 class PolicyOptions(ScoreOptions, ReferenceOptions, total=False):
-    """Keyword arguments of `grpo`, but `return_logps` and `return_metrics`."""
+    """Keyword arguments of `grpo`, except `return_logps` and `return_metrics`."""
 
     old_logps: Tensor | None
     loss_type: PolicyLossType
@@ -136,7 +136,7 @@ class SupervisedOptions(Options, SumOptions, total=False):
 
 
 class SftOptions(SupervisedOptions, total=False):
-    """Keyword arguments of `sft`, but `return_metrics`."""
+    """Keyword arguments of `sft`, except `return_metrics`."""
 
     token_weight: Tensor | None
     cu_seqlens: Tensor | None
@@ -157,10 +157,11 @@ class DistillationOptions(TypedDict, total=False):
     softcap: float | None
     teacher_softcap: float | None
     process_group: Any
+    gradient_tolerance: float
 
 
 class KdOptions(DistillationOptions, total=False):
-    """Keyword arguments of `kd`, but `return_metrics`."""
+    """Keyword arguments of `kd`, except `return_metrics`."""
 
     alpha: float
     temperature: float

@@ -29,7 +29,7 @@ class Pairs:
     Attributes:
         chosen, rejected: (B,) log-ratios of the completions.
         policy: (B,) log-probability of the chosen completion minus that of the rejected one.
-        reference: the same of the reference; 0 without one.
+        reference: the same for the reference, or 0 without a reference.
         beta, label_smoothing, discopop_tau: arguments of `dpo`.
     """
 
@@ -43,7 +43,7 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """The reward of the chosen completion minus that of the rejected one."""
+        """Return the reward of the chosen completion minus that of the rejected one."""
         return self.beta * (self.chosen - self.rejected)
 
 
@@ -145,7 +145,7 @@ def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nll_of_chosen(scored: Scored) -> Tensor:
-    """Return the mean nll of the tokens of chosen completions, of second targets if there are."""
+    """Return the mean nll of the tokens of chosen completions, by second targets if given."""
     logps, mask = scored.logps, scored.mask
     if scored.second is not None and scored.second_mask is not None:
         logps, mask = scored.second, scored.second_mask
@@ -157,7 +157,7 @@ def nll_of_chosen(scored: Scored) -> Tensor:
 def metrics_of_pairs(
     loss: str, logps: Tensor, rewards: Tensor, **more: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return what `return_metrics` names, detached, with further results that are there."""
+    """Return the metrics of `return_metrics`, detached, with the further results that are given."""
     logps, rewards = logps.detach(), rewards.detach()
     (chosen, rejected), (good, bad) = halves(loss, logps), halves(loss, rewards)
     found = {

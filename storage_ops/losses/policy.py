@@ -106,9 +106,9 @@ def grpo(
                  sapo_temperature_pos if A > 0, else sapo_temperature_neg
                  Gao et al. 2025, Soft Adaptive Policy Optimization
 
-    H is the entropy of the token's distribution and k estimates the divergence from the reference
-    by d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman 2020,
-    Approximating KL Divergence). How tokens are added up, and the papers' choices:
+    H is the entropy of the token's distribution. With d = log pi - log ref, k estimates the
+    divergence from the reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. (Schulman 2020,
+    Approximating KL Divergence.) How tokens are added up, and the papers' choices:
 
         GRPO      normalize="sequence": the mean over sequences of means over their tokens; k3.
                   SAPO too
@@ -153,10 +153,11 @@ def grpo(
             steps on the same samples take as old_logps.
         return_metrics: return the loss and a dictionary of detached tensors. "logps" are the
             log-probabilities of tokens, "ref_logps" those of the reference with kl_weight. The
-            others are means over tokens: "entropy"; "kl", k, with kl_weight; the shares of clipped
-            tokens "clip_ratio/low_mean", r < 1 - clip_low and A < 0, "clip_ratio/high_mean",
-            r > 1 + clip_high and A > 0, and "clip_ratio/region_mean", their sum. "cispo" has the
-            second of these alone, and "sapo" none. It takes no second pass.
+            others are means over tokens: "entropy", and with kl_weight "kl", which is k. Shares of
+            clipped tokens are "clip_ratio/low_mean", where r < 1 - clip_low and A < 0, and
+            "clip_ratio/high_mean", where r > 1 + clip_high and A > 0. "clip_ratio/region_mean" is
+            their sum. "cispo" has only "clip_ratio/high_mean", and "sapo" none of them. The metrics
+            need no second pass.
         options: cu_seqlens, shift, and options of `storage_ops.linear_cross_entropy`, as in `dpo`.
 
     Returns:
@@ -254,7 +255,7 @@ def grpo(
 def dapo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """`grpo` as DAPO has it: the sum over tokens divided by their number, clips of 0.2 and 0.28.
+    """Return the loss of `grpo` with the choices of DAPO: mean over all tokens, clips 0.2 and 0.28.
 
     Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
 
@@ -283,10 +284,10 @@ def dapo(
 def dr_grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """`grpo` as Dr. GRPO has it: the sum over tokens divided by S times max_length.
+    """Return the loss of `grpo` with the choice of Dr. GRPO: the sum divided by S times max_length.
 
-    Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. That
-    advantages are not divided by their standard deviation is up to the caller.
+    Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. The
+    caller decides whether to divide advantages by their standard deviation. The paper does not.
 
     Args:
         input, linear_weight, target, advantages: as in `grpo`.
@@ -313,9 +314,10 @@ def dr_grpo(
 def gspo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """`grpo` as GSPO has it: importance weights of whole completions, clips of 3e-4 and 4e-4.
+    """Return the loss of `grpo` with the choices of GSPO.
 
-    Zheng et al. 2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
+    Importance weights are those of whole completions, with clips of 3e-4 and 4e-4. Zheng et al.
+    2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
 
     Args:
         input, linear_weight, target, advantages: as in `grpo`.
@@ -339,7 +341,7 @@ def gspo(
 
 
 def _check_items(count: object, normalize: str) -> None:
-    """Raise a TypeError or ValueError unless this is a number and `normalize` divides by it."""
+    """Raise a TypeError or ValueError unless `count` is a number and `normalize` divides by it."""
     if normalize != "token":
         rule = f"None with normalize={normalize!r}"
         raise wrong("grpo", ValueError, "num_items_in_batch", "is given", rule)
@@ -350,7 +352,7 @@ def _check_items(count: object, normalize: str) -> None:
 
 
 def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
-    """Return values of sequences or tokens for every token, without a gradient; 0 where ignored."""
+    """Return values of sequences or tokens for every token, without a gradient. 0 where ignored."""
     logps, whole = scored.logps, (scored.sequences,)
     of_sequences = tuple(getattr(value, "shape", ())) == whole
     check_values("grpo", argument, value, whole if of_sequences else tuple(logps.shape), logps)
@@ -360,7 +362,7 @@ def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
 
 
 def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
-    """Importance weights of tokens, from the change of their log-probabilities."""
+    """Return the importance weights of tokens, from the change of their log-probabilities."""
     change = torch.where(scored.mask, change, 0)
     if importance == "sequence":
         change = scored.per_token(scored.per_sequence(change) / scored.counts)
@@ -368,7 +370,7 @@ def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
 
 
 def _estimate(d: Tensor, estimator: str) -> Tensor:
-    """The divergence of a token from d = log pi - log ref."""
+    """Return the estimated divergence of a token from d = log pi - log ref."""
     if estimator == "k1":
         return d
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d

@@ -1,4 +1,4 @@
-"""Losses of sequences with a reference: pairs of which one is preferred, and judged ones."""
+"""Losses of sequences with a reference: pairs with a preferred one, and judged sequences."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def dpo(
         return_metrics: return the loss and a dictionary of detached tensors. "logps" (2 B,) are the
             policy's log-probabilities, sums over tokens, "ref_logps" those of the reference if
             there is one, "rewards" beta w and beta l. "logps/chosen", "logps/rejected",
-            "rewards/chosen", "rewards/rejected" and "rewards/margins" are means over pairs,
+            "rewards/chosen", "rewards/rejected" and "rewards/margins" are means over pairs.
             "rewards/accuracies" is the share of pairs in which the chosen completion has the larger
-            reward, and "nll_loss" is there with rpo_alpha. It takes no second pass.
-        options: cu_seqlens (2 B + 1,), the bounds of packed sequences in input (N, D), after the
-            last of which tokens are padding; shift; and options of
+            reward. "nll_loss" exists with rpo_alpha. The metrics need no second pass.
+        options: cu_seqlens (2 B + 1,) has the bounds of packed sequences in input (N, D). Tokens
+            after the last bound are padding. Others are shift, and options of
             `storage_ops.linear_cross_entropy` such as linear_bias, softcap, ignore_index and
-            memory_budget, which hold for the reference too.
+            memory_budget. They apply to the reference, too.
 
     Returns:
         The loss, 0-dimensional, differentiable in input, linear_weight and linear_bias. With
@@ -165,7 +165,7 @@ def dpo(
     if loss_type == "exo_pair" and not label_smoothing:
         rule = "more than 0 with loss_type='exo_pair', such as 1e-3"
         raise wrong("dpo", ValueError, "label_smoothing is", label_smoothing, rule)
-    # First: the policy's call keeps logits for its backward, while no other needs the memory.
+    # The reference comes first, because the policy's call keeps logits for its backward.
     reference = reference_logps(
         "dpo", ref_logps, ref_input, ref_weight, ref_bias, target, True, **options
     )
@@ -244,10 +244,11 @@ def kto(
             of r over completions that belong to other prompts of the batch.
         desirable_weight, undesirable_weight: w_d and w_u.
         length_normalize: divide r by the number of tokens. The paper does not.
-        return_metrics: return the loss and a dictionary of detached tensors: "logps", "rewards"
-            (beta r) and "ref_logps" (S,), "logps/chosen" and "rewards/chosen", their means over
+        return_metrics: return the loss and a dictionary of detached tensors. "logps", "rewards"
+            (beta r) and "ref_logps" are (S,). "logps/chosen" and "rewards/chosen" are means over
             desirable completions, "logps/rejected" and "rewards/rejected" over undesirable ones
-            (nan where there is none), "rewards/margins", the difference, and "kl", z.
+            (nan if there are none). "rewards/margins" is the difference of these rewards. "kl" is
+            z.
         ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, of S sequences.
 
     Returns:

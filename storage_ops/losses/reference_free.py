@@ -1,4 +1,4 @@
-"""Losses of pairs of sequences of which one is preferred, without a reference."""
+"""Losses of pairs of sequences with a preferred one, without a reference."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def orpo(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of odds ratio preference optimisation.
 
-    It is supervised learning of the chosen completions, and a ratio of odds. With
-    P(y) = exp(log pi(y) / |y|), the geometric mean of the probabilities of a completion's tokens,
-    and odds(y) = P(y) / (1 - P(y)), the loss is the nll of the chosen completions, its mean over
-    their tokens, plus the mean over pairs of
+    It is supervised learning of the chosen completions, and a ratio of odds. P(y) =
+    exp(log pi(y) / |y|) is the geometric mean of the probabilities of a completion's tokens, and
+    odds(y) = P(y) / (1 - P(y)). The loss is the mean nll of the tokens of the chosen completions,
+    plus the mean over pairs of
 
         -beta log sigmoid(log odds(y_w) - log odds(y_l))
 
@@ -68,8 +68,8 @@ def orpo(
             authors' code has it. Only the half of the chosen sequences counts. Both targets of a
             token are scored in one pass.
         return_metrics: return the loss and a dictionary: the metrics of `dpo`, with
-            beta log P(y) as rewards, "nll_loss", "log_odds_chosen", the mean of
-            log odds(y_w) - log odds(y_l), and "log_odds_ratio", that of its log sigmoid.
+            beta log P(y) as rewards, and "nll_loss". "log_odds_chosen" is the mean of
+            log odds(y_w) - log odds(y_l), and "log_odds_ratio" the mean of its log sigmoid.
 
     Returns:
         The loss, 0-dimensional, or the loss and the metrics.
@@ -188,10 +188,9 @@ def cpo(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of contrastive preference optimisation.
 
-    It is DPO with a uniform reference: the mean over pairs of
-    -log sigmoid(beta log pi(y_w) - beta log pi(y_l)), plus alpha times the nll of the chosen
-    completions, its mean over their tokens. Xu et al. 2024, Contrastive Preference Optimization,
-    equations 3 to 6.
+    It is DPO with a uniform reference, plus alpha times the mean nll of the tokens of the chosen
+    completions. The first term is the mean over pairs of -log sigmoid(beta log pi(y_w) - beta log
+    pi(y_l)). Xu et al. 2024, Contrastive Preference Optimization, equations 3 to 6.
 
     Args:
         input, linear_weight, target, options: as in `dpo`.
@@ -233,7 +232,7 @@ def _of_chosen(
     ignore_index: int = IGNORED,
     **options: Any,
 ) -> Tensor:
-    """Return the targets of the nll, those of rejected sequences ignored."""
+    """Return the targets of the nll, with those of rejected sequences ignored."""
     check_indices("orpo", "target", target)
     check_indices("orpo", "nll_target", nll_target)
     check_values("orpo", "nll_target", nll_target, tuple(target.shape), target)

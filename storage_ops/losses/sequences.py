@@ -23,16 +23,16 @@ _OF_THE_LOSS = ("weight", "label_smoothing", "z_loss", "divisor")  # log-probabi
 
 @dataclass
 class Scored:
-    """What the tokens of some sequences are worth.
+    """Log-probabilities and further results of the tokens of some sequences.
 
     Attributes:
         logps: log-probabilities of the targets, float32 (float64 for float64); 0 where ignored.
-        mask: of the same shape; which tokens belong to a completion.
-        entropy: of each token's distribution, differentiable, or None.
-        second: log-probabilities of `second_target` of `score`, as logps; None without one.
-        second_mask: which tokens have a second target, or None.
-        of_sequence: packed: the sequence of each token, (N,); None: each row is one.
-        sequences: how many there are.
+        mask: True for tokens of a completion, in the same shape.
+        entropy: the entropy of each token's distribution, differentiable, or None.
+        second: log-probabilities of `second_target` of `score`, as logps. None without one.
+        second_mask: True for tokens with a second target, or None.
+        of_sequence: the sequence of each token (N,) if packed. None: each row is a sequence.
+        sequences: the number of sequences.
     """
 
     logps: Tensor
@@ -44,14 +44,14 @@ class Scored:
     second_mask: Tensor | None = None
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """The sum of values of tokens over each sequence, (S,)."""
+        """Return the sum of values of tokens over each sequence, (S,)."""
         if self.of_sequence is None:
             return values.sum(-1)
         total = values.new_zeros(self.sequences + 1)  # the last is of tokens after all of them
         return total.index_add(0, self.of_sequence, values.reshape(-1))[:-1]
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Values of sequences (S,) at each of their tokens; 0 at tokens of none."""
+        """Return the value of its sequence at each token, from (S,) values. Padding gets 0."""
         if self.of_sequence is None:
             return values.unsqueeze(-1).expand(self.logps.shape)
         padded = torch.cat([values, values.new_zeros(1)])
@@ -59,30 +59,30 @@ class Scored:
 
     @property
     def counts(self) -> Tensor:
-        """Tokens of each completion, (S,), at least 1 to divide by."""
+        """Return the number of tokens of each completion, (S,), at least 1 to divide by."""
         return self.per_sequence(self.mask.to(self.logps.dtype)).clamp_min(1)
 
 
 def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: str) -> Exception:
-    """An error that names a loss, its argument, what that is, and what was expected."""
+    """Return an error that names a loss, its argument, the found value and the expected one."""
     return kind(f"losses.{loss}: {argument} {found}; expected {rule}")
 
 
 def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise a ValueError unless a text is one of those allowed."""
+    """Raise a ValueError unless a text is one of the allowed ones."""
     if value not in allowed:
         raise wrong(loss, ValueError, f"{argument} is", repr(value), f"one of {allowed}")
 
 
 def number(loss: str, argument: str, value: Any) -> None:
-    """Raise a ValueError unless this is a finite number."""
+    """Raise a ValueError unless a value is a finite number."""
     finite = isinstance(value, (int, float)) and abs(value) < float("inf")
     if isinstance(value, bool) or not finite:
         raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
 
 
 def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raise a ValueError unless a number is in a range; low is in it, high is not."""
+    """Raise a ValueError unless a number is in a range that includes `low` and excludes `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
         raise wrong(loss, ValueError, f"{argument} is", repr(value), f"a number in [{low}, {high})")
 
@@ -100,7 +100,7 @@ def score(
     second_target: Tensor | None = None,
     **options: Any,
 ) -> Scored:
-    """Return log-probabilities of the targets; `options` are those of `linear_cross_entropy`.
+    """Return log-probabilities of the targets. `options` are those of `linear_cross_entropy`.
 
     A second target for each token, or ignore_index, is scored from the same logits.
     """
@@ -145,7 +145,7 @@ def _predicted(target: Tensor, shift: bool) -> Tensor:
 def separated(
     loss: str, target: Tensor, cu_seqlens: Tensor | None, shift: bool, ignore_index: int = IGNORED
 ) -> Tensor:
-    """The targets, without those that would be predicted from another sequence or follow the last.
+    """Return the targets, ignoring first tokens that another sequence would predict, and padding.
 
     Raises:
         TypeError, ValueError: cu_seqlens are no bounds of the packed tokens; target is no tensor;
@@ -191,7 +191,7 @@ def reference_logps(
     summed: bool,
     **options: Any,
 ) -> Tensor | None:
-    """Log-probabilities of the frozen reference: of sequences if `summed`, else of tokens."""
+    """Return the frozen reference's log-probabilities: of sequences if `summed`, else of tokens."""
     if (ref_input is None) != (ref_weight is None):
         name = "ref_input" if ref_input is None else "ref_weight"
         raise wrong(loss, TypeError, f"{name} is", "None", "ref_input and ref_weight, or neither")
@@ -216,7 +216,7 @@ def reference_logps(
 def _check_reference(
     loss: str, ref_input: Tensor, ref_weight: Tensor, ref_bias: Tensor | None
 ) -> None:
-    """Raise a TypeError or ValueError, which `score` would raise by the names of the policy."""
+    """Raise the TypeError or ValueError that `score` would raise with names of the policy."""
     given = {"ref_input": ref_input, "ref_weight": ref_weight}
     for name, t in given.items():
         check_tensor(loss, name, t)
@@ -238,7 +238,7 @@ def check_values(
 ) -> None:
     """Raise a TypeError or ValueError unless a tensor has numbers (or bools) and this shape.
 
-    It must be on the device of the tensor `like`, or on any.
+    If there is a tensor `like`, the tensor must be on its device.
     """
     if value is None:
         return
@@ -272,6 +272,6 @@ def check_returns(loss: str, return_logps: Any, return_metrics: Any) -> None:
 
 
 def check_tensor(loss: str, argument: str, value: object) -> None:
-    """Raise a TypeError for what is no tensor."""
+    """Raise a TypeError for a value that is not a tensor."""
     if not isinstance(value, Tensor):
         raise wrong(loss, TypeError, f"{argument} is", f"a {type(value).__name__}", "a tensor")

@@ -1,4 +1,4 @@
-"""Losses of given targets, and of a teacher."""
+"""Losses of given targets, and losses of a teacher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sft(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Supervised fine-tuning: the mean nll of the targets, weighted by tokens.
+    """Return the loss of supervised fine-tuning: the mean nll of the targets, weighted by tokens.
 
         sum_i a_i (-log pi(target_i)) / sum_i a_i
 
@@ -58,9 +58,9 @@ def sft(
         cu_seqlens: (S + 1,) bounds of packed sequences.
         shift: the token at position i is scored with target i + 1.
         ignore_index: targets without a loss.
-        return_metrics: return the loss and a dictionary of detached tensors: "logps", the
-            log-probability of each target, 0 where it is ignored; and the means over the tokens
-            that are not ignored "nll_loss", "entropy" and "mean_token_accuracy". The backward then
+        return_metrics: return the loss and a dictionary of detached tensors. "logps" is the
+            log-probability of each target, 0 where it is ignored. "nll_loss", "entropy" and
+            "mean_token_accuracy" are means over the tokens that are not ignored. The backward then
             forms the logits once more.
         options: of `storage_ops.linear_cross_entropy`, reduction among them.
 
@@ -125,7 +125,7 @@ def kd(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Knowledge distillation: a teacher's distributions, and the targets themselves.
+    """Return the loss of knowledge distillation: a teacher's distributions and the targets.
 
         alpha T^2 D(teacher, student at temperature T) + (1 - alpha) nll(target)
 
@@ -141,7 +141,8 @@ def kd(
         temperature: T.
         linear_bias: (V,), of the student.
         cu_seqlens, shift, ignore_index: as in `sft`.
-        memory_budget: of both, whose logits are the same; with a process_group of each.
+        memory_budget: for both losses together, which share the logits. With a process_group, for
+            each of them.
         return_metrics: return the loss and a dictionary of detached tensors: those of `sft`, and
             "kd_loss", the mean of T^2 D (nan if alpha is 0). They form the student's logits once
             more.
@@ -174,7 +175,7 @@ def kd(
         linear_kl_div, input, linear_weight, teacher_input, teacher_weight,
         temperature=temperature, scale_by_temperature=True, **own, **options,
     )  # fmt: skip
-    # What both must agree in.
+    # Both losses must agree in these arguments.
     shared = ("softcap", "process_group", "valid_classes", "max_valid")
     nll = functools.partial(
         linear_cross_entropy, input, linear_weight, target, ignore_index=ignore_index, **own,
@@ -192,7 +193,8 @@ def kd(
         if alpha > 0:
             parts.append(alpha * soft(token_weight=target != ignore_index))
         if alpha < 1:
-            parts.append((1 - alpha) * nll())
+            tolerance = options.get("gradient_tolerance", 0.0)
+            parts.append((1 - alpha) * nll(gradient_tolerance=tolerance))
         loss = sum(parts[1:], start=parts[0])
     if not return_metrics:
         return loss
@@ -204,7 +206,7 @@ def kd(
 
 
 def _metrics(counted: Tensor, nll: Tensor, entropy: Tensor, correct: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of tokens, of which `counted` are not ignored."""
+    """Return the metrics of tokens, `counted` of which are not ignored."""
     count = counted.sum()
     return {
         "logps": -nll.detach(), "nll_loss": nll.detach().sum() / count,

@@ -1,4 +1,4 @@
-"""The losses of tokens that were sampled by a policy, by name.
+"""The losses of tokens that a policy sampled, by name.
 
 `grpo` looks its formula up in SURROGATES. Each formula is a function of a token's importance
 weight, log-probability and advantage, and its gradient is a policy gradient.

@@ -1,4 +1,4 @@
-"""Products by torch, into buffers that exist already."""
+"""Products by torch, into existing buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Aten(Matmul):
-    """torch's products; a GPU's add to float32 from 16-bit operands, a CPU's need float32 copies.
+    """torch's products. On a GPU they add 16-bit products to float32. A CPU needs float32 copies.
 
     Attributes:
         cuda: the operands are on a GPU.
@@ -76,7 +76,7 @@ class Aten(Matmul):
             del part  # as well
 
     def _widens(self, out: Tensor) -> bool:
-        """Whether operands are copied to float32 first."""
+        """Return True if operands are copied to float32 first."""
         return self.upcasts or (out.element_size() > self.itemsize and not self.cuda)
 
     def scratch_bytes(self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool) -> int:
@@ -87,14 +87,14 @@ class Aten(Matmul):
         if self.cuda:  # where the product does not add to sums in fp32 by itself
             return 4 * SLICE * hidden * (wide and kind is not Kind.LOGITS)
         piece = min(SLICE, classes)
-        # In fp32: the rows of one operand, a slice of the other and of the tile.
+        # Copies in fp32: the rows of one operand, a slice of the other and of the tile.
         copies = 4 * (rows * hidden + piece * (hidden + rows))
         if self.upcasts:
             return copies + (packed_bytes(piece, hidden) if packs else 0)
         if wide:  # the sums themselves are what the rows of the input's gradient are copied to
             return copies - 4 * rows * hidden * (kind is Kind.INPUT)
-        # What a thread of oneDNN packs operands in, measured: more where the strides of input and
-        # weight are powers of two, and in proportion to the tokens for the weight's gradient.
+        # Measured memory in which a thread of oneDNN packs operands. It grows if the strides of
+        # input and weight are powers of two, and with the tokens for the weight's gradient.
         packed = 1_750_000 if rows >= SLICE and hidden % 4096 == 0 else 200_000
         if kind is Kind.WEIGHT:
             packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
@@ -119,13 +119,13 @@ class Aten(Matmul):
 
 
 def packed_bytes(classes: int, hidden: int) -> int:
-    """What Arm's library copies a weight of float32 to, in blocks of 8 classes."""
+    """Return the bytes of Arm's library for a copy of a float32 weight, in blocks of 8 classes."""
     return 4 * hidden * -(-classes // 8) * 8
 
 
 @functools.cache
 def has_arm_library() -> bool:
-    """Whether oneDNN multiplies by Arm's Compute Library, in this build of torch."""
+    """Return True if oneDNN multiplies by Arm's Compute Library in this build of torch."""
     try:
         return bool(torch.backends.mkldnn.is_acl_available())
     except (AttributeError, NameError):  # the latter without torch
@@ -134,10 +134,11 @@ def has_arm_library() -> bool:
 
 @functools.cache
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are fast on this processor; 16-bit ones may not be.
+    """Return True if products of this dtype are fast on this processor. 16-bit ones may not be.
 
-    With AMX, torch packs their operands in several MB, whatever the budget: no plan could keep it.
-    Nor on Arm, where it copies whole tiles, for the weight's gradient twice.
+    With AMX, torch packs their operands in several MB under every budget, so no plan could meet it.
+    On Arm, torch copies whole tiles, for the weight's gradient twice, so products there do not
+    count.
     """
     if dtype.itemsize >= 4:
         return True
@@ -154,7 +155,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def takes(t: Tensor) -> bool:
-    """Whether a matrix product reads this matrix in place, without a copy of it."""
+    """Return True if a matrix product reads this matrix in place, without copying it."""
     rows, columns = t.shape
     (outer, inner) = t.stride()
     if rows <= 1 or columns <= 1:
@@ -163,7 +164,10 @@ def takes(t: Tensor) -> bool:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it. `out` may be wider than its 16-bit operands on a GPU."""
+    """Compute out = left @ right, or out += left @ right.
+
+    On a GPU `out` may be wider than its 16-bit operands.
+    """
     if out.dtype != left.dtype:
         if not add:
             torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
@@ -187,10 +191,10 @@ _adds_wide: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
 
 
 def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
-    """Whether this torch adds 16-bit products to a matrix like `out`, and rounds neither.
+    """Return True if this torch adds 16-bit products to a matrix like `out`, and rounds neither.
 
-    Not all that multiply do. It is tried when it is asked first, but not while a graph is captured:
-    there nobody may look at a result. For a matrix that is fake, a GPU that is here is asked.
+    Some versions of torch can only multiply. The first call tries it, except while a graph is
+    captured, where results cannot be read. For a fake matrix, an existing GPU is tried.
     """
     fake = isinstance(out, FakeTensor) and not (out.is_cuda and torch.cuda.is_available())
     key = (out.device, dtype, out.is_meta or fake)

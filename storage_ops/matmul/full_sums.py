@@ -1,4 +1,4 @@
-"""Matrix products of 16-bit operands on a GPU with sums in fp32, whatever the process allows."""
+"""Products of 16-bit operands on a GPU with sums in fp32, under all settings of the process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROUNDED = tuple(f"allow_{name}_reduced_precision_reduction" for name in ("bf16"
 class _FullSums:
     """Context manager in which no sum of a product is rounded before it is complete.
 
-    Where the depth is large and the result small, cuBLAS divides the depth, and by default torch
-    lets it round the sums of the parts to 16 bits. In fp16 torch can be told to round every
-    addition. Both are settings of the process: the first of several threads changes them, the last
-    one puts them back.
+    cuBLAS divides the depth of a product if it is large and the result small. By default torch lets
+    it round the sums of the parts to 16 bits. In fp16 torch can be told to round every addition.
+    Both are settings of the process. The first of several threads changes them, and the last one
+    restores them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the loss asks of its matrix products. Needs no torch: plans for a GPU are made without."""
+"""The interface of the loss's matrix products. It needs no torch, so plans for a GPU need none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLICE = 1024  # rows or classes that are formed in fp32 at a time, before they a
 
 
 class Kind(Enum):
-    """Which of the three products of a tile."""
+    """The three products of a tile."""
 
     LOGITS = "logits"
     INPUT = "input"
@@ -45,29 +45,32 @@ class Matmul(ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
-        """out (rows, classes) = x (rows, D) @ w (classes, D).T; `out` may be wide."""
+        """Compute out (rows, classes) = x (rows, D) @ w (classes, D).T. `out` may be wide."""
 
     @abstractmethod
     def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
-        """out (rows, D) = dz (rows, classes) @ w (classes, D), or += it; `out` may be wide."""
+        """Compute out (rows, D) = dz (rows, classes) @ w (classes, D), or add that to it.
+
+        `out` may be wide.
+        """
 
     @abstractmethod
     def weight_gradient(self, dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
-        """out (classes, D) = dz (rows, classes).T @ x (rows, D), or += it; `out` may be wide.
+        """Compute out (classes, D) = dz (rows, classes).T @ x (rows, D), or add that to it.
 
-        dz may be overwritten.
+        `out` may be wide, and dz may be overwritten.
         """
 
     @abstractmethod
     def scratch_bytes(self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool) -> int:
-        """What a product allocates besides its operands and its result."""
+        """Return the bytes that a product allocates besides its operands and its result."""
 
     @abstractmethod
     def seconds(
         self, kind: Kind, rows: int, classes: int, hidden: int, wide: bool,
         moved: float, sums: float, rates: Rates,
     ) -> float:  # fmt: skip
-        """How long a product takes.
+        """Return the seconds that a product takes.
 
         Args:
             moved: bytes of operands and result that are read and written.
@@ -75,5 +78,5 @@ class Matmul(ABC):
         """
 
     def rate(self, rates: Rates) -> float:
-        """FLOP/s of large products."""
+        """Return the FLOP/s of large products."""
         return rates.flops(self.itemsize, self.upcasts)

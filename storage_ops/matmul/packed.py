@@ -23,15 +23,15 @@ FEW = 16  # rows for which a copy of the right operand costs more than it gains
 
 @dataclass(frozen=True)
 class Packed(Matmul):
-    """Products of the package's own: sums in float32, scratch for so many threads and no more.
+    """The package's own products: sums in float32, and scratch for a given number of threads.
 
     torch's 16-bit products on a CPU round their result to 16 bits. Summed over many tiles, that
-    would make gradients worse than those of the unchunked loss; and they pack their operands in as
-    much memory as they like, up to several MB in AMX, whatever the budget. In float32, torch's
-    products are Intel's, which are not at their best on processors of others.
+    would make gradients worse than those of the unchunked loss. They also pack their operands in
+    any amount of memory, up to several MB in AMX, under every budget. In float32, torch's products
+    are Intel's, which are slower on processors of other makers.
 
-    Attributes:
-        rounds: results in 16 bits are formed too. Else they are rounded from slices in float32.
+    Attributes: rounds: results in 16 bits are formed directly. Otherwise they are rounded from
+    float32 slices.
     """
 
     rounds: bool = False
@@ -40,12 +40,12 @@ class Packed(Matmul):
 
     @property
     def one_pass(self) -> int:  # type: ignore[override]
-        """Classes whose gradient of the input is rounded without sums beside it."""
+        """Return the number of classes whose input gradient is rounded without sums beside it."""
         return scratch.one_pass() if self.rounds else 0
 
     @property
     def upcasts(self) -> bool:  # type: ignore[override]
-        """Whether products in 16 bits are rounded from slices in float32."""
+        """Return True if products in 16 bits are rounded from slices in float32."""
         return self.itemsize < 4 and not self.rounds
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -85,9 +85,10 @@ class Packed(Matmul):
     def multiply(
         self, left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool = False
     ) -> None:
-        """out = left @ right, or out += it; `direct`: there is little scratch to copy `left` to.
+        """Compute out = left @ right, or out += left @ right.
 
-        A left operand that is not `direct` may be overwritten if the result is in 16 bits.
+        With `direct`, little scratch holds copies of `left`. Otherwise a product with a 16-bit
+        result may overwrite `left`.
         """
         if self.itemsize == 4 and len(left) < FEW:
             aten.multiply(left, right, out, add)
@@ -126,8 +127,8 @@ class Packed(Matmul):
         moved /= rates.bandwidth
         if not self.rounds:  # sums are fetched while products compute
             return moved + max(compute, sums)
-        # All is fetched meanwhile, but copies take time: of the right operand for each piece of
-        # rows, of the left one where it is transposed.
+        # Memory traffic overlaps with arithmetic, but copies take time. The right operand is copied
+        # for each piece of rows, and the left one if it is transposed.
         m, n, k = _sizes(kind, rows, classes, hidden)
         copied = 1 / m
         if kind is not Kind.LOGITS:
@@ -138,7 +139,7 @@ class Packed(Matmul):
 
 
 def _sizes(kind: Kind, rows: int, classes: int, hidden: int) -> tuple[int, int, int]:
-    """Rows, columns and depth of a product."""
+    """Return the rows, columns and depth of a product."""
     if kind is Kind.LOGITS:
         return rows, classes, hidden
     if kind is Kind.INPUT:
@@ -147,7 +148,7 @@ def _sizes(kind: Kind, rows: int, classes: int, hidden: int) -> tuple[int, int, 
 
 
 def exists(dtype: torch.dtype, device: str) -> bool:
-    """Whether there are products of the package's own that are better than torch's."""
+    """Return True if the package has its own products that are better than torch's."""
     if device != "cpu" or dtype == torch.float64 or not scratch.kind():
         return False
     return dtype != torch.float32 or "AuthenticAMD" in processor()
@@ -155,7 +156,7 @@ def exists(dtype: torch.dtype, device: str) -> bool:
 
 @functools.cache
 def processor() -> str:
-    """What Linux says of the first processor; nothing on other systems."""
+    """Return Linux's description of the first processor, or "" on other systems."""
     try:
         with open("/proc/cpuinfo") as file:
             return file.read(4096)
@@ -164,5 +165,5 @@ def processor() -> str:
 
 
 def rounds(dtype: torch.dtype) -> bool:
-    """Whether there are such products with a result in 16 bits, on this processor."""
+    """Return True if there are own products with a 16-bit result on this processor."""
     return dtype == torch.bfloat16 and scratch.kind().endswith("bf16")

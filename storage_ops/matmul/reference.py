@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def product(out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool) -> None:
-    """out (m, n), in fp32, = left (m, k) @ right (k, n), or out += it; needs no scratch memory."""
+    """Compute out (m, n), in fp32, = left (m, k) @ right (k, n), or add that to it.
+
+    No scratch memory is needed.
+    """
     value = left.float() @ right.float()
     out.copy_(out + value if add else value)
 
@@ -14,20 +17,20 @@ def product(out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool
 def transposed_product(
     out: Tensor, left: Tensor, right: Tensor, scratch: Tensor, add: bool
 ) -> None:
-    """out (m, n) = left (k, m).T @ right (k, n), or out += it; `left` is spent."""
+    """Compute out (m, n) = left (k, m).T @ right (k, n), or add that to it. `left` may be lost."""
     product(out, left.t(), right, scratch, add)
 
 
 def product_scratch(
     rows: int, columns: int, depth: int, threads: int, rounded: bool, direct: bool
 ) -> tuple[int, int]:
-    """Rows of a product that are formed at a time, and scratch of 4 bytes each: all, and none."""
+    """Return the rows of a product formed at a time, and its 4-byte scratch slots: all and 0."""
     return rows, 0
 
 
 def product_kind() -> tuple[str, int]:
-    """The instructions of the package's own products, and the depth that they round once after.
+    """Return the instructions of the package's own products, and the depth summed before rounding.
 
-    Here there are none; what is deeper is summed in float32 all the same.
+    Plain torch uses none of these instructions, and sums any depth in float32.
     """
     return "", 4096

@@ -1,7 +1,7 @@
-"""What the native library says of its own products: the instructions they use, and their scratch.
+"""Facts of the native library's own products: the instructions they use, and their scratch.
 
-How much scratch a product takes is explained in csrc/products/product_scratch.h. Where there is no
-such library, the ops behind these are those of `reference`: no instructions, and no scratch.
+csrc/products/product_scratch.h explains how much scratch a product takes. Without this library, the
+ops are those of `reference`, which use no such instructions and no scratch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def _ask(op: str, *sizes: int) -> Any:
 
 @functools.cache
 def kind() -> str:
-    """The instructions that products use: "avx2", "avx512", "avx512_bf16", "amx_bf16", or ""."""
+    """Return the instructions of products: "avx2", "avx512", "avx512_bf16", "amx_bf16", or ""."""
     return str(_ask("_product_kind")[0])
 
 
 @functools.cache
 def one_pass() -> int:
-    """Depth of a product with a result in 16 bits that needs no sums in float32 beside it."""
+    """Return the depth of a product with a 16-bit result that needs no float32 sums beside it."""
     return int(_ask("_product_kind")[1])
 
 
@@ -35,9 +35,9 @@ def one_pass() -> int:
 def piece(
     rows: int, columns: int, depth: int, threads: int, rounded: bool, direct: bool
 ) -> tuple[int, int]:
-    """Rows of a product (rows, depth) @ (depth, columns) formed at a time, and their scratch.
+    """Return the rows of a product formed at a time, and the slots of 4 bytes that they need.
 
-    The latter is a number of slots of 4 bytes.
+    The product is (rows, depth) @ (depth, columns).
 
     Args:
         rounded: the result is in 16 bits.
@@ -48,5 +48,5 @@ def piece(
 
 
 def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
-    """Slots of 4 bytes that a product takes whose result is in float32."""
+    """Return the slots of 4 bytes that a product with a float32 result takes."""
     return piece(rows, columns, depth, threads, False, False)[1]

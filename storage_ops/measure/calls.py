@@ -1,4 +1,4 @@
-"""Every call of a model's modules, seen from outside, with no hook on any of them."""
+"""Observes every call of a model's modules from outside, without hooks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _changing = threading.Lock()
 
 @contextlib.contextmanager
 def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
-    """Let `around(module, name, call, args, kwargs)` stand for each call of a module, in a block.
+    """Replace each call of a module by `around(module, name, call, args, kwargs)`, in a with block.
 
-    `call(*args, **kwargs)` is the call itself, with its hooks and whatever else the class does
-    around it: that of the outermost `__call__` which a class of the model defines. Only in this
-    thread.
+    `call(*args, **kwargs)` is the original call, with its hooks and everything else that its class
+    does around it: the outermost `__call__` that a class of the model defines. Only calls in this
+    thread are replaced.
     """
     definers = {next(c for c in type(m).__mro__ if "__call__" in vars(c)) for m in model.modules()}
     watch = _Watch(model, around)
@@ -38,7 +38,7 @@ def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
 
 
 class _Watch:
-    """Looks at the calls of a model's modules in the thread that made it."""
+    """Observes the calls of a model's modules in the thread that created it."""
 
     def __init__(self, model: nn.Module, around: Around) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -46,7 +46,7 @@ class _Watch:
         self._inside: list[nn.Module] = []  # an inner __call__ of a module is part of the call
 
     def over(self, plain: Callable[..., Any]) -> Any:
-        """The call of a module by that of its class, or by another that looks at it."""
+        """Return a `__call__` that lets `around` observe a class's `__call__`."""
 
         def __call__(module: nn.Module, *args: object, **kwargs: object) -> Any:
             is_part = self._inside and self._inside[-1] is module
@@ -93,6 +93,6 @@ def _leave(cls: Any, watch: _Watch) -> None:
 
 
 def outermost(modules: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules that are in no other of them."""
+    """Return the modules that are not children of another one among them."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]

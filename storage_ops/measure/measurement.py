@@ -1,4 +1,4 @@
-"""Peak memory and memory over time of a block of code."""
+"""Measures peak memory and memory over time of a block of code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class Life:
 
 
 def numbered(device: str | torch.device) -> torch.device:
-    """A device that was named, if torch finds it; the current GPU for "cuda".
+    """Return a named device if torch finds it, and the current GPU for "cuda".
+
+    Raises:
+        ValueError: the name is not a device, or the device does not exist.
 
     Raises:
         ValueError: that is no device, or there is none.
@@ -78,15 +81,15 @@ def numbered(device: str | torch.device) -> torch.device:
 
 @dataclass
 class Measurement:
-    """What a `measure` block allocated; an AttributeError before the block has ended.
+    """The memory that a `measure` block allocated. Raises AttributeError before the block ends.
 
     Attributes:
         peak_bytes: highest level above the level at entry.
         kept_bytes: level at exit above the level at entry; negative if the block freed more.
         timeline: the level after every allocation and release, in order.
-        lives: every allocation: whose it is, its bytes, and from when to when it lives.
-        subject: what was measured, such as the class of the model; "" where it is not known.
-        device: where, such as "cpu" or "h100".
+        lives: every allocation with its owner, its bytes, and its begin and end.
+        subject: what was measured, such as the class of the model. "" if it is not known.
+        device: where it was measured, such as "cpu" or "h100".
     """
 
     peak_bytes: int = field(default_factory=int)  # a default would be read before the end
@@ -111,15 +114,16 @@ class Measurement:
     def plot(self, path: str | os.PathLike[str], budget: int | float | str | None = None) -> None:
         """Draw memory over time into a file, in a colour for each owner.
 
-        Owners whose names differ by numbers alone, such as layers, have one colour. The seven that
-        have most at the peak have colours of their own, all others share one. Time is the share of
-        the allocations and releases, for the seconds of an estimate are not those of a GPU.
+        Owners whose names differ in numbers only, such as layers, have one colour. The seven owners
+        with most bytes at the peak have their own colours, and all others share one. The x axis is
+        the share of allocations and releases, because the seconds of an estimate are not those of a
+        GPU.
 
         Args:
-            path: where to; its ending says what it becomes: ".html" is a page that shows numbers
-                under the pointer and needs no network (plotly makes it), ".pickle" what PyTorch's
-                memory visualizer (pytorch.org/memory_viz) opens, and any other an image
-                (matplotlib), such as ".png" or ".svg".
+            path: the file. Its ending chooses the format. ".html" is a page of plotly that shows
+                numbers under the pointer and needs no network. ".pickle" is a file for PyTorch's
+                memory visualizer (pytorch.org/memory_viz). Any other is an image of matplotlib,
+                such as ".png" or ".svg".
             budget: bytes, or text such as "80GiB", at which a line is drawn, unless
                 it is more than four times the peak. None: no line.
 
@@ -143,18 +147,17 @@ class Measurement:
 class measure:
     """Context manager that measures the memory of a block.
 
-    On the CPU the allocations that torch makes in this thread are counted, from the events of
-    torch.profiler. Not seen are buffers inside math libraries, and releases of blocks that were
-    allocated before the first `measure` of the process. On CUDA the peak is that of the caching
-    allocator and the timeline comes from the same events. The block runs somewhat slower: do not
-    time it.
+    On the CPU, torch's allocations in this thread count, from the events of torch.profiler. Buffers
+    inside math libraries are not seen. Neither are releases of blocks that were allocated before
+    the first `measure` of the process. On CUDA, the peak is that of the caching allocator, and the
+    timeline comes from the same events. The block runs somewhat slower, so do not time it.
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.
-        model: a module that runs in the block. What is allocated has an owner then: the innermost
-            of its modules whose call made it and returned before it was freed, the gradients of its
-            parameters, or the state of an optimizer; `Measurement.plot` shows them. Nothing in it
-            may be compiled.
+        model: a module that runs in the block, without compiled parts. Each allocation then has an
+            owner, and `Measurement.plot` shows the owners. An owner is the gradients of parameters,
+            the state of an optimizer, or a module. It is the innermost module whose call made the
+            allocation and returned before it was freed.
 
     Raises:
         TypeError: model is no module. ValueError: another device, or a compiled module.

@@ -1,4 +1,4 @@
-"""Names of owners of memory, and whose the allocations in a profile are.
+"""Names the owners of memory, and finds the owner of each allocation in a profile.
 
 `Marks` puts calls of modules and gradients into the profile, `history` reads it.
 """
@@ -32,12 +32,12 @@ _CALL, _GRADIENT = "storage_ops call ", "storage_ops gradient "
 
 
 def activations_of(name: str) -> str:
-    """The owner of what a call of a module made, by its name in the model, "" for itself."""
+    """Return the owner of a module's activations, by the module's name. "" is the model itself."""
     return f"activations of {name}" if name else "activations"
 
 
 def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by owner with alike names together: "layers.0.mlp" and its like are "layers.*.mlp"."""
+    """Sum bytes over similar owners: "layers.0.mlp" and "layers.1.mlp" become "layers.*.mlp"."""
     kinds: Counter[str] = Counter()
     for owner, nbytes in by_owner.items():
         kinds[kind_of(owner)] += nbytes
@@ -55,12 +55,12 @@ def owners_in_words(by_owner: Mapping[str, int]) -> str:
 
 
 def kind_of(owner: str) -> str:
-    """The name of an owner without the numbers of layers, as "activations of layers.*.mlp"."""
+    """Return an owner without the numbers of layers, such as "activations of layers.*.mlp"."""
     return re.sub(r"(?<![^. ])\d+(?![^.])", "*", owner)
 
 
 class Marks(contextlib.ExitStack):
-    """Puts the calls of a model's modules, and its gradients, into a profile; of None, nothing.
+    """Puts the calls of a model's modules, and its gradients, into a profile. None adds nothing.
 
     Raises:
         TypeError, ValueError: the model is no module, or has parts that are compiled.
@@ -103,7 +103,7 @@ def _mark(p: Tensor) -> None:
 
 @dataclass
 class Taken:
-    """An allocation: whose it is, its bytes, and the changes that begin and end it."""
+    """An allocation: its owner, its bytes, and the changes that begin and end it."""
 
     owner: str
     nbytes: int
@@ -118,10 +118,10 @@ def history(
     """Return the changes and allocations that a profile saw on a device, in order of time.
 
     Args:
-        roots: of the trees of its events.
-        kind, index: type and number of the device; a number only of a GPU.
-        entry_bytes: what the allocator of a GPU had allocated before. The changes then follow the
-            total in its events: threads of autograd release memory of which a profile has no event.
+        roots: roots of the trees of its events.
+        kind, index: type and number of the device. Only a GPU has a number.
+        entry_bytes: bytes that the allocator of a GPU had allocated before. The changes then follow
+            the total in its events, because a profile lacks events of releases in autograd threads.
 
     Returns:
         (nanoseconds, bytes taken, or given back as a negative number) of each change, and the
@@ -158,7 +158,7 @@ def history(
 
 
 def _own(block: Taken, freed: int | None) -> None:
-    """Say whose an allocation is that was freed at a time, or is there at the end."""
+    """Set the owner of an allocation from the time when it was freed, or None."""
     made_in = block.made_in
     if block.owner or made_in is None:
         return
@@ -172,9 +172,9 @@ def _own(block: Taken, freed: int | None) -> None:
 
 
 def _relevant(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The events of memory and gradients, each with what is around it: a call, a step or a node.
+    """Yield the events of memory and gradients, each with the call, step or node around it.
 
-    Those of one moment come in the order in which they were.
+    Events of one moment come in the order in which they happened.
     """
     ahead: list[tuple[Any, Any]] = [(root, None) for root in roots][::-1]
     while ahead:

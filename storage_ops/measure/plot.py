@@ -1,4 +1,4 @@
-"""Draw memory over time. What draws it is imported only when something is drawn."""
+"""Draws memory over time. Drawing libraries are imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
     """Draw the memory of several measurements as step curves on one pair of axes.
 
     Args:
-        axes: where to draw; x is the share of the block's time in per cent, so that blocks of
-            different length can be compared, y is MiB above the level at entry.
+        axes: where to draw. x is the share of the block's time in per cent, so that blocks of
+            different length can be compared. y is MiB above the level at entry.
         measurements: label -> measurement.
 
     Example:
@@ -58,7 +58,7 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
 
 
 def title_of(measurement: Measurement) -> str:
-    """Return the title of a picture: what was measured, where, and its peak."""
+    """Return the title of a picture: subject, device and peak."""
     device = f"on {measurement.device}" if measurement.device else ""
     where = " ".join(filter(None, (measurement.subject or "memory", device)))
     return f"{where}: peak {readable(measurement.peak_bytes, up=True)}"
@@ -80,7 +80,7 @@ def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | N
 
 @dataclass(frozen=True)
 class _Stack:
-    """Areas above one another: MiB of each owner at some moments, in per cent of all changes."""
+    """Stacked areas: MiB of each owner at some moments, in per cent of all changes."""
 
     title: str
     moments: list[float]
@@ -115,7 +115,7 @@ def _stack(measurement: Measurement) -> _Stack:
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
-    """The kinds of owners to draw, from below: those with most at the peak, then at any time."""
+    """Return the kinds of owners to draw, from below: the largest at the peak, then at any time."""
     size: dict[str, tuple[int, int]] = {}
     for life in lives:
         there = life.start <= peak and (life.end is None or life.end > peak)
@@ -131,7 +131,7 @@ def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str
 
 
 def _moments(levels: list[int]) -> list[int]:
-    """Which samples to draw: of each stretch of a long timeline the highest, and both ends."""
+    """Return the samples to draw: the highest of each stretch of a long timeline, and both ends."""
     stretch = -(-len(levels) // _MOMENTS)
     ranges = (range(i, min(i + stretch, len(levels))) for i in range(0, len(levels), stretch))
     highest = {max(found, key=levels.__getitem__) for found in ranges}
@@ -148,7 +148,7 @@ def _budget_label(stack: _Stack, budget: int) -> str:
 
 
 def _top(stack: _Stack, budget: int) -> float:
-    """Return the upper end of the axis, in MiB: above the peak, and a budget that is near."""
+    """Return the upper end of the axis, in MiB: above the peak, and above a budget that is near."""
     return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
 
 
@@ -199,7 +199,7 @@ def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> No
 
 
 def _snapshot(measurement: Measurement) -> dict[str, Any]:
-    """As torch.cuda.memory._snapshot() writes down what it recorded: addresses never come again.
+    """Return the format of torch.cuda.memory._snapshot(). Each allocation has a new address.
 
     The format is described at https://docs.pytorch.org/docs/stable/torch_cuda_memory.html.
     """

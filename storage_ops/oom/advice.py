@@ -1,4 +1,4 @@
-"""What `fit` would do about a step that ran out of memory."""
+"""Asks `fit` for a plan for a step that ran out of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass
 class KnownStep:
-    """What `fit` is to be asked about, as far as it is known; fields as its arguments."""
+    """The known arguments for a call of `fit`. Fields have the names of its arguments."""
 
     model: nn.Module | None = None
     batch: Any = None
@@ -39,8 +39,8 @@ class KnownStep:
 class Follower:
     """Finds the model and the batch of a step among the calls of modules.
 
-    It is the outermost call with gradients of the module with most parameters, and the last of
-    those. Its tensors are held by weak references, so that they are freed as without it.
+    The step is the last outermost call, with gradients, of the module with most parameters. Its
+    tensors are held by weak references, so that they are freed as usual.
     """
 
     def __init__(self, roots: list[nn.Module]) -> None:
@@ -51,7 +51,7 @@ class Follower:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Look at calls inside a with block."""
+        """Watch calls inside a with block."""
         with around_calls(self._roots, self._around):
             yield
 
@@ -71,7 +71,7 @@ class Follower:
             self._depth -= 1
 
     def complete(self, given: KnownStep, optimizers: Iterable[Optimizer]) -> KnownStep:
-        """What was given, and the rest as it was seen, if its tensors are still there."""
+        """Return the given step, completed by observed values whose tensors still exist."""
         model, batch, optimizer = given.model, given.batch, given.optimizer
         if self._call is not None and (model is None or model is self._call[0]):
             model, *weak = self._call
@@ -88,7 +88,7 @@ class Follower:
 
 
 class _Gone:
-    """Stands for an argument that was freed, or that may not be held."""
+    """Represents an argument that was freed, or that must not be held."""
 
 
 def _weak(x: object) -> Any:
@@ -111,7 +111,7 @@ def _updates(optimizer: Optimizer, ours: set[int]) -> bool:
 
 
 def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
-    """The plan of `fit` for a budget, and a sentence about it or about what to call."""
+    """Return the plan of `fit` for a budget, and a sentence about it or about how to get one."""
     from storage_ops.fitting.fit import fit
 
     call = f"what fit would do: call {_CALL}"
@@ -139,7 +139,7 @@ def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
 
 
 def bytes_of(device: torch.device, error: BaseException) -> int | None:
-    """How much this process may have on a device; None if nobody knows."""
+    """Return how many bytes this process may have on a device, or None if that is unknown."""
     known: int | None = getattr(error, "limit_bytes", None)
     if known is not None or device.type != "cuda":
         return known

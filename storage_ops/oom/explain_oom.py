@@ -1,4 +1,4 @@
-"""Who held the memory when it ran out."""
+"""Explains who held the memory when it ran out."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ UNKNOWN = "not known"
 
 @dataclass
 class OomReport(Tabular):
-    """Who held the memory when it ran out; prints as a table. Empty until it did.
+    """The owners of memory when it ran out. Prints as a table, and is empty before that.
 
     Attributes:
-        by_owner: bytes by their owner, most first. Owners are "parameters", "gradients", "optimizer
-            state" and "buffers", each with the name of its module, "activations of" a module by
-            name, "temporaries of" an op outside of modules, as in backward, "input" with its
-            shape, "workspaces of cuBLAS", which are freed to know them and made again when they
-            are needed, and "not known" for what the allocator had given to others.
-        in_use_bytes: the sum of these.
-        attributed_share: the part of it that has a known owner, from 0 to 1.
-        failed: the op that asked for more, and the module that called it.
-        plan: what `storage_ops.fit` would do for the memory that there is; None if it cannot tell.
-        advice: a sentence above the plan, or why there is none and what to call.
+        by_owner: bytes by their owner, largest first. Owners "parameters", "gradients", "optimizer
+            state" and "buffers" have the name of their module. "activations of" has the name of a
+            module. "temporaries of" has an op outside of modules, as in backward. "input" has its
+            shape. "workspaces of cuBLAS" are freed to measure them, and cuBLAS allocates them again
+            when it needs them. "not known" are bytes that the allocator gave to other code.
+        in_use_bytes: the sum of these bytes.
+        attributed_share: the share of them that has a known owner, from 0 to 1.
+        failed: the op that asked for more memory, and the module that called it.
+        plan: what `storage_ops.fit` would do with this memory, or None if it cannot tell.
+        advice: a sentence above the plan, or why there is no plan and what to call.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
@@ -98,20 +98,21 @@ def explain_oom(
 ) -> Iterator[OomReport]:
     """Say who held the memory if a with block runs out of it, and what `fit` would do.
 
-    A torch.OutOfMemoryError that leaves the block stays what it is and gets a note, which is
-    printed below its message: bytes by owner, where the op failed, and the plan of
-    `storage_ops.fit` for the memory that there is, whose search takes seconds for a large model.
-    Storages are followed as in `limit`, op by op, so each op takes some ten microseconds longer,
-    and functions under `torch.compile` run uncompiled.
+    A torch.OutOfMemoryError that leaves the block is not changed, but gets a note that is printed
+    below its message. The note has the bytes by owner, the place where the op failed, and the plan
+    of `storage_ops.fit` for this memory. The search for a plan takes seconds for a large model.
+
+    Storages are followed op by op as in `limit`. So each op takes some ten microseconds longer, and
+    functions under `torch.compile` run uncompiled.
 
     Args:
-        device: whose memory; None is the current CUDA device, or the CPU where there is none.
-        model: what `storage_ops.fit` plans for. None: the module with most parameters that the
+        device: the device whose memory to explain. None: the current CUDA device, or else the CPU.
+        model: the model for `storage_ops.fit`. None: the module with most parameters that the
             block called with gradients on.
-        batch: what the model is called with. None: what it was called with.
-        loss: as of `storage_ops.fit`.
-        optimizer: as of `storage_ops.fit`. None: the one that has the parameters of the model, if
-            it was made before memory ran out.
+        batch: the model's arguments. None: those of the observed call.
+        loss: as for `storage_ops.fit`.
+        optimizer: as for `storage_ops.fit`. None: the one with the parameters of the model, if
+            it was created before memory ran out.
 
     Yields:
         A report, empty until memory runs out.
@@ -148,7 +149,7 @@ def explain_oom(
 
 
 class Explaining(Tracking):
-    """Follows who makes what, and notes who has it once memory runs out."""
+    """Follows which op creates which storage, and notes the owners once memory runs out."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -170,7 +171,7 @@ class Explaining(Tracking):
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Follow the calls of all modules, with no hook on any of them."""
+        """Follow the calls of all modules, without a hook on any of them."""
         calls = self.ledger.calls
 
         def begin(module: nn.Module, args: Args) -> None:
@@ -191,7 +192,7 @@ class Explaining(Tracking):
                 handle.remove()
 
     def note(self, error: BaseException, failed: str) -> None:
-        """Write down who has what, at the first sight of an error."""
+        """Write down the owners of memory at the first sight of an error."""
         if error is self._noted:
             return
         self._noted = error
@@ -214,7 +215,7 @@ class Explaining(Tracking):
         self.report.attributed_share = known / total if total else 1.0
 
     def _add_late_holders(self) -> None:
-        """Find the optimizers and models that were made in the block, too."""
+        """Find the optimizers and models that were created inside the block, too."""
         roots = self.roots
         known = {id(module) for root in roots for module in root.modules()}
         self.look_for_holders()
@@ -222,7 +223,7 @@ class Explaining(Tracking):
         self.roots = [*roots, *late]
 
     def _roles(self) -> dict[Block, str]:
-        """The blocks of parameters, gradients, buffers and optimizer state."""
+        """Return the owner of each block of parameters, gradients, buffers and optimizer state."""
         roles: dict[Block, str] = {}
 
         def give(role: str, t: object) -> None:
@@ -253,7 +254,7 @@ class Explaining(Tracking):
 
 
 def _freed_workspaces(device: torch.device) -> int:
-    """Bytes that cuBLAS had for itself, one part for each thread and stream that multiplied."""
+    """Free the workspaces of cuBLAS, one for each thread and stream, and return their bytes."""
     if torch.cuda.is_current_stream_capturing():
         return 0
     before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""A device that is smaller than it is: out of memory where a GPU of that size would be."""
+"""Limits a device to a smaller size: memory runs out where it would on a GPU of that size."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from storage_ops.simulate.patches.gpu import following_resizes
 def limit(nbytes: int | float | str, device: str | torch.device = "cpu") -> Iterator[None]:
     """Raise torch.OutOfMemoryError inside a with block where a device of this size would.
 
-    On the CPU the storages are counted that ops make and that are alive, in forward and backward,
-    in this thread. What was there before counts once an op uses it, together with the rest of the
-    model or the optimizer that it belongs to. Not seen is what an op takes only while it runs, and
-    what compiled code makes: functions under `torch.compile` run uncompiled here. Ops take some ten
-    microseconds longer. On a CUDA device the allocator's own limit is set for the block; it counts
-    what the allocator has reserved.
+    On the CPU, storages count that ops create in this thread and that are alive, in forward and
+    backward. Earlier storages count once an op uses them, with the rest of their model or
+    optimizer. Two things are not seen. One is memory that an op takes only while it runs. The other
+    is memory inside compiled code: functions under `torch.compile` run uncompiled here. Ops take
+    some ten microseconds longer.
+
+    On a CUDA device the allocator's own limit is set for the block. It counts the memory that the
+    allocator has reserved.
 
     Args:
         nbytes: the size, in bytes or as text such as "4 GiB".
@@ -57,7 +59,7 @@ def limit(nbytes: int | float | str, device: str | torch.device = "cpu") -> Iter
 
 
 class _Limit(Tracking):
-    """Raises once ops have made more than a number of bytes."""
+    """Raises an error once ops have allocated more than a number of bytes."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         super().__init__(device)
@@ -84,7 +86,7 @@ class _Limit(Tracking):
 
 @contextlib.contextmanager
 def _limited_allocator(most: int, device: torch.device) -> Iterator[None]:
-    """Let the caching allocator of a GPU have this many bytes at most."""
+    """Limit the caching allocator of a GPU to this many bytes."""
     gc.collect()  # or cycles that are collected later would leave room that is reserved already
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""The books of real ops: what is in memory now, and what belonged to a model from before."""
+"""A ledger of real ops: what is in memory now, and what belonged to a model from before."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OPS = torch.ops.storage_ops
 
 
 class LiveLedger(Ledger):
-    """A ledger of the present: it forgets what was given back.
+    """A ledger of the present, which forgets freed memory.
 
     Attributes:
         level: bytes in memory now.
-        live: the blocks that they are.
+        live: the blocks in memory now.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class LiveLedger(Ledger):
 
 
 class Tracking(TorchDispatchMode):
-    """Books the storages that ops make on one device, in forward and backward.
+    """Records the storages that ops create on one device, in forward and backward.
 
-    Storages from before count from the moment on when an op uses one of them, or another tensor of
-    the same model or optimizer.
+    An earlier storage counts from the moment when an op uses it, or another tensor of the same
+    model or optimizer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,13 +69,13 @@ class Tracking(TorchDispatchMode):
                     self._groups.setdefault(t.untyped_storage()._cdata, []).append(holder)
 
     def look_for_holders(self) -> None:
-        """Find the models and the optimizers that there are."""
+        """Find all existing models and optimizers."""
         objects = gc.get_objects()
         self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
         self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
 
     def counts(self, t: object) -> bool:
-        """Whether a value is a tensor whose bytes are on the device."""
+        """Return True if a value is a tensor whose bytes are on the device."""
         return (
             isinstance(t, Tensor)
             and not is_lazy(t)
@@ -109,11 +109,11 @@ class Tracking(TorchDispatchMode):
         return out
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
-        """Book that a storage was resized, which is not an op."""
+        """Record that a storage was resized, which is not an op."""
         self.ledger.follow_resize(storage)
 
     def _meet(self, t: Tensor) -> None:
-        """Book a tensor that an op was given, and all that was there before with it."""
+        """Record an argument of an op, and all earlier tensors that belong with it."""
         self.ledger.see(t, "input")
         holders = self._groups.pop(t.untyped_storage()._cdata, ())
         for holder in holders:
@@ -123,7 +123,7 @@ class Tracking(TorchDispatchMode):
 
 
 def _is_made(o: object, kind: type, attribute: str) -> bool:
-    """Whether an object is of a class, and its `__init__` came as far as to set an attribute."""
+    """Return True if an object has a class and its `__init__` has set an attribute."""
     return issubclass(type(o), kind) and attribute in vars(o)
 
 
@@ -132,7 +132,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def tensors_of(holder: nn.Module | Optimizer) -> Iterator[Tensor]:
-    """Parameters, gradients, and buffers or state; of wrappers what is inside."""
+    """Yield parameters, gradients, and buffers or state. Wrappers yield their inner tensors."""
     if isinstance(holder, Optimizer):
         parameters: Iterable[Any] = tree_leaves([group["params"] for group in holder.param_groups])
         others: Iterable[Any] = tree_leaves(list(holder.state.values()))

@@ -1,4 +1,4 @@
-"""What a call finds in memory: its arguments, and what its function holds on to."""
+"""Finds the memory that a call starts with: its arguments, and the tensors its function reaches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STEPPERS = (Optimizer, GradScaler, LRScheduler)
 
 
 class Captured:
-    """The tensors, functions, optimizers, scalers and schedulers that are there before."""
+    """The tensors, functions, optimizers, scalers and schedulers that exist before a call."""
 
     def __init__(self, fn: object, args: Args, kwargs: Kwargs) -> None:
         self.tensors: list[Tensor] = []
@@ -60,17 +60,17 @@ class Captured:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that were found, and the modules in them."""
+        """Return the modules that were found, and the modules in them."""
         return list(self._modules)
 
     @property
     def holders(self) -> list[Any]:
-        """What a call may change: modules, schedulers, what is given, and what functions name."""
+        """Return objects that a call may change: modules, schedulers, arguments, named values."""
         return [*self._modules, *self.steppers, *self._given, *self._objects]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules that are in no other."""
+        """Return the modules that are in no other module."""
         return outermost(self._modules)
 
     def _note(self, visit: Visit) -> None:
@@ -93,11 +93,11 @@ class Captured:
 
 
 def _is_counted(visit: Visit) -> bool:
-    """Return True if a tensor is in memory before the call, as far as one can tell.
+    """Return True if a tensor is in memory before the call, as far as is known.
 
-    These are arguments, variables that functions name, attributes of an object whose method is
-    called, and what modules, optimizers, schedulers and scalers have. Tensors in other objects and
-    in containers that functions name are counted when an op reads them.
+    Arguments and variables that functions name count. So do attributes of an object whose method is
+    called, and tensors of modules, optimizers, schedulers and scalers. Tensors in other objects,
+    and in containers that functions name, count when an op reads them.
     """
     if visit.access is GRADIENT:
         return False
@@ -124,7 +124,7 @@ def _is_named(visit: Visit) -> bool:
 
 
 def unwrapped(optimizer: object) -> Any:
-    """The optimizer in one that stands for it, as `Accelerator.prepare` returns it, or itself."""
+    """Return the optimizer inside a wrapper, such as one of `Accelerator.prepare`, or itself."""
     while "param_groups" not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer):
@@ -136,7 +136,7 @@ def unwrapped(optimizer: object) -> Any:
 def on_one_device(
     simulation: Simulation, held: Captured, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any]:
-    """Take tensors among the arguments to the meta device, if that is where parameters are."""
+    """Move tensors among the arguments to the meta device if the parameters are there."""
     if not any(t.is_meta for t in held.tensors):
         return args, kwargs
     moved: dict[int, Tensor] = {}
@@ -154,7 +154,7 @@ def on_one_device(
 
 
 def _handles_all_at_once(kind: type[Optimizer]) -> bool:
-    """Whether an optimizer asks torch what to do where `foreach` is None; Adafactor does not."""
+    """Return True if an optimizer lets torch decide when `foreach` is None. Adafactor does not."""
     classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
     modules = [sys.modules.get(each.__module__) for each in classes]
     return any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
@@ -162,7 +162,7 @@ def _handles_all_at_once(kind: type[Optimizer]) -> bool:
 
 @contextlib.contextmanager
 def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
-    """Let every optimizer that steps in this thread step as for that device, and forget it.
+    """Let every optimizer that steps in this thread step as on that device, and undo the effects.
 
     An optimizer that `held` missed, such as one in a global of another package, is found when it
     first steps, and joins `held.optimizers`.
@@ -246,10 +246,10 @@ class _NumbersOfStep:
 
 @contextlib.contextmanager
 def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
-    """Let an optimizer step as it does for parameters on that device, and forget what it did.
+    """Let an optimizer step as it does for parameters on that device, and undo the effects.
 
-    On a GPU most of torch's optimizers handle all parameters at once unless told otherwise. That
-    they are capturable needs the GPU.
+    On a GPU most of torch's optimizers handle all parameters at once by default. The `capturable`
+    option needs the GPU itself.
     """
     numbers = _NumbersOfStep(optimizer, simulation)
     hooks = (

@@ -1,9 +1,9 @@
-"""A loss that `torch.compile(..., backend="storage_ops")` compiles, simulated as what runs.
+"""Simulates a loss of `torch.compile(..., backend="storage_ops")` in its compiled form.
 
-The graph of it is taken with tensors of the same sizes, whose bytes nobody touches, and goes
-through all of the backend but Inductor. So the op of linear cross-entropy, and the op that runs a
-loss in chunks, are simulated with the memory that they plan. The few numbers per token that
-Inductor would fuse are made op by op.
+The graph of the loss is recorded with tensors of the same sizes, whose bytes nothing reads or
+writes. It goes through all of the backend except Inductor. So the op of linear cross-entropy, and
+the op that runs a loss in chunks, are simulated with the memory that they plan. The few numbers per
+token that Inductor would fuse are computed op by op.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class _Leaf:
 
 
 class _Taken(BaseException):
-    """Ends a call whose graph was taken; code that catches errors lets it through."""
+    """Ends a call whose graph was recorded. It passes code that catches errors."""
 
 
 class _Graphs:
-    """Calls a loss as it runs: a graph for all outputs of a model that are alike.
+    """Calls a loss in its compiled form, with one graph for all equal outputs of a model.
 
     Attributes:
-        largest: bytes of the largest tensor that the loss makes where it runs op by op: its logits.
+        largest: bytes of the loss's largest tensor when it runs op by op: its logits.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class _Graphs:
         self._known: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
     def __call__(self, loss: Callable[..., Any], output: object) -> Any:
-        """The loss of an output, all of it simulated."""
+        """Return the loss of an output, all of it simulated."""
         leaves, tree = tree_flatten(output)
         key = tree, *(_kind(leaf) for leaf in leaves)
         if key not in self._known:
@@ -59,7 +59,7 @@ class _Graphs:
     def _take(
         self, loss: Callable[..., Any], leaves: list[Any], tree: TreeSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """What runs, and what it is called with: tensors that the code refers to, and leaves."""
+        """Return a function for the graph, and its arguments: leaves, and tensors of the code."""
         found: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -103,11 +103,11 @@ class _Graphs:
 
 
 def as_it_runs(loss: Any, memory_budget: int | None = None) -> Any:
-    """What to call in a simulation in the place of a loss; of any but a compiled one itself.
+    """Return the function to simulate for a loss: a compiled loss in its compiled form.
 
     Args:
         loss: the loss.
-        memory_budget: of a compiled loss, in the place of what its options say.
+        memory_budget: budget for a compiled loss, in place of the one in its options.
     """
     found = backend_of(loss)
     if found is None:
@@ -119,25 +119,25 @@ def as_it_runs(loss: Any, memory_budget: int | None = None) -> Any:
 
 
 def largest_of(loss: Any) -> int:
-    """Bytes of the logits of what `as_it_runs` made of a compiled loss, once it has run."""
+    """Return the bytes of a compiled loss's logits, once the function of `as_it_runs` has run."""
     graphs: _Graphs = loss.func
     return graphs.largest
 
 
 def with_budget(options: dict[str, Any], memory_budget: int | None) -> dict[str, Any]:
-    """Options of the backend with another budget; None: with its own choice."""
+    """Return options of the backend with another budget. None: with its own choice."""
     rest = {k: v for k, v in options.items() if k not in ("num_chunks", "memory_budget")}
     return rest if memory_budget is None else {**rest, "memory_budget": memory_budget}
 
 
 def backend_of(loss: object) -> Any:
-    """The backend "storage_ops" that torch.compile calls for a loss; None of any other loss."""
+    """Return the backend "storage_ops" of a compiled loss, or None for any other loss."""
     found = _compiler_of(loss)
     return found if found is not None and found.compiler_name == "storage_ops" else None
 
 
 def _compiler_of(loss: object) -> Any:
-    """What torch.compile was given; None if it did not make this function or module."""
+    """Return the backend that torch.compile was given for a function or module, or None."""
     if not hasattr(loss, "_torchdynamo_orig_callable"):
         return None
     context = getattr(loss, "dynamo_ctx", None)  # of a module
@@ -152,7 +152,7 @@ def _compiler_of(loss: object) -> Any:
 
 @contextlib.contextmanager
 def _as_outside() -> Iterator[None]:
-    """Compile as outside of the simulation; Dynamo of torch 2.10 asks flags, not the modes."""
+    """Compile as if outside of the simulation. Dynamo of torch 2.10 checks flags, not modes."""
     module: Any = _python_dispatch
     before = {name: value for name, value in vars(module).items() if name.startswith("_is_in_")}
     with _python_dispatch._disable_current_modes():
@@ -164,7 +164,7 @@ def _as_outside() -> Iterator[None]:
 
 
 def _kind(value: object) -> TensorSpec | str:
-    """Return what a graph depends on of a leaf of the output."""
+    """Return the properties of a leaf of the output that a graph depends on."""
     return TensorSpec.of(value) if isinstance(value, Tensor) else repr(value)
 
 
@@ -177,7 +177,7 @@ def _like(value: object) -> Any:
 def _made_of(
     gm: fx.GraphModule, examples: Sequence[Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """What the backend makes of a graph of Dynamo, without Inductor."""
+    """Compile a graph of Dynamo with the backend, without Inductor."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -202,7 +202,7 @@ def _made_of(
 
 
 def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
-    """A graph to run as it is; what a chunk takes is there while the op runs that has chunks."""
+    """Return a graph to run as it is. The bytes of a chunk exist while the chunked op runs."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     from storage_ops.autochunk.analysis.predict import held_inside

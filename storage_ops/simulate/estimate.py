@@ -1,4 +1,4 @@
-"""What a step would take on a GPU that is not there: peak, timeline and who is in memory then."""
+"""Estimates the memory of a call on a GPU without one: peak, timeline and owners at the peak."""
 
 from __future__ import annotations
 
@@ -58,24 +58,20 @@ _MIB = 1 << 20
 
 @dataclass
 class Estimate(InLines, Measurement):
-    """What a call takes on a GPU, from an empty GPU on: its inputs are part of every number.
+    """The memory of a call on an empty GPU. Inputs are part of every number.
 
-    Printing it lists what is in memory at the peak.
+    Printing it lists the blocks in memory at the peak.
 
-    Attributes:
-        peak_bytes: highest level.
-        kept_bytes: level when the call has returned and its result is still held.
-        timeline: the level after every allocation and release; the seconds are those of the
-            simulation, not of a GPU.
-        input_bytes: the arguments and every other tensor that was there before the call, such as
-            parameters, gradients and the state of an optimizer.
-        at_peak: the blocks in memory at the peak, largest first.
-        by_owner: bytes at the peak by their owner, most first: "parameters", "buffers",
-            "gradients", "optimizer state", "inputs", "temporaries", and "activations of " with the
-            name of the innermost module whose call made them and returned before they were freed.
-        sent_bytes: of one rank of several, what it sends to the others by the name of the
-            collective, as ring algorithms send it: of n bytes in all on R ranks 2 n (R - 1) / R
-            for an all_reduce and n (R - 1) / R for the others.
+    Attributes: peak_bytes: highest level. kept_bytes: level when the call has returned and its
+    result is still held. timeline: the level after every allocation and release. The seconds are
+    those of the simulation, not of a GPU. input_bytes: the arguments and every other tensor that
+    existed before the call, such as parameters, gradients and the state of an optimizer. at_peak:
+    the blocks in memory at the peak, largest first. by_owner: bytes at the peak by their owner,
+    largest first: "parameters", "buffers", "gradients", "optimizer state", "inputs" and
+    "temporaries". "activations of " has the name of the innermost module whose call allocated them
+    and returned before they were freed. sent_bytes: bytes that one rank of several sends to the
+    others, by the name of the collective, as ring algorithms send them. For n bytes in all on R
+    ranks that is 2 n (R - 1) / R for an all_reduce and n (R - 1) / R for the others.
     """
 
     input_bytes: int = 0
@@ -102,52 +98,51 @@ def estimate(
     assume: float | Mapping[str, float] | None = None,
     **kwargs: object,
 ) -> Estimate:
-    """Return what `fn(*args, **kwargs)` would take on a GPU, without a GPU and without the memory.
+    """Return the memory that `fn(*args, **kwargs)` would take on a GPU, without GPU and memory.
 
-    The call runs once on fake tensors, which have shapes but no bytes. Counted are the live
-    storages after every op, rounded as the CUDA caching allocator does, with the memory that torch
-    takes on a GPU where it differs from the CPU's (fused RMSNorm and attention, byte masks of
-    dropout), and with what kernels take while they run, where that is as large as tensors are:
-    partial sums of the gradients of attention, biases and embeddings, copies for convolutions of
-    cuDNN, the temporary of the softmax backward. `flex_attention` is counted as the kernel that
-    torch.compile makes of it: it keeps its inputs, its output and a number per query and head, and
-    never scores or a mask; everything else runs as it would uncompiled. `discard_storage`,
-    `share_storage` and `OutputDiscardCheckpoint` free and bind as they do here. Of a model on
-    several ranks (`fully_shard`, DDP, `parallelize_module`, DTensors) this rank is counted, with
-    what collectives return and FSDP gathers; no collective is carried out. Not counted are
-    workspaces of cuBLAS and of other kernels, such as a sort's, the CUDA context, and
-    fragmentation.
+    The call runs once on fake tensors, which have shapes but no bytes. The live storages after
+    every op count, rounded as the CUDA caching allocator does. Memory of GPU kernels counts where
+    it differs from the CPU's: fused RMSNorm and attention, byte masks of dropout. Large temporary
+    memory of kernels counts, too: partial sums of the gradients of attention, biases and
+    embeddings, copies for convolutions of cuDNN, the temporary of the softmax backward.
 
-    Some sizes depend on values. Known are the values of integers, booleans and single
-    floating-point numbers (up to 256 MiB each) that come from real tensors, constants and other
-    known values, and drawn integers, with any draw. Where nothing is assumed, so are other
-    floating-point tensors of up to 16 MiB, such as masks, but for parameters. Numbers are taken to
-    be finite: nothing makes a GradScaler skip a step. All the rest, such as the choices of a
-    router, has to be assumed. Checks of `torch.distributions` are left out.
+    `flex_attention` counts as the kernel that torch.compile creates for it. That kernel keeps its
+    inputs, its output and a number per query and head, and never scores or a mask. All other code
+    runs as it would uncompiled. `discard_storage`, `share_storage` and `OutputDiscardCheckpoint`
+    free and bind as they do in a real run. For a model on several ranks (`fully_shard`, DDP,
+    `parallelize_module`, DTensors) the memory of this rank counts, with results of collectives and
+    parameters that FSDP gathers. No collective runs. Workspaces of cuBLAS and of other kernels,
+    such as a sort's, the CUDA context, and fragmentation do not count.
+
+    Some sizes depend on values. Values of integers, booleans and single floating-point numbers are
+    known (up to 256 MiB each) if they come from real tensors, constants and other known values.
+    Drawn integers have any value. Without an assumption, other floating-point tensors of up to 16
+    MiB, such as masks, are known, too, except for parameters. Numbers are assumed to be finite: a
+    GradScaler skips no step. All other values, such as the choices of a router, need an assumption.
+    Checks of `torch.distributions` are left out.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
-        args, kwargs: passed to it. Tensors, here and wherever else `fn` finds them, are real, fake
-            or on the meta device, and are not changed. Gradients, `requires_grad`, the contents of
-            modules, of arguments and of objects that `fn` names, optimizers, schedulers and random
-            number generators are afterwards what they were. Tensors among the arguments are taken
-            to the meta device if parameters are there. A keyword of `fn` that is called `assume`
-            goes into a `functools.partial`.
-        assume: what is said of values that are not known, as a share (a float from 0.0 to 1.0) or
-            as a count (an int). For a condition (`x > 0`): of its elements that are True. For a
-            choice (`topk`, `argmax`, `sort`, `multinomial`, ...): of its choices that the fullest
-            option gets, at least its even part; the other options get even parts. For an op whose
-            size depends on values of which nothing is known (`nonzero`, `unique`, `coalesce`): of
-            the largest size that it could have. A mapping says it by the name of the op, as in
-            `{"topk": 0.2, "gt": 0.5}`, and then also the number that is read by `item()` and its
-            kin, as in `{"item": 1.0}`.
+        args, kwargs: the arguments of `fn`. Tensors, here and in any place that `fn` reaches, are
+            real, fake or on the meta device, and do not change. Gradients, `requires_grad`,
+            modules, arguments and objects that `fn` names are restored afterwards. So are
+            optimizers, schedulers and random number generators. Tensors among the arguments are
+            moved to the meta device if parameters are there. To pass `fn` a keyword `assume`, use
+            `functools.partial`.
+        assume: the assumption about unknown values, as a share (a float from 0.0 to 1.0) or a count
+            (an int). For a condition (`x > 0`), it is the share of its elements that are True. For
+            a choice (`topk`, `argmax`, `sort`, `multinomial`, ...), it is the share of its choices
+            that the fullest option gets, at least an even part. The other options get even parts.
+            For an op whose size depends on unknown values (`nonzero`, `unique`, `coalesce`), it is
+            the share of the largest possible size. A mapping has an assumption for each op by name,
+            as in `{"topk": 0.2, "gt": 0.5}`. "item" is the number that `item()` and similar
+            functions return, as in `{"item": 1.0}`.
 
     Raises:
         RuntimeError: a way of training on several ranks is not simulated: FSDP1, a communication
-            hook or mixed_precision of DDP, CPUOffloadPolicy; the error names it. `fn` needs the
-            values of a tensor of which nothing is known and nothing was
-            assumed; the error names the op, its line and what to say. Or it asks for a device that
-            this machine does not have.
+            hook or mixed_precision of DDP, CPUOffloadPolicy. The error names it. Or `fn` needs
+            unknown values without an assumption. The error names the op, its line and the argument
+            to pass. Or `fn` asks for a device that this machine does not have.
         TypeError: a tensor has a layout other than strided and COO, or `assume` is not numbers.
         ValueError: `assume` is out of range or names no op.
 
@@ -208,7 +203,7 @@ register_estimator(estimate)
 
 
 def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulation) -> None:
-    """Write down which blocks are parameters of optimizers, their gradients and states."""
+    """Record the blocks of parameters of optimizers, of their gradients and of their states."""
     for optimizer in held.optimizers:
         parameters = tree_leaves([group["params"] for group in optimizer.param_groups])
         note_roles(roles, PARAMETERS, parameters, simulation)
@@ -219,7 +214,7 @@ def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulat
 def note_roles(
     roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
 ) -> None:
-    """Write down that the blocks of tensors have a role, unless they have one."""
+    """Record a role for the blocks of tensors, unless they have one."""
     for t in tensors:
         if isinstance(t, Tensor):
             for block in simulation.blocks_of(t):
@@ -231,9 +226,9 @@ def simulating(
     ledger: Ledger, held: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
     on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
-    """Run ops on fake tensors inside a with block; yields the mode, and arguments to call with.
+    """Run ops on fake tensors inside a with block. Yield the mode and the arguments for the call.
 
-    `rates`: of the GPU that losses plan for, if it is not that of the tensors.
+    `rates`: rates of the GPU that losses plan for, if it is not that of the tensors.
     """
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
@@ -304,7 +299,7 @@ _RAW_ERRORS = {
 
 
 def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Call fn, and say in the terms of this module what it cannot do."""
+    """Call fn, and translate its errors into the terms of this module."""
     try:
         with warnings.catch_warnings():
             # torch only warns that autocast and scalers for an absent GPU do nothing.
@@ -350,8 +345,8 @@ def _is_in_jacfwd(error: BaseException) -> bool:
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from freeing cycles at a moment that depends on other code.
 
-    What is new is collected first, such as what the last of many simulations left. Among all
-    objects of a process that would take a tenth of a second each time.
+    New objects, such as those that the last of many simulations left, are collected first. A
+    collection among all objects of a process would take a tenth of a second each time.
     """
     was_enabled = gc.isenabled()
     gc.collect(1)
@@ -364,7 +359,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def share_copies() -> bool:
-    """Whether share_storage copies here, for want of a native library."""
+    """Return True if share_storage copies here because a native library is missing."""
     with no_dispatch():  # the caller may be in a fake mode
         dst, src = torch.empty(1), torch.empty(1)
         share_storage(dst, src)
@@ -372,7 +367,7 @@ def share_copies() -> bool:
 
 
 def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
-    """Add up what was booked, as the fields of an `Estimate`; `roles` are owners that are known."""
+    """Return the fields of an `Estimate` from the ledger. `roles` are the known owners."""
     levels = ledger.levels()
     seconds = [0.0, *(at for at, _, _ in ledger.events)]
     peak = max(levels)

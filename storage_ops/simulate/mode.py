@@ -1,4 +1,4 @@
-"""The mode under which a run is simulated: every op on fake tensors, every storage booked."""
+"""The dispatch mode of a simulation: ops run on fake tensors, and storages are recorded."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ _aten = torch.ops.aten
 
 
 class _Fakes(FakeTensorMode):
-    """Fake tensors; `reads`: on a CPU, where a loss counts tokens, whether values are known."""
+    """Fake tensors. `reads` says, on a CPU where a loss counts tokens, whether values are known."""
 
     reads: Callable[[Tensor], bool] | None = None
 
 
 class Simulation(TorchDispatchMode):
-    """Runs every op on fake tensors and books the storages that it makes.
+    """Runs every op on fake tensors and records the storages that it allocates.
 
-    A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so that its
-    bytes are neither needed nor changed. Gradients of such tensors, which autograd assigns to
-    them, are what they were after `restore_leaves`.
+    A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so its bytes
+    are neither needed nor changed. `restore_leaves` restores gradients that autograd assigns to
+    such tensors.
     """
 
     def __init__(
         self, ledger: Ledger, copies: bool, assumption: Assumption, on_gpu: bool = True
     ) -> None:
-        """`copies`: whether share_storage copies, as it does where no other way is available."""
+        """Start a simulation. `copies`: share_storage copies, because no other way is available."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self._copies = copies
@@ -89,7 +89,7 @@ class Simulation(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not for each op by itself: `simulating` keeps Dynamo from compiling anything."""
+        """Return False for each op, because `simulating` keeps Dynamo from compiling anything."""
         return False
 
     def __enter__(self) -> Simulation:
@@ -103,7 +103,7 @@ class Simulation(TorchDispatchMode):
 
     @property
     def copies(self) -> BookedCopies | None:
-        """What carries results to host memory: on a GPU, and where a CPU stands for one."""
+        """Return the copies to host memory, on a GPU or where a CPU represents one, or None."""
         if not self.on_gpu and active() is None:
             return None
         if self.ledger.is_of_a_part:
@@ -111,11 +111,11 @@ class Simulation(TorchDispatchMode):
         return self._to_host
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
-        """Book that a storage was resized, which is not an op."""
+        """Record that a storage was resized, which is not an op."""
         self.ledger.follow_resize(storage)
 
     def blocks_of(self, t: Tensor) -> list[Block]:
-        """The blocks of a tensor, or of the twin of one from outside."""
+        """Return the blocks of a tensor, or those of the twin of a tensor from outside."""
         if is_wrapper(t):
             return [b for part in inside(t) for b in self.blocks_of(part)]
         twin = self.twin(t)
@@ -124,19 +124,22 @@ class Simulation(TorchDispatchMode):
         return [block for block in found if block is not None]
 
     def note_random_state(self, t: Tensor) -> None:
-        """Book the state of the CPU's generator, which is copied without an op; not on a GPU."""
+        """Record the state of the CPU's generator, which is copied without an op.
+
+        Skip it on a GPU.
+        """
         if not self.on_gpu:
             self.ledger.see(t, "random state")
 
     def restore_leaves(self) -> None:
-        """Give tensors from outside the gradients, flags and hooks that they had."""
+        """Restore the gradients, flags and hooks of tensors from outside."""
         for leaf in self._leaves.values():
             leaf.restore()
 
     def twin(self, t: Tensor) -> Tensor:
-        """Return the fake tensor that stands for one from outside, and book it as an input.
+        """Return the fake twin of a tensor from outside, and record it as an input.
 
-        A wrapper is itself: its class asks for what is inside.
+        A wrapper is its own twin: its class asks for the inner tensors.
         """
         if not self.is_from_outside(t):
             return t
@@ -154,9 +157,12 @@ class Simulation(TorchDispatchMode):
         return self._twins[id(t)][1]
 
     def exchange(self, t: Tensor, value: Tensor) -> None:
-        """Let a tensor from outside have the memory of another, as `t.data = value` does.
+        """Give a tensor from outside the memory of another, as `t.data = value` does.
 
-        Its twin has; the tensor itself keeps what it has.
+        The twin gets the memory. The tensor itself does not change.
+
+        Raises:
+            RuntimeError: the shape or dtype would change, which only the tensor itself supports.
 
         Raises:
             RuntimeError: it would have another shape or dtype, which only the tensor itself can.
@@ -175,12 +181,12 @@ class Simulation(TorchDispatchMode):
                 self._exchanged.add(id(t))
 
     def forget(self) -> None:
-        """Drop all tensors that stand for others."""
+        """Drop all fake twins."""
         for table in (self._twins, self._bytes, self._leaves, self.buckets):
             table.clear()
 
     def alive(self) -> set[int]:
-        """Return the keys of the storages of this run that still exist, but for moved arguments."""
+        """Return the keys of this run's storages that still exist, without moved arguments."""
         known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
         return set(known) - self._keys_of_moved()
 
@@ -188,7 +194,7 @@ class Simulation(TorchDispatchMode):
         return {s._cdata for s in (reference() for reference in self._moved) if s is not None}
 
     def has_made(self, t: FakeTensor) -> bool:
-        """Return True if a tensor that still exists is of this run, and no moved argument."""
+        """Return True if an existing tensor belongs to this run and is not a moved argument."""
         if t.fake_mode is not self._fake or t.layout != torch.strided:
             return False
         key = t.untyped_storage()._cdata
@@ -196,11 +202,11 @@ class Simulation(TorchDispatchMode):
         return known and key not in self._keys_of_moved()
 
     def is_exchanged(self, t: Tensor) -> bool:
-        """Whether the memory of a tensor from outside is another than it was."""
+        """Return True if the memory of a tensor from outside was replaced."""
         return id(t) in self._exchanged
 
     def is_from_outside(self, t: Tensor) -> bool:
-        """Whether a tensor is none of the simulation's own."""
+        """Return True if a tensor does not belong to the simulation."""
         return not (isinstance(t, FakeTensor) and t.fake_mode is self._fake)
 
     def _wrapper(self, t: Tensor) -> Tensor:
@@ -225,7 +231,7 @@ class Simulation(TorchDispatchMode):
         return new.requires_grad_(t.requires_grad)
 
     def unseen(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Run an op on fake tensors without booking what it makes."""
+        """Run an op on fake tensors without recording its allocations."""
         self._paused = True
         try:
             return func(*args, **kwargs)
@@ -254,7 +260,7 @@ class Simulation(TorchDispatchMode):
         offset: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """A tensor, without a history, that lies somewhere in the storage of another."""
+        """Return a tensor, without a history, at a place in the storage of another."""
 
         def view() -> Tensor:
             with torch.no_grad():
@@ -270,7 +276,7 @@ class Simulation(TorchDispatchMode):
         self.ledger.see(t, str(func))
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Let a tensor have the known values of another, of which it is a copy."""
+        """Give a tensor the known values of the tensor that it is a copy of."""
         with no_dispatch():
             self.values.imitate(new, self.twin(t))
 
@@ -288,7 +294,10 @@ class Simulation(TorchDispatchMode):
         return self._sparse.new(new(indices), new(values), t.shape, coalesced)
 
     def note_leaf(self, t: Tensor) -> None:
-        """Note what a tensor from outside is before the run changes it; it gets a fake gradient."""
+        """Note the state of a tensor from outside before the run changes it.
+
+        Give it a fake gradient.
+        """
         if not is_leaf(t) or id(t) in self._leaves:
             return
         self._leaves[id(t)] = leaf = Leaf.of(t)
@@ -364,9 +373,9 @@ class Simulation(TorchDispatchMode):
         return out
 
     def _view(self, func: Overload, t: FakeTensor, rest: Args) -> Tensor:
-        """Run an op that returns a view of its first argument, half of a step's ops.
+        """Run an op that returns a view of its first argument. Half of a step's ops are such ops.
 
-        FakeTensorMode would do the same, after a look into its cache that takes longer.
+        FakeTensorMode would do the same, after a slower look into its cache.
         """
         with in_kernel_invocation_manager(self._fake):
             view = func(t, *rest)
@@ -404,7 +413,7 @@ class Simulation(TorchDispatchMode):
         return kind(self._said(func, t))
 
     def listed(self, t: Tensor) -> Any:
-        """Return what `t.tolist()` does."""
+        """Return the result of `t.tolist()`."""
         known = self.values.read(self.twin(t))
         with no_dispatch():
             if known is None:
@@ -413,7 +422,7 @@ class Simulation(TorchDispatchMode):
             return known.tolist()
 
     def _said(self, func: Overload, args: object, kind: str = "value") -> Any:
-        """The number that the caller said such an op returns."""
+        """Return the number that the caller assumes as the result of an op."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
             cause = self.values.source(args)

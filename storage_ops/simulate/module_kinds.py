@@ -1,4 +1,4 @@
-"""Which calls of modules do the same to memory: alike modules, with alike arguments."""
+"""Decides which calls of modules have the same effect on memory: equal modules and arguments."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ _SIZE = 32  # bytes of an instance that has nothing but a dictionary
 
 
 class NotComparable(Exception):
-    """Something that cannot be compared, or that may do more than computing."""
+    """An object cannot be compared, or may do more than computing."""
 
 
 class Comparison:
-    """Builds something equal for values that do the same; its `repr` is equal as well.
+    """Builds equal objects for values with the same effect. Their `repr` is equal, too.
 
-    Functions, and objects that are not looked into, are told from all others that are there.
+    Functions and opaque objects are equal only to themselves.
     """
 
     def of(self, value: object, depth: int = 0, spot: Spot | None = None) -> Hashable:
-        """Return what a value is compared by.
+        """Return an object that represents a value in comparisons.
 
         Args:
             value: anything.
-            depth: of it in the value that was asked for.
-            spot: where it is, if another value can be put there.
+            depth: the depth of it in the outermost value.
+            spot: the place of it, if another value can be put there.
 
         Raises:
             NotComparable: the value cannot be compared.
@@ -91,24 +91,24 @@ class Comparison:
         return self.instance(value, depth)
 
     def plain(self, value: object, spot: Spot | None) -> Hashable:
-        """Return what a value of one of the classes in `SIMPLE` is compared by."""
+        """Return the representation of a value of one of the classes in `SIMPLE`."""
         return (type(value), value) if not isinstance(value, float) else ("float", repr(value))
 
     def instance(self, value: object, depth: int) -> Hashable:
-        """Return what an instance of another class is compared by."""
+        """Return the representation of an instance of another class."""
         if dataclasses.is_dataclass(value):
             fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
             return (type(value), self.of(tuple(fields), depth + 1))
         return self.opaque(value, depth)
 
     def opaque(self, value: object, depth: int) -> Hashable:
-        """Return what stands for functions and for objects that are not looked into."""
+        """Return the representation of a function or of an opaque object."""
         return ("the same object", id(value))
 
 
 @dataclass
 class _Seen:
-    """What an object was compared by, with the object, so that its id stays its own."""
+    """The representation of an object, with the object, so that its id stays its own."""
 
     value: object
     key: Hashable
@@ -117,14 +117,14 @@ class _Seen:
 
 
 class _Attributes(Comparison):
-    """Compares attributes of a module, but for numbers and strings that can be watched.
+    """Compares attributes of a module, except for numbers and strings that can be watched.
 
     Attributes:
-        values, spots: these numbers and strings, and where they are.
+        values, spots: these numbers and strings, and their places.
     """
 
     def __init__(self, module: nn.Module, seen: dict[int, _Seen]) -> None:
-        """`seen`: by id, what the objects of a model are compared by."""
+        """Start without values. `seen`: the representation of a model's objects, by id."""
         self.values: list[object] = []
         self.spots: list[Spot] = []
         self._module, self._seen, self._count = module, seen, 0
@@ -185,7 +185,7 @@ class _Attributes(Comparison):
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_python(cls: type) -> bool:
-    """Return True if the instances of a class have all that they are in their dictionaries."""
+    """Return True if the dictionary of an instance has its whole state."""
     if cls in _NAMESPACES:
         return True
     return (
@@ -199,13 +199,12 @@ def _is_of_python(cls: type) -> bool:
 
 @dataclass(eq=False)
 class ModuleKind:
-    """What a module is compared by.
+    """The representation of a module in comparisons.
 
-    Attributes:
-        group: the modules that differ from it in numbers and strings at most.
-        values, spots: these of the module and of those in it, and where they are.
-        can_be_replayed: whether nothing else sees what it computes: no hook of a parameter, no
-            module that shares one.
+    Attributes: group: the modules that differ from it in numbers and strings only. values, spots:
+    numbers and strings of the module and its submodules, and their places. can_be_replayed: whether
+    nothing else observes its results: no hook of a parameter, and no other module with one of its
+    parameters.
     """
 
     group: Group
@@ -215,12 +214,11 @@ class ModuleKind:
 
 
 class Group:
-    """Modules that are built alike but for numbers and strings.
+    """Modules that are equal except for numbers and strings.
 
-    Attributes:
-        members: their kinds.
-        is_by_value: whether these numbers and strings have to be equal in layers that do the same,
-            because a layer used one in a way that cannot be told for others.
+    Attributes: members: their kinds. is_by_value: whether these numbers and strings must be equal
+    in layers that do the same, because a layer used one in a way that has no answer for other
+    values.
     """
 
     def __init__(self) -> None:
@@ -229,23 +227,22 @@ class Group:
 
     @functools.cached_property
     def differing(self) -> list[int]:
-        """The positions of values that are not the same in all members."""
+        """Return the positions of values that differ between members."""
         every = zip(*(kind.values for kind in self.members), strict=True)
         return [i for i, values in enumerate(every) if any(v != values[0] for v in values)]
 
     @property
     def watched(self) -> list[int]:
-        """The positions of values that are watched while a layer runs."""
+        """Return the positions of values that are watched while a layer runs."""
         return [] if self.is_by_value else self.differing
 
 
 class Kinds:
-    """Tells which modules are built alike.
+    """Decides which modules are equal.
 
-    Attributes:
-        of: by the id of a module, its kind. Missing are modules that cannot be compared.
-        sharded: by the id of a module of FSDP2, the numbers of FSDP's hooks. What it does below
-            them can be replayed, and what it is in cannot.
+    Attributes: of: the kind of a module by its id. Modules that cannot be compared are missing.
+    sharded: the numbers of FSDP's hooks by the id of an FSDP2 module. The part below these hooks
+    can be replayed, but modules around it cannot.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -265,7 +262,7 @@ class Kinds:
             self._visit(root)
 
     def _visit(self, module: nn.Module) -> ModuleKind | None:
-        """Find the kinds of a module and of those in it."""
+        """Find the kinds of a module and of its submodules."""
         if id(module) in self._visited:
             return self.of.get(id(module))
         self._visited.add(id(module))
@@ -299,7 +296,7 @@ class Kinds:
         return kind
 
     def kind_of(self, module: nn.Module) -> ModuleKind:
-        """Return the kind of a module, one of its own if it cannot be compared."""
+        """Return the kind of a module: a unique one if it cannot be compared."""
         if id(module) not in self.of:
             kind = ModuleKind(Group(), [], [], False)
             kind.group.members.append(kind)
@@ -307,7 +304,7 @@ class Kinds:
         return self.of[id(module)]
 
     def is_hooked(self, module: nn.Module) -> bool:
-        """Return True if a module, or one in it, has hooks now, perhaps since its kind is known."""
+        """Return True if a module, or one in it, has hooks now, perhaps added later."""
         return any(
             number not in self.sharded.get(id(m), ())
             for m in module.modules()
@@ -316,7 +313,7 @@ class Kinds:
         )
 
     def _own(self, module: nn.Module, attributes: _Attributes) -> tuple[Hashable, bool]:
-        """Return what a module itself is compared by, and whether it can be replayed."""
+        """Return the representation of a module itself, and whether it can be replayed."""
         key: list[Hashable] = [module.training, *self._hooks(module, attributes)]
         is_alone = True
         for name, value in sorted(vars(module).items()):
@@ -371,7 +368,7 @@ def like(t: Tensor) -> Hashable:
 
 
 def arguments_key(args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Tensor]]:
-    """What of a call's arguments decides over memory, and the tensors among them.
+    """Return the properties of a call's arguments that affect memory, and their tensors.
 
     Raises:
         NotComparable: an argument may be changed by the call, or cannot be compared.

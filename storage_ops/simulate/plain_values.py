@@ -1,8 +1,8 @@
-"""What the forward of a layer asks of a number or a string that it has.
+"""Watches how the forward of a layer uses the layer's numbers and strings.
 
-Layers of one class often store their number in the model. `Watch` puts a `WatchedValue` in the
-place of such a value while one layer runs, and writes down every question and its answer. A layer
-with another value does the same if its value gives the same answers.
+Layers of one class often store their number in the model. `Watch` replaces such a value by a
+`WatchedValue` while one layer runs, and records every question and its answer. A layer with another
+value does the same if its value gives the same answers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ _POSITION, _CONSTANT = "position", "constant"
 
 
 class NotKnown(Exception):
-    """A use of a watched value whose result cannot be told for other values."""
+    """A use of a watched value has no known result for other values."""
 
 
 class Watch:
     """Hides plain values of a layer inside a with block.
 
     Attributes:
-        answers: what the code that ran inside the block learned of the values.
-        is_refused: whether the code used a value in a way that is not known.
+        answers: the answers that the code in the block got about the values.
+        is_refused: whether the code used a value in an unknown way.
     """
 
     def __init__(self, spots: Mapping[int, Spot]) -> None:
-        """`spots`: where each value is, by its position among the values of the layer."""
+        """Start to watch.
+
+        `spots`: the place of each value, by its position among the layer's values.
+        """
         self.answers: dict[Expression, object] = {}
         self.is_refused = False
         self.is_over = False  # a value that code kept is then as good as the plain one
@@ -58,11 +61,14 @@ class Watch:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a watched value still exists after the block: code that runs later may ask it."""
+        """Return True if a watched value exists after the block, because later code may ask it."""
         return any(reference() is not None for reference in self._made)
 
     def refuse(self) -> None:
         """Give up, unless the block has ended.
+
+        Raises:
+            NotKnown: the block has not ended.
 
         Raises:
             NotKnown: it has not.
@@ -79,7 +85,7 @@ class Watch:
         Args:
             function: a pure function.
             operands: its arguments, at least one of them watched.
-            answers: whether the result is handed to the code, which is written down.
+            answers: whether the code gets the result itself, which is recorded.
         """
         if self.is_over:
             return function(*(_plain_of(o) for o in operands))
@@ -110,10 +116,10 @@ class Watch:
 
 
 class WatchedValue:
-    """Stands for a number or a string.
+    """Represents a number or a string.
 
-    Code of C that wants the value itself gets it by `__index__` and its kin, which is written down,
-    or fails.
+    C code that needs the value itself gets it by `__index__` and similar methods, which is
+    recorded, or it fails.
     """
 
     __slots__ = ("__weakref__", "expression", "plain", "watch")
@@ -171,7 +177,7 @@ def _depth(expression: Expression) -> int:
 
 
 def evaluated(expression: Expression, values: Sequence[object]) -> object:
-    """Return what an expression is for the values of another layer."""
+    """Return the result of an expression for the values of another layer."""
     function, *operands = expression
     if function == _POSITION:
         return values[operands[0]]
@@ -181,7 +187,7 @@ def evaluated(expression: Expression, values: Sequence[object]) -> object:
 
 
 def learned(expression: Expression, values: Sequence[object]) -> object:
-    """Return the answer for the values of another layer; an exception gives its class."""
+    """Return the answer for the values of another layer. An exception gives its class."""
     try:
         return evaluated(expression, values)
     except Exception as error:
@@ -189,7 +195,7 @@ def learned(expression: Expression, values: Sequence[object]) -> object:
 
 
 def would_answer(answers: Answers, values: Sequence[object]) -> bool:
-    """Return True if the values of a layer give the answers that another one's gave."""
+    """Return True if the values of a layer give the same answers as another layer's."""
     return all(learned(expression, values) == answer for expression, answer in answers.items())
 
 

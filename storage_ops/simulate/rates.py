@@ -1,4 +1,4 @@
-"""How fast the device is that a simulation is for."""
+"""The speed of the simulated device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES, Rates, named
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
-    """Return the rates of a device by its name; None: of where the parameters are.
+    """Return the rates of a device by its name. None: the parameters' device.
 
-    The meta device, and "cuda" where torch finds no GPU, stand for `DEFAULT_GPU`. A compiled module
-    has the rates of compiled code.
+    The meta device, and "cuda" without a GPU, mean `DEFAULT_GPU`. A compiled module has the rates
+    of compiled code.
     """
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}

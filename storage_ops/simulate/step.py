@@ -1,4 +1,4 @@
-"""One whole training step of a model, simulated: its peak, and whose bytes those are."""
+"""Simulates one whole training step of a model: its peak, and the owners of these bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LOSS = "loss"  # what the loss makes, as a module would
 
 
 class _How(NamedTuple):
-    """What is simulated, and for what device."""
+    """The simulated objects and options, and the device."""
 
     args: Any
     kwargs: Any
@@ -74,22 +74,17 @@ class _How(NamedTuple):
 
 @dataclass
 class StepEstimate(Tabular, Measurement):
-    """What one training step takes, everything on the device included; prints as a table.
+    """The memory of one training step, with everything on the device. Prints as a table.
 
-    Attributes:
-        peak_bytes: highest level.
-        kept_bytes: level after the optimizer's step: parameters, gradients and state.
-        timeline: the level after every allocation and release; the seconds are those of the
-            simulation.
-        by_owner: bytes at the peak by their owner, most first; their sum is `peak_bytes`. Owners
-            are "parameters", "buffers", "gradients", "optimizer state", "batch", "temporaries", on
-            a GPU that is known "workspaces of cuBLAS", with FSDP2 "gathered parameters" and
-            "gradients to reduce", with DDP "gradient buckets", and for activations "activations of
-            " and the name of the innermost module whose call made them and returned before they
-            were freed.
-        at_peak: the blocks at the peak, largest first.
-        sent_bytes: what this rank sends to others in the step, as of `Estimate`.
-        batch: the index of this batch in the list that was given; 0 if it was none.
+    Attributes: peak_bytes: highest level. kept_bytes: level after the optimizer's step: parameters,
+    gradients and state. timeline: the level after every allocation and release. The seconds are
+    those of the simulation. by_owner: bytes at the peak by their owner, largest first. Their sum is
+    `peak_bytes`. Owners are "parameters", "buffers", "gradients", "optimizer state", "batch" and
+    "temporaries". A known GPU has "workspaces of cuBLAS". FSDP2 has "gathered parameters" and
+    "gradients to reduce", and DDP "gradient buckets". "activations of " has the name of the
+    innermost module whose call allocated them and returned before they were freed. at_peak: the
+    blocks at the peak, largest first. sent_bytes: bytes that this rank sends to others in the step,
+    as in `Estimate`. batch: the index of this batch in the given list, or 0 without a list.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
@@ -98,11 +93,11 @@ class StepEstimate(Tabular, Measurement):
     batch: int = 0
 
     def by_kind(self) -> dict[str, int]:
-        """`by_owner` with those of alike layers together, as "activations of layers.*.mlp"."""
+        """Return `by_owner`, summed over similar layers, such as "activations of layers.*.mlp"."""
         return by_kind(self.by_owner)
 
     def table(self, title: str) -> Grid:
-        """A table of what is in memory at the peak."""
+        """Return a table of the memory at the peak."""
         from storage_ops.tables import Grid
 
         rows = list(self.by_kind().items())
@@ -132,36 +127,38 @@ def simulate_step(
     assume: float | Mapping[str, float] | None = None,
     accumulate: bool = False,
 ) -> StepEstimate:
-    """Simulate forward, loss, backward and optimizer step of a model, and tell what they take.
+    """Simulate forward, loss, backward and optimizer step of a model, and return their memory.
 
-    Of a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it is the step of this
-    rank, and no collective is carried out: with torch's backend "fake" there need be no others.
-    The step is one from the second on: gradients were dropped before it, as by `zero_grad()`, and
-    the state that the optimizer makes in its first step is there. The model's output is dropped
-    when the loss is there. Simulated is the model as it is: in training mode or not, with its
-    checkpoints and hooks. Model, batch and optimizer are afterwards what they were.
+    For a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it simulates the step of
+    this rank. No collective runs, so with torch's backend "fake" other ranks need not exist.
+
+    The step is a later one than the first. Gradients were dropped before it, as by `zero_grad()`,
+    and the state that the optimizer creates in its first step exists. The model's output is dropped
+    once the loss exists. The model is simulated as it is: in its current mode, with its checkpoints
+    and hooks. Model, batch and optimizer are restored afterwards.
+
     In a `torch.autocast` block, forward and loss run as in that block. Backward and optimizer run
     after it, as in training loops.
 
     Args:
         model: on the meta device or a real one; its bytes are neither needed nor changed.
-        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of such, of
-            which the one with the highest peak decides.
+        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of these.
+            The one with the highest peak decides.
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.
-        optimizer: one of the model's parameters, or a class, called with those that are trained.
+        optimizer: an optimizer of the model's parameters, or a class to call with the trained ones.
             None: the step ends with the backward.
-        device: "cpu" or a GPU, such as "cuda" or "h100": sizes are rounded and kernels are chosen
-            as there. None: where the parameters are, or the batch if there are none; the meta
-            device stands for a GPU. Of a GPU by its name, and of one that is here, workspaces of
-            cuBLAS are counted as well.
-        assume: as of `estimate`, for sizes that depend on values.
-        accumulate: whether the gradients of batches before are there, as where one step of the
-            optimizer is for several batches; all but the first of them take as much.
+        device: "cpu" or a GPU, such as "cuda" or "h100". Sizes are rounded and kernels are chosen
+            as on this device. None: the device of the parameters, or of the batch if there are
+            none, where the meta device means a GPU. Workspaces of cuBLAS count for a GPU that is
+            named or installed.
+        assume: as in `estimate`, for sizes that depend on values.
+        accumulate: whether gradients of earlier batches exist, as when one step of the optimizer is
+            for several batches. All batches after the first take this much.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the error names it.
-        RuntimeError: as of `estimate`.
+        TypeError, ValueError: an argument is wrong. The error names it.
+        RuntimeError: as in `estimate`.
 
     Example:
         >>> mlp = torch.nn.Sequential(
@@ -199,17 +196,13 @@ def simulate_step(
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
 
 
 def warn_of_eval_mode(model: nn.Module, function: str) -> None:
-    """Warn if a model, such as one of `from_pretrained`, is not in the mode of training."""
+    """Warn if a model, such as one of `from_pretrained`, is not in training mode."""
     if not model.training:
         warn_caller(
             f"{function}: model, a {type(model).__name__}, is in eval mode, in which dropout and "
@@ -219,11 +212,7 @@ def warn_of_eval_mode(model: nn.Module, function: str) -> None:
 
 
 def check_accumulate(accumulate: object) -> None:
-    """Refuse what is not whether, such as how many batches there are.
-
-    Raises:
-        TypeError: it is no bool.
-    """
+    """Raise a TypeError if `accumulate` is not a bool, such as a number of batches."""
     if not isinstance(accumulate, bool):
         raise TypeError(
             f"accumulate is {accumulate!r}; expected True where gradients of several batches are "
@@ -232,7 +221,10 @@ def check_accumulate(accumulate: object) -> None:
 
 
 def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
-    """Whether sizes are those of a GPU; of a model without parameters, as its batches are.
+    """Return True if sizes are those of a GPU. A model without parameters is where its batches are.
+
+    Raises:
+        ValueError: the device is not known.
 
     Raises:
         ValueError: a device that is not known.
@@ -255,7 +247,7 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
 
 
 def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call a model with.
+    """Return the arguments for a call of a model with a batch.
 
     Raises:
         TypeError: the batch is of another kind.
@@ -274,7 +266,7 @@ def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def optimizer_of(
     model: nn.Module, optimizer: type[Optimizer] | Optimizer | None
 ) -> Optimizer | None:
-    """An optimizer of the model's parameters that are trained.
+    """Return an optimizer of the model's trained parameters.
 
     Raises:
         TypeError: the argument is neither an optimizer nor a class that makes one.
@@ -305,11 +297,7 @@ def _check_step(optimizer: Optimizer | None) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse a loss that cannot be called with a model's output.
-
-    Raises:
-        TypeError: it is no function, or one of other arguments.
-    """
+    """Raise a TypeError for a loss that is not a function of one argument, a model's output."""
     if loss is None:
         return
     form = "a function of the model's output, such as lambda output: cross_entropy(output, labels)"
@@ -328,7 +316,7 @@ def check_loss(loss: object) -> None:
 
 
 def loss_of(output: object) -> Tensor:
-    """The scalar to go backward from where the caller named none."""
+    """Return the scalar where backward starts if the caller gave no loss."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -345,7 +333,7 @@ def loss_of(output: object) -> Tensor:
 
 
 def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
-    """As `_simulate`, with alike layers simulated once; None where that may not be the same."""
+    """Simulate equal layers once. Return None if the result might differ from `_simulate`'s."""
     if is_distributed(model) and not is_sharded_alone(model):
         return None
     quick = Quick(model, accumulate=how[-1])
@@ -428,11 +416,11 @@ def _backward(
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Context manager that leaves every `torch.autocast` block of the caller, and enters it again.
+    """Leave every `torch.autocast` block of the caller in a with block, and enter it again.
 
     Training loops have forward and loss in such a block, and backward and optimizer after it. The
-    casts of parameters that autocast keeps for one block are freed when its outermost block ends,
-    so a block with `enabled=False` inside of the caller's is not the same.
+    casts of parameters that autocast keeps for one block are freed when its outermost block ends.
+    So a block with `enabled=False` inside the caller's is not the same.
     """
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     nesting = 0
@@ -453,11 +441,7 @@ def outside_autocast() -> Iterator[None]:
 
 
 def check_value(value: object) -> None:
-    """Refuse what a loss returned if no backward starts from it.
-
-    Raises:
-        ValueError: it is no scalar, or depends on nothing that is trained.
-    """
+    """Raise a ValueError for a loss that is not a scalar, or depends on no trained parameter."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(f"loss returned {shown}; expected a scalar tensor")
@@ -469,13 +453,13 @@ def check_value(value: object) -> None:
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
-    """Let what earlier steps, or batches, made be there from the beginning."""
+    """Let blocks from earlier steps, or batches, exist from the beginning."""
     ledger.inputs += blocks
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
 
 
 def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give trained parameters gradients in a simulation, as batches before this one leave them."""
+    """Give trained parameters gradients in a simulation, as after earlier batches."""
     for p in parameters:
         if p.requires_grad:
             p.grad = torch.empty_like(p)
@@ -483,7 +467,7 @@ def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let parameters have no gradients inside a with block, and those of before after it."""
+    """Remove the gradients of parameters inside a with block, and restore them after it."""
     parameters = list(parameters)
     before = [(p, p.grad) for p in parameters]
     for p, _ in before:

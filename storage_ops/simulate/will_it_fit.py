@@ -1,4 +1,4 @@
-"""Whether a training step fits into a GPU, answered without one."""
+"""Answers whether a training step fits into a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitReport(Tabular):
-    """Whether a step fits, and what is in memory where it takes most; prints as a table.
+    """The answer whether a step fits, and the memory at its peak. Prints as a table.
 
     Attributes:
         fits: whether the peak is within the budget.
         peak_bytes: highest level of everything on the device during one step.
         budget_bytes: the budget.
-        by_owner: bytes at the peak by their owner, as of `StepEstimate`.
-        device: what the step was simulated for.
+        by_owner: bytes at the peak by their owner, as in `StepEstimate`.
+        device: the device that the step was simulated for.
         step: the whole estimate.
     """
 
@@ -58,29 +58,28 @@ def will_it_fit(
     accumulate: bool = False,
     assume: float | Mapping[str, float] | None = None,
 ) -> FitReport:
-    """Tell whether a training step of a model fits into a device, and whose the bytes are.
+    """Return whether a training step of a model fits into a device, and the owners of its memory.
 
-    The step is simulated as `simulate_step` does it: nothing is computed and nothing of that size
-    is allocated, so a model on the meta device and a laptop will do. Not counted are the CUDA
-    context and workspaces of libraries other than cuBLAS, for which some hundred MiB of a GPU
-    should stay free, and fragmentation.
+    The step is simulated as in `simulate_step`. Nothing is computed, and nothing of that size is
+    allocated, so a model on the meta device and a laptop are enough. The CUDA context, workspaces
+    of libraries other than cuBLAS, and fragmentation do not count. Leave some hundred MiB of a GPU
+    free for them.
 
     Args:
-        model: as it will be trained, with its checkpoints, its dtype and its mode.
-        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of such, of
-            which the one with the highest peak decides.
-        budget: what there is, in bytes or as text such as "80GiB".
+        model: the model as it will be trained, with its checkpoints, its dtype and its mode.
+        batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of these.
+            The one with the highest peak decides.
+        budget: the available memory, in bytes or as text such as "80GiB".
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.
-        optimizer: one of the model's parameters, a class, or None.
-        device: "cpu" or a GPU, such as "cuda" or "h100", the default. None: where the parameters
-            are.
-        accumulate: whether the gradients of batches before are there, as of `simulate_step`.
-        assume: as of `estimate`, for sizes that depend on values.
+        optimizer: an optimizer of the model's parameters, a class, or None.
+        device: "cpu" or a GPU, such as "cuda" or "h100", the default. None: the parameters' device.
+        accumulate: whether gradients of earlier batches exist, as in `simulate_step`.
+        assume: as in `estimate`, for sizes that depend on values.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the error names it.
-        RuntimeError: as of `estimate`.
+        TypeError, ValueError: an argument is wrong. The error names it.
+        RuntimeError: as in `estimate`.
 
     Example:
         >>> mlp = torch.nn.Sequential(

@@ -1,7 +1,6 @@
-"""Kernels of the storage ops in Python: the alias path, what a traced graph does, and the fakes.
+"""Kernels of the storage ops in Python: the alias path, the behaviour in traced graphs, and fakes.
 
-The copy path is `reference`; the native binding is csrc/storage/storage_binding.cpp, and outranks
-all.
+The copy path is `reference`. The native binding, csrc/storage/storage_binding.cpp, outranks all.
 """
 
 from __future__ import annotations
@@ -71,22 +70,21 @@ def _record_stream(self: Tensor, id: int, device_index: int, device_type: int) -
 
 
 def _nothing(self: Tensor, *rest: object) -> None:
-    """Do nothing.
+    """Do nothing, for discard_storage in a traced graph.
 
-    For discard_storage where a graph is made: one of torch.compile has no storages, and its
-    compiler frees what is not used; one of torch.jit.trace has no hooks, which would have to bind
-    the bytes back before its backward.
+    A graph of torch.compile has no storages, and its compiler frees unused memory. A graph of
+    torch.jit.trace has no hooks, which would have to bind the bytes back before its backward.
     """
 
 
 def _stored(t: Tensor) -> Tensor:
-    """A view of a tensor without its conjugate and negative bits: the values in its storage."""
+    """Return a tensor without its conjugate and negative bits: a view of the stored values."""
     t = t.conj() if t.is_conj() else t
     return torch._neg_view(t) if t.is_neg() else t
 
 
 def _functional_share(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
-    """Copy the values that dst would read from the storage of src; no version counter moves."""
+    """Copy the values that dst would read from the storage of src. No version counter changes."""
     dst, src = _stored(dst), _stored(src)
     reference.check_geometry(dst, src)
     geometry = (dst.shape, dst.stride(), dst.storage_offset())
@@ -120,7 +118,7 @@ _PASSED = ("Conjugate", "Negative", "ZeroTensor", "Autograd")
 
 
 def _batched(name: str) -> Callable[..., tuple[Any, None]]:
-    """The rule of vmap for an op: the samples are slices of one tensor, which has the storage."""
+    """Return the vmap rule of an op: samples are slices of one tensor, which has the storage."""
 
     def rule(info: object, in_dims: tuple[int | None, ...], *args: object) -> tuple[Any, None]:
         if name == "share_storage" and in_dims[0] != in_dims[1]:
@@ -160,9 +158,9 @@ def register(status: _library.Status) -> None:
 
 
 def raise_from_is_shared() -> None:
-    """Make `UntypedStorage.is_shared` raise for a discarded storage.
+    """Make `UntypedStorage.is_shared` raise an error for a discarded storage.
 
-    torch's own method lets no exception out, so that the one of the guard would end the process.
+    torch's own method lets no exception out, so the guard's exception would end the process.
     """
 
     def is_shared(self: Storage) -> bool:

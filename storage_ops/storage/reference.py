@@ -1,7 +1,7 @@
-"""Each op in plain torch: the fallback without native libraries, and what the tests compare with.
+"""Each op in plain torch: the fallback without native libraries, and the reference for tests.
 
-The storage ops here keep the identity of the StorageImpl, so every view still follows; what they
-cannot do is share: the bytes are copied.
+The storage ops here keep the identity of the StorageImpl, so every view still follows. But they
+cannot share, so the bytes are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ lock = threading.RLock()
 
 @dataclass
 class Record:
-    """What torch does not keep about a storage. The storage object itself has it as an attribute.
+    """Facts of a storage that torch does not keep. The storage object has them as an attribute.
 
     Attributes:
         nbytes: size before the storage was discarded.
@@ -47,7 +47,7 @@ class Record:
 
 
 def record_of(storage: Storage) -> Record:
-    """Return the record of a storage, made on first use."""
+    """Return the record of a storage, created on first use."""
     attributes = vars(storage)
     if "_storage_ops" not in attributes:
         attributes["_storage_ops"] = Record.fresh()
@@ -56,7 +56,7 @@ def record_of(storage: Storage) -> Record:
 
 
 def bytes_reached(t: Tensor) -> int:
-    """Bytes that a strided tensor reaches into its storage; 0 when it has no elements."""
+    """Return the bytes that a strided tensor reaches into its storage, or 0 without elements."""
     if t.is_nested:  # has a size per component; a lower bound is enough to tell whether it has any
         return t.numel() * t.element_size()
     if t.numel() == 0:
@@ -66,12 +66,12 @@ def bytes_reached(t: Tensor) -> int:
 
 
 def is_discarded(self: Tensor) -> bool:
-    """Whether the bytes of a tensor are gone."""
+    """Return True if the bytes of a tensor are gone."""
     return self.layout == torch.strided and self.untyped_storage().nbytes() < bytes_reached(self)
 
 
 def is_lazy_copy(t: Tensor) -> bool:
-    """Whether a tensor is copy-on-write."""
+    """Return True if a tensor is copy-on-write."""
     try:
         return bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
     except RuntimeError:  # torch >= 2.14 does not say for subclasses; `lacks_bytes` makes the copy
@@ -79,7 +79,7 @@ def is_lazy_copy(t: Tensor) -> bool:
 
 
 def lacks_bytes(t: Tensor) -> bool:
-    """Whether a tensor has a size but no memory: torch's zero tensors, and what wraps others."""
+    """Return True if a tensor has a size but no memory: torch's zero tensors, and wrappers."""
     storage = t.untyped_storage()
     if storage.device.type == "meta" or storage.nbytes() == 0:
         return False
@@ -152,7 +152,7 @@ def note_share(to: Storage, source: Storage) -> None:
 
 
 def check_discard(self: Tensor, external: bool = False) -> Storage | None:
-    """Check the argument of discard_storage; None when it has lost its bytes already."""
+    """Check the argument of discard_storage. Return None if its bytes are gone already."""
     storage = storage_of("discard_storage", "t", self)
     if storage.nbytes() == 0:
         return None
@@ -174,7 +174,10 @@ def check_alike(dst: Tensor, src: Tensor) -> None:
 
 
 def span_of(t: Tensor) -> tuple[int, int, bool]:
-    """The elements of its storage that a tensor with elements reads.
+    """Return the elements of its storage that a non-empty tensor reads.
+
+    Returns:
+        The first one, the end, and whether it skips others in between.
 
     Returns:
         The first one, the end, and whether there are others in between.
@@ -191,10 +194,10 @@ def span_of(t: Tensor) -> tuple[int, int, bool]:
 def check_elements(dst: Tensor, src: Tensor) -> None:
     """Raise unless `src` has every element that `dst` reads from its storage, at the same place.
 
-    That is the same index where the shapes are equal.
+    If the shapes are equal, the same place is the same index.
     """
     places = [(t.shape, t.stride(), t.storage_offset()) for t in (dst, src)]
-    # Asked first: of symbolic sizes nothing else may be known.
+    # This comes first, because nothing else may be known about symbolic sizes.
     if places[0] == places[1] or dst.numel() == 0:
         return
     if dst.shape == src.shape:
@@ -220,7 +223,7 @@ def check_elements(dst: Tensor, src: Tensor) -> None:
 
 
 def check_geometry(dst: Tensor, src: Tensor) -> None:
-    """Raise what share_storage raises of tensors without bytes: fakes, and those of graphs."""
+    """Raise the errors of share_storage for tensors without bytes: fakes, and those in graphs."""
     if not (dst.layout == src.layout == torch.strided) or (
         dst.untyped_storage()._cdata != src.untyped_storage()._cdata
     ):
@@ -232,7 +235,7 @@ def check_geometry(dst: Tensor, src: Tensor) -> None:
 def check_share(
     dst: Tensor, src: Tensor, external: bool = False, copies: bool = True
 ) -> tuple[Storage, Storage] | None:
-    """Check the arguments of share_storage; None when both are one storage already.
+    """Check the arguments of share_storage. Return None if both have one storage already.
 
     Args:
         dst: as in `share_storage`.
@@ -284,9 +287,9 @@ def _check_resizable(op: str, name: str, storage: Storage) -> None:
 
 
 def discard_storage(self: Tensor, guard: str | None = None, allow_external: bool = False) -> None:
-    """Free the bytes of the storage of `self`; shape, strides and version counter stay.
+    """Free the bytes of the storage of `self`. Shape, strides and version counter stay.
 
-    Nothing in plain torch makes a read raise `guard`.
+    In plain torch no read raises `guard`.
     """
     with lock:
         storage = check_discard(self, allow_external)

@@ -1,8 +1,8 @@
 """Free the bytes of a storage, and bind other bytes into it in place.
 
-`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels, named by
-`storage_ops.info()["storage_path"]`: "binding" (native, for the exact torch minor), "alias" (a data
-pointer swapped in by torch >= 2.12) and "copy" (plain torch, see `reference`).
+`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels.
+`storage_ops.info()["storage_path"]` names it: "binding" (native, for the exact torch minor),
+"alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain torch, see `reference`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DiscardedTensorError(RuntimeError):
 
 
 def locals_of(op: str, name: str, t: object) -> list[Tensor]:
-    """Return the tensors with storages of their own behind an argument; raise for what has none."""
+    """Return the tensors with their own storages behind an argument. Raise if there are none."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
     if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
@@ -56,8 +56,9 @@ def is_own(t: Tensor) -> bool:
 def wait_for(value: object) -> None:
     """Wait until no collective writes to the bytes of a tensor any more.
 
-    What stands for the result of one has `trigger_wait`, as torch's AsyncCollectiveTensor does. It
-    may be inside of another, such as a DTensor. A handle of `torch.distributed` is waited for too.
+    A tensor that represents the result of a collective has `trigger_wait`, as torch's
+    AsyncCollectiveTensor does. It may be inside another, such as a DTensor. A handle of
+    `torch.distributed` is waited for, too.
     """
     if type(value) in _PLAIN:
         return
@@ -74,10 +75,10 @@ def wait_for(value: object) -> None:
 def _on_subclasses(
     op: str, kernel: Callable[..., Any], external: bool = False, **arguments: object
 ) -> list[Any]:
-    """Call a kernel on the tensors behind arguments of which some are of subclasses.
+    """Call a kernel on the tensors behind arguments, some of which have subclasses.
 
-    Past their `__torch_function__`, since nothing is computed. A class that wraps tensors and does
-    not name them by `__tensor_flatten__` finds them itself, in its `__torch_dispatch__`.
+    This skips their `__torch_function__`, because nothing is computed. A class that wraps tensors
+    without naming them in `__tensor_flatten__` must find them in its `__torch_dispatch__`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for t in arguments.values():
@@ -140,15 +141,16 @@ def discard_storage(
     allow_leaf: bool = False,
     allow_external: bool = False,
 ) -> None:
-    """Free the bytes of a tensor's storage; every view of it loses them.
+    """Free the bytes of a tensor's storage. Every view of it loses them.
 
     Shape, strides, dtype and version counter stay. Discarding twice is fine. In compiled code this
-    does nothing: the compiler plans memory itself. Nor does it while `torch.jit.trace` records.
+    does nothing, because the compiler plans memory itself. It also does nothing while
+    `torch.jit.trace` records.
 
     Args:
         t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
-            the tensors it wraps; a jagged nested tensor on its values, a batched one of
-            torch.func.vmap on all samples, a dual one of forward-mode AD on its primal.
+            the tensors it wraps, and a jagged nested tensor on its values. A batched tensor of
+            torch.func.vmap acts on all samples, and a dual tensor of forward-mode AD on its primal.
         guard: the message of the RuntimeError that any read of the tensor raises until
             `share_storage` binds new bytes; resizing the storage by other means does not lift it.
             None arms no guard, and then reading is undefined, as it is where
@@ -203,13 +205,13 @@ def discard_storage(
 def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> None:
     """Bind the bytes of `src` into the storage of `dst`, without a copy.
 
-    Every tensor that shares the storage of `dst` sees them, writes through one are seen through the
-    other, and no version counter moves. The memory lives until the last user of either is gone;
-    discarding, resizing or deleting one of them does not touch the other. `dst` is `src`: nothing
-    happens. In compiled code, where storages do not exist, the values are copied.
+    Every tensor that shares the storage of `dst` sees them. Writes through one are seen through the
+    other, and no version counter changes. The memory lives until the last user of either is gone.
+    Discarding, resizing or deleting one of them does not affect the other. If `dst` is `src`,
+    nothing happens. In compiled code, which has no storages, the values are copied.
 
-    What is bound are the bytes: a conjugate or negative view reads the new ones as it did the old
-    ones, and forward-mode AD keeps the tangent of `dst`.
+    Only bytes are bound. A conjugate or negative view reads the new bytes as it did the old ones,
+    and forward-mode AD keeps the tangent of `dst`.
 
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
@@ -222,13 +224,11 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
         allow_external: whether `dst` may lose bytes that other code may use, as in
             `discard_storage`.
 
-    Raises:
-        TypeError: an argument is not a tensor.
-        RuntimeError: different dtypes or devices; `src` too small or discarded; `dst` would read
-            elements that `src` does not have, or has at another index; `src` got the bytes that
-            `dst` has, later than `dst` did; other code may use the bytes of `dst`; in vmap, they
-            are not batched along the same dimension; an argument is none that `discard_storage`
-            takes. Nothing has changed.
+    Raises: TypeError: an argument is not a tensor. RuntimeError: dtypes or devices differ, or `src`
+    is too small or discarded. Or `dst` would read elements that `src` does not have, or has at
+    another index. Or `src` got the bytes of `dst` later than `dst` did. Or other code may use the
+    bytes of `dst`. Or vmap batches them along different dimensions. Or `discard_storage` does not
+    take an argument. Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)
@@ -250,7 +250,7 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
 
 
 def is_discarded(t: Tensor) -> bool:
-    """Whether the bytes of a tensor are gone, by `discard_storage` or by resizing its storage to 0.
+    """Return True if a tensor's bytes are gone, by `discard_storage` or by a resize to 0.
 
     Example:
         >>> storage_ops.is_discarded(torch.ones(2))

@@ -34,3 +34,26 @@ def compare(rank):
 
 def test_slices_of_the_vocabulary():
     run_on_ranks(compare, 2)
+
+
+def compare_divergences(rank):
+    world = dist.get_world_size()
+    x, w, _ = peaked(300, 256, CLASSES)
+    teacher, head = (t.detach() + 0.1 * torch.randn_like(t) for t in (x, w))
+    mine = slice(rank * CLASSES // world, (rank + 1) * CLASSES // world)
+    part = w.detach()[mine].clone().requires_grad_()
+    loss = storage_ops.linear_kl_div(
+        x, part, teacher, head[mine], gradient_tolerance=TOLERANCE, reduction="sum",
+        process_group=dist.group.WORLD,
+    )  # fmt: skip
+    found = torch.autograd.grad(loss, (x, part))
+    exact = storage_ops.linear_kl_div(x, w, teacher, head, reduction="sum")
+    expected = torch.autograd.grad(exact, (x, w))
+    torch.testing.assert_close(loss, exact)
+    far = (found[0] - expected[0]).norm(dim=1)
+    assert 0 < far.max() <= TOLERANCE * w.detach().norm(dim=1).max()
+    assert 0 < relative(found[1], expected[1][mine]) < 0.5
+
+
+def test_divergences_of_slices():
+    run_on_ranks(compare_divergences, 2)

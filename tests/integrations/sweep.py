@@ -264,10 +264,10 @@ def page(rows: list[tuple[str, str, str, str]]) -> str:
             continue
         text += ["", f"## {verdict.capitalize()}", ""]
         if verdict == "equal":
+            text += ["| family | types |", "|---|---|"]
             for family in FAMILIES:
                 kinds = [row[1] for row in found if row[0] == family]
-                text += [f"{family.capitalize()}: {', '.join(kinds)}.", ""] if kinds else []
-            text.pop()
+                text += [f"| {family} | {', '.join(kinds)} |"] if kinds else []
         else:
             text += ["| family | type | reason |", "|---|---|---|"]
             text += [f"| {row[0]} | {row[1]} | {row[3]} |" for row in found]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import storage_ops
 from storage_ops import losses
-from storage_ops.loss.engine import selection
+from storage_ops.loss.engine import selection, sums
 from storage_ops.loss.planning import cost
 from storage_ops.matmul import of
 from storage_ops.memory import estimate, measure
@@ -95,15 +95,15 @@ def test_what_is_left_out_is_the_product_of_its_margins():
     dz = probabilities.clone()
     dz[torch.arange(200), target] -= 1
 
-    def sums(out, buckets):
+    def masses(out, buckets):
         ops._tile_sums(
             out, probabilities.log(), torch.zeros_like(x[:, 0]), None, None, buckets, 0.0, 1.0
         )
 
-    chosen = selection.select(sums, target, dz.shape, x, 0.2, None)
-    kept = chosen.buckets.long() < chosen.needs.new_empty(200).index_copy_(
-        0, chosen.tokens, chosen.needs
-    ).unsqueeze(1)
+    chosen = selection.select(
+        masses, target, dz.shape, x, 0.2, None, torch.ones(200, dtype=x.dtype)
+    )
+    kept = chosen.buckets.long() < chosen.needs.unsqueeze(1)
     torch.testing.assert_close(chosen.dropped, torch.where(kept, 0, probabilities).sum(1))
     assert kept[torch.arange(200), target].all()
     approximated = torch.where(kept, dz, 0)
@@ -117,6 +117,47 @@ def test_what_is_left_out_is_the_product_of_its_margins():
     selection.multiply(chosen, of(torch.float64, "cpu", 2), dz, x, w, into_input, into_weight)
     torch.testing.assert_close(into_input, (approximated @ w)[chosen.tokens])
     torch.testing.assert_close(into_weight, 1 + approximated.T @ x)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="mean"),
+        pytest.param({"z_loss": 1e-2, "logit_scale": 0.7}, id="z-loss"),
+        pytest.param({"softcap": 8.0, "logit_scale": 1.5}, id="softcap"),
+        pytest.param({"token_weight": torch.linspace(-2, 3, 400)}, id="token weights"),
+        pytest.param({"weight": torch.linspace(0.1, 2, 5000)}, id="class weights"),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_margins_are_those_of_the_gradient(monkeypatch, given, reduction):
+    """The masses times the factors of the tokens, which need no pass over the gradient."""
+    x, w, target = peaked(400, 32, 5000)
+    given = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    seen, multiply = [], sums.multiply
+
+    def checked(chosen, matmul, dz, *args):
+        inner = chosen.buckets > 0  # without targets
+        signs = torch.empty_like(chosen.margins.signs).index_copy_(
+            0, chosen.tokens, chosen.margins.signs
+        )
+        columns = (dz * signs.unsqueeze(1)).sum(0)
+        torch.testing.assert_close(chosen.margins.columns[inner], columns[inner])
+        if "softcap" not in given:  # whose slopes are in the columns alone
+            used, buckets = len(chosen.counts), chosen.buckets.long()
+            left = dz.masked_fill(buckets < chosen.needs.unsqueeze(1), 0)
+            expected = dz.new_zeros(len(dz), used + 1)
+            expected.index_add_(1, buckets.clamp(max=used), left)
+            torch.testing.assert_close(chosen.margins.left, expected[chosen.tokens])
+        seen.append(len(dz))
+        multiply(chosen, matmul, dz, *args)
+
+    monkeypatch.setattr(sums, "multiply", checked)
+    loss, lse = storage_ops.linear_cross_entropy(
+        x, w, target, gradient_tolerance=0.2, returns=("loss", "lse"), reduction=reduction, **given
+    )
+    ((loss * torch.rand_like(loss)).sum() + 0.1 * (lse * torch.rand_like(lse)).sum()).backward()
+    assert seen
 
 
 def test_none_is_as_without_the_option():
@@ -265,15 +306,17 @@ def test_one_gradient(frozen):
     torch.testing.assert_close(found, expected)
 
 
-def test_within_memory_budget():
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w, target = peaked(900, 64, 5000, dtype)
-        for budget in (2 << 20, 6 << 20, 24 << 20):
-            if dtype == torch.float32 or budget > 2 << 20:
-                call(x, w, target, 0.2, memory_budget=budget)
-                with measure() as m:
-                    results = call(x, w, target, 0.2, memory_budget=budget)
-                assert m.peak_bytes - sum(t.nbytes for t in results) <= budget
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 400])
+@pytest.mark.parametrize("tolerance", [0.01, 0.2, 0.6])
+def test_within_memory_budget(dtype, size, tolerance):
+    x, w, target = peaked(900, size, 5000, dtype)
+    wide = w.nbytes * (2 if dtype == torch.bfloat16 else 0)  # a sum in float32
+    for budget in (3 << 20, 7 << 20, 24 << 20):
+        call(x, w, target, tolerance, memory_budget=budget + wide)
+        with measure() as m:
+            results = call(x, w, target, tolerance, memory_budget=budget + wide)
+        assert m.peak_bytes - sum(t.nbytes for t in results) <= budget + wide
 
 
 @pytest.mark.in_turn

@@ -7,10 +7,13 @@ OPS = torch.ops.storage_ops
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = {
     "numbers": {},
+    "absolute": {"absolute": True},
     "probabilities": {"lse": True},
     "scaled": {"lse": True, "logit_scale": 0.7},
     "bias": {"lse": True, "bias": True},
     "capped": {"lse": True, "bias": True, "softcap": 5.0, "logit_scale": 1.3},
+    "slopes": {"lse": True, "bias": True, "softcap": 5.0, "logit_scale": 1.3, "slope": True},
+    "slopes of nothing": {"lse": True, "slope": True},
 }
 SHAPES = [(1, 1), (3, 7), (5, 1024), (33, 2500), (2, 5000)]
 
@@ -19,7 +22,9 @@ def wide_of(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def inputs(shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0):
+def inputs(
+    shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0, absolute=False, slope=False
+):
     """A tile within another matrix, and the other arguments but buckets."""
     rows, columns = shape
     tile = (torch.randn(rows, columns + 13) * 2).to(dtype)[:, :columns]
@@ -27,13 +32,15 @@ def inputs(shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0):
     values = tile.double() if offset is None else tile.double() + offset.double()
     values = values * logit_scale
     values = softcap * (values / softcap).tanh() if softcap else values
+    slopes = 1 - (values / softcap).square() if slope and softcap else 1
     total = None
     if lse:
         total = values.logsumexp(1)
         total[0] = torch.inf  # a token that is ignored
-        values = (values - total.unsqueeze(1)).exp()
+        values = (values - total.unsqueeze(1)).exp() * slopes
         total = total.to(wide_of(dtype))
-    return tile, total, offset, softcap, logit_scale, values
+    values = values.abs() if absolute else values
+    return tile, total, offset, (softcap, logit_scale, absolute, slope), values
 
 
 def close(found, expected, dtype):
@@ -46,15 +53,15 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums(shape, name, dtype, weighted):
-    tile, lse, bias, softcap, scale, values = inputs(shape, dtype, **OPTIONS[name])
+    tile, lse, bias, how, values = inputs(shape, dtype, **OPTIONS[name])
     out = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
     weight = torch.randn(shape[:1], dtype=wide_of(dtype)) if weighted else None
-    OPS._tile_sums(out, tile, lse, weight, bias, None, softcap, scale)
+    OPS._tile_sums(out, tile, lse, weight, bias, None, *how)
     values = values if weight is None else values * weight.double().unsqueeze(1)
     close(out, values.sum(0), dtype)
     bucket = torch.randint(7, shape[1:]).to(torch.uint8)
     out = torch.full((shape[0], 7), torch.nan, dtype=wide_of(dtype))
-    OPS._tile_sums(out, tile, lse, weight, bias, bucket, softcap, scale)
+    OPS._tile_sums(out, tile, lse, weight, bias, bucket, *how)
     expected = torch.zeros(shape[0], 7, dtype=torch.float64)
     close(out, expected.index_add_(1, bucket.long(), values), dtype)
 

@@ -1,4 +1,4 @@
-"""What the nodes of a graph are to a chunk of tokens; no graph is changed here.
+"""The relation of each node of a graph to a chunk of tokens. No graph is changed here.
 
 `rules.py` is the table of ops: which dimensions of arguments and result belong together.
 `layouts.py` has the answers that the rules lead to: some rows, a term of a sum, or all of a value.

@@ -1,4 +1,4 @@
-"""What a value is to one chunk of tokens: a slice of rows, a part of a sum, or all of it.
+"""Layouts: a value is a slice of rows, a term of a sum, or the whole value to one chunk of tokens.
 
 The tokens are the rows of the product that amplifies its input. They come in groups of `step`
 tokens, and a chunk takes a range of groups. A group is one token unless an op mixes the tokens of a
@@ -31,7 +31,7 @@ class Rows:
 
     Attributes:
         per: elements of a group.
-        outer: how many times they do, one after another; more than once in no span.
+        outer: how many times the groups repeat, one after another. In a span it is 1.
     """
 
     lo: int
@@ -68,7 +68,7 @@ Layout: TypeAlias = Rows | Whole | Partial | Spread
 
 
 def same(left: Size, right: Size) -> bool:
-    """Whether two sizes are equal for every value of their symbols."""
+    """Return True if two sizes are equal for every value of their symbols."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -77,7 +77,7 @@ def same(left: Size, right: Size) -> bool:
 
 
 def less(left: Size, right: Size) -> bool:
-    """Whether a size is smaller than another for every value of their symbols."""
+    """Return True if a size is smaller than another for every value of their symbols."""
     if isinstance(left, int) and isinstance(right, int):
         return left < right
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -86,14 +86,14 @@ def less(left: Size, right: Size) -> bool:
 
 
 def divides(size: Size, other: Size) -> bool:
-    """Whether a size divides another for every value of their symbols."""
+    """Return True if `size` divides `other` for every value of their symbols."""
     if isinstance(size, int) and isinstance(other, int):
         return size > 0 and other % size == 0
     return same(size, 1) or same(size, other)
 
 
 def equal(left: Layout | None, right: Layout | None) -> bool:
-    """Whether two layouts are the same."""
+    """Return True if two layouts are the same."""
     if isinstance(left, Rows) and isinstance(right, Rows):
         places = (left.lo, left.hi) == (right.lo, right.hi)
         return places and same(left.per, right.per) and same(left.outer, right.outer)
@@ -103,7 +103,10 @@ def equal(left: Layout | None, right: Layout | None) -> bool:
 
 
 def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
-    """The coarsest way to say the same: dimensions that a chunk never cuts are none of its rows."""
+    """Return the same rows with as few dimensions as possible.
+
+    A dimension that a chunk never cuts does not belong to the rows.
+    """
     lo, hi, per, outer = rows.lo, rows.hi, rows.per, rows.outer
     while hi - lo > 1 and divides(shape[lo], outer):
         outer = quotient(outer, shape[lo])
@@ -115,7 +118,7 @@ def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
 
 
 def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
-    """Where the rows of a tensor are after a view."""
+    """Return where the rows of a tensor are after a view."""
     for first, finest in itertools.product(
         range(rows.lo, -1, -1), range(rows.hi, len(old) + 1)
     ):  # fmt: skip
@@ -132,5 +135,5 @@ def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
 
 
 def quotient(size: Size, divisor: Size) -> Size:
-    """A size divided by one that divides it."""
+    """Return a size divided by a size that divides it."""
     return 1 if same(size, divisor) else size if same(divisor, 1) else size // divisor

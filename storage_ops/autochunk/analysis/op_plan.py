@@ -1,4 +1,4 @@
-"""What the plan of linear cross-entropy's op depends on where it takes the place of a loss."""
+"""The plan of the linear cross-entropy op where the op replaces a loss."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
 
 
 def budget_of(size: int, given: int | None) -> int:
-    """Bytes for what a chunk holds of a product of so many.
+    """Return the bytes that chunks of a product of `size` bytes may hold.
 
-    By default a quarter of them, at least 32 MiB and at most 1 GiB, as the loss's planner has it.
+    The default is a quarter of the product, at least 32 MiB and at most 1 GiB, as in the planner of
+    the loss.
     """
     return planner.bounded(size // 4) if given is None else given
 
 
 def _problem(call: Call) -> Problem:
-    """What a call with fake tensors depends on; symbolic sizes count as their hints."""
+    """Return the planner's problem for a call with fake tensors.
+
+    Symbolic sizes count as their hints.
+    """
     with call.input.fake_mode:  # type: ignore[attr-defined]
         call = with_tensors(call, tuple(map(_hinted, tensors_of(call))))
         classes = len(call.weight)
@@ -52,9 +56,8 @@ def plan_of(
 ) -> tuple[int | None, planner.Plan]:
     """Return the op's memory_budget and its plan.
 
-    The budget is the given one, that of `num_chunks` chunks, or the op's default. A budget that no
-    plan keeps, and one of chunks of few tokens, is raised until the plan has at most as many tiles
-    as there are tokens.
+    The budget is the given one, the budget of `num_chunks` chunks, or the op's default. It is
+    raised if no plan fits it, or if the plan would have more tiles than there are tokens.
     """
     p, rates = _problem(call), rates_of(call.input.device)
     if num_chunks is None and (budget is None or budget >= planner.smallest_budget(p)):
@@ -73,7 +76,7 @@ def plan_of(
 
 
 def scratch(node: fx.Node) -> int:
-    """What the op, or its backward, holds besides its arguments and results, as planned."""
+    """Return the bytes that the op, or its backward, plans to hold besides its results."""
     values: Any = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
     call = call_of_backward(values) if "backward" in name_of(node) else Call(*values)
     return plan_of(call, None, call.memory_budget)[1].peak_bytes

@@ -1,9 +1,9 @@
-"""In what order a span's results can be had, and how they depend on the upstream gradient.
+"""The order in which a span gives its results, and how they depend on the upstream gradient.
 
-A result that is linear in one number, the upstream gradient of a loss, is formed in the forward,
-with that number taken for 1, and multiplied by it afterwards. All else that depends on upstream
-gradients (several of them, one per token, their square) waits for them: it is formed in the
-backward, in passes that form the logits again.
+A result may be linear in one number, the upstream gradient of a loss. The forward computes it with
+1 for this number. A multiplication afterwards corrects that. Other results that depend on upstream
+gradients wait for them: on several, on one per token, or on a square. The backward computes these
+results, in passes that form the logits again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Passes:
     """A span in the order of its evaluation.
 
     Attributes:
-        outputs: for every pass over the tokens, the nodes of the span that others read.
-        tangent: the upstream gradient that is taken for 1, if there is one.
-        scaled: nodes of the span, and what it reads, that carry it as a factor.
-        dependent: all nodes after it.
+        outputs: for every pass over the tokens, the nodes of the span that other nodes read.
+        tangent: the upstream gradient that is assumed to be 1, if there is one.
+        scaled: nodes of the span, and arguments of the span, that have `tangent` as a factor.
+        dependent: all nodes after `tangent`.
     """
 
     outputs: list[list[fx.Node]]
@@ -52,7 +52,9 @@ class Passes:
 
 
 def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
-    """Passes of a span, as few as there can be. What would need one more is left to the outside.
+    """Return the passes of a span, as few as possible.
+
+    A result that would need one more pass is computed outside the span.
 
     Raises:
         Conflict: a result would be needed before it is there.
@@ -78,7 +80,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
 
 
 def _outputs(span: Span, after: set[fx.Node]) -> list[fx.Node]:
-    """Nodes of the span that are read outside it, or inside in another form."""
+    """Return the nodes of the span that are read outside it, or inside in another layout."""
     mismatched = {
         arg
         for reads in span.reads.values()
@@ -95,10 +97,11 @@ def _outputs(span: Span, after: set[fx.Node]) -> list[fx.Node]:
 def _turns(
     graph: fx.Graph, span: Span, after: set[fx.Node], late: set[fx.Node]
 ) -> dict[fx.Node, Turn]:
-    """The pass in which each node of the span can be evaluated; `late`: in the backward only.
+    """Return the pass in which each node of the span can be evaluated.
 
-    Small values made of small ones leave the span where they can be had at once outside, when a
-    chunk can have its part: a mask by a quantile of all tokens, and its sum, take no pass.
+    Nodes in `late` are evaluated in the backward only. A small value that depends on small values
+    only leaves the span if the outside has it as early as a chunk. For example, a mask by a
+    quantile of all tokens, and its sum, take no pass.
     """
     inside: dict[fx.Node, Turn] = {}
     outside: dict[fx.Node, Turn] = {}  # the first pass that can read the whole of a value
@@ -121,7 +124,7 @@ def _turns(
             if led_to and small and alone <= inside[node]:
                 del inside[node], span.layouts[node], span.reads[node]
         if node not in span.layouts or not led_to:
-            outside[node] = alone  # what no amplifier leads to can also be had whole
+            outside[node] = alone  # a value that no amplifier leads to also exists whole
     for node in reversed(graph.nodes):
         if node in span.layouts and node in after and _can_leave(span, node, inside):
             del inside[node], span.layouts[node], span.reads[node]
@@ -129,9 +132,9 @@ def _turns(
 
 
 def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
-    """Whether a node is made of a few numbers per token that nothing in its pass needs.
+    """Return True if a node depends on a few numbers per token and nothing in its pass reads it.
 
-    Chunks then end at these numbers, and those of several losses are alike: one is compiled.
+    Chunks then end at these numbers. Chunks of several losses become equal, so one is compiled.
     """
     if node in span.large or any(
         a in span.large or (a in span.layouts and numel(a) > hint(span.tokens))
@@ -166,7 +169,10 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
 
 
 def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict[fx.Node, Degree]:
-    """The degrees of nodes in the upstream gradient, of which all others have none."""
+    """Return the degrees of nodes in the upstream gradient.
+
+    Nodes that are left out have degree 0.
+    """
     found: dict[fx.Node, Degree] = {tangent: 1}
 
     def degree(item: object) -> Degree:

@@ -1,4 +1,4 @@
-"""What a compiled graph holds at most above its inputs, predicted from its values' lifetimes."""
+"""Predicts the peak memory of a compiled graph above its inputs, from its values' lifetimes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 _ALIASES = ("alias", "detach")  # like slices, they read a tensor in memory without a copy
 _ELSEWHERE = {"sum", "along"}  # kinds of ops whose loops Inductor does not fuse
 _APART = {*_ELSEWHERE, "gather", "reduce"}  # the same for a value that reads many others
-_MANY = 4  # Inductor stores what several ops read if it reads more than so many values
+_MANY = 4  # Inductor stores a value with several readers if it loads more values than this
 _VIEWS = ("view", "expand", "permute", "getitem")
 
 
 def fusion_kind(node: fx.Node) -> str:
-    """The kind of a node's op; "opaque" if it has no rule and is not element by element."""
+    """Return the kind of a node's op.
+
+    The kind is "opaque" if the op has no rule and does not work element by element.
+    """
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is not None:
         return "gather" if rule.kind == "index" and "put" not in name_of(node) else rule.kind
@@ -52,14 +55,13 @@ def fusion_kind(node: fx.Node) -> str:
 
 
 def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
-    """Predicted peak bytes above the inputs, where all of a forward comes before its backward.
+    """Return the predicted peak bytes above the inputs, with the whole forward before the backward.
 
-    On a CPU Inductor makes one kernel of a chunk: nothing is freed before it ends, `of_chunk`.
-
-    Element by element ops are fused into what reads them, as Inductor does, and exist only where a
-    product, a reduction or the graph's end reads them. A value made from one of its own size that
-    nothing else reads takes over its memory, unless the loop that makes it also reduces that one,
-    or another loop gathers from that one.
+    On a CPU Inductor makes one kernel of a chunk, which frees nothing before it ends: `of_chunk`.
+    Inductor fuses element by element ops into the ops that read them. Such a value exists only if a
+    product, a reduction or the graph's end reads it. A value takes over the memory of an argument
+    of its own size that nothing else reads. It does not do so if the loop that computes the value
+    also reduces that argument, or if another loop gathers from that argument.
     """
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
@@ -87,7 +89,7 @@ def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
 
 
 def _not_overwritten(moments: list[Moment]) -> set[fx.Node]:
-    """Return what is made, but for what a later value takes over the memory of."""
+    """Return the values of these moments whose memory no later value takes over."""
     last = {n: i for i, moment in enumerate(moments) for n in (*moment.makes, *moment.reads)}
     sizes = {n: size for moment in moments for n, size in moment.makes.items()}
     for i, moment in enumerate(moments):
@@ -101,9 +103,9 @@ def _not_overwritten(moments: list[Moment]) -> set[fx.Node]:
 def _reads(
     nodes: list[fx.Node], backward: Container[fx.Node]
 ) -> tuple[dict[fx.Node, set[fx.Node]], set[fx.Node]]:
-    """What each node reads that is in memory, through what is fused into it, and what is stored."""
+    """Return the values in memory that each node reads through fused ones, and the stored nodes."""
     reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
-    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of what is stored
+    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of stored nodes
     loads, many = dict[fx.Node, set[object]](), set[fx.Node]()
     for node in nodes:
         kind = fusion_kind(node)
@@ -151,7 +153,10 @@ def _loads(
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """A node itself, or its results where there are several: each has a life of its own."""
+    """Return the results of a node that has several, else the node.
+
+    Each result has its own lifetime.
+    """
     return [u for u in node.users if name_of(u) == "getitem"] or [node]
 
 
@@ -180,9 +185,9 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
-    """Whether Inductor stores what takes long, and does not evaluate it in each loop that reads it.
+    """Return True if Inductor stores a costly value, and does not compute it again in each loop.
 
-    It does so on a CPU, for each of the graphs into which a joint graph is split.
+    Inductor does so on a CPU, for each of the graphs into which a joint graph is split.
     """
     late = [u in backward for u in _readers(node)]
     return _on_cpu(node) and (late.count(True) > 1 or late.count(False) > 1)
@@ -194,7 +199,7 @@ def _is_reused(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a value, also through views of it."""
+    """Return the nodes that read a value, also through views of it."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -207,7 +212,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def held_inside(node: fx.Node) -> int:
-    """What an op of ours holds while it runs, besides its results."""
+    """Return the bytes that an op of this package holds while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
         counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
         programs = zip(decode(str(node.args[4])), counts, strict=True)
@@ -222,7 +227,7 @@ def held_inside(node: fx.Node) -> int:
 
 
 def _chunk(node: fx.Node, program: Program, size: int) -> int:
-    """Bytes of a chunk of so many groups."""
+    """Return the bytes of a chunk of `size` groups."""
     held, values = size * program.group_bytes, values_of(node)
     if program.in_blocks:
         held += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
@@ -235,8 +240,9 @@ def _chunk(node: fx.Node, program: Program, size: int) -> int:
 
 
 def _sums(node: fx.Node) -> tuple[int, int]:
-    """Return the bytes of the fp32 sums that 16-bit results of a chunked span are rounded from,
-    and of the results that do not exist until the last chunk is gone.
+    """Return the bytes of fp32 sums, and of results that exist only after the last chunk.
+
+    A 16-bit result of a chunked span may be rounded from an fp32 sum when all chunks are done.
     """
     programs, values = decode(str(node.args[4])), values_of(node)
     wide, late_results = dict[int, int](), dict[int, int]()

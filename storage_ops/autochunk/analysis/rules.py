@@ -1,14 +1,14 @@
 """The table of rules: op -> which dimensions of its arguments and result belong together.
 
-A rule labels dimensions. A label that stands in an argument and in the result is a dimension along
-which the op works on each element alone: a slice of the argument gives that slice of the result. A
-label in `sums` is one the op sums over: slices give terms of the sum. A dimension without a label
-(None) must stay whole.
+A rule labels dimensions. A label in an argument and in the result is a dimension along which the op
+works on each element alone. A slice of the argument gives the same slice of the result. A label in
+`sums` is a dimension that the op sums over: slices give terms of the sum. A dimension without a
+label (None) must stay whole.
 
-A rule also says how a factor of the arguments becomes a factor of the result, for gradients are
-linear in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
-arguments: ((0,), (1,)) for an addition, whose terms must have the factor in common, ((0, 1),) for a
-multiplication. An argument that is in no term may carry none.
+A rule also says how a factor of the arguments becomes a factor of the result. Gradients are linear
+in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
+arguments. It is ((0,), (1,)) for an addition, whose terms must have the factor in common, and
+((0, 1),) for a multiplication. An argument that is in no term must not have the factor.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Rule:
     sizes: int | None = None
 
     def degree(self, node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-        """The degree of a call's result in the upstream gradient, from those of its arguments.
+        """Return the degree of a call's result in the upstream gradient, from its arguments' ones.
 
         Raises:
             Conflict: it has none.
@@ -89,12 +89,12 @@ class Rule:
 
 
 def _is_real(node: fx.Node) -> bool:
-    """Whether a value is real: an integer, or a truth value, is proportional to nothing."""
+    """Return True if a value is real. An integer or a boolean is proportional to nothing."""
     return all(v.is_floating_point() for v in values_of(node))
 
 
 def _common(degrees: Iterable[Degree]) -> Degree:
-    """The degree that all terms of a sum share."""
+    """Return the degree that all terms of a sum share."""
     found = {d for d in degrees if d is not None}
     if len(found) > 1:
         raise Conflict("adds what grows with the upstream gradient to what does not")
@@ -102,7 +102,7 @@ def _common(degrees: Iterable[Degree]) -> Degree:
 
 
 def _times(degrees: Iterable[Degree]) -> Degree:
-    """The degree of a product."""
+    """Return the degree of a product."""
     total = 0
     for degree in list(degrees):
         if degree is None:
@@ -114,7 +114,7 @@ def _times(degrees: Iterable[Degree]) -> Degree:
 
 
 def dims_of(dims: Any, rank: int) -> list[int]:
-    """Dimensions as given to a reduction: none, one or several, some negative."""
+    """Return the dimensions of a reduction as non-negative numbers: all, if it names none."""
     if dims is None or dims == []:
         return list(range(rank))
     given = [dims] if isinstance(dims, int) else dims
@@ -122,19 +122,19 @@ def dims_of(dims: Any, rank: int) -> list[int]:
 
 
 def _all_but(rank: int, whole: Iterable[int] = ()) -> Labels:
-    """Every dimension its own label, but for those that stay whole."""
+    """Return labels in which every dimension has its own, except for dimensions that stay whole."""
     return [None if d in whole else d for d in range(rank)]
 
 
 def _spread(node: fx.Node, out: Labels, sizes: list[Any]) -> Labels:
-    """The labels of an argument that is broadcast to these sizes: they count from the last."""
+    """Return the labels of an argument that is broadcast to these sizes, counted from the last."""
     own = shape(node)
     places = range(len(sizes) - len(own), len(sizes))
     return [out[i] if same(s, sizes[i]) else None for i, s in zip(places, own, strict=True)]
 
 
 def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
-    """Return the adjacent dimensions that are indexed, the indices, and how many they make."""
+    """Return the adjacent indexed dimensions, the indices, and how many dimensions they make."""
     given: Any = node.args[1]
     dims = [d for d, index in enumerate(given) if index is not None]
     if not all(given[d].meta["val"].dtype.is_signed for d in dims):
@@ -146,14 +146,14 @@ def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
 
 
 def aligned(node: fx.Node) -> Labelled:
-    """Every element by itself, with broadcasting."""
+    """Label an op that works element by element, with broadcasting."""
     sizes = shape(node)
     out = _all_but(len(sizes))
     return Labelled(out, {a: [_spread(a, out, sizes)] for a in tensors(node)})
 
 
 def _reduced(node: fx.Node) -> tuple[Any, list[int], Labels]:
-    """The argument of a reduction, the dimensions, and the labels of the result."""
+    """Return the argument of a reduction, the reduced dimensions, and the labels of the result."""
     x: Any = node.args[0]
     dims = dims_of(argument(node, 1, "dim", None), len(shape(x)))
     out = _all_but(len(shape(x)), dims)
@@ -162,13 +162,13 @@ def _reduced(node: fx.Node) -> tuple[Any, list[int], Labels]:
 
 
 def summing(node: fx.Node) -> Labelled:
-    """Sums over some dimensions; the mean is the sum over the count."""
+    """Label a sum over some dimensions. A mean is the sum over the count."""
     x, dims, out = _reduced(node)
     return Labelled(out, {x: [_all_but(len(shape(x)))]}, tuple(dims), "mean" in str(node.target))
 
 
 def ranking(node: fx.Node) -> Labelled:
-    """The k-th smallest along one dimension, by default the last."""
+    """Label the k-th smallest along one dimension, by default the last."""
     x: Any = node.args[0]
     (dim,) = dims_of(argument(node, 2, "dim", -1), len(shape(x)))
     row = _all_but(len(shape(x)), [dim])
@@ -177,13 +177,16 @@ def ranking(node: fx.Node) -> Labelled:
 
 
 def reducing(node: fx.Node) -> Labelled:
-    """Another reduction: whole along the dimensions it reduces."""
+    """Label another reduction: whole along the dimensions it reduces."""
     x, dims, out = _reduced(node)
     return Labelled(out, {x: [_all_but(len(shape(x)), dims)]})
 
 
 def along(place: int, name: str = "dim", default: object = None) -> Callable[[fx.Node], Labelled]:
-    """Works along one dimension, which stays whole, and on the others element by element."""
+    """Label an op along one dimension, which stays whole.
+
+    Other dimensions are element by element.
+    """
 
     def labels(node: fx.Node) -> Labelled:
         rank = len(shape(node))
@@ -194,7 +197,7 @@ def along(place: int, name: str = "dim", default: object = None) -> Callable[[fx
 
 
 def ranging(place: int) -> Callable[[fx.Node], Labelled]:
-    """Reads or writes a range of a dimension, which stays whole unless the range is all of it."""
+    """Label an op on a range of a dimension, which stays whole unless the range is all of it."""
 
     def labels(node: fx.Node) -> Labelled:
         x: Any = node.args[0]
@@ -208,7 +211,7 @@ def ranging(place: int) -> Callable[[fx.Node], Labelled]:
 
 
 def padding(node: fx.Node) -> Labelled:
-    """Numbers around some dimensions, from the last on, which stay whole."""
+    """Label an op that pads some of the last dimensions, which stay whole."""
     x: Any = node.args[0]
     pads: Any = node.args[1]
     last = len(shape(x)) - 1
@@ -217,7 +220,7 @@ def padding(node: fx.Node) -> Labelled:
 
 
 def gathering(node: fx.Node) -> Labelled:
-    """out[i][j] = x[i][index[i][j]] along dim: other dimensions of equal size go together."""
+    """Label out[i][j] = x[i][index[i][j]] along dim. Other dimensions of equal size go together."""
     given: Any = node.args[:3]
     x, dim, index = given
     sizes, found = shape(x), shape(index)
@@ -230,7 +233,10 @@ def gathering(node: fx.Node) -> Labelled:
 
 
 def scattered(node: fx.Node) -> Labelled:
-    """out[i][index[i][j]] = src[i][j] along dim: other dimensions of equal size go together."""
+    """Label out[i][index[i][j]] = src[i][j] along dim.
+
+    Other dimensions of equal size go together.
+    """
     sizes = shape(node)
     out = _all_but(len(sizes), dims_of(node.args[1], len(sizes)))
     for a in tensors(node)[1:]:
@@ -241,7 +247,7 @@ def scattered(node: fx.Node) -> Labelled:
 
 
 def permuting(node: fx.Node) -> Labelled:
-    """The result's dimension i is the argument's dimension dims[i]."""
+    """Label a permutation: the result's dimension i is the argument's dimension dims[i]."""
     x: Any = node.args[0]
     order: Any = _all_but(len(shape(x)))
     if "transpose" in str(node.target):
@@ -255,7 +261,7 @@ def permuting(node: fx.Node) -> Labelled:
 
 
 def repeating(node: fx.Node) -> Labelled:
-    """Copies side by side along some dimensions, which stay whole."""
+    """Label copies side by side along some dimensions, which stay whole."""
     x: Any = node.args[0]
     sizes = shape(node)
     row = _spread(x, _all_but(len(sizes)), sizes)
@@ -263,7 +269,7 @@ def repeating(node: fx.Node) -> Labelled:
 
 
 def indexed(node: fx.Node) -> Labelled:
-    """Some indices of adjacent dimensions, which stay whole; one index gives one part."""
+    """Label indexing of adjacent dimensions, which stay whole. One index gives one part."""
     x: Any = node.args[0]
     dims, indices, made = _indexed(node)
     row, places = _all_but(len(shape(x)), dims), [("index", i) for i in range(made)]
@@ -276,7 +282,7 @@ def indexed(node: fx.Node) -> Labelled:
 
 
 def index_put(node: fx.Node) -> Labelled:
-    """Writes or adds to some indices of adjacent dimensions, which stay whole."""
+    """Label an op that writes or adds to indices of adjacent dimensions, which stay whole."""
     x, _, values = list[Any](node.args)[:3]
     dims, indices, made = _indexed(node)
     sizes = shape(node)
@@ -291,14 +297,14 @@ def index_put(node: fx.Node) -> Labelled:
 
 
 def selected(node: fx.Node) -> Labelled:
-    """One index of a dimension, which is no more."""
+    """Label one index of a dimension, which the result does not have."""
     x: Any = node.args[0]
     row = _all_but(len(shape(x)), dims_of(node.args[1], len(shape(x))))
     return Labelled([d for d in row if d is not None], {x: [row]})
 
 
 def select_scattered(node: fx.Node) -> Labelled:
-    """Writes one index of a dimension."""
+    """Label an op that writes one index of a dimension."""
     given: Any = node.args[:3]
     x, source, dim = given
     row = _all_but(len(shape(x)), dims_of(dim, len(shape(x))))
@@ -306,7 +312,7 @@ def select_scattered(node: fx.Node) -> Labelled:
 
 
 def product(node: fx.Node) -> Labelled:
-    """Matrix products: (n, k) x (k, m), with a batch in front for bmm; sums over k."""
+    """Label matrix products: (n, k) x (k, m), with a batch in front for bmm. They sum over k."""
     name = str(node.target)
     given: Any = node.args[: 3 if "addmm" in name else 2]
     *bias, a, b = given
@@ -320,12 +326,12 @@ def product(node: fx.Node) -> Labelled:
 
 
 def created(node: fx.Node) -> Labelled:
-    """The same number everywhere."""
+    """Label a tensor with the same number everywhere."""
     return Labelled(_all_but(len(shape(node))), {})
 
 
 def item_of(node: fx.Node) -> Labelled:
-    """One of several results, which have the same dimensions."""
+    """Label one of several results, which have the same dimensions."""
     row = _all_but(len(shape(node)))
     return Labelled(row, {node.args[0]: [row]})  # type: ignore[dict-item]
 
@@ -435,7 +441,7 @@ PRODUCTS = frozenset(name for name, rule in RULES.items() if rule.kind == "produ
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The rule of a node; a Conflict names the op that has none."""
+    """Return the rule of a node. A Conflict names an op without a rule."""
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is None:
         raise Conflict(f"no rule for {name_of(node)}", node)
@@ -445,7 +451,7 @@ def rule_of(node: fx.Node) -> Rule:
 
 
 def is_transposition(node: object) -> bool:
-    """Whether a node is a matrix with its dimensions exchanged."""
+    """Return True if a node is a matrix with its dimensions exchanged."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or len(shape(node)) != 2:
         return False
     rule = RULES.get(name_of(node))

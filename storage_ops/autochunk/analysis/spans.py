@@ -33,14 +33,14 @@ LARGE = 4  # values of more than a quarter of the amplifier's elements exist in 
 
 @dataclass
 class Span:
-    """The nodes that are evaluated once per chunk, and what they read and give.
+    """The nodes that are evaluated once per chunk, with their arguments and layouts.
 
     Attributes:
         amplifiers: the products whose results are never whole, and their rows.
-        tokens: how many there are.
+        tokens: the number of tokens.
         step: tokens of a group, which a chunk does not cut.
-        layouts: of every node in the span.
-        reads: of every node in the span, its arguments and the layouts in which it reads them.
+        layouts: the layout of every node in the span.
+        reads: for every node in the span, its arguments and the layouts in which it reads them.
         large: nodes that exist in chunks only.
     """
 
@@ -53,22 +53,22 @@ class Span:
 
     @property
     def groups(self) -> Size:
-        """How many groups there are."""
+        """Return the number of groups."""
         return self.tokens if same(self.step, 1) else self.tokens // self.step
 
     def reads_inside(self, arg: fx.Node, layout: Layout) -> bool:
-        """Whether a node of the span takes this argument from the same chunk."""
+        """Return True if a node of the span reads this argument from the same chunk."""
         found = self.layouts.get(arg)
         return isinstance(found, Rows) and equal(found, layout)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is a matrix product."""
+    """Return True if a node is a matrix product."""
     return node.op == "call_function" and name_of(node) in rules.PRODUCTS
 
 
 def stops(node: fx.Node) -> bool:
-    """Whether what comes after a node is no part of a span that leads to it."""
+    """Return True if values after a node cannot belong to a span that leads to the node."""
     return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
 
 
@@ -99,10 +99,11 @@ def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
-    """What is larger than all that it is made of, the largest first.
+    """Return the nodes that are larger than all their arguments, the largest first.
 
-    Products, as they lead to a loss, and upstream gradients that are expanded or scattered; such a
-    gradient is not part of a product's span if that is linear in the logits, such as their sum.
+    Candidates are products that lead to a loss, and upstream gradients that are expanded or
+    scattered. Such a gradient is outside every product's span if the loss is linear in the logits,
+    such as their sum.
     """
     after, larger_results = reached(tangents), resampled(graph)
     upstream = after | tangents
@@ -125,20 +126,20 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
 
 
 def rows_of(amplifier: fx.Node) -> list[Rows]:
-    """The dimensions of an amplifier that may be its tokens."""
+    """Return the dimensions of an amplifier that may be its tokens."""
     last = len(shape(amplifier)) - 1
     return [Rows(1, 2), Rows(0, 1)] if "bmm" in name_of(amplifier) else [Rows(0, max(last, 1))]
 
 
 def labels_of(node: fx.Node) -> Labelled:
-    """The labels of a call of an op that is no view."""
+    """Return the labels of a call of an op that is not a view."""
     labels = rule_of(node).labels
     assert labels is not None
     return labels(node)
 
 
 def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
-    """What a node makes of the rows of an argument: rows, a part of a sum, or None: it mixes them.
+    """Return the layout that a node makes of an argument's rows, or None if it mixes them.
 
     Raises:
         Conflict: the op has no rule.
@@ -251,7 +252,7 @@ class _Propagation:
                 self.pull(arg, layout)
 
     def take_results(self, node: fx.Node, arg: fx.Node, layout: Layout) -> None:
-        """Take what has several results into the span, or raise: they are no value to read."""
+        """Take a node with several results into the span, or raise: it is not one value to read."""
         if arg in self.span.layouts or not isinstance(arg.meta["val"], (tuple, list)):
             return
         if isinstance(layout, Rows):
@@ -260,7 +261,7 @@ class _Propagation:
             raise Conflict("is one of several results of what is not in chunks", node)
 
     def pull(self, node: fx.Node, rows: Rows) -> None:
-        """Evaluate a large value in chunks though no amplifier leads to it."""
+        """Evaluate a large value in chunks although no amplifier leads to it."""
         if is_product(node):
             if amplifies(node):
                 raise _Found(node, rows)
@@ -271,7 +272,7 @@ class _Propagation:
             log.debug("%s: read whole, for it %s", node, conflict)
 
     def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
-        """What the layouts of arguments make of a node."""
+        """Return the layout of a node, from the layouts of its arguments."""
         arg = known[0]
         rows = self.span.layouts[arg]
         assert isinstance(rows, Rows)
@@ -281,7 +282,7 @@ class _Propagation:
         return found
 
     def mixing(self, node: fx.Node, arg: fx.Node, rows: Rows) -> Exception:
-        """Why an op cannot be given a slice: it mixes tokens, perhaps only within groups."""
+        """Return the error for an op that mixes tokens, perhaps only within groups."""
         labelled = labels_of(node)
         labels = labelled.args[arg][0]
         kept = rows.lo
@@ -299,7 +300,7 @@ class _Propagation:
         return Conflict("mixes tokens")
 
     def needs(self, node: fx.Node, out: Layout) -> list[tuple[fx.Node, Layout]]:
-        """In which layouts a node reads its arguments."""
+        """Return the arguments of a node and the layouts in which it reads them."""
         rule = rule_of(node)
         if rule.labels is None:
             assert isinstance(out, Rows)
@@ -327,7 +328,7 @@ class _Propagation:
 def read(
     node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
 ) -> Layout:
-    """The layout of an argument that has some of the labels that are found along rows."""
+    """Return the layout of an argument that has some of the labels found along the rows."""
     if any(label is None for label in found):
         raise Conflict("mixes tokens", node)
     present = [label for label in found if label in labels]
@@ -351,11 +352,11 @@ def propagate(
     graph: fx.Graph, amplifier: fx.Node, chunks: Callable[[Collection[fx.Node]], int],
     cut: bool = False,
 ) -> Span:  # fmt: skip
-    """The span of an amplifier.
+    """Return the span of an amplifier.
 
     Args:
-        chunks: how many are wanted of the products in it.
-        cut: small values that mix tokens are read between two passes, instead of in groups.
+        chunks: the number of chunks to cut these products into.
+        cut: read small values that mix tokens between two passes, instead of in groups.
 
     Raises:
         Conflict: there is none, and why.
@@ -388,7 +389,8 @@ def _propagate_along(
             amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
         except Regroup as group:
             regrouped += 1
-            # Few large groups make few chunks. Then what mixes tokens is read between two passes.
+            # Few large groups make few chunks. Values that mix tokens are then read between two
+            # passes.
             if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
                 cut = True
             elif same(step, group.step):

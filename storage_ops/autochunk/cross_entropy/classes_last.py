@@ -1,5 +1,6 @@
-"""Cross-entropy whose classes are in dimension 1, written with the classes in the last dimension.
-And convolutions that make logits, written as products.
+"""Cross-entropy with the classes in dimension 1, rewritten with the classes in the last dimension.
+
+Convolutions that compute logits are rewritten as products.
 
 The tokens of logits of shape (N, C, H, W) do not lie side by side: a chunk would be whole images.
 Logits of shape (N * H * W, C) can be cut anywhere. The loss of both is the same.
@@ -43,9 +44,9 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
 
 
 def _is_head(node: fx.Node, least: int) -> bool:
-    """Return True if a convolution makes more than it reads, and no layer follows it.
+    """Return True if a convolution's result is larger than its input, and no layer follows it.
 
-    What counts is the largest of what is interpolated from it, if that has more bytes than `least`.
+    The largest interpolation of the result counts, if it has more bytes than `least`.
     """
     layers = {*_CONVOLUTIONS, F.linear, torch.matmul, torch.bmm}
     x: Any = node.args[0] if node.args else node.kwargs["input"]
@@ -56,7 +57,7 @@ def _is_head(node: fx.Node, least: int) -> bool:
 
 
 def _replace_convolution(node: fx.Node) -> None:
-    """Write a convolution that is a product as one, if it is."""
+    """Replace a convolution by a product if it is one."""
     call = Calls(node.graph, node, before=node, key="example_value")
     with torch.set_grad_enabled(node.meta["example_value"].requires_grad):
         product = _as_product(call, node)
@@ -92,7 +93,7 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
             made = call(torch.ops.aten.view_as.default, made, target)
     node.replace_all_uses_with(made)
     unused = [node]
-    while unused:  # no other dead node: one may be there for what it writes
+    while unused:  # other dead nodes stay: they may have side effects
         dead = unused.pop()
         read = [a for a in dead.all_input_nodes if a.op != "placeholder"]
         graph.erase_node(dead)
@@ -103,7 +104,7 @@ def _turned(call: Calls, node: object) -> fx.Node | None:
     """Return logits with dimension 1 as the last one, or None if that takes a copy."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
-    # At the place of the node: what it reads may be changed in place after it.
+    # At the place of the node: its arguments may be changed in place after it.
     call = Calls(node.graph, node, before=node, key="example_value")
     name = str(getattr(node.target, "__name__", node.target))
     value, (base, *rest) = node.meta["example_value"], node.args or (None,)

@@ -1,9 +1,9 @@
-"""A product of Dynamo's graph and what is made of it, as ATen ops, and back again.
+"""Traces a part of Dynamo's graph, from a product to numbers per token, to ATen ops and back.
 
-Before autograd the loss stands as the user wrote it. Dynamo's graph says so in functions of torch,
-of which there are many; the rules know ATen's ops. So the slice of the graph from a product to a
-few numbers per token is traced, and what is found out there is written back as ATen ops, which
-autograd takes. What is made of these numbers stays the user's code.
+Before autograd the loss stands as the user wrote it. Dynamo's graph has many functions of torch,
+but the rules know ATen's ops only. So the slice of the graph from a product to a few numbers per
+token is traced to ATen ops. The replacement is written back as ATen ops, which autograd accepts.
+The code after these numbers stays the user's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from storage_ops.foundation.ops import Product, product_of
 _SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
 _GRADS = "_set_grad_enabled"
 _CHOOSING = {"getitem", "narrow", "select"}  # tokens, so that others need not be formed
-MOST = 256  # nodes of a slice: what comes after the logits of a model are some tens
+MOST = 256  # nodes of a slice: a model has some tens of nodes after the logits
 
 
 @dataclass
@@ -59,11 +59,11 @@ class ForwardSlice:
 
     @property
     def values(self) -> list[fx.Node]:
-        """The nodes of the ATen graph that `ends` are."""
+        """Return the ATen nodes that compute `ends`."""
         return returned(self.graph)
 
     def learns(self, node: fx.Node) -> bool:
-        """Whether a value of the ATen graph depends on an input that has a gradient."""
+        """Return True if a value of the ATen graph depends on an input that requires a gradient."""
         return any(learns(self.inputs[n]) for n in leading_to([node]) if n in self.inputs)
 
     def is_given(self, node: fx.Node) -> bool:
@@ -81,7 +81,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def learns(node: fx.Node) -> bool:
-    """Whether a value of Dynamo has a gradient."""
+    """Return True if a value of Dynamo's graph requires a gradient."""
     return _is_tensor(node) and bool(_value(node).requires_grad)
 
 
@@ -112,7 +112,7 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def products(graph: fx.Graph) -> list[fx.Node]:
-    """Products that are larger than their factor, the largest first."""
+    """Return the products that are larger than their factor, the largest first."""
     found = {}
     for node in graph.nodes:
         product = _product(node)
@@ -125,7 +125,10 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def forget_bounds(graph: fx.Graph) -> None:
-    """Drop Dynamo's checks that a mask keeps no more than there is: they read the logits' size."""
+    """Drop Dynamo's checks that a mask keeps no more than all elements.
+
+    They read the logits' size.
+    """
     for kept in [n for n in graph.nodes if _name(n) == "getitem" and _is_mask(n.args[1])]:
         bounds = ("_check_is_size",), ("ge", 0), ("le", numel(kept.args[1]))
         for size in [u for u in kept.users if str(u.target) == "aten.sym_size.int"]:
@@ -142,7 +145,10 @@ def _is_mask(item: object) -> bool:
 
 
 def loss_of(forward: ForwardSlice) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The number that all that a product leads to becomes, if it does; and what leads there."""
+    """Return the one number that all users of a product lead to, and the nodes before it.
+
+    The nodes of the slice are left out. Return None if there is no such number.
+    """
     after = reached([forward.product]) | {forward.product}
     nodes = [n for n in forward.gm.graph.nodes if n in after and n.op != "output"]
     place = {node: i for i, node in enumerate(nodes)}
@@ -157,9 +163,10 @@ def loss_of(forward: ForwardSlice) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
-    """A product and what is made of it, up to what has a few numbers per token, in order.
+    """Return a product and its users, up to those with a few numbers per token, in order.
 
-    So far, what is there is large, or is made of that, or leads to it, or chooses tokens of it.
+    A node is returned if its value is large, if it reads or leads to a large value, or if it
+    chooses tokens of one.
     """
     tokens = numel(product) // max(hint(_value(product).shape[-1]), 1)
     after = reached([product])
@@ -182,7 +189,7 @@ def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
 
 
 def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
-    """The slice from a product to a few numbers per token.
+    """Return the slice from a product to a few numbers per token.
 
     Raises:
         Conflict: the slice is not one of plain functions.
@@ -202,7 +209,7 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
 
 
 class NodeReplay:
-    """Nodes of Dynamo that are run again.
+    """Nodes of Dynamo's graph that run again.
 
     Attributes:
         order: these, and what they read that is made of integers; scopes of autocast.
@@ -210,7 +217,7 @@ class NodeReplay:
     """
 
     def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):
-        """`given`: nodes whose values are there."""
+        """Find what to run again. `given`: nodes whose values exist already."""
         inside, self.given, order = set(nodes), set(given), list(graph.nodes)
         run = set(inside)
         if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
@@ -232,7 +239,7 @@ class NodeReplay:
         _check_unchanged(n for n in [*self.inputs, *self.order] if n not in inside)
 
     def __call__(self, env: dict[fx.Node, Any]) -> None:
-        """Run them; `env`: values of what is given and of the inputs, to which theirs are added."""
+        """Run the nodes. `env` has the values of inputs and given nodes, and gets the results."""
         opened: list[Any] = []
         try:
             for node in self.order:
@@ -248,7 +255,7 @@ class NodeReplay:
                 torch.amp.autocast_mode._exit_autocast(scope)
 
     def trace(self, ends: list[fx.Node]) -> fx.Graph:
-        """As ATen ops, with `ends` for results."""
+        """Return the nodes as ATen ops, with `ends` for results."""
 
         def run(*given: object) -> list[Any]:
             env: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
@@ -264,7 +271,7 @@ class NodeReplay:
 
 
 def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx.Graph:
-    """The ATen ops of a function of fake tensors.
+    """Return the ATen ops of a function of fake tensors.
 
     Raises:
         Conflict: some change something in place, or are random.
@@ -291,7 +298,7 @@ def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx
 
 
 def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
-    """What the function computes under torch.no_grad."""
+    """Return the nodes that the function computes under torch.no_grad."""
     found, enabled = set[fx.Node](), True
     for node in order:
         if node.op == "call_function" and _name(node) == _GRADS:
@@ -302,7 +309,7 @@ def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
 
 
 def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-    """What nodes read that is made of integers, such as targets and masks, or of nothing."""
+    """Return arguments that depend on integers only, such as targets and masks, or on nothing."""
     found: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
     while stack:
@@ -317,14 +324,14 @@ def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
 
 
 def _check_unchanged(nodes: Iterable[fx.Node]) -> None:
-    """Raise Conflict if a value is written to after it was made."""
+    """Raise Conflict if a value is written to after it was computed."""
     for node in nodes:
         if _is_tensor(node) and _value(node)._version:
             raise Conflict("is changed in place by the function", node)
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """Whether a node has a backward, or a body, of its own."""
+    """Return True if a node has a backward, or a body, of its own."""
     return node.op not in ("call_function", "call_method") or isinstance(
         node.target, torch._ops.HigherOrderOperator
     )
@@ -338,7 +345,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
 
 def _by_rows(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """A sum of everything: over the last dimension first, for a value per token to be seen."""
+    """Sum over the last dimension first, so that a value per token is visible in the graph."""
     if x.dim() < 2:
         return NotImplemented
     return x.sum(-1, dtype=dtype).sum(dtype=dtype)
@@ -351,7 +358,10 @@ def _mean_by_rows(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, but for what autograd has to see, and with sums of everything by rows."""
+    """Return Inductor's decompositions, without those of ops that autograd must see.
+
+    Sums of everything go by rows.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
@@ -373,7 +383,7 @@ class Splice:
         self.env: dict[fx.Node, fx.Node] = dict(forward.inputs)
 
     def copy(self, wanted: fx.Node) -> fx.Node:
-        """A node of an ATen graph, after what it is made of."""
+        """Copy a node of an ATen graph, after the nodes that it depends on."""
         needed: set[fx.Node] = set()
         stack = [wanted]
         while stack:
@@ -391,7 +401,7 @@ class Splice:
 
 
 def sweep(forward: ForwardSlice) -> None:
-    """Drop what nobody reads any more of the slice."""
+    """Drop nodes of the slice that nothing reads any more."""
     for node in reversed(forward.nodes):
         if not node.users:
             forward.gm.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Writes the op of linear cross-entropy in the place of a product of Dynamo's graph.
+"""Replaces a product of Dynamo's graph by the op of linear cross-entropy.
 
 If a loss is linear in the numbers per token, the op computes the loss, and its gradients in the
 forward. For any other loss the op returns the numbers per token, and the user's code goes on from
@@ -38,7 +38,7 @@ _TURNED = {"t", "transpose", "permute", "T", "mT"}
 
 @dataclass(frozen=True)
 class Emitted:
-    """What an op has become: how many tiles it has, and how often it forms the logits."""
+    """The tiles that the emitted op has, and how often it forms the logits."""
 
     num_chunks: int
     num_passes: int
@@ -69,7 +69,7 @@ class Emitter:
         self.learns = any(map(any, (per_token.learns for per_token in ranges)))
 
     def loss(self, reduction: Reduction) -> Emitted:
-        """Write a loss, and what the reduction makes of zeros."""
+        """Write a loss, and the value that the reduction has for zeros."""
         (per_token,) = self.ranges
         splice = self.splice = Splice(self.forward, reduction.loss)
         call, copy = splice.call, splice.copy
@@ -115,7 +115,7 @@ class Emitter:
         return call(_ATEN.sum.dim_IntList, call(_ATEN.mul.Tensor, hidden, 0.0), [-1])
 
     def rows(self) -> Emitted:
-        """Write the rows, which lead to what is read elsewhere."""
+        """Write the rows, for the nodes that read them."""
         splice = self.splice = Splice(self.forward, self.place())
         alike = all(_of_one_call(self.ranges[0], per_token) for per_token in self.ranges)
         for ranges in [self.ranges] if alike else [[per_token] for per_token in self.ranges]:
@@ -125,7 +125,7 @@ class Emitter:
         return self.emitted
 
     def place(self) -> fx.Node:
-        """Before which node of Dynamo the rows are there, and may have gradients."""
+        """Return the node of Dynamo's graph before which the rows exist and may have gradients."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
         if self.learns and self.is_shared():
             raise Conflict("has a weight that another product has, too", forward.product)
@@ -140,8 +140,10 @@ class Emitter:
         return found
 
     def is_shared(self) -> bool:
-        """Whether another product of that size has the same weight: chunks add both gradients up
-        in one place, two ops do not."""
+        """Return True if another product of about this size has the same weight.
+
+        Chunks add both gradients of the weight up in one place, and two ops do not.
+        """
         weights = {
             _root(self.forward.inputs.get(per_token.weight)) for per_token in self.ranges
         } - {None}
@@ -207,13 +209,13 @@ class Emitter:
                 self.splice.env[row] = value
 
     def times(self, value: fx.Node, factor: float) -> fx.Node:
-        """A value times a number."""
+        """Return a value times a number."""
         if factor in (1, -1):
             return value if factor > 0 else self.splice.call(_ATEN.neg.default, value)
         return self.splice.call(_ATEN.mul.Tensor, value, factor)
 
     def op(self, ranges: list[PerToken], target: fx.Node, **options: object) -> fx.Node:
-        """A call of the op for ranges of the tokens."""
+        """Return a call of the op for ranges of the tokens."""
         per_token, copy = ranges[0], self.splice.copy
         weight = copy(per_token.weight)
         if per_token.transposed:
@@ -240,7 +242,7 @@ class Emitter:
         return self.splice.call(op, *made._replace(memory_budget=budget))
 
     def input(self, ranges: list[PerToken]) -> fx.Node:
-        """The input of all ranges: that of the product, where they follow on each other in it."""
+        """Return the input of all ranges: the product's own, if the ranges cover it in order."""
         parts = [per_token.input for per_token in ranges]
         if len(parts) == 1:
             return self.splice.copy(parts[0])
@@ -255,7 +257,7 @@ class Emitter:
         return self.splice.call(_ATEN.cat.default, list(map(self.splice.copy, parts)))
 
     def targets(self, ranges: list[PerToken], k: int) -> fx.Node:
-        """The k-th target of all tokens; where there is none any class does."""
+        """Return the k-th target of all tokens. Tokens without a target get class 0."""
         parts = []
         for per_token in ranges:
             if per_token.targets:
@@ -268,21 +270,21 @@ class Emitter:
         return parts[0] if len(parts) == 1 else self.splice.call(_ATEN.cat.default, parts)
 
     def flat(self, node: fx.Node) -> fx.Node:
-        """A value per token, or per class, in one dimension."""
+        """Return a value per token, or per class, in one dimension."""
         return self.splice.call(_ATEN.reshape.default, self.splice.copy(node), [-1])
 
     def classes(self, per_token: PerToken) -> fx.Node | None:
-        """The weights of the classes, if there are some."""
+        """Return the weights of the classes, or None if there are none."""
         return per_token.classes and self.flat(per_token.classes)
 
     def like(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
-        """A node in the dtype of a value."""
+        """Return a node in the dtype of a value."""
         if node.meta["example_value"].dtype == value.dtype:
             return node
         return self.splice.call(_ATEN._to_copy.default, node, dtype=value.dtype)
 
     def numbers(self, sizes: list[Size]) -> list[int | fx.Node]:
-        """Sizes as arguments of a call."""
+        """Return sizes as arguments of a call."""
         found = map(self.size, sizes)
         return [n if isinstance(n, int) else self.splice.copy(n) for n in found]
 
@@ -292,7 +294,7 @@ def _number(item: object) -> Any:
 
 
 def _root(node: object) -> Any:
-    """What a node of Dynamo is a transposition of."""
+    """Return the node of Dynamo's graph below all transpositions of it."""
     while isinstance(node, fx.Node) and str(getattr(node.target, "__name__", node.target)) in (
         _TURNED
     ):
@@ -301,7 +303,7 @@ def _root(node: object) -> Any:
 
 
 def _of_one_call(one: PerToken, other: PerToken) -> bool:
-    """Whether ranges of tokens differ in nothing else."""
+    """Return True if two PerTokens differ in their range of tokens only."""
     if one is other:
         return True
     given = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)

@@ -1,7 +1,7 @@
 """The part of a loss from the hidden states to its rows, a few numbers per token.
 
-It is evaluated in float64 on random tokens: every row, and its gradient, has to be a sum of the
-terms that linear cross-entropy has, each times a number, or such a sum without a gradient.
+It is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of the terms
+of linear cross-entropy, each times a number. A row may also be such a sum without a gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias")
 
 @dataclass(frozen=True)
 class Terms:
-    """What a row is made of: the numbers that its terms are multiplied by.
+    """The terms of a row: the numbers by which its terms are multiplied.
 
     row = sum_k nll_k C_t (lse - z_t) + spread sum_j C_j (lse - z_j) + lse lse + entropy entropy,
     with t the k-th target. `detached`: it has no gradient.
@@ -62,12 +62,12 @@ class Terms:
 
     @property
     def is_lse(self) -> bool:
-        """Whether the row is lse alone."""
+        """Return True if the row is lse alone."""
         return not any(self.nll) and not self.spread and abs(self.lse - 1) < 1e-9
 
 
 class PerToken:
-    """What a product and its rows are to the op.
+    """A product and its rows as the op needs them.
 
     Attributes:
         span: from the product to the rows.
@@ -103,12 +103,12 @@ class PerToken:
 
     @property
     def dense(self) -> bool:
-        """Whether the targets are probabilities."""
+        """Return True if the targets are probabilities."""
         return any(t.meta["val"].is_floating_point() for t in self.targets)
 
     @property
     def learns(self) -> list[bool]:
-        """Whether input, weight and bias have gradients."""
+        """Return whether input, weight and bias each have gradients."""
         return [bool(n and self.forward.learns(n)) for n in (self.input, self.weight, self.bias)]
 
     def _rows(self) -> list[fx.Node]:
@@ -122,7 +122,7 @@ class PerToken:
         return rows
 
     def _role(self, arg: fx.Node, layout: Layout) -> str:
-        """What an input of the body is."""
+        """Return the role of an input of the body, such as "weight" or "target 0"."""
         value, sizes = arg.meta["val"], shape(arg)
         if arg is self.input:
             return "input"
@@ -152,7 +152,7 @@ class PerToken:
         raise Conflict(f"{arg} is none of its inputs")
 
     def fit(self) -> None:
-        """Find the terms of the rows; raises Conflict if there are others."""
+        """Find the terms of the rows. Raise Conflict if there are others."""
         tokens, tensors = _Tokens(self), []
         for (arg, layout, _), role in zip(self.body.inputs, self.roles, strict=True):
             value, rank = tokens.given[role], len(shape(arg))
@@ -211,7 +211,7 @@ class _Tokens:
         }  # fmt: skip
 
     def gradient(self, value: Tensor) -> Tensor:
-        """Of a number, with respect to input and weight."""
+        """Return the gradient of a number with respect to input and weight, flattened."""
         if not value.requires_grad:
             return torch.zeros(1)
         found = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
@@ -219,7 +219,7 @@ class _Tokens:
 
 
 def _untransposed(node: Any) -> tuple[fx.Node, bool]:
-    """A matrix without its transpositions, and whether it is (D, V) then, as the product has it."""
+    """Return a matrix below its transpositions, and whether it is (D, V), as products read it."""
     transposed = True
     while is_transposition(node):
         node, transposed = node.args[0], not transposed
@@ -227,14 +227,14 @@ def _untransposed(node: Any) -> tuple[fx.Node, bool]:
 
 
 def bare(node: Any) -> fx.Node:
-    """A node without views of it."""
+    """Return the node below all views of it."""
     while short_name(node) in VIEWS:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
 
 def _alike(one: object, other: object) -> bool:
-    """Whether two nodes, or arguments, have the same value for they are made in the same way."""
+    """Return True if two nodes, or arguments, are computed by the same ops from the same nodes."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_alike, one, other))
     if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
@@ -246,7 +246,7 @@ def _alike(one: object, other: object) -> bool:
 
 
 def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
-    """A vector over the classes that is added to the product."""
+    """Return the vector over the classes that is added to the product, in a list, or []."""
     stack = [amplifier]
     while stack:
         node = stack.pop()
@@ -262,7 +262,7 @@ def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
 
 
 def _check_analytic(body: fx.Graph) -> None:
-    """Raise Conflict if logits go through what random tokens do not tell from another function."""
+    """Raise Conflict if random tokens cannot tell the function of the logits from another."""
     found: set[fx.Node] = set()
     for node in body.nodes:
         name = short_name(node)
@@ -273,7 +273,7 @@ def _check_analytic(body: fx.Graph) -> None:
 
 
 def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
-    """Soft-cap (0: none) and scale of the logits, as far as the chain after the product tells."""
+    """Return the soft-cap (0: none) and scale of the logits, from the ops after the product."""
     node, scale, cap = amplifier, 1.0, 0.0
     while True:
         links = [(u, number) for u in node.users if (number := _link(u, node, bias)) is not None]
@@ -292,7 +292,7 @@ def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
 
 
 def _link(user: fx.Node, node: fx.Node, bias: fx.Node | None) -> float | None:
-    """What a link of the chain multiplies by; None if it is no link."""
+    """Return the factor of an op in the chain after the product, or None at the chain's end."""
     name = short_name(user)
     if name in (*VIEWS, "_to_copy", "clone", "tanh") or (name == "add" and bias in user.args):
         return 1.0
@@ -304,7 +304,7 @@ def _link(user: fx.Node, node: fx.Node, bias: fx.Node | None) -> float | None:
 
 
 def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
-    """The numbers c with got = sum_i c_i terms_i; raises Conflict if there are none."""
+    """Return the numbers c with got = sum_i c_i terms_i. Raise Conflict if there are none."""
     basis = torch.stack(list(terms), 1)
     size = basis.norm(dim=0).clamp(min=1e-300)
     found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
@@ -315,7 +315,7 @@ def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
 
 
 def in_double(graph: fx.Graph) -> fx.GraphModule:
-    """A graph with all its floating-point numbers in float64, on the CPU."""
+    """Return a graph with all its floating-point numbers in float64, on the CPU."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

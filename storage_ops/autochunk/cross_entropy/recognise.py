@@ -1,14 +1,14 @@
-"""Recognises a forward that is linear cross-entropy, which has an op of its own.
+"""Recognises a forward that is linear cross-entropy and can use its op.
 
-A loss falls into two parts: from the hidden states to a few numbers per token, its *rows*, and the
-*reduction* from the rows to one number, with masks, weights and counts.
+A loss has two parts. The first goes from the hidden states to a few numbers per token, its *rows*.
+The *reduction* goes from the rows to one number, with masks, weights and counts.
 
-The first part is evaluated in float64 on a few random tokens: every row must be a sum of the terms
-that linear cross-entropy has, each times a number. If the reduction is linear in the rows, but for
-the square of lse, its gradient with respect to the rows is traced. This gradient is the weight of
-each token, from whatever masks and means it comes. The loss is that of the op with these weights,
-plus what the reduction makes of zeros. Any other reduction stays as it is, and its rows are the
-op's: those of policy losses, preferences, ratios and entropies.
+The first part is evaluated in float64 on a few random tokens. Every row must be a sum of the terms
+of linear cross-entropy, each times a number. If the reduction is linear in the rows, except for the
+square of lse, its gradient with respect to the rows is traced. This gradient is the weight of each
+token, and includes all masks and means. The loss is then the op's loss with these weights, plus the
+reduction of zeros. Any other reduction stays as it is, and the op computes its rows. Examples are
+policy losses, preferences, ratios and entropies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from storage_ops.autochunk.runtime.chunk_op import in_body
 
 @dataclass
 class Recognised:
-    """What a graph of Dynamo has become before autograd.
+    """The result of rewriting a graph of Dynamo before autograd.
 
     Attributes:
-        num_chunks: tiles of the op of linear cross-entropy, where there is one; 0: there is none.
-        num_passes: how often that forms the logits.
+        num_chunks: tiles of the op of linear cross-entropy, or 0 if the graph has no such op.
+        num_passes: how often the op forms the logits.
         largest: elements of the largest logits of such a loss.
         saved: bytes of the logits that are not formed.
     """
@@ -69,7 +69,7 @@ def recognise(
 ) -> Recognised:
     """Let a graph of Dynamo use the op of linear cross-entropy.
 
-    Whatever goes wrong, the graph computes what it did before.
+    If anything goes wrong, the graph computes the same as before.
     """
     found, largest, graph = Recognised(), 0, gm.graph
     if in_body():
@@ -115,11 +115,11 @@ def _amplifier(forward: ForwardSlice) -> fx.Node:
 
 @contextmanager
 def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
-    """Undo changes of a graph that fail."""
+    """Undo changes of a graph if the block fails."""
     undo = Undo(graph)
     sizes = product.meta["example_value"].fake_mode.shape_env
     try:
-        # Masks make sizes in what is only tried, which the graph does not have.
+        # Masks create symbolic sizes during an attempt, and the graph has no use for these.
         with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
             yield
     except Conflict as conflict:
@@ -131,7 +131,7 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
 
 
 def per_token_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[PerToken]:
-    """What products, which are ranges of the tokens of one, are to the op.
+    """Return products, which are ranges of one product's tokens, as the op needs them.
 
     Raises:
         Conflict: they are something else, or that is not certain.
@@ -153,7 +153,7 @@ def per_token_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[PerTo
 
 
 def _on_numbers() -> AbstractContextManager[Any]:
-    """Make tensors with values, where Dynamo would make them without."""
+    """Create tensors with values where Dynamo would create them without."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # brings sympy
 
     return unset_fake_temporarily()
@@ -161,7 +161,7 @@ def _on_numbers() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _at_random() -> Iterator[None]:
-    """What random tokens are no valid input of is a Conflict; they are the same every time."""
+    """Fix the random numbers. Raise Conflict if random tokens are no valid input of the block."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -171,7 +171,10 @@ def _at_random() -> Iterator[None]:
 
 
 def _reduction_of(ranges: list[PerToken]) -> Reduction:
-    """The rest of a loss that is linear cross-entropy; raises Conflict if it is another."""
+    """Return the reduction of a loss that is linear cross-entropy.
+
+    Raise Conflict for another loss.
+    """
     if len(ranges) > 1:
         raise Conflict("is cut into ranges of tokens")
     with _at_random():
@@ -184,7 +187,7 @@ def _reduction_of(ranges: list[PerToken]) -> Reduction:
 def emit(
     forward: ForwardSlice, ranges: list[PerToken], num_chunks: int | None, memory_budget: int | None
 ) -> Emitted:
-    """Write the op in the place of a product: for the loss, or else for the rows."""
+    """Replace a product by the op: for the loss if possible, otherwise for the rows."""
     emitter = Emitter(forward, ranges, num_chunks, memory_budget)
     try:
         reduction = _reduction_of(ranges)

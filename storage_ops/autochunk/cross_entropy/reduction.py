@@ -1,7 +1,7 @@
 """The part of a loss from its rows to one number: masks, weights, counts and sums.
 
-It has to be linear in the rows, but for the square of lse. Then its gradient with respect to the
-rows, which is traced, is the weight of every token, wherever that comes from.
+It must be linear in the rows, except for the square of lse. Its gradient with respect to the rows
+is traced. This gradient is the weight of every token, whether it comes from masks, means or counts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MOST = 1 << 24  # elements of a value that is drawn at random
 
 
 class Reduction:
-    """What becomes of the rows.
+    """The part of a loss after its rows.
 
     Attributes:
-        loss: the number, a node of Dynamo.
-        leaves: nodes of Dynamo that are read besides the rows.
-        graph: traced; takes `inputs`, the leaves and the rows, and gives `weight`, those of the
-            tokens, `total`, the loss, and its gradient with respect to every row.
+        loss: the number, a node of Dynamo's graph.
+        leaves: other nodes of Dynamo's graph that the part reads.
+        graph: the traced part. It takes `inputs`, the leaves and the rows. It returns `weight`, the
+            tokens' weights, `total`, the loss, and the loss's gradient with respect to every row.
         label_smoothing, z_loss: options of the loss.
     """
 
@@ -72,7 +72,7 @@ class Reduction:
             raise Conflict("is not linear in the rows")
 
     def _between(self) -> list[fx.Node]:
-        """The nodes of the ATen graph between rows and ends, and what they read, in order."""
+        """Return the ATen nodes between rows and ends, and the nodes that they read, in order."""
         found: set[fx.Node] = set()
         stack = list(self.per_token.forward.values)
         while stack:
@@ -115,7 +115,7 @@ class Reduction:
 
     @property
     def uniform(self) -> bool:
-        """Whether the weights of the tokens are one number."""
+        """Return True if all tokens have the same weight."""
         node = self.weight
         while numel(node) > 1 and node.op == "call_function":
             given = [a for a in node.all_input_nodes if numel(a) > 1]
@@ -127,9 +127,9 @@ class Reduction:
         return numel(node) == 1
 
     def fit(self) -> None:
-        """Find smoothing and z-loss; raises Conflict if something else is in the loss."""
+        """Find smoothing and z-loss. Raise Conflict if the loss has another term."""
         run = fx.Interpreter(in_double(self.graph)).run
-        # As many draws as it takes for whatever tokens may be treated differently to be among them.
+        # Enough draws for every kind of token that the loss may treat differently.
         draws = 2 + 64 // max(numel(self.per_token.rows[0]), 1)
         found = [options for _ in range(draws) if (options := self._draw(run)) is not None]
         if not found:
@@ -145,7 +145,7 @@ class Reduction:
         self.label_smoothing, self.z_loss = smoothing, z_loss
 
     def _draw(self, run: Callable[..., Any]) -> tuple[float, float] | None:
-        """Smoothing and z-loss that random leaves and rows show; None if no token counts."""
+        """Return smoothing and z-loss for random leaves and rows, or None if no token counts."""
         numbers = _literals(self.graph.nodes)
         leaves = [_drawn(leaf, numbers) for leaf in self.leaves]
         rows = [
@@ -179,7 +179,10 @@ class Reduction:
         return smoothing, z_loss
 
     def _chooses(self) -> bool:
-        """Whether tokens are told apart by numbers that random ones may all be on one side of."""
+        """Return True if the loss selects tokens by floating-point numbers.
+
+        All of a few random numbers may then fall on the same side of a threshold.
+        """
         tokens = numel(self.per_token.rows[0])
         return any(
             short_name(n) in _CHOOSING
@@ -190,7 +193,7 @@ class Reduction:
 
 
 def _literals(nodes: Iterable[fx.Node]) -> list[int]:
-    """Integers on both sides of what something is compared with."""
+    """Return integers on both sides of the numbers that values are compared with."""
     found = {0, 1}
     for node in nodes:
         around = _COMPARISONS.get(short_name(node))
@@ -200,7 +203,7 @@ def _literals(nodes: Iterable[fx.Node]) -> list[int]:
 
 
 def _drawn(node: fx.Node, numbers: list[int]) -> Any:
-    """A random value for a leaf."""
+    """Return a random value for a leaf."""
     value = node.meta["example_value"]
     if not isinstance(value, Tensor):
         return hint(value)

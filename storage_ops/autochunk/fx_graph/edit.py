@@ -1,4 +1,4 @@
-"""Changes of a graph: nodes are added with their values, put in order, and taken back."""
+"""Changes of a graph: add nodes with their values, put nodes in order, and undo changes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.flo
 class Calls:
     """Adds calls to a graph, each with the value that it would have.
 
-    Attributes:
-        like: a node of the graph, or what it stands for: values are made in the same mode of fake
-            tensors, and come from the same place in the user's code.
-        before: where they are added; by default where the graph adds nodes now.
-        key: of values in the nodes' meta.
+    Attributes: like: a node of the graph, or a source of its facts. Values are made in its mode of
+    fake tensors, and get its place in the user's code. before: the node before which calls are
+    added. By default it is where the graph adds nodes now. key: the key of values in the nodes'
+    meta.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class SizeNodes:
         self.others = _sizes_of(given)
 
     def __call__(self, size: Size) -> int | fx.Node:
-        """A size as a number or as a node.
+        """Return a size as a number or as a node.
 
         Raises:
             Conflict: it is made of what no node has.
@@ -80,7 +79,7 @@ class SizeNodes:
         return found
 
     def _combined(self, expression: Any) -> fx.Node | tuple[fx.Node, int]:
-        """A sum or product of sizes of inputs; where that cannot be, the size of another value."""
+        """Return a sum or product of input sizes as a node, else another value of the same size."""
         law = _OPERATORS.get(expression.func.__name__)
         try:
             if law is None:
@@ -96,7 +95,7 @@ class SizeNodes:
 
 
 def _sizes_of(nodes: Iterable[fx.Node]) -> dict[str, fx.Node | tuple[fx.Node, int]]:
-    """Sizes that nodes are, or that they have."""
+    """Return the sizes that nodes are, or that their values have."""
     found: dict[str, fx.Node | tuple[fx.Node, int]] = {}
     given = [(n, n.meta.get("val")) for n in nodes]
     for node, value in given:
@@ -111,11 +110,11 @@ def _sizes_of(nodes: Iterable[fx.Node]) -> dict[str, fx.Node | tuple[fx.Node, in
 
 
 class Builder:
-    """Adds nodes with values to a graph, for a span from amplifiers on.
+    """Adds nodes with values to a graph, for a span that starts at its amplifiers.
 
     Attributes:
         call: adds a call.
-        size: sizes as arguments of calls, from what is outside the span.
+        size: sizes as arguments of calls, from nodes outside the span.
     """
 
     def __init__(
@@ -134,7 +133,8 @@ class Builder:
 def sort(graph: fx.Graph) -> None:
     """Put every node after its arguments, and otherwise keep the order.
 
-    What was added at the end comes right after its arguments, before what may change them in place.
+    A node that was added at the end comes right after its arguments, and so before ops that may
+    change these in place.
     """
     nodes: list[fx.Node] = list(graph.nodes)
     order: dict[fx.Node, tuple[int, int]] = {}
@@ -157,7 +157,7 @@ def sort(graph: fx.Graph) -> None:
 
 
 def retire(graph: fx.Graph) -> None:
-    """Let nodes that nobody needs any more read nothing; they go with the dead code."""
+    """Remove the arguments of nodes that nothing needs any more. They go with the dead code."""
     alive = leading_to(ends(graph))
     for node in graph.nodes:
         if node.op == "call_function" and node not in alive:
@@ -173,7 +173,7 @@ def place(nodes: list[fx.Node]) -> None:
 
 
 class Undo:
-    """What a graph is before it is rewritten; calling it brings that back, the same nodes."""
+    """A graph as it was before a rewrite. A call restores the same nodes."""
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph

@@ -1,4 +1,4 @@
-"""What the backward of a joint graph must keep to: second derivatives raise, and masks stay.
+"""Keeps the backward of a joint graph correct: second derivatives raise, and dropout masks stay.
 
 AOTAutograd raises for a second derivative if a tensor that the backward reads leads to the tensor
 that the caller asks for. A chunked graph computes its gradients in the forward, and its backward
@@ -51,10 +51,10 @@ def connect(graph: fx.Graph) -> None:
 
 
 def save_random_numbers(graph: fx.Graph) -> None:
-    """Save the random numbers of a joint graph under every memory budget, as few bytes as possible.
+    """Save the random numbers of a joint graph under every memory budget, in few bytes.
 
-    Inductor makes random numbers of seeds: then only the seeds are saved. Of numbers that are only
-    compared, the results of the comparisons are.
+    Inductor computes random numbers from seeds, and then only the seeds are saved. If random
+    numbers are only compared with others, only the results of the comparisons are saved.
     """
     if not _below_one(graph):
         return

@@ -1,4 +1,4 @@
-"""What is asked of a node: its op, its value and the sizes of that, its arguments and readers."""
+"""Facts about a node: its op, its value and the sizes of the value, its arguments and readers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _UNBOUNDED = 8192  # a size that nothing is known of before the graph runs
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's op in the table."""
+    """Return the name of a node's op in the table."""
     return "getitem" if node.target is operator.getitem else str(node.target)
 
 
 def short_name(node: Any) -> str:
-    """The name of an op without library and overload."""
+    """Return the name of an op without library and overload."""
     return name_of(node).split(".")[-2:][0]
 
 
 def shape(node: fx.Node) -> list[Any]:
-    """The sizes of a node's value."""
+    """Return the sizes of a node's value."""
     value = node.meta["val"]
     return list((value[0] if isinstance(value, (tuple, list)) else value).shape)
 
 
 def is_tensor(item: object) -> bool:
-    """Whether an argument is a node with a tensor, or several, as its value."""
+    """Return True if an argument is a node whose value is one tensor or several."""
     if not isinstance(item, fx.Node):
         return False
     value = item.meta.get("val")
@@ -42,19 +42,19 @@ def is_tensor(item: object) -> bool:
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
-    """The arguments that are tensors, each once."""
+    """Return the arguments that are tensors, each once."""
     return [a for a in node.all_input_nodes if is_tensor(a)]
 
 
 def argument(node: fx.Node, index: int, name: str, default: object) -> Any:
-    """An argument by place or by name."""
+    """Return an argument by place or by name."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
 
 
 def is_zero(node: object) -> bool:
-    """Whether a value is zero for certain; zero times anything is itself."""
+    """Return True if a value is certainly zero. Zero times anything is taken for zero."""
     if isinstance(node, (int, float)):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -71,7 +71,10 @@ def is_zero(node: object) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """What a node's value is a view of, or one of several views; None if it is no view."""
+    """Return the node that a node's value is a view of, or None if the value is not a view.
+
+    A node with several views as results counts as a view.
+    """
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
@@ -85,19 +88,19 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node whose memory a node is a view of: itself, if it is none."""
+    """Return the node whose memory a node's value views: the node itself, if it is no view."""
     while (base := viewed(node)) is not None:
         node = base
     return node
 
 
 def ends(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph is evaluated for: its output, and what changes something."""
+    """Return the nodes that a graph is evaluated for: its output, and ops with side effects."""
     return [n for n in graph.nodes if n.op == "output" or n.is_impure()]
 
 
 def returned(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, one value or several."""
+    """Return the values that a graph returns, one or several."""
     (given,) = next(n for n in graph.nodes if n.op == "output").args
     return list(given) if isinstance(given, (tuple, list)) else [given]
 
@@ -105,7 +108,10 @@ def returned(graph: fx.Graph) -> list[Any]:
 def leading_to(
     nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node] | None = None
 ) -> set[fx.Node]:
-    """Nodes, their arguments, their arguments and so on; some nodes have others in their place."""
+    """Return nodes with all their direct and indirect arguments.
+
+    `replaced` maps a node to the node that takes its place.
+    """
     found = set(nodes)
     stack = list(found)
     while stack:
@@ -118,38 +124,41 @@ def leading_to(
 
 
 def is_hinted(size: Size) -> bool:
-    """Whether a size is known, if only for an example; what a mask keeps is not."""
+    """Return True if a size is known, at least for an example.
+
+    The count that a mask keeps is not.
+    """
     return isinstance(size, int) or bool(size.node.has_hint())
 
 
 def hint(size: Size) -> int:
-    """A size as a number: that of the example if it is symbolic, else the most there can be."""
+    """Return a size as a number: the example's if it is symbolic, else the largest possible."""
     if is_hinted(size):
         return size if isinstance(size, int) else int(size.node.hint)
-    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # of what a mask keeps: all
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all
     return int(most) if most.is_Integer else _UNBOUNDED
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node stands for, as fakes, in a graph of ATen ops or of Dynamo."""
+    """Return the tensors that a node stands for, as fakes, in a graph of ATen ops or of Dynamo."""
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def elements(value: torch.Tensor) -> int:
-    """Elements of a value; symbols count as their hints."""
+    """Return the number of elements of a value. Symbols count as their hints."""
     sizes: list[int] = [hint(s) for s in value.shape]
     return math.prod(sizes)
 
 
 def numel(node: fx.Node) -> int:
-    """Elements of all values of a node."""
+    """Return the number of elements of all values of a node."""
     return sum(elements(v) for v in values_of(node))
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of all values of a node."""
+    """Return the bytes of all values of a node."""
     return sum(elements(v) * v.element_size() for v in values_of(node))
 
 
@@ -161,14 +170,14 @@ def are_one(value: torch.Tensor, lo: int, hi: int) -> bool:
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
-    """The gradients of the results that a joint graph of forward and backward is given."""
+    """Return the upstream gradients among the inputs of a joint graph of forward and backward."""
     return [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
 
 
 def reached(
     starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
-    """The users of nodes, their users and so on, past those that `through` lets pass."""
+    """Return all direct and indirect users of nodes. Users that fail `through` end the search."""
     found: set[fx.Node] = set()
     stack = list(starts)
     while stack:

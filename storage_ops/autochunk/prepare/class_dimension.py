@@ -65,7 +65,7 @@ class _Moving:
         self.moved: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def run(self) -> None:
-        """Replace the values in which the classes come last again, or are no more."""
+        """Replace the values whose classes come last again, or that have no classes any more."""
         after = reached([self.product], lambda n: not stops(n))
         nodes = [n for n in self.graph.nodes if n in after]
         for node in nodes:
@@ -124,7 +124,7 @@ class _Moving:
         return self.moved[key]
 
     def to_end(self, node: fx.Node, dim: int) -> fx.Node:
-        """Move a dimension of a value to the end: one element alone without a permutation."""
+        """Move a dimension of a value to the end. A single element needs no permutation."""
         if same(shape(node)[dim], 1):
             return self.reshaped(node, _to_end(shape(node), dim))
         return self.permuted(node, _to_end(range(len(shape(node))), dim))
@@ -157,8 +157,8 @@ class _Moving:
     def apply(self, node: fx.Node, dim: int) -> fx.Node | None:
         """Apply the op of a node to arguments with a dimension moved to the end.
 
-        `dim`: of the result, or of the argument if the result has no such dimension. Return None if
-        the op has no such form.
+        `dim` counts in the result, or in the argument if the result has no such dimension. Return
+        None if the op has no such form.
         """
         kind, args = _kind(node), list[Any](node.args)
         kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}

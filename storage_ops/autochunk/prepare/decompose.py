@@ -1,6 +1,8 @@
-"""A graph before it is chunked: ops without a rule are written as ops that have one.
+"""Prepares a graph for chunking: ops without a rule are replaced by ops with a rule.
 
-And what is changed in place in it, which the rewrite must not move readers past.
+It also records in-place changes, because the rewrite must not move readers past them.
+
+
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ _ATEN = torch.ops.aten
 
 
 def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
-    """Let all that an amplifier leads to have rules and sizes of its own; the tangents."""
+    """Replace what an amplifier leads to by ops with a rule and with own sizes.
+
+    Return the tangents.
+    """
     own_sizes(graph, amplifier)
     after = reached([amplifier], lambda n: not stops(n))
     least = numel(amplifier) // LARGE
-    for node in reversed(graph.nodes):  # what is large and read there may be in chunks too
+    for node in reversed(graph.nodes):  # large values that they read may be in chunks too
         large = numel(node) > least and not is_product(node)
         if large and any(user in after for user in node.users):
             after.add(node)
@@ -87,7 +92,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _repeated(node: object) -> tuple[Any, bool]:
-    """The matrix that a batch of them repeats, or None; and whether it is transposed there."""
+    """Return the matrix that a batch repeats, or None, and whether it is transposed there."""
     turned = False
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
         name, (base, *dims) = name_of(node), list[Any](node.args)
@@ -119,7 +124,7 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
-    """Take sizes of what an amplifier leads to from other tensors of that size."""
+    """Take the sizes of values after an amplifier from other tensors of the same size."""
     after = reached([amplifier]) | {amplifier}
     asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
              and n.args and n.args[0] in after]  # fmt: skip
@@ -138,7 +143,7 @@ def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:
-    """Where the backward passes of a graph of a whole step start: at ones like a loss."""
+    """Return the nodes where backward passes start in a graph of a whole step: ones like a loss."""
     return [
         n for n in graph.nodes
         if name_of(n) == "aten.ones_like.default" and "val" in n.meta and not shape(n)
@@ -146,7 +151,7 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def detach(graph: fx.Graph, start: fx.Node) -> fx.Node:
-    """A one in the place of ones like a loss, which would have to wait for the loss."""
+    """Replace ones like a loss by a constant one, which does not wait for the loss. Return it."""
     value = start.meta["val"]
     call = Calls(graph, start, before=start)
     one = call(_ATEN.full.default, [], 1.0, dtype=value.dtype, device=value.device)
@@ -225,7 +230,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
-    """x[arange(N), t] is a gather along the columns, and its gradient a scatter."""
+    """Write x[arange(N), t] as a gather along the columns, and its gradient as a scatter."""
     name = name_of(node)
     if name not in ("aten.index.Tensor", "aten.index_put.default"):
         return False
@@ -267,7 +272,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> bool:
-    """Write what a copy leaves in its destination: the source. Return False for another op."""
+    """Replace a copy by its source. Return False for another op."""
     if name_of(node) != "aten.copy.default":
         return False
     source: Any = node.args[1]
@@ -289,7 +294,7 @@ def _reduced(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _selected(graph: fx.Graph, node: fx.Node) -> bool:
-    """x[i] is a slice of one without its dimension, and its gradient puts that slice into zeros."""
+    """Write x[i] as a slice without its dimension, and its gradient as a slice put into zeros."""
     name = name_of(node)
     if name not in ("aten.select.int", "aten.select_scatter.default"):
         return False
@@ -308,7 +313,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
-    """One of the parts of x is a slice of it, and every k-th index is one of another dimension."""
+    """Write a part of a split as a slice, and every k-th index as an index of a new dimension."""
     call, args = Calls(graph, node), list[Any](node.args)
     size = SizeNodes(call, _with_sizes(graph, node))
     made: Any = args[0]
@@ -345,14 +350,17 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Inputs that can give a node sizes: what the forward reads is no gradient of a result."""
+    """Return the inputs that can give a node sizes.
+
+    A node of the forward reads no upstream gradient.
+    """
     tangents = tangents_of(graph)
     later = () if node in reached(tangents) else tangents
     return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
 
 
 def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
-    """Parts side by side, seen along another dimension, are put along that."""
+    """Write a stack that is viewed with another dimension split as a stack along that dimension."""
     made: Any = node.args[0] if node.args else None
     if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
         return False
@@ -374,7 +382,7 @@ _WRITERS = _rows_indexed, _selected, _taken, _stacked, _copied, _reduced
 
 
 def _is_range(node: fx.Node, size: object) -> bool:
-    """Whether a node is 0, 1, ..., size - 1."""
+    """Return True if a node is 0, 1, ..., size - 1."""
     if name_of(node) == "prims.iota.default":
         counted = (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
     elif name_of(node) in ("aten.arange.default", "aten.arange.start"):
@@ -385,10 +393,10 @@ def _is_range(node: fx.Node, size: object) -> bool:
 
 
 def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
-    """Inputs that the function of a joint graph changes, and what is written to them.
+    """Return inputs that the function of a joint graph changes, and the values written to them.
 
-    They are written at the end of the forward, or by the code around the graph: then they come
-    before the `visible` results of the function.
+    They are written at the end of the forward, or by the code around the graph. In the second case
+    they come before the `visible` results of the function.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
     found: set[fx.Node] = set()
@@ -419,7 +427,7 @@ class Mutations:
                 raise Conflict("changes in place what is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
-        """Raise Conflict if a reader has come to the other side of a change."""
+        """Raise Conflict if a reader has moved to the other side of an in-place change."""
         if not self.changes:
             return
         now = {node: i for i, node in enumerate(graph.nodes)}
@@ -434,7 +442,7 @@ class Mutations:
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
-    """What an op writes to, without views of it."""
+    """Return the nodes that an op writes to, below all views of them."""
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return set()

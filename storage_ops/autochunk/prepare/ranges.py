@@ -1,14 +1,15 @@
-"""Takes a product apart where what comes after it works on ranges of its tokens.
+"""Forms a product in ranges if the ops after it work on ranges of its tokens.
 
-`z[:256]`, `z.chunk(2)`, `for l in z` and `torch.cat([z, y])` only choose tokens: each of theirs is
-one of an argument. So do the gradients of such ops, which put ranges into zeros or side by side.
-What any other op makes of a range of tokens is a range of what it makes of all. So a product is
-formed in ranges that nothing cuts, from ranges of its input, `z[:256] = x[:256] @ w`, and all that
-it leads to as well. Then nothing large is cut along its tokens any more.
+`z[:256]`, `z.chunk(2)`, `for l in z` and `torch.cat([z, y])` only select tokens of their arguments.
+So do the gradients of such ops, which put ranges into zeros or side by side. Any other op maps a
+range of tokens to the same range of its result. So a product is formed in ranges that no op cuts,
+from ranges of its input: `z[:256] = x[:256] @ w`. The values after it are formed in these ranges,
+too. Then no large value is cut along its tokens any more.
 
-A range that nobody reads, such as the last token of every sequence where `logits[:, :-1]` is all
-that is used, is not formed, nor is what a mask leaves out. Its gradient is zero, and zero times
-anything is taken for zero: the result differs only where a token that is left out is not finite.
+A range that no op reads is not formed. An example is the last token of every sequence if the loss
+reads `logits[:, :-1]` only. Tokens that a mask leaves out are not formed either. Their gradient is
+zero, and zero times anything is taken for zero. So the result differs only if a token that is left
+out is not finite.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _ATEN = torch.ops.aten
 
 
 def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
-    """Form a product in ranges, so that nothing large is cut along its tokens; the products.
+    """Form a product in ranges, so that nothing large is cut along its tokens. Return the products.
 
-    What has a few numbers for each token is not cut, unless that leaves tokens out.
+    A value with a few numbers for each token is not cut, unless that leaves tokens out.
     """
     done, waiting = [], [product]
     while waiting:
@@ -60,7 +61,10 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
 
 
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
-    """The products of one more cut, of which there is one if `small`; None: nothing is changed."""
+    """Return the products of one more cut, or None if nothing is changed.
+
+    `small` allows one product.
+    """
     for first, stacks in itertools.product(rows_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)
         try:
@@ -80,12 +84,12 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
 
 
 class _Parts:
-    """Forms ranges of all that a product leads to.
+    """Forms ranges of all values that a product leads to.
 
     Attributes:
-        parts: ranges of values, by where they begin; None: zeros.
-        products: what takes the place of the product.
-        vectors: indices of what a mask keeps.
+        parts: ranges of values, by where they begin. None: zeros.
+        products: the products that replace the original one.
+        vectors: indices of the tokens that a mask keeps.
     """
 
     def __init__(self, graph: fx.Graph, tokens: TokenRanges):
@@ -97,7 +101,7 @@ class _Parts:
         self.vectors: list[fx.Node] = []
 
     def run(self) -> list[fx.Node]:
-        """Form everything in ranges; the products that take the place of this one."""
+        """Form everything in ranges. Return the products that replace the original one."""
         tokens = self.tokens
         tokens.cut()
         if tokens.mask is not None:
@@ -129,7 +133,7 @@ class _Parts:
         return [n for n in self.products if n in alive]
 
     def part(self, node: fx.Node, begin: Size, end: Size) -> fx.Node | None:
-        """A range of a value."""
+        """Return a range of a value, or None for zeros."""
         key = node, str(begin)
         if is_zero(node):
             return None
@@ -154,7 +158,7 @@ class _Parts:
     def take(
         self, node: fx.Node, arg: fx.Node, rows: Rows | Spread, begin: Size, end: Size
     ) -> fx.Node | None:
-        """A range of an argument of a node; None: zeros."""
+        """Return a range of an argument of a node, or None for zeros."""
         if isinstance(rows, Spread):
             whole = self.whole(arg, node) if arg in self.rows else arg
             spread = self.call(_ATEN.expand.default, whole, self.numbers(rows.sizes))
@@ -168,7 +172,7 @@ class _Parts:
     def outside(
         self, node: fx.Node, arg: fx.Node, rows: Rows, begin: Size, end: Size
     ) -> fx.Node | None:
-        """A range of an argument that the product does not lead to."""
+        """Return a range of an argument that the product does not lead to, or None for zeros."""
         if is_zero(arg):
             return None
         if (
@@ -184,7 +188,7 @@ class _Parts:
         return self.parts[key]
 
     def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
-        """What an op makes of a range of its arguments; None: zeros."""
+        """Return the result of a node's op for ranges of its arguments, or None for zeros."""
         if mask_of(node) is not None and _is_all(node, rows, begin, end):
             return node
         rule, reads, new = rule_of(node), self.tokens.reads(node), dict[fx.Node, Any]()
@@ -225,13 +229,13 @@ class _Parts:
         return made
 
     def target(self, node: fx.Node) -> Any:
-        """The op that is done to a range."""
+        """Return the op to call for a range. A mean becomes a sum."""
         if node in self.tokens.sums and "mean" in name_of(node):
             return _ATEN.sum.default if len(node.args) == 1 else _ATEN.sum.dim_IntList
         return node.target
 
     def total(self, node: fx.Node) -> fx.Node:
-        """A sum over tokens, of sums over ranges of them."""
+        """Return a sum over tokens as a sum of the sums over ranges."""
         rows = self.rows[self.tokens.sums[node]]
         terms = [self.form(node, rows, *interval) for interval in self.tokens.intervals(node)]
         left = [term for term in terms if term is not None]
@@ -247,7 +251,7 @@ class _Parts:
         return new
 
     def whole(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
-        """All ranges side by side."""
+        """Return all ranges of a value, side by side."""
         rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
         if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
             raise Conflict("works on all of what should exist in ranges only", reader)
@@ -263,7 +267,7 @@ class _Parts:
         return self.reshaped(made, shape(node))
 
     def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
-        """What a mask keeps, between zeros."""
+        """Return the tokens that a mask keeps at their places, between zeros."""
         (begin, end), left_out = self.tokens.intervals(node)
         part, sizes = self.part(node, begin, end), shape(node)
         if self.part(node, *left_out) is not None:
@@ -275,7 +279,7 @@ class _Parts:
         return self.reshaped(whole, sizes)
 
     def seen(self, node: fx.Node, rows: Rows) -> list[Size]:
-        """The sizes of a value with the dimensions of the mask for its tokens."""
+        """Return the sizes of a value with the dimensions of the mask for its tokens."""
         sizes, mask = shape(node), self.tokens.mask
         if mask is None or not same(rows.per * rows.outer, 1):
             raise Conflict("keeps parts of groups", node)
@@ -285,7 +289,10 @@ class _Parts:
         return [*[None] * rows.lo, *self.vectors]
 
     def find(self, mask: fx.Node) -> list[fx.Node]:
-        """Where a mask is true, along each of its dimensions; all that it indexes reads this."""
+        """Return the indices at which a mask is true, one vector per dimension.
+
+        All ops that index with the mask then read these vectors.
+        """
         call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
         found = call(_ATEN.nonzero.default, (mask,))
         with value.fake_mode:
@@ -296,7 +303,7 @@ class _Parts:
             each = (vectors if index is mask else [index] for index in given)
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
-        if symbols:  # what is known at run time only is known from here on
+        if symbols:  # a size known at run time only is known from this node on
             from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
 
             path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
@@ -309,7 +316,7 @@ class _Parts:
         return self.call(_ATEN.full.default, self.numbers(sizes), 0, **options)
 
     def sizes(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> list[Size]:
-        """The sizes of a range of a value: the last dimension of the tokens has them all."""
+        """Return the sizes of a range of a value, with all its tokens in one dimension."""
         sizes, count = shape(node), rows.outer * (end - begin) * rows.per
         return [*sizes[: rows.lo], *[1] * (rows.hi - rows.lo - 1), count, *sizes[rows.hi :]]
 
@@ -333,7 +340,7 @@ class _Parts:
         return self.call(_ATEN.reshape.default, node, self.numbers(sizes))
 
     def numbers(self, sizes: Iterable[Size]) -> list[int | fx.Node]:
-        """Sizes as arguments of a call."""
+        """Return sizes as arguments of a call."""
         return [self.builder.size(s) for s in sizes]
 
 
@@ -342,16 +349,16 @@ def _has_sizes(node: fx.Node, sizes: list[Size]) -> bool:
 
 
 def _is_all(node: fx.Node, rows: Rows, begin: Size, end: Size) -> bool:
-    """Whether a range has all tokens."""
+    """Return True if a range has all tokens."""
     return same(begin, 0) and same(end, length(node, rows))
 
 
 def _in_one_dimension(
     node: fx.Node, rows: Rows, tokens: list[Size]
 ) -> tuple[list[Size], int, list[Size]]:
-    """Sizes to see a value in with its tokens along a dimension; this, and where some tokens are.
+    """Return sizes that put a value's tokens in one dimension, this dimension, and places in it.
 
-    Its own, if the tokens begin there where an index of the first of their dimensions does.
+    The sizes are the value's own if each of these tokens begins an index of their first dimension.
     """
     sizes = shape(node)
     inner = math.prod(sizes[rows.lo + 1 : rows.hi])

@@ -1,4 +1,4 @@
-"""Ops that only choose: ranges along one dimension, from one or several arguments, or zeros.
+"""Finds ops that only select: ranges along one dimension, from one or several arguments, or zeros.
 
 A mask chooses as well: what it keeps counts as the first range of tokens in another order.
 """
@@ -24,7 +24,7 @@ class Link(NamedTuple):
 
 
 def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
-    """The dimension along which an op chooses, and what; None if it does something else."""
+    """Return the dimension along which an op selects, and the links. None for any other op."""
     given: Any = node.args
     found: tuple[int, list[Link]] | None = None
     if name_of(node) == "aten.cat.default":
@@ -37,7 +37,7 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """From which dimension on an op takes what a mask keeps, or puts that into zeros; the mask."""
+    """Return the mask and first dimension of an op that takes what a mask keeps, or undoes that."""
     given: Any = node.args
     if name_of(node) == "aten.index_put.default":
         known = is_zero(given[0])
@@ -69,7 +69,7 @@ def _padded(node: fx.Node, x: fx.Node, pads: list[Any]) -> tuple[int, list[Link]
 
 
 def _cut_out(node: fx.Node, x: fx.Node) -> tuple[int, list[Link]] | None:
-    """A slice, or x with something else in the place of a slice."""
+    """Return the links of a slice, or of an argument with a slice replaced."""
     scattered: Any = node.args[1] if "scatter" in name_of(node) else None
     place, sizes = (1 if scattered is None else 2), shape(x)
     dim = argument(node, place, "dim", 0) % len(sizes)

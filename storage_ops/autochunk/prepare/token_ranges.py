@@ -1,4 +1,4 @@
-"""Where the tokens of a product are in what it leads to, and where ranges of them begin and end."""
+"""The places of a product's tokens in later values, and the places where ranges of tokens begin."""
 
 from __future__ import annotations
 
@@ -44,19 +44,22 @@ class TokenRanges:
     """The tokens of a product along one of its dimensions.
 
     Attributes:
-        after: what it leads to, up to the next product.
-        rows: where the tokens are, in all that has them there, and in what is wide and read beside.
-        sums: over tokens, and what is summed.
-        links: of ops that choose tokens where they are there, and what they choose.
-        mask: what keeps them, if that is what chooses; `kept` of them are the first range then.
+        after: the nodes after the product, up to the next product.
+        rows: where the tokens are, in values after the product and in other wide values there.
+        sums: sums over tokens, and their arguments.
+        links: ops that select tokens where these are, and what they select.
+        mask: the mask that selects tokens, if one does. The `kept` tokens are the first range.
         cuts: where ranges begin, after the first.
     """
 
     def __init__(
         self, graph: fx.Graph, product: fx.Node, first: Rows, small: bool, stacks: bool
     ) -> None:
-        """Find them. `small`: cut what is not wide as well. `stacks`: tokens stand beside others
-        in a stack, and do not follow on them."""
+        """Find the tokens after a product.
+
+        `small`: also cut values that are not wide. `stacks`: a concatenation along another
+        dimension puts tokens beside others, and does not add tokens.
+        """
         self.graph, self.product, self.small, self.stacks = graph, product, small, stacks
         self.after = reached([product], lambda n: not stops(n)) & leading_to(ends(graph))
         self.width = numel(product) // max(hint(shape(product)[first.lo]), 1)
@@ -66,7 +69,7 @@ class TokenRanges:
         self.mask: fx.Node | None = None
         self.kept: Size = 0
         self.sliced = False  # before there was a mask
-        self.aside: dict[fx.Node, fx.Node] = {}  # what masks choose from in a later attempt
+        self.aside: dict[fx.Node, fx.Node] = {}  # arguments of masks, for a later attempt
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
@@ -78,14 +81,17 @@ class TokenRanges:
 
     @property
     def chosen(self) -> bool:
-        """Whether ops choose among these tokens. A slice of what the product reads does not."""
+        """Return True if ops select among these tokens.
+
+        A slice of the product's input does not count.
+        """
         return any(len(links) > 1 or links[0].source in self.rows
                    for _, links in self.links.values())  # fmt: skip
 
     def _follow(self, link: bool) -> None:
-        """Find tokens in what a product leads to.
+        """Find the tokens in the values that a product leads to.
 
-        Without `link` only find out along which dimension of the tokens ops choose: the last.
+        Without `link` only find out along which dimension of the tokens ops select: the last.
         """
         for node in self.graph.nodes:
             known = [a for a in node.all_input_nodes
@@ -123,7 +129,7 @@ class TokenRanges:
                 self.sums[node] = known[0]
 
     def _pull(self) -> None:
-        """Find tokens in what is wide and read beside that, but for factors of products."""
+        """Find the tokens in other wide values that ops read, except for factors of products."""
         for node in reversed(self.graph.nodes):
             if is_product(node) or (node not in self.rows and node not in self.sums):
                 continue
@@ -142,7 +148,7 @@ class TokenRanges:
     def _choice(
         self, node: fx.Node, arg: fx.Node, rows: Rows
     ) -> tuple[Rows, int, list[Link]] | None:
-        """The tokens of an argument that an op chooses along a dimension of, and what."""
+        """Return the tokens of an argument that an op selects, the dimension, and the links."""
         found = choice_of(node)
         if found is None or rows.lo <= found[0] < rows.hi:
             return found and (rows, *found)
@@ -156,7 +162,7 @@ class TokenRanges:
         return None
 
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
-        """Where the tokens are in what takes those that a mask keeps, or puts them into zeros."""
+        """Return where the tokens are after an op keeps those of a mask, or puts them in zeros."""
         found = mask_of(node)
         if found is None or self.product in leading_to([found[1]]):
             return None
@@ -200,7 +206,7 @@ class TokenRanges:
         return canonical(replace(rows, lo=dim), shape(node))
 
     def reads(self, node: fx.Node) -> dict[fx.Node, Rows | Spread]:
-        """Where tokens are in the arguments of a node that have some."""
+        """Return the tokens' places in each argument of a node that has some."""
         if node in self.links:
             rows, links = self.links[node]
             return {x.source: rows for x in links if x.source is not None}
@@ -220,16 +226,16 @@ class TokenRanges:
         return found
 
     def is_wide(self, node: fx.Node, rows: Rows) -> bool:
-        """Whether a value has many numbers for each token."""
+        """Return True if a value has many numbers for each token."""
         return numel(node) * LARGE > self.width * hint(rows.outer * length(node, rows))
 
     def intervals(self, node: fx.Node) -> Iterator[tuple[Size, Size]]:
-        """Where the ranges of a value, or of a sum, begin and end."""
+        """Return the begin and end of each range of a value, or of a sum's argument."""
         of = self.sums.get(node, node)
         return itertools.pairwise([0, *self.cuts.get(node, ()), length(of, self.rows[of])])
 
     def cut(self) -> None:
-        """Carry every cut to all that is made of the same tokens."""
+        """Apply every cut to all values with the same tokens."""
         together: list[tuple[fx.Node, Link]] = []
         for node in [*self.rows, *self.sums]:
             if node in self.links:
@@ -252,7 +258,7 @@ class TokenRanges:
                 grown |= self._add(node, (p for p in read if _within(p, begin, end)))
 
     def _add(self, node: fx.Node, positions: Iterable[Size]) -> bool:
-        """Cut at these places; whether there is a new one among them."""
+        """Cut at these positions. Return True if one of them is new."""
         cuts, of = self.cuts.setdefault(node, []), self.sums.get(node, node)
         before, end = len(cuts), length(of, self.rows[of])
         for new in positions:
@@ -269,10 +275,10 @@ class TokenRanges:
 
 
 def length(node: fx.Node, rows: Rows) -> Size:
-    """How many tokens a value has, once of those that it has several times."""
+    """Return the number of tokens of a value. Tokens that it repeats count once."""
     return quotient(quotient(math.prod(shape(node)[rows.lo : rows.hi]), rows.outer), rows.per)
 
 
 def _within(position: Size, begin: Size, end: Size) -> bool:
-    """Whether a position is not outside a range."""
+    """Return True if a position is not outside a range."""
     return not less(position, begin) and not less(end, position)

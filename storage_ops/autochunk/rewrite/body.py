@@ -24,12 +24,12 @@ class Body:
     """The body of one pass over the tokens.
 
     Attributes:
-        graph: takes a slice of every input, then sizes, and gives the values; its nodes' values
-            are those of all tokens.
-        env: the nodes of the span that it has, as its own nodes.
-        inputs: what it reads, in which layout, and the placeholder for that.
-        ints, int_nodes: sizes that it takes, and the placeholders for them.
-        values: the nodes of the span that it gives.
+        graph: takes a slice of every input, then sizes, and returns the values. The values of its
+            nodes have the sizes for all tokens.
+        env: maps nodes of the span to nodes of the body.
+        inputs: the nodes that the body reads, their layouts and their placeholders.
+        ints, int_nodes: sizes that the body takes, and their placeholders.
+        values: the nodes of the span that the body returns.
     """
 
     def __init__(self, span: Span, builder: Builder):
@@ -42,7 +42,7 @@ class Body:
         self.values: list[fx.Node] = []
 
     def run(self, nodes: list[fx.Node], outputs: list[fx.Node]) -> list[Output]:
-        """Copy the nodes that the outputs need; how the outputs come together."""
+        """Copy the nodes that the outputs need. Return how to put the outputs together."""
         outer = [n for n in outputs if self._formed_outside(n)]
         needed: set[fx.Node] = set()
         stack = [n for n in outputs if n not in outer]
@@ -70,7 +70,7 @@ class Body:
         return isinstance(self.span.layouts.get(node), Rows)
 
     def _formed_outside(self, node: fx.Node) -> bool:
-        """Whether a product is made into the result at once, in place."""
+        """Return True if a product is written into its result directly, in place."""
         layout = self.span.layouts[node]
         return (
             name_of(node) == "aten.mm.default"
@@ -83,7 +83,7 @@ class Body:
         )
 
     def _peel(self, arg: Any) -> tuple[fx.Node, bool]:
-        """A factor without the transpositions inside the span."""
+        """Return a factor below its transpositions in the span, and whether it is transposed."""
         transposed = False
         while self._has_rows(arg) and is_transposition(arg):
             arg, transposed = arg.args[0], not transposed
@@ -101,7 +101,7 @@ class Body:
         return placeholder
 
     def _int(self, value: object) -> int | fx.Node:
-        """A number for the body: itself, or a placeholder."""
+        """Return a number for the body: the number itself, or a placeholder."""
         if isinstance(value, int):
             return value
         if value not in self.ints:
@@ -112,7 +112,7 @@ class Body:
         return self.int_nodes[self.ints.index(value)]
 
     def _sizes(self, node: fx.Node) -> list[Any]:
-        """The sizes of a node's value for a chunk."""
+        """Return the sizes of a node's value for a chunk."""
         layout, sizes = self.span.layouts[node], shape(node)
         assert isinstance(layout, Rows)
         rows = range(layout.lo, layout.hi)
@@ -127,7 +127,7 @@ class Body:
         return result
 
     def _rows(self, per: Size) -> Any:
-        """The number of rows of a chunk, from an input that has some."""
+        """Return the number of rows of a chunk, from an input that has some."""
         for _, layout, placeholder in self.inputs:
             rows = layout.rows if isinstance(layout, Spread) else layout
             if not isinstance(rows, Rows):
@@ -199,7 +199,7 @@ class Body:
         return Factor("input", [p for _, _, p in self.inputs].index(wanted), False)
 
     def reference(self, size: Size) -> int:
-        """A number of the program: itself, or which of the op's integers it is."""
+        """Return a number of the program: the number itself, or -1 - i for the i-th integer."""
         if isinstance(size, int):
             return size
         number = self.builder.size(size)
@@ -209,14 +209,17 @@ class Body:
         return -1 - self.ints.index(number)
 
     def slice(self, layout: Layout) -> Slice | None:
-        """Rows as the program has them."""
+        """Return a layout as the program has it."""
         rows = layout.rows if isinstance(layout, Spread) else layout
         if not isinstance(rows, Rows):
             return None
         return Slice(rows.lo, rows.hi, self.reference(rows.per))
 
     def sources(self, outside: Callable[[fx.Node], fx.Node]) -> list[fx.Node]:
-        """The tensors that the op reads; `outside`: what stands for a node there."""
+        """Return the tensors that the op reads.
+
+        `outside` maps a node to the node that replaces it.
+        """
         result = []
         for arg, layout, _ in self.inputs:
             node = outside(arg)
@@ -228,10 +231,12 @@ class Body:
 
 
 def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
-    """Let a pass take its products as arguments, and write over them what has their sizes.
+    """Let a pass take its products as arguments, and overwrite them with values of the same size.
 
-    They are then formed in the same memory for every chunk. A pass with a large product of values
-    of its own stays as it is.
+    They are then formed in the same memory for every chunk. A pass stays as it is if it has a large
+    product of its own values.
+
+
 
     Returns:
         The places of each product's arguments among the inputs, and that of the value which is
@@ -258,7 +263,7 @@ def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ..
 def _formed(
     body: Body, amplifier: fx.Node, product: fx.Node, inputs: list[Any]
 ) -> tuple[int, ...] | None:
-    """The places of a product's arguments among the inputs; None if it is no product of them."""
+    """Return the places of a product's arguments among the inputs, or None if it has others."""
     plain = name_of(amplifier) in ("aten.mm.default", "aten.addmm.default") and not product.kwargs
     if not plain or amplifier in body.values or not all(a in inputs for a in product.args):
         return None
@@ -269,7 +274,7 @@ def _formed(
 
 
 def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int | None:
-    """Write a value over a product; which one, or None."""
+    """Let a value overwrite a product. Return the value's index, or None."""
     graph, layouts, found = body.graph, body.span.layouts, None
     place = body.env[amplifier]
     for i, node in enumerate(body.values):
@@ -293,7 +298,7 @@ def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int |
 
 
 def _is_view(node: fx.Node, of: fx.Node) -> bool:
-    """Whether a value shares memory with another."""
+    """Return True if a value is a view of another."""
     base: fx.Node | None = node
     while base is not None and base is not of:
         base = viewed(base)

@@ -1,4 +1,4 @@
-"""Lets sums over tokens that are added to each other come together in the same memory.
+"""Lets sums over tokens that are added to each other share the same memory.
 
 Products that share a weight, or ranges of one product, each have a gradient of the weight. Ops that
 do not need each other's results become one, which adds all of them up in one place.
@@ -34,7 +34,7 @@ class Term(NamedTuple):
 
 
 def add_up(graph: fx.Graph, terms: list[Term]) -> None:
-    """Let ops add up those of their results that are added to each other."""
+    """Let ops add up those results that the graph adds to each other."""
     for sums in _connected(_sums(graph, terms)):
         calls = list(dict.fromkeys(t.call for group in sums.values() for t in group))
         after = [reached([call]) for call in calls]
@@ -45,7 +45,7 @@ def add_up(graph: fx.Graph, terms: list[Term]) -> None:
 
 
 def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
-    """Sums of terms that are read nowhere else."""
+    """Return the sums of terms that are read nowhere else."""
     known = {t.value: [t] for t in terms if shape(t.raw)}
     found: dict[fx.Node, list[Term]] = {}
     for node in graph.nodes:
@@ -66,7 +66,7 @@ def _only_read_by(total: fx.Node, group: list[Term], graph: fx.Graph) -> bool:
 
 
 def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]]]:
-    """Sums, those of the same ops together."""
+    """Group the sums: those of the same ops go together."""
     found: list[dict[fx.Node, list[Term]]] = []
     for total, group in sums.items():
         calls = {t.call for t in group}

@@ -35,14 +35,14 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Limits:
-    """How many chunks: a number, or as many as keep to some bytes."""
+    """A limit on chunks: their number, or the bytes that they may hold."""
 
     num_chunks: int | None
     chunk_bytes: int
 
 
 class _Outside:
-    """What the span reads, with the upstream gradient taken for a constant."""
+    """The arguments of the span, with the upstream gradient taken for a constant."""
 
     def __init__(self, builder: Builder, passes: Passes, seed: float):
         self.builder, self.passes, self.seed = builder, passes, seed
@@ -65,7 +65,7 @@ class _Outside:
 def rewrite(
     graph: fx.Graph, span: Span, passes: Passes, limits: Limits, terms: list[Term]
 ) -> list[int]:
-    """Replace a span by one op per pass over the tokens; in how many chunks each of them works.
+    """Replace a span by one op per pass over the tokens. Return the number of chunks of each op.
 
     The sums over tokens among its results join the terms.
     """
@@ -113,12 +113,12 @@ def rewrite(
 
 
 def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
-    """What a group takes of a chunk, and of a block of it where the body works on blocks."""
+    """Return the bytes of a group in a chunk, and in a block if the body works on blocks."""
     kept = {n for n in body.env if n in span.large and is_product(n)}
     kept |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
     whole = peak(body.graph, of_chunk=True)
     inside = whole if program.in_blocks else 0
-    if not program.in_blocks:  # else a block is small; what is summed at once stays in a cache
+    if not program.in_blocks:  # a block is small, and its sums stay in a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
         kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
     kept |= {

@@ -1,4 +1,4 @@
-"""How chunks take their inputs apart, and how their results come together."""
+"""Cuts the inputs of chunks, and puts the results of chunks together."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Input:
         self.cut, self.per = cut, per
         self.lo = 0 if cut is None else cut.lo
         if cut is None:
-            # Below autograd an alias has no base. Dynamo would take in that of a caller's view as
-            # well, and fail on a guard for one of its sizes: they are no argument of the body.
+            # Below autograd an alias has no base. Dynamo would also guard the sizes of the base of
+            # a caller's view, and fail because these are no arguments of the body.
             self.tensor: Tensor = torch.ops.aten.alias.default(tensor)
         else:
-            # What is cut behind dimensions of one element has the strides of what is cut in them:
-            # a chunk that differs in nothing else is not compiled anew.
+            # Leading dimensions of one element are skipped, so that strides do not depend on them.
+            # Otherwise such a chunk would be compiled again.
             while self.lo and tensor.shape[self.lo - 1] == 1:
                 self.lo -= 1
             self.rows = tensor.shape[self.lo : cut.hi]
@@ -42,7 +42,7 @@ class Input:
             self.tensor = tensor if self.copies else tensor.flatten(self.lo, cut.hi - 1)
 
     def __call__(self, begin: int, end: int) -> Tensor:
-        """The slice for the groups from begin to end."""
+        """Return the slice for the groups from begin to end."""
         if self.cut is None:
             return self.tensor
         first, last = begin * self.per, end * self.per
@@ -61,17 +61,20 @@ class Product:
     """A large product of a chunk, in memory that all chunks share."""
 
     def __init__(self, places: tuple[int, ...], waiting: Waiting | None) -> None:
-        """Of the inputs in these places: (bias,) left and right."""
+        """Take the places of (bias,) left and right among the inputs."""
         self.places, self.waiting = places, waiting
         self.buffer: Tensor | None = None
 
     def group_bytes(self, tensors: list[Tensor], begin: int, end: int) -> int:
-        """Bytes of it that a group has."""
+        """Return the bytes of the product that a group has."""
         *_, left, right = (tensors[i] for i in self.places)
         return len(left) * right.shape[1] * left.element_size() // (end - begin)
 
     def __call__(self, tensors: list[Tensor], begin: int, end: int, largest: int) -> Tensor:
-        """That of the groups from begin to end, at most `largest`; `tensors`: their inputs."""
+        """Return the product for the groups from begin to end, at most `largest` of them.
+
+        `tensors` are the inputs of these groups.
+        """
         *bias, left, right = (tensors[i] for i in self.places)
         if self.buffer is None:
             rows = math.ceil(len(left) * (largest / (end - begin)))
@@ -134,7 +137,7 @@ class Result:
         _products_of(left).input_gradient(left, right, self.total, not first)  # type: ignore[arg-type]
 
     def finish(self) -> Tensor:
-        """The result."""
+        """Return the result."""
         if self.out is None:
             if self.total is None:  # of no tokens
                 return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -143,14 +146,16 @@ class Result:
 
 
 class Waiting:
-    """A sum of products whose left factors wait in its own memory until all are there.
+    """A sum of products whose left factors wait in the sum's own memory until all are there.
 
-    It is formed by one product of every slice of its rows then, which reads and writes it once and
-    needs no sums in fp32. There is room for as many tokens as a row of the result has numbers.
+    Then one product of every slice of its rows forms it, which reads and writes it once and needs
+    no sums in fp32. There is room for as many tokens as a row of the result has numbers.
 
-    Factors that chunks write over their large product have that product wait there before, formed
-    of all tokens at once, and what else they are multiplied by is as well: so nothing large is
-    read, or multiplied, once per chunk.
+    Chunks may write left factors over their large product. That product then waits in the same
+    memory first, formed for all tokens at once. Other products of the same factors are also formed
+    at once. So nothing large is read, or multiplied, once per chunk.
+
+
     """
 
     def __init__(self, spec: Output, shape: list[int], per: int, right: Tensor, chunks: int):
@@ -169,13 +174,13 @@ class Waiting:
         self.last = last.view(-1)[: tokens * len(last)].view(tokens, len(last))
 
     def form(self, left: Tensor, right: Tensor, bias: list[Tensor]) -> None:
-        """Form the large product of all tokens."""
+        """Form the large product for all tokens."""
         for rows, tile in self.tiles():
             form(left, right[:, rows], tile, [b.expand(*b.shape[:-1], len(self.out))[..., rows]
                                               for b in bias])  # fmt: skip
 
     def take(self, begin: int, end: int, out: Tensor) -> None:
-        """Copy what waits for a chunk."""
+        """Copy the part that waits for a chunk."""
         for part, memory in self._parts(out, begin, end):
             part.copy_(memory)
 
@@ -185,7 +190,7 @@ class Waiting:
             memory.copy_(part)
 
     def settle(self) -> None:
-        """Form it, and products of the same factors."""
+        """Form the sum, and other products of the same factors."""
         scratch = self.right.new_empty(max(tile.numel() for _, tile in self.tiles()))
         for rows, tile in self.tiles():
             for result, right in self.others:
@@ -194,11 +199,11 @@ class Waiting:
             _products_of(left).weight_gradient(left, self.right, self.out[rows], False)
 
     def finish(self) -> Tensor:
-        """The result."""
+        """Return the result."""
         return self.out
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the result's rows, and what waits in the memory of each."""
+        """Return slices of the result's rows, with the factors that wait in the memory of each."""
         width = self.slices.shape[2]
         for index, tile in enumerate(self.slices):
             yield slice(index * width, (index + 1) * width), tile
@@ -206,14 +211,14 @@ class Waiting:
             yield slice(self.split, len(self.out)), self.last
 
     def _parts(self, chunk: Tensor, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Of a chunk (tokens, rows of the result) the parts, and the memory where they wait."""
+        """Return parts of a chunk (tokens, rows of the result), and the memory where they wait."""
         tokens, shape = slice(begin * self.per, end * self.per), self.slices.shape
         whole = chunk[:, : self.split].unflatten(1, (shape[0], shape[2])).transpose(0, 1)
         return [(whole, self.slices[:, tokens]), (chunk[:, self.split :], self.last[tokens])]
 
 
 def form(left: Tensor, right: Tensor, out: Tensor, bias: list[Tensor]) -> None:
-    """out = left @ right, plus the bias if there is one."""
+    """Compute out = left @ right, plus the bias if there is one."""
     if bias:
         out.copy_(bias[0])
     _multiply(left, right, out, bool(bias))
@@ -224,7 +229,7 @@ def _products_of(t: Tensor) -> matmul.Matmul:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = left @ right, or out += it, with scratch memory only where it is little beside out."""
+    """Compute out = left @ right, or out += left @ right, with little scratch memory beside out."""
     (rows, depth), columns = left.shape, right.shape[1]
     slots = scratch.packed_slots(rows, columns, depth, torch.get_num_threads())
     if out.dtype != left.dtype or (depth >= _DEEP and 8 * slots <= out.numel()):
@@ -238,7 +243,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add a product to a sum that may be wider; its first term replaces it."""
+    """Add a product to a sum that may have a wider dtype. The first term replaces the sum."""
     if total.dtype == left.dtype or isinstance(_products_of(left), packed.Packed):
         _multiply(left, right, total, not first)
         return

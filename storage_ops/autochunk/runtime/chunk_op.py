@@ -32,7 +32,7 @@ _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
 
 
 def in_body() -> bool:
-    """Whether what is compiled now is a chunk."""
+    """Return True while a chunk is compiled or run."""
     return _in_body.get()
 
 
@@ -46,7 +46,7 @@ class Compiled:
     def __call__(
         self, products: list[Tensor], tensors: list[Tensor], ints: Sequence[int], dynamic: bool
     ) -> list[Tensor]:
-        """The values of one chunk, of its large products and of the slices of its inputs."""
+        """Return the values of one chunk, from its large products and the slices of its inputs."""
         run = self._compiled.get(dynamic)
         if run is None:
             device = tensors[0].device.type
@@ -66,10 +66,10 @@ class Compiled:
 
 
 def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callable[..., Any]:
-    """A chunk compiled; without the overwriting of its product where the compiler fails on that.
+    """Return a compiled chunk. Do not overwrite its product if the compiler fails on that.
 
-    Inductor of torch 2.13 does on some variances. Where it fails again, the chunk runs op by op. In
-    torch 2.10 and 2.11 it overwrites the product before it reads the last of it, where sizes are
+    Inductor of torch 2.13 fails on some variances. If it fails again, the chunk runs op by op. In
+    torch 2.10 and 2.11 it overwrites the product before it has read all of it, if sizes are
     symbols.
     """
     if inductor.miscompiled(body := decode_graph(program.body), device):
@@ -123,13 +123,13 @@ def _overwriting(body: Callable[..., Any], over: list[tuple[int, int]]) -> Calla
 
 @functools.lru_cache(maxsize=64)
 def body_of(text: str) -> Compiled:
-    """The body of a program, one per text."""
+    """Return the body of a program, one per text."""
     return Compiled(text)
 
 
 @functools.lru_cache(maxsize=64)
 def bodies_of(text: str) -> list[tuple[Program, Compiled]]:
-    """Programs and their bodies, which those share that differ in their results or cuts only."""
+    """Return programs and their bodies. Programs share a body if only results or cuts differ."""
     bare: dict[str, Any] = {
         "outputs": (), "num_chunks": None, "chunk_bytes": 0, "group_bytes": 0, "block_bytes": 0,
     }  # fmt: skip
@@ -145,7 +145,7 @@ def _number(reference: int, ints: Sequence[int]) -> int:
 
 
 def shapes_of(programs: Sequence[Program], sizes: Sequence[Any]) -> list[list[Any]]:
-    """The shape of every result from the flat list."""
+    """Return the shape of every result from the flat list of sizes."""
     shapes, place = [], 0
     for spec, *_ in results_of(programs):
         shapes.append(list(sizes[place : place + spec.rank]))
@@ -213,7 +213,10 @@ class _Run:
         self.products = [(s, r) for s, r in results if s.factors is not None and r not in late]
 
     def _holders(self) -> dict[int, Waiting]:
-        """The sums that large products wait in, told of what has the same factors."""
+        """Return the sums in which large products wait, by product.
+
+        Each such sum also learns which other results have the same factors.
+        """
         p, found = self.program, dict[int, Waiting]()
         for held, result in self.results:
             product = p.holds_product(held)
@@ -253,7 +256,7 @@ class _Run:
             del values, formed, tensors  # before the next chunk makes its own
 
     def _values(self, products: list[Tensor], begin: int, places: list[int]) -> list[Tensor]:
-        """Run the body, in blocks where nothing but products leaves it as a whole."""
+        """Run the body, in blocks if no other value of the body must be whole."""
         values: list[Tensor] = []
         rows = [len(product) // places[-1] for product in products]
         for i, j in itertools.pairwise(places):

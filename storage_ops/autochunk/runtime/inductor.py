@@ -1,4 +1,4 @@
-"""Faults of Inductor on a CPU that chunks are kept from."""
+"""Faults of Inductor on a CPU, and how chunks avoid them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ARG_REDUCTIONS = {
 def mended() -> Iterator[None]:
     """Compile without rows that overwrite each other.
 
-    Before torch 2.14, what one loop over the columns leaves to the next may be kept in a buffer of
-    a single row although the loop around both takes several rows at a time, as where a bias is not
-    contiguous: values and gradients are wrong, silently, with a plain `torch.compile` too
+    Before torch 2.14, Inductor may store values between two loops over columns in a buffer of one
+    row, although the outer loop takes several rows at a time. One cause is a bias that is not
+    contiguous. Values and gradients are then silently wrong, also in a plain `torch.compile`
     (https://github.com/pytorch/pytorch/pull/185855).
     """
     if _ONE_ROW_FOR_SEVERAL:
@@ -58,7 +58,7 @@ def _guard_local_buffers() -> None:
 
 
 def miscompiled(body: fx.GraphModule, device: str) -> bool:
-    """Whether Inductor may compile this to wrong values, whatever it is told.
+    """Return True if Inductor may compile a body to wrong values under all options.
 
     Before torch 2.13 it does so with indices of the largest or smallest of a row on a CPU
     (https://github.com/pytorch/pytorch/issues/178964).

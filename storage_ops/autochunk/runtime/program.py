@@ -1,4 +1,4 @@
-"""What is done to every chunk of tokens, as text: an op's argument, which compile caches keep."""
+"""The work on every chunk of tokens as text: an op's argument, which compile caches keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = {"cpu": (32 << 10, 2 << 20), "cuda": (64 << 20, 64 << 20)}
 
 
 class Slice(NamedTuple):
-    """How an input is cut, or an output put together: dimensions lo to hi - 1 are rows."""
+    """The cut of an input, or the place of an output: dimensions lo to hi - 1 are rows."""
 
     lo: int
     hi: int
@@ -49,8 +49,8 @@ class Output(NamedTuple):
         rank: dimensions of the result.
         dtype: of the result, by name.
         value: index among the body's values, or None.
-        factors: of a product made outside the body, straight into the result.
-        place: which result of the op it is; terms of a sum may come from several outputs.
+        factors: the factors of a product that is formed outside the body, in the result itself.
+        place: index among the op's results. Several outputs may be terms of one result.
     """
 
     rows: Slice | None
@@ -66,15 +66,15 @@ class Program(NamedTuple):
 
     Attributes:
         inputs: how each tensor is cut; None: every chunk reads all of it.
-        outputs: what becomes of the values.
-        num_chunks: how many there are; None: as many as keep to chunk_bytes.
-        chunk_bytes: for all that a chunk holds.
-        group_bytes: what a group needs of it.
-        block_bytes: what it needs while the body works on it, where that works in blocks.
+        outputs: how the body's values become results.
+        num_chunks: the number of chunks. None: as many as keep to chunk_bytes.
+        chunk_bytes: budget for everything that a chunk holds.
+        group_bytes: bytes that a group needs in a chunk.
+        block_bytes: bytes that a group needs while the body works on it, if that is in blocks.
         dynamic: sizes differ from call to call.
         body: nodes of the graph.
         formed: inputs (bias,) left and right of products that are the body's first arguments.
-        over: which of the body's values it writes over each of them, or None.
+        over: for each of these products, the body's value that overwrites it, or None.
     """
 
     inputs: tuple[Slice | None, ...]
@@ -89,27 +89,27 @@ class Program(NamedTuple):
     over: tuple[int | None, ...] = ()
 
     def count(self, groups: int) -> int:
-        """How many chunks so many groups make."""
+        """Return the number of chunks for this number of groups."""
         wanted = self.num_chunks
         if wanted is None:
             wanted = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
         return max(1, min(wanted, groups))
 
     def bounds(self, groups: int) -> list[int]:
-        """Where chunks begin, and the end of the last: sizes differ by one group at most."""
+        """Return where chunks begin, and the end of the last. Sizes differ by one group at most."""
         count = self.count(groups)
         return [i * groups // count for i in range(count + 1)]
 
     @property
     def in_blocks(self) -> bool:
-        """Whether nothing but products leaves the body as a whole."""
+        """Return True if products outside the body read only inputs and overwritten products."""
         used = [f for spec in self.outputs for f in spec.factors or ()]
         return bool(self.formed) and all(f.source == "input" or f.place in self.over for f in used)
 
     def waits(
         self, output: Output, sizes: Sequence[int], inputs: Sequence[tuple[Sequence[int], int]]
     ) -> bool:
-        """Whether the left factors of a sum of products fit in its memory until all are there.
+        """Return True if the left factors of a sum of products fit into the sum's memory.
 
         Args:
             output: the result, and `sizes`: its sizes.
@@ -127,11 +127,11 @@ class Program(NamedTuple):
         return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
 
     def holds_product(self, output: Output) -> int | None:
-        """The product that what overwrites it is the left factors of a sum of products with."""
+        """Return the product whose overwriting value is the left factor of this sum of products."""
         return self._multiplies_overwritten(output, transposed=True)
 
     def shares_factor(self, output: Output) -> int | None:
-        """The product that rows are products of what overwrites it with, and all of an input."""
+        """Return the product whose overwriting value, times a whole input, gives these rows."""
         if output.rows is None or output.factors is None:
             return None
         right = output.factors[1]
@@ -147,16 +147,16 @@ class Program(NamedTuple):
 
     @property
     def num_ints(self) -> int:
-        """How many integers the body takes."""
+        """Return how many integers the body takes."""
         given = [kind for kind, *_ in self.body if kind == "input"]
         return len(given) - len(self.inputs) - len(self.formed)
 
 
 def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
-    """Where blocks of a chunk of so many groups begin, and the end of the last.
+    """Return where blocks of a chunk of `size` groups begin, and the end of the last.
 
-    What the body stores on the way is no larger than a block. Blocks are equal if that takes at
-    most twice as many of them.
+    The values that the body stores on the way are no larger than a block. Blocks are equal if that
+    takes at most twice as many of them.
     """
     total = size * group_bytes
     smallest, largest = BLOCK.get(device.type, BLOCK["cuda"])
@@ -167,12 +167,12 @@ def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
 
 
 def encode(programs: Sequence[Program]) -> str:
-    """Programs as text."""
+    """Return programs as text."""
     return json.dumps(programs, separators=(",", ":"))
 
 
 def decode(text: str) -> list[Program]:
-    """Programs from text."""
+    """Return programs from text."""
     return [_program(*fields) for fields in json.loads(text)]
 
 
@@ -188,7 +188,7 @@ def _output(rows: Any, rank: int, dtype: str, value: Any, factors: Any, place: i
 
 
 def results_of(programs: Sequence[Program]) -> list[list[Output]]:
-    """The outputs of each result."""
+    """Return the outputs of each result."""
     found: dict[int, list[Output]] = {}
     for output in (o for p in programs for o in p.outputs):
         found.setdefault(output.place, []).append(output)
@@ -196,7 +196,7 @@ def results_of(programs: Sequence[Program]) -> list[list[Output]]:
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:
-    """The nodes of a graph of ATen and prims ops, and of getitem and //."""
+    """Return the nodes of a graph of ATen and prims ops, and of getitem and //, as lists."""
     numbers: dict[fx.Node, int] = {}
     nodes: list[Any] = []
     for node in graph.nodes:
@@ -257,7 +257,7 @@ def _decode(item: object, nodes: list[fx.Node]) -> Any:
 
 
 def decode_graph(body: list[Any]) -> fx.GraphModule:
-    """The graph again."""
+    """Return the graph that `encode_graph` encoded."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for kind, *rest in body:

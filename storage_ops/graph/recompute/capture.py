@@ -1,4 +1,4 @@
-"""Recomputed random ops in a form that a CUDA graph can capture."""
+"""Rewrites recomputed random ops so that a CUDA graph can capture them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DEVICES = ("cuda",)
 def capturable(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Generator]]:
     """Let a CUDA graph capture the random ops that a step recomputes.
 
-    A traced step reads the state of a GPU's generator before each random op that it runs again,
-    which is not allowed during a capture. In the graph returned here such an op has a generator of
-    its own, and so has each of its copies. They start from one seed and advance together, so that
-    the copies draw the numbers of the op at each replay. These numbers are not those of eager mode.
-    Random ops that are not run again draw from the default generator as before.
+    A traced step reads the state of a GPU's generator before each random op that it runs again.
+    This is not allowed during a capture. In the returned graph such an op has its own generator,
+    and so does each of its copies. These generators start from one seed and advance together. So
+    the copies draw the op's numbers at each replay, but not the numbers of eager mode. Random ops
+    that do not run again draw from the default generator as before.
 
     The seeds are drawn from torch's default generator of the CPU.
 
@@ -52,7 +52,7 @@ def capturable(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Generator
 
 
 def check_capture(graph: fx.Graph) -> None:
-    """Raise if a graph cannot run during a capture."""
+    """Raise an error if a graph cannot run during a capture."""
     saving = next((node for node in graph.nodes if node.target is run_and_save_rng_state), None)
     if saving is not None:
         raise RuntimeError(
@@ -62,7 +62,7 @@ def check_capture(graph: fx.Graph) -> None:
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, device: torch.device) -> list[torch.Generator]:
-    """Give a random op and its copies generators; they replace the state it saved for them."""
+    """Give a random op and its copies generators, in place of the saved generator state."""
     items = {user.args[1]: user for user in node.users if item_of(user) is node}
     state, result = items[0], items[1]
     copies = list(state.users)

@@ -1,4 +1,4 @@
-"""In-place ops inside regions, rewritten so that a region can be recomputed in part."""
+"""Rewrites in-place ops inside regions so that a region can be recomputed in part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EMPTY = (
 
 
 class _Contents:
-    """The contents of one storage that a region makes and modifies, version by version."""
+    """The contents of a storage that a region creates and modifies, version by version."""
 
     def __init__(self, base: fx.Node) -> None:
         self.base = base
@@ -55,7 +55,7 @@ class _Contents:
 
 
 def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Replace in-place ops on what a region made by ops that return it modified.
+    """Replace in-place ops on a region's own tensors by ops that return the modified tensor.
 
     Raises:
         RuntimeError: a region modifies in place the output of a region that discards it, or an
@@ -106,9 +106,9 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _keep_views(graph: fx.Graph) -> None:
-    """Keep views, made in a region, of what is kept and modified while the view is in use.
+    """Keep views from a region if their base is kept and modified while the view is in use.
 
-    A view that is made again would be one of what was there when it was made first.
+    A recomputed view would show the contents of the base at the view's first run.
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     writes = written_at(order)
@@ -128,7 +128,7 @@ def _keep_views(graph: fx.Graph) -> None:
 
 
 def reinplace(graph: fx.Graph) -> None:
-    """Make ops in place again that were, where nothing reads what they overwrite afterwards."""
+    """Make ops in place again if nothing reads the overwritten values afterwards."""
     fixed: set[int] = set()
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -163,7 +163,7 @@ def _write(
         result = _functional_call(graph, node, mode)
     with graph.inserting_before(node):
         if isinstance(result.meta["val"], tuple):
-            # Not in place by itself: it returns its result, and what it would have written.
+            # The op is not in place any more. It returns its result and the modified tensors.
             value, result = (_item(graph, result, place) for place in (0, -1))
             node.replace_all_uses_with(value)
         elif not any(written(result)):
@@ -208,14 +208,14 @@ def _item(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
 
 
 def is_new(node: fx.Node) -> bool:
-    """Whether a node makes a tensor without contents, for the one op that reads it."""
+    """Return True if a node creates a tensor without contents for the one op that reads it."""
     return node.op == "call_function" and node.target in _EMPTY and len(node.users) == 1
 
 
 def _fill(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
-    """Add a random in-place op before it that writes to a tensor which only it reads.
+    """Add before a random in-place op a copy of it that writes to a tensor of its own.
 
-    It stays in place: which number goes where depends on the layout of what it fills.
+    The copy stays in place, because the layout of the tensor decides which number goes where.
     """
     target = node.args[0]
     assert isinstance(target, fx.Node) and callable(node.target)
@@ -225,7 +225,7 @@ def _fill(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
             target.meta = dict(node.meta)
             compute_value(target, mode)
         result = graph.call_function(node.target, (target, *node.args[1:]), dict(node.kwargs))
-    # What it fills is made again whenever it runs again, whatever a policy says.
+    # The tensor is created again whenever the op runs again, under every policy.
     mark = mark_of(node)
     path = tuple(replace(level, decision=None) for level in mark.path)
     target.meta[KEY] = replace(mark, path=path)
@@ -237,7 +237,7 @@ def _fill(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
 def _view(
     graph: fx.Graph, contents: _Contents, stale: fx.Node, reader: fx.Node, mode: FakeTensorMode
 ) -> fx.Node:
-    """What `stale`, a view of an earlier version, is in the version that `reader` reads."""
+    """Return the view of the version that `reader` reads, in place of the outdated view `stale`."""
     size, stride, offset = geometry = _geometry(stale.meta["val"])
     if geometry == contents.geometry:
         return contents.base

@@ -1,4 +1,4 @@
-"""Recompute what backward needs of each marked region, just before its first use there."""
+"""Recomputes the tensors of marked regions that backward needs, just before their first use."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ _SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     """Recompute marked regions in the backward passes of a traced step.
 
-    What a backward pass reads of a region is made again just before it is first read, from the
-    region's inputs and from what its policy saves. The forward's copy then dies in the forward.
-    Random ops are run again with the numbers they drew; a step draws the numbers it drew before.
-    Communication, and ops run for their effect, are run once and kept unless a policy says
-    MUST_RECOMPUTE. In-place ops on what a region made become ordinary ones; those on what comes
-    from outside it are run once, and what they overwrite is kept where it is read again.
+    A tensor of a region that a backward pass reads is recomputed just before its first read. The
+    recompute starts from the region's inputs and from the tensors that its policy saves. So the
+    forward's copy is freed in the forward. Random ops run again with the same numbers, and numbers
+    drawn later do not change.
 
-    A graph made by `trace_step` has been through this and comes back as it is. In a graph made with
-    make_fx, regions of `CheckpointWrapper`, of `OutputDiscardCheckpoint` and of
-    `storage_ops.graph.regions` carry marks. Where torch.utils.checkpoint was traced with make_fx,
-    ops that selective checkpointing tagged are recomputed, and random ops of a recompute get the
-    numbers of the forward; where that cannot be told from the graph, a warning says so once and
-    names `trace_step`.
+    Communication and ops with side effects run once and are kept, unless a policy says
+    MUST_RECOMPUTE. In-place ops on a region's own tensors become ordinary ops. In-place ops on
+    tensors from outside run once, and the overwritten values are kept if they are read again.
 
-    A graph of torch.compile, of forward and backward or of a step that calls
-    `torch.autograd.grad`, says by tags what each backward pass is to recompute. It becomes what
-    torch's own pass makes of it, with any number of backward passes and with random ops besides.
+    A graph from `trace_step` has been through this pass and is returned unchanged. In a graph made
+    with make_fx, regions of `CheckpointWrapper`, `OutputDiscardCheckpoint` and
+    `storage_ops.graph.regions` carry marks. For torch.utils.checkpoint under make_fx, the ops that
+    selective checkpointing tagged are recomputed, and random ops of a recompute get the numbers of
+    the forward. If the graph does not say enough for that, a warning says so once and names
+    `trace_step`.
+
+    torch.compile tags the tensors that each backward pass recomputes. That includes a step that
+    calls `torch.autograd.grad`. Such a graph becomes the same as with torch's own pass. Any number
+    of backward passes and random ops are supported, too.
 
     Args:
         gm: a graph of forward and backward. It is not modified.
@@ -93,13 +95,16 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
 
 
 def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
-    """The work of `remat`; `foreign` graphs carry no marks, only what torch leaves in them."""
+    """Do the work of `remat`.
+
+    A `foreign` graph has no marks, only torch's own traces of checkpoints.
+    """
     gm = copy_of(before)
     mode = _one_mode(gm)
     tagged = foreign and mark_tagged(gm.graph)
     if foreign and not tagged:
         before = repair(gm, mode)
-    remove_dead(gm.graph)  # what nothing reads is not worth recomputing anything for
+    remove_dead(gm.graph)  # unread nodes are not worth a recompute
     functionalize(gm, mode)
     if not tagged:  # tags say of each node whether it is kept
         _include_views(gm.graph)
@@ -120,19 +125,19 @@ def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
 
 
 def forget_tags() -> None:
-    """Drop what tracing a selective checkpoint with make_fx leaves in torch's metadata.
+    """Drop the metadata that tracing a selective checkpoint with make_fx leaves in torch.
 
-    The next torch.compile would read it as a tag of its own.
+    The next torch.compile would read this metadata as its own tags.
     """
     for name in ("recompute", "ac_graph_id"):
         fx_traceback.current_meta.pop(name, None)
 
 
 class _Rewrite:
-    """Recomputes the outermost regions of a graph; the marks that remain are those inside them.
+    """Recomputes the outermost regions of a graph. The remaining marks are those of inner regions.
 
-    Of tags of torch.compile each backward pass makes its own, in the order of the forward: so do
-    torch's pass and eager mode.
+    With torch.compile's tags, each backward pass recomputes its own tensors in the order of the
+    forward. torch's pass and eager mode do so, too.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, tagged: bool) -> None:
@@ -172,7 +177,7 @@ class _Rewrite:
             rng.replay(self._graph, node, copies, self._mode)
 
     def _copy(self, wanted: list[fx.Node], place: fx.Node) -> None:
-        """Copy nodes, and what they are computed from in their regions, to just before `place`."""
+        """Copy nodes, and their arguments inside their regions, to just before `place`."""
         needed, stack = set(), wanted[:]
         while stack:
             node = stack.pop()
@@ -205,7 +210,7 @@ class _Rewrite:
                 self._randoms.setdefault(node, []).append(copied)
 
     def _as_read(self, source: fx.Node, node: fx.Node, place: fx.Node) -> fx.Node:
-        """What `node` read of `source`: a copy of it where that is modified before `place`."""
+        """Return the value of `source` that `node` read: a copy, if it changes before `place`."""
         first, last = self._order[node], self._order[place]
         writes = [self._writes.get(key, ()) for key, _ in storages(source.meta.get("val"))]
         at = min((at for found in writes for at in found if first <= at < last), default=None)
@@ -231,9 +236,9 @@ class _Rewrite:
 
 
 def _include_views(graph: fx.Graph) -> None:
-    """Count views of a discarded output, made outside its region, as part of the region.
+    """Count views of a discarded output, created outside its region, as part of the region.
 
-    Otherwise a view that a consumer saves would keep the bytes that are to be freed.
+    Otherwise a view that a consumer saves would keep bytes that should be freed.
     """
     for node in graph.nodes:
         mark = mark_of(node)
@@ -251,7 +256,7 @@ def _include_views(graph: fx.Graph) -> None:
 
 
 def _is_recomputed_for(source: fx.Node, reader: fx.Node) -> bool:
-    """Whether a node of a backward pass must not read the forward's copy of `source`."""
+    """Return True if a node of a backward pass must not read the forward's copy of `source`."""
     path, mark = mark_of(source).path, mark_of(reader)
     if not path or _is_inside(reader, path[0].region) or _is_saved(source):
         return False
@@ -259,7 +264,7 @@ def _is_recomputed_for(source: fx.Node, reader: fx.Node) -> bool:
 
 
 def _is_recomputed_with(source: fx.Node, node: fx.Node) -> bool:
-    """Whether what `node` reads of `source` must be recomputed when `node` is."""
+    """Return True if the value of `source` must be recomputed when `node` is."""
     path = mark_of(source).path
     if not path or _is_saved(source):
         return False
@@ -277,7 +282,7 @@ def _geometry(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Whether the forward's value of a node in a region is kept for backward."""
+    """Return True if the forward's value of a node in a region is kept for backward."""
     if KEPT in node.meta:
         return True
     source = item_of(node)
@@ -300,7 +305,7 @@ def _is_saved(node: fx.Node) -> bool:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Erase nodes that nothing reads and that do nothing besides."""
+    """Erase nodes that nothing reads and that have no side effects."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _acts(node):
             graph.erase_node(node)
@@ -313,7 +318,7 @@ def _acts(node: fx.Node) -> bool:
 
 
 def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
-    """The mode of the values of all nodes, which are computed where they do not have one."""
+    """Return the fake tensor mode of all nodes' values, after computing missing values."""
     modes = fake_modes(gm.graph)
     if len(modes) == 1:
         return next(iter(modes))

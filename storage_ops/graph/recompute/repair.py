@@ -1,9 +1,9 @@
-"""Graphs in which make_fx recorded torch's own checkpointing: what can be told from them.
+"""Finds regions in graphs in which make_fx recorded torch's own checkpointing.
 
-Two things go wrong there. Selective checkpointing keeps every result under trace, so that nothing
-is recomputed; but it tags its ops, and what backward takes from its cache shows which ops are one
-region. Plain checkpointing is recorded twice, as it runs, but the state of the random-number
-generator that it sets in between is not, so that its recompute draws new numbers.
+Two things go wrong in such graphs. Selective checkpointing keeps every result under trace, so that
+nothing is recomputed. But it tags its ops, and the results that backward takes from its cache show
+which ops are one region. Plain checkpointing is recorded twice, as it runs. The state of the
+random-number generator that it sets in between is not recorded, so its recompute draws new numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _regions = itertools.count(-1, -1)
 
 
 def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
-    """Mark the regions of a foreign graph and give its recomputes the numbers of the forward.
+    """Mark the regions of a foreign graph, and give its recomputes the numbers of the forward.
 
-    Warns where the graph does not say what was checkpointed, or which numbers belong together.
+    Warn if the graph does not say what was checkpointed, or which numbers belong together.
 
     Returns:
         The graph as it was, with notes by which `verify_equal` runs it as eager mode would.
@@ -65,7 +65,7 @@ def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 
 
 def _mark_tagged(graph: fx.Graph) -> bool:
-    """Turn the tags of selective checkpointing into marks; whether there were any."""
+    """Turn the tags of selective checkpointing into marks. Return True if there were any."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     cached: dict[fx.Node, fx.Node] = {}  # what went into the cache -> the op it is a result of
     latest: fx.Node | None = None
@@ -111,12 +111,12 @@ def _mark_tagged(graph: fx.Graph) -> bool:
 
 @dataclass
 class _Repeats:
-    """What is computed in a graph more than once, first in a forward.
+    """Nodes that a graph computes more than once, first in a forward.
 
     Attributes:
-        found: whether there is any.
-        random: random ops of forwards, each with those that are to repeat its numbers.
-        unclear: random ops that may be to repeat numbers, which the graph does not say.
+        found: whether there is any such node.
+        random: random ops of forwards, each with the ops that must repeat its numbers.
+        unclear: random ops for which the graph does not say whether they repeat numbers.
     """
 
     found: bool
@@ -146,14 +146,14 @@ def _find_repeats(graph: fx.Graph) -> _Repeats:
 
 
 def _can_replay(node: fx.Node) -> bool:
-    """Whether a random op is not in place, or fills a new tensor that nothing else reads."""
+    """Return True if a random op is not in place, or fills a new tensor that nothing else reads."""
     if rng.has_own_generator(node):
         return False
     return all(isinstance(target, fx.Node) and is_new(target) for target in written(node))
 
 
 def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of forwards: those a backward pass is begun from, and what these are computed from."""
+    """Return the nodes of forwards: those where a backward pass begins, and their ancestors."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if _begins_backward(node):
@@ -164,7 +164,10 @@ def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _leads_past_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that what the graph returns is computed from, and no gradient: no recompute is."""
+    """Return the ancestors of returned values that are not gradients.
+
+    No recompute is among them.
+    """
     gradients: set[fx.Node] = set()
     for node in graph.nodes:
         if _begins_backward(node) or not gradients.isdisjoint(node.all_input_nodes):
@@ -190,7 +193,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Every node with a number that it shares with those that compute the same from the same."""
+    """Yield every node with a number. Nodes that compute the same from the same share a number."""
     known: dict[str, int] = {}
     of: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -19,7 +19,7 @@ _SEED_AND_OFFSET = 16  # bytes of the state of a GPU's generator
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, given the values of its arguments."""
+    """Return True if a node draws random numbers, given the values of its arguments."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -31,26 +31,29 @@ def is_random(node: fx.Node) -> bool:
 
 
 def must_replay(node: fx.Node) -> bool:
-    """Whether a node gives another result when it is run again."""
+    """Return True if a node gives another result when it runs again."""
     return is_random(node) and not _keeps_all(node)
 
 
 def _keeps_all(node: fx.Node) -> bool:
-    """Whether a node is a dropout that drops nothing; on some devices it draws all the same."""
+    """Return True if a node is a dropout that drops nothing.
+
+    On some devices it still draws numbers.
+    """
     return node.target is aten.native_dropout.default and argument(node, "p") == 0.0
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Whether a node draws from a generator of its own, whose state is not the device's."""
+    """Return True if a node draws from a generator argument and not from the device's generator."""
     target = node.target
     return isinstance(target, OpOverload) and argument(node, "generator") is not None
 
 
 def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with which a node computes the same once more and nothing besides.
+    """Return arguments with which a node computes the same again without side effects.
 
     A dropout of probability zero draws no numbers when it does not train. A batch norm that uses
-    the statistics of its batch reads none of the running ones, which it need not update again.
+    the statistics of its batch reads no running statistics, and need not update them again.
     """
     args, kwargs = list(node.args), dict(node.kwargs)
     changes: dict[str, Any] = {}
@@ -68,10 +71,10 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTensorMode) -> None:
-    """Make `copies` of a random node run with the state of the generator that it had.
+    """Make `copies` of a random node run with the state of the generator that the node had.
 
-    The state is taken before the node runs and put back after each copy has, so that the numbers
-    drawn later are those of a step that recomputes nothing.
+    The state is saved before the node runs and restored after each copy. So numbers that are drawn
+    later are those of a step that recomputes nothing.
     """
     op: Any = node.target
     with graph.inserting_before(node):
@@ -92,13 +95,13 @@ def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTens
 
 
 def device_of(node: fx.Node) -> torch.device:
-    """Where a random op draws: the device of its result, the last of its tensors."""
+    """Return the device where a random op draws: the device of the last tensor in its result."""
     tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return tensors[-1].device if tensors else torch.device("cpu")
 
 
 def gpu_of_replays(graph: fx.Graph) -> torch.device | None:
-    """The GPU whose generator's state a graph saves; it must be the current one when it runs.
+    """Return the GPU whose generator state a graph saves. It must be current when the graph runs.
 
     Raises:
         RuntimeError: there are several.

@@ -1,4 +1,4 @@
-"""Graphs of torch.compile, which tags the ops of checkpoints and the nodes of backward passes."""
+"""Reads the tags of torch.compile on the ops of checkpoints and on the nodes of backward passes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _regions = itertools.count(-1, -1)
 
 
 def mark_tagged(graph: fx.Graph) -> bool:
-    """Turn the tags of a graph into marks; whether torch.compile has tagged it.
+    """Turn the tags of a graph into marks. Return True if torch.compile has tagged the graph.
 
-    An op tagged as recomputed is so for all that reads it in backward passes, in the gradient of
-    its own checkpoint or of what follows. Kept is what one checkpoint gives to a later one, and
-    what it gives to a backward hook, without which it may not be possible to recompute. Only what
-    is recomputed keeps its tag then: a partitioner that finds others would recompute once more.
+    An op tagged as recomputed is recomputed for all its readers in backward passes. It does not
+    matter whether a reader is in the gradient of its own checkpoint or of a later one. Values that
+    one checkpoint gives to a later one are kept. Values that it gives to a backward hook are kept,
+    too, because a recompute may be impossible without the hook. Only recomputed ops keep their
+    tags: a partitioner that finds other tags would recompute once more.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     chosen = any(_annotation(node, "phase") == "backward" for node in calls)
@@ -47,7 +48,7 @@ def mark_tagged(graph: fx.Graph) -> bool:
 
 
 def raise_items(graph: fx.Graph) -> None:
-    """Take the results of ops with several right after them, lest one of them keep the others."""
+    """Move the items of an op right after it, so that no item keeps the others in memory."""
     for node in reversed(list(graph.nodes)):
         source = item_of(node)
         if source is not None and source.op == "call_function":
@@ -55,13 +56,16 @@ def raise_items(graph: fx.Graph) -> None:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether torch.compile tagged a node; without it, the tags lack the checkpoint's number."""
+    """Return True if torch.compile tagged a node.
+
+    Tags of other origin lack the checkpoint's number.
+    """
     policy = isinstance(node.meta.get(TAG), CheckpointPolicy)
     return policy and node.meta.get(_NUMBER, 0) is not None
 
 
 def _is_backward(node: fx.Node, chosen: bool) -> bool:
-    """Whether a node is of a backward pass; of those that a user has `chosen`, where one has."""
+    """Return True if a node belongs to a backward pass: to those a user has `chosen`, if any."""
     if chosen:
         return _annotation(node, "phase") == "backward"
     return (
@@ -72,5 +76,5 @@ def _is_backward(node: fx.Node, chosen: bool) -> bool:
 
 
 def _annotation(node: fx.Node, key: str) -> object:
-    """What a user has written on a node with torch.fx.traceback.annotate."""
+    """Return the value that a user put on a node with torch.fx.traceback.annotate."""
     return (node.meta.get("custom") or {}).get(key)

@@ -1,4 +1,4 @@
-"""Run two graphs from one seed and compare all that they do."""
+"""Runs two graphs from one seed and compares results, modified inputs and random-number states."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REPEATS = "storage_ops_repeats"
 def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
     """Raise unless two graphs give the same bits on the same random inputs.
 
-    The first runs as eager mode would, where it notes what it repeats. Floating-point inputs are
-    normal numbers, all others are zeros, which are valid as indices.
+    If the first graph has notes on repeated ops, it runs as eager mode would. Floating-point inputs
+    are normal numbers. All others are zeros, which are valid as indices.
 
     Raises:
         RuntimeError: naming what differs, or what the first graph does not tell.
@@ -70,7 +70,7 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
 
 
 class _Eager(fx.Interpreter):
-    """Runs a graph so that ops which repeat another give what it gave, and draw nothing."""
+    """Runs a graph in which an op that repeats another returns its result and draws no numbers."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -92,7 +92,7 @@ def _copied(value: object) -> Any:
 
 
 def _random_states() -> list[Tensor]:
-    """The state of the CPU's generator, and of those of the GPUs in use."""
+    """Return the state of the CPU's generator, and of the generators of GPUs in use."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *gpus]
 

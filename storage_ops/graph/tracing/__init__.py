@@ -1,4 +1,4 @@
-"""A training step is recorded as one graph.
+"""Records a training step as one graph.
 
 `trace.py` records it and calls it. Tensors that the function reaches become inputs: `slots.py`
 says where they are, `lift.py` replaces them in the trace. `arguments.py` has the stand-ins of

@@ -24,7 +24,7 @@ Build = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a graph assumes of one of its inputs."""
+    """The properties of an input that a graph relies on."""
 
     shape: tuple[int | None, ...]
     stride: tuple[int | None, ...] | None
@@ -34,7 +34,7 @@ class Layout:
 
     @staticmethod
     def of(t: Tensor, dynamic: frozenset[int] = frozenset()) -> Layout:
-        """The layout of a tensor; dimensions in `dynamic` may have any size."""
+        """Return the layout of a tensor. Dimensions in `dynamic` may have any size."""
         shape = tuple(None if i in dynamic else s for i, s in enumerate(t.shape))
         # Where a size may change, so may the strides of other dimensions.
         strided = t.layout == torch.strided and not dynamic and t.numel() > 0
@@ -42,7 +42,7 @@ class Layout:
         return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
 
     def check(self, name: str, t: object) -> None:
-        """Raise unless `t` is as it was in the trace."""
+        """Raise an error unless `t` has the layout of the trace."""
         if not isinstance(t, Tensor):
             raise TypeError(f"traced step: {name} is {t!r}; expected a tensor, as when traced")
         for what, traced, given in (
@@ -69,9 +69,9 @@ class Arguments:
 
     Attributes:
         stand_ins: the plain stand-ins, inputs of the graph.
-        names: the argument that each of them stands for.
-        tensors: by its place among the leaves, the stand-in of each tensor argument.
-        dynamic: whether a dimension of one may have any size.
+        names: the argument that each stand-in represents.
+        tensors: the stand-in of each tensor argument, by its place among the leaves.
+        dynamic: whether a dimension of a stand-in may have any size.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Arguments:
         return fake
 
     def flatten(self, args: object, kwargs: object) -> tuple[list[Any], list[Tensor]]:
-        """The leaves of a call's arguments, and the plain tensors among and inside them.
+        """Return the leaves of a call's arguments, and the plain tensors among and inside them.
 
         Raises:
             TypeError, ValueError: they are not as they were in the trace.
@@ -220,18 +220,21 @@ def _equal(given: object, traced: object) -> bool:
 
 
 def _attributes(t: Tensor) -> dict[str, Any]:
-    """What users have set on a tensor; names that begin with an underscore are torch's own."""
+    """Return the attributes that users set on a tensor.
+
+    Names with a leading underscore are torch's.
+    """
     inner = t.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(t) else ()
     return {k: v for k, v in vars(t).items() if not k.startswith("_") and k not in inner}
 
 
 def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
-    """Reads a leaf at each call: from among the arguments, or from where fn finds it."""
+    """Return a function that reads a leaf at each call, from the arguments or from its slot."""
     return lambda leaves: slot.read() if place is None else leaves[place]
 
 
 def holders(args: object, kwargs: object) -> list[tuple[str, Any]]:
-    """The leaves of arguments that are no tensors, with their names."""
+    """Return the leaves of arguments that are not tensors, with their names."""
     paths, _ = tree_flatten_with_path((args, kwargs))
     return [(_name(keystr(path)), leaf) for path, leaf in paths if not isinstance(leaf, Tensor)]
 
@@ -250,7 +253,7 @@ def _parts(t: object) -> list[Tensor]:
 
 
 class Packer:
-    """Collects what a graph must return.
+    """Collects the values that a graph must return.
 
     Attributes:
         outputs: plain tensors and numbers of the trace, in the order the graph returns them.
@@ -263,7 +266,7 @@ class Packer:
         self.constants: list[Any] = []
 
     def tree(self, value: object) -> Build:
-        """Add a pytree; returns what makes it again from the graph's outputs."""
+        """Add a pytree. Return a function that builds it from the graph's outputs."""
         leaves, spec = tree_flatten(value)
         builds = [self.leaf(leaf) for leaf in leaves]
         return lambda outputs: tree_unflatten([build(outputs) for build in builds], spec)

@@ -1,4 +1,4 @@
-"""Nodes of a fresh trace that only repeat what is there."""
+"""Removes redundant nodes from a fresh trace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clean(gm: fx.GraphModule, lifted: Sequence[fx.Node]) -> list[bool]:
 
 
 def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:
-    """Let a gradient be kept where autograd, which does not own it in a trace, clones it."""
+    """Drop the clone of a gradient that autograd makes because it does not own it in a trace."""
     last: dict[int, fx.Node] = {}
     given = {
         key

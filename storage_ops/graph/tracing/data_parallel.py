@@ -1,8 +1,8 @@
 """Data-parallel modules under trace: their communication becomes part of the graph.
 
-That of DistributedDataParallel lives in hooks that copy gradients to buffers of its own. Here they
-are averaged by functional collectives, one per parameter: begun when the gradient is complete, and
-waited for when the backward pass ends.
+DistributedDataParallel communicates in hooks that copy gradients to its own buffers. Here
+functional collectives average gradients, one per parameter. Each begins when the gradient is
+complete, and the end of the backward pass waits for all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFUSED = ("FullyShardedDataParallel", "DataParallel")
 
 @contextlib.contextmanager
 def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """In a with block, data-parallel modules of a traced function record what they communicate.
+    """Record the communication of data-parallel modules of a traced function in a with block.
 
     Raises:
         ValueError: the communication of a module cannot be recorded.
@@ -52,7 +52,7 @@ def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _check(name: str, module: DistributedDataParallel) -> None:
-    """Raise if a module communicates in another way than by averaging its gradients."""
+    """Raise an error if a module communicates in another way than by averaging its gradients."""
     unusual = {
         "a communication hook": bool(module._comm_hooks),
         "mixed precision": module.mixed_precision is not None,
@@ -112,7 +112,7 @@ class _Replicas:
         return module.module(*args, **kwargs)
 
     def _begin(self, parameter: Tensor) -> None:
-        """Begin to average a gradient that is complete."""
+        """Begin to average a complete gradient."""
         if not self._averages:
             return
         if not self._begun:

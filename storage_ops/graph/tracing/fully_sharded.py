@@ -1,8 +1,8 @@
-"""FSDP2 under trace: its parameters are gathered, and gradients scattered, by ops of the graph.
+"""Traces FSDP2: ops of the graph gather its parameters and scatter its gradients.
 
-Outside a trace hooks do both, on buffers and streams of their own. Here every parameter is gathered
-before the forward of its module, as a region that is recomputed: backward gathers it again. Over
-tensor parallelism what is gathered are this rank's parts of the parameters, DTensors themselves.
+Outside a trace hooks do that, on their own buffers and streams. Here every parameter is gathered
+before the forward of its module, in a region that is recomputed. So backward gathers it again. Over
+tensor parallelism a rank's parts of the parameters are gathered, which are DTensors themselves.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its na
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has been applied to this very module."""
+    """Return True if FSDP2 has been applied to this module itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 @contextlib.contextmanager
 def recorded(name: str, module: Any) -> Iterator[None]:
     """Replace the hooks of one module in a with block.
+
+    Raises:
+        ValueError: FSDP does more for the module than gather and scatter.
 
     Raises:
         ValueError: FSDP does more for it than to gather and scatter.
@@ -89,7 +92,7 @@ def _belongs_to_fsdp(hook: object) -> bool:
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The parameters that the hooks of this module gather, and not those of one inside it."""
+    """Yield the parameters that this module's hooks gather, without those of sharded submodules."""
     for key, value in module._parameters.items():
         if value is not None:
             yield module._parameters, key, value
@@ -99,7 +102,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def _parts(state: object) -> dict[int, Any]:
-    """By the id of a parameter that is a rank's part of one, what FSDP knows of it."""
+    """Return FSDP's record of each parameter that is a DTensor, by the parameter's id."""
     every = [p for group in fsdp.groups(state) for p in group.fsdp_params]
     return {id(p.sharded_param): p for p in every if p.is_dtensor}
 
@@ -138,7 +141,7 @@ def _put_back(
 
 
 def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisionPolicy) -> Tensor:
-    """A parameter as the module has it in its forward."""
+    """Return a parameter as the module sees it in its forward."""
     part = parts.get(id(parameter))
     if part is None:
         return _whole(parameter, precision)
@@ -158,7 +161,7 @@ def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisi
 
 
 def _whole(parameter: Any, precision: MixedPrecisionPolicy) -> Tensor:
-    """A parameter as each rank sees it; its gradient is the mean over the ranks, in shards."""
+    """Return a whole parameter. Its gradient is the mean over the ranks, in shards."""
     from torch.distributed.tensor import Partial, Replicate
 
     if precision.param_dtype is not None:

@@ -1,4 +1,4 @@
-"""Tensors a traced function closes over become inputs of its graph."""
+"""Lifts tensors that a traced function closes over to inputs of its graph."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _DATA: Any = Tensor.data
 class Lift(TorchDispatchMode):
     """Replaces every real tensor that an op reads by an input of the graph under trace.
 
-    The function itself runs on the real tensors: autograd sees the real parameters, and only below
-    it, where ops are recorded, their stand-ins take their places. So whatever autograd offers works
-    as in eager mode, and the function need not be told about its own parameters.
+    The function itself runs on the real tensors. Autograd sees the real parameters. Stand-ins
+    replace them only below autograd, where ops are recorded. So all features of autograd work as in
+    eager mode, and the function need not receive its own parameters.
 
     Attributes:
         inputs: the slots of the lifted tensors, in the order of the graph's inputs.
-        nodes: those inputs.
-        leaves: by its id, a leaf that requires grad, and the gradient it had before the trace.
+        nodes: the nodes of the lifted inputs.
+        leaves: each leaf that requires grad and its gradient before the trace, by the leaf's id.
         backward_ran: whether a backward pass was recorded.
-        read: ids of the leaves whose gradient was used, or found missing, where one from before the
-            step would have made a difference.
+        read: ids of leaves whose gradient was used, or found missing. A gradient from before the
+            step would have made a difference there.
     """
 
     supports_higher_order_operators = True
@@ -93,7 +93,7 @@ class Lift(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def lift(self, value: object) -> Any:
-        """The stand-in of a real tensor; any other value as it is."""
+        """Return the stand-in of a real tensor, and any other value unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if is_traceable_wrapper_subclass(value):
@@ -110,21 +110,21 @@ class Lift(TorchDispatchMode):
         return self._fakes[id(value)]
 
     def name(self, t: Tensor, slot: Slot) -> None:
-        """Say from where a tensor is to be read at each call."""
+        """Set the slot from which a tensor is read at each call."""
         for part, part_slot in plain_parts(t, slot):
             self._slots.setdefault(id(part), part_slot)
             self._slots_by_place.setdefault(_place_of(part), part_slot)
             self._held.append(part)
 
     def slot_of(self, t: Tensor) -> Slot:
-        """From where a tensor is read at each call."""
+        """Return the slot from which a tensor is read at each call."""
         found = self._slots.get(id(t))
         if found is None and _place_of(t) is not None:
             found = self._slots_by_place.get(_place_of(t))
         return found or Slot(_describe(t), lambda: t)
 
     def restore(self) -> None:
-        """Undo what in-place ops made autograd note on the real tensors: graphs and counts."""
+        """Undo changes of in-place ops to the real tensors in autograd: graphs and versions."""
         for t, version, was_leaf in self._versions:
             if was_leaf and not is_leaf(t):
                 t.detach_()
@@ -153,7 +153,7 @@ class Lift(TorchDispatchMode):
         return fake
 
     def saw(self, values: Iterable[Any]) -> None:
-        """Note what is used: leaves, and gradients that are watched."""
+        """Note used values: leaves, and gradients that are watched."""
         for t in values:
             if id(t) in self._watched:
                 self.read.add(self._watched[id(t)][1])
@@ -163,13 +163,13 @@ class Lift(TorchDispatchMode):
                 self.note(t)
 
     def note(self, t: Tensor) -> None:
-        """Remember the gradient of a leaf, unless that is done."""
+        """Remember the gradient of a leaf, unless it is known."""
         if id(t) not in self.leaves:
             with torch._C.DisableTorchFunction():
                 self.leaves[id(t)] = (t, t.grad)
 
     def watch(self, grad: Tensor, t: Tensor) -> None:
-        """From here on a use of `grad`, which fn has looked up, reads the gradient of `t`."""
+        """Count a later use of `grad`, which fn has looked up, as a read of the gradient of `t`."""
         self._watched[id(grad)] = (grad, id(t))
 
 
@@ -186,16 +186,16 @@ def _describe(t: Tensor) -> str:
 
 
 class Gradients(TorchFunctionMode):
-    """Follows who sets and reads `.grad` while fn is traced.
+    """Follows reads and writes of `.grad` while fn is traced.
 
-    Whether a step drops the gradients must not depend on there being any at the time of the trace:
-    a gradient that is looked at before a backward pass adds to it, or to be dropped, is made to
-    exist.
+    A step that drops gradients must do so whether or not there are any during the trace. Code
+    may look at a gradient before a backward pass, to add to it or to drop it. Then a gradient is
+    created.
 
     Attributes:
-        made: by the id of a leaf, the gradient that was made for it.
-        dropped: ids of the leaves whose gradient fn has set or deleted, so that nothing remains of
-            the one from before the step.
+        made: the gradient that was created for a leaf, by the id of the leaf.
+        dropped: ids of the leaves whose gradient fn has set or deleted. Nothing remains of their
+            gradients from before the step.
     """
 
     def __init__(self, lift: Lift, closure: Closure, arguments: Iterable[Tensor]) -> None:
@@ -240,7 +240,7 @@ class Gradients(TorchFunctionMode):
             self._lift.read.add(id(t))
 
     def _check_data(self, t: Tensor, value: Tensor) -> None:
-        """Raise if the memory of a tensor that is there at each call is exchanged for another."""
+        """Raise an error if a tensor that exists at each call gets the memory of another tensor."""
         if value is not t and (_place_of(t) is None or _place_of(t) != _place_of(value)):
             raise RuntimeError(
                 f"trace_step: fn sets .data of {self._lift.slot_of(t).name}, whose memory a graph "
@@ -249,17 +249,20 @@ class Gradients(TorchFunctionMode):
             )
 
     def is_untouched(self, t: Tensor, grad: Tensor | None) -> bool:
-        """Whether `grad` is the gradient `t` had before fn; it may have been added to in place."""
+        """Return True if `grad` is the gradient `t` had before fn.
+
+        In-place additions do not count.
+        """
         return grad is self.made.get(id(t), self._lift.leaves[id(t)][1])
 
     def restore(self) -> None:
-        """Give every tensor the gradient it had."""
+        """Give every tensor its gradient from before the trace."""
         for t, grad in self._lift.leaves.values():
             t.grad = grad
 
 
 def is_traced(value: object, fake_mode: FakeTensorMode) -> bool:
-    """Whether a value is a tensor or a number of the trace, or a subclass around one."""
+    """Return True if a value is a tensor or a number of the trace, or a subclass around one."""
     if isinstance(value, FakeTensor):
         return value.fake_mode is fake_mode
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):

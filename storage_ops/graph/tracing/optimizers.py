@@ -26,7 +26,15 @@ class Optimizers:
 
     @contextlib.contextmanager
     def watched(self, name: Callable[[Tensor, Slot], None]) -> Iterator[None]:
-        """Note the optimizers that step in a with block; a new one makes its state beforehand.
+        """Note the optimizers that step in a with block.
+
+        A new optimizer creates its state beforehand.
+
+        Args:
+            name: called with each tensor of that state and its slot.
+
+        Raises:
+            RuntimeError: an option that the graph takes as fixed has another value after the block.
 
         Args:
             name: told from where each tensor of that state is to be read.
@@ -38,7 +46,7 @@ class Optimizers:
         def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if not any(optimizer is known for known, _ in self.stepped):
                 self.stepped.append((optimizer, _options(optimizer)))
-                # Its gradients are not those that fn sets.
+                # The optimizer's gradients are not gradients that fn sets.
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     _make_state(optimizer)
                 for parameter, state in optimizer.state.items():
@@ -58,7 +66,7 @@ class Optimizers:
             )
 
     def check(self) -> None:
-        """Raise if an option that was fixed in the trace has changed since.
+        """Raise an error if an option that was fixed in the trace has changed since.
 
         Raises:
             ValueError: naming the option and both values.
@@ -71,7 +79,7 @@ class Optimizers:
 
 
 def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[str, Any, Any]]:
-    """Options that are not as they were: their name, the value now, and the one then."""
+    """Yield the options that have changed: name, value now, and value in the trace."""
     for optimizer, options in optimizers:
         kind, groups = type(optimizer).__name__, _options(optimizer)
         if len(groups) != len(options):
@@ -83,7 +91,10 @@ def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[
 
 
 def _options(optimizer: Optimizer) -> Options:
-    """The options of each parameter group that are no tensors, and how many parameters it has."""
+    """Return the options of each parameter group that are not tensors.
+
+    The number of parameters counts as one of them.
+    """
     return [
         {name: v for name, v in group.items() if name != "params" and not isinstance(v, Tensor)}
         | {"the number of parameters": len(group["params"])}
@@ -97,7 +108,7 @@ def _slot(optimizer: Optimizer, parameter: Tensor, key: str) -> Slot:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer make the state that it otherwise makes in its first step."""
+    """Let an optimizer create the state that it otherwise creates in its first step."""
     begin: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
     if begin is None or optimizer.state:
         return

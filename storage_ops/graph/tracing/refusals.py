@@ -1,4 +1,4 @@
-"""What a traced step cannot hold: refused by name, before it begins."""
+"""Refuses, by name and before the step begins, features that a traced step cannot contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
 
 @contextlib.contextmanager
 def refused(closure: Closure) -> Iterator[None]:
-    """Raise in a with block where fn begins what a graph cannot hold, and before.
+    """Raise an error in a with block if fn uses a feature that a graph cannot contain.
 
     Raises:
         ValueError: a ring of torch's context parallelism is under way already, or async tensor

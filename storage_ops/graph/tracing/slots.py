@@ -1,4 +1,4 @@
-"""Where a function finds the tensors it closes over, to read them again at each call."""
+"""Finds where a function has the tensors it closes over, to read them again at each call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Slot:
     """A place that holds a tensor.
 
     Attributes:
-        name: the place in words of the user's program.
-        read: returns what the place holds now.
-        write: puts something there; None where nothing can be put.
+        name: the place as the user's program writes it.
+        read: returns the current value of the place.
+        write: sets the value of the place. None if it cannot be set.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Slot:
 
 @dataclass
 class Closure:
-    """What a function can reach: by itself, and from arguments that are no tensors.
+    """Values that a function can reach: by itself, and from arguments that are not tensors.
 
     Attributes:
-        slots: by the id of a tensor, where it was found first.
-        again: tensors that were found again elsewhere, with that place.
+        slots: the place where a tensor was found first, by the tensor's id.
+        again: tensors that were found again elsewhere, with their second place.
         tensors: every tensor.
         modules: every module, with its name.
         optimizers: every optimizer.
         containers: every dict, list and namespace of an object, with its name.
-        places: those that can be written, with what they hold, if that is a tensor, a container of
-            some or None.
+        places: places that can be written and contain a tensor, a container of tensors or None,
+            with their value.
     """
 
     slots: dict[int, Slot]
@@ -67,7 +67,7 @@ class Closure:
 
 
 def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
-    """Every tensor, module and container that named values reach by names, attributes and items."""
+    """Return all tensors, modules and containers that named values reach."""
     found = Closure({}, [], [], [], [], [], [])
     for visit in walk(roots):
         value = visit.value
@@ -110,7 +110,10 @@ def _contents_of(visit: Visit) -> list[Any]:
 
 
 def gradient_slot(of: Slot) -> Slot:
-    """The gradient of a leaf; zeros where it was dropped since the trace, which adds to it."""
+    """Return the slot of a leaf's gradient, for a trace that adds to it.
+
+    If the gradient was dropped since the trace, the slot sets it to zeros.
+    """
 
     def read() -> Tensor:
         parameter = of.read()
@@ -123,7 +126,7 @@ def gradient_slot(of: Slot) -> Slot:
 
 
 def plain_parts(t: object, slot: Slot) -> Iterator[tuple[Tensor, Slot]]:
-    """A tensor, or the plain tensors inside a wrapper subclass, each with its slot."""
+    """Yield a tensor, or the plain tensors inside a wrapper subclass, each with its slot."""
     if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
         return
     if not is_traceable_wrapper_subclass(t):

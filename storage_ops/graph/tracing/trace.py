@@ -1,4 +1,4 @@
-"""A training step as one graph: forward, loss, backward and optimizer."""
+"""Records a training step as one graph: forward, loss, backward and optimizer."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ T = TypeVar("T", default=Any)
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What a call does to the gradient of one leaf.
+    """The effect of a call on the gradient of one leaf.
 
-    `build` is None where the trace left none behind.
+    `build` is None if the trace left no gradient.
     """
 
     read: Callable[[list[Any]], Tensor]
@@ -137,7 +137,7 @@ class TracedStep(Generic[P, T]):
         self._gpu = gpu_of_replays(self.gm.graph)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the step; the arguments must be as in the trace but for the values of tensors."""
+        """Run the step. Arguments must be as in the trace, except for the values of tensors."""
         if get_proxy_mode() is not None:  # part of another trace, which makes one graph of both
             return self.__wrapped__(*args, **kwargs)
         leaves, plain = self._arguments.flatten(args, kwargs)
@@ -176,11 +176,11 @@ class TracedStep(Generic[P, T]):
 
     @property
     def peak(self) -> Schedule:
-        """Memory of the step over time, by the life of each tensor in the graph."""
+        """Return the memory of the step over time, from the lifetimes of the graph's tensors."""
         return schedule(self.gm)
 
     def _check_ties(self, inputs: list[Tensor]) -> None:
-        """Raise if tensors that were one in the trace are several now, or the other way round."""
+        """Raise an error if one tensor of the trace is several tensors now, or several are one."""
         for first, again in self._again:
             now = _read(first), _read(again)
             if now[0] is not now[1] and not any(t is _GONE for t in now):
@@ -200,7 +200,10 @@ class TracedStep(Generic[P, T]):
                 )
 
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
-        """Drop the gradients that the step drops; the ones it adds to, where there are any."""
+        """Drop the gradients that the step drops.
+
+        Return every leaf's gradient before the step, or None.
+        """
         for gradient in self._gradients:
             if gradient.used and gradient.read(leaves).grad is not None:
                 raise RuntimeError(
@@ -233,20 +236,20 @@ class TracedStep(Generic[P, T]):
 def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedStep[P, T]:
     """Record a training step as one graph in which checkpointed regions really are recomputed.
 
-    `fn` runs once, on stand-ins without data: no tensor is changed by it, and what else it does,
-    such as counting its calls, it does then and not again. It may do all that a training step does:
-    forward, loss, `loss.backward()` or `torch.autograd.grad` (any number of them), gradient
-    clipping, `optimizer.step()`. The modules and tensors it closes over, or that objects among the
-    arguments hold, become inputs of the graph and are read again at each call.
+    `fn` runs once, on stand-ins without data, and changes no tensor. Other side effects, such as
+    counting its calls, happen then and not again. `fn` may do everything that a training step does:
+    forward, loss, any number of `loss.backward()` or `torch.autograd.grad`, gradient clipping,
+    `optimizer.step()`. The modules and tensors that it closes over, or that objects among the
+    arguments contain, become inputs of the graph. They are read again at each call.
 
     Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
-    checkpointing, and those of `OutputDiscardCheckpoint`. What backward needs of a region is
-    recomputed just before its first use there, with the random numbers of the forward. Results,
+    checkpointing, and those of `OutputDiscardCheckpoint`. A tensor of a region that backward needs
+    is recomputed just before its first use there, with the random numbers of the forward. Results,
     gradients and the state of the random-number generators afterwards are those of eager mode.
 
-    As with every trace, what Python code decides is fixed: branches, sizes, numbers, and which
-    weights are one tensor. Sizes of an argument's dimensions marked by
-    `torch._dynamo.mark_dynamic` may differ between calls.
+    As with every trace, decisions of Python code are fixed: branches, sizes, numbers, and which
+    weights are one tensor. Dimensions of an argument marked by `torch._dynamo.mark_dynamic` may
+    have another size in each call.
 
     Args:
         fn: the step.
@@ -257,14 +260,14 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
 
     Raises:
-        ValueError: an argument has a grad_fn; a module is data-parallel in a way that cannot be
-            recorded, such as with a communication hook; `fn` uses torch's context_parallel;
-            Inductor's async tensor parallelism is asked for.
-        RuntimeError: a value of a tensor decides what `fn` does; a tensor of the step stays behind
-            in an object, or is returned in one that is no pytree; `fn` sets `.data` of a tensor,
-            seeds or forks a generator of torch, or changes an option of an optimizer; a region
-            modifies in place the output of another that discards it. In each case no tensor has
-            changed.
+        ValueError: an argument has a grad_fn. Or a module is data-parallel in a way that cannot be
+            recorded, such as with a communication hook. Or `fn` uses torch's context_parallel, or
+            Inductor's async tensor parallelism is on.
+        RuntimeError: a value of a tensor decides what `fn` does. Or a tensor of the step stays
+            in an object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of
+            a tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or
+            a region modifies in place the output of another that discards it. In each case no
+            tensor has changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
@@ -280,7 +283,7 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
 
 
 def _place_of(error: BaseException) -> str:
-    """The innermost line of an error's traceback that belongs neither to torch nor to us."""
+    """Return the innermost line of an error's traceback that belongs neither to torch nor to us."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     roots = tuple(f"{package}{os.sep}" for package in packages)
@@ -293,7 +296,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _modified(graph: fx.Graph) -> list[bool]:
-    """Which inputs a graph modifies."""
+    """Return for each input of a graph whether the graph modifies it."""
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     written = written_at(dict.fromkeys(graph.nodes, 0))
     return [any(key in written for key, _ in storages(t)) for t in inputs]
@@ -301,7 +304,7 @@ def _modified(graph: fx.Graph) -> list[bool]:
 
 @contextlib.contextmanager
 def _eager_submodules() -> Iterator[None]:
-    """Compiled functions inside the traced one run uncompiled: the whole is one graph."""
+    """Run compiled functions inside the traced one uncompiled, because the whole is one graph."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -311,7 +314,7 @@ def _eager_submodules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_lstm(closure: Closure) -> Iterator[None]:
-    """Without oneDNN's LSTM of a CPU, whose backward needs a workspace that a trace has not."""
+    """Switch off oneDNN's LSTM on a CPU, whose backward needs a workspace that a trace lacks."""
     enabled = torch._C._get_mkldnn_enabled()
     if not any(isinstance(module, nn.LSTM) for _, module in closure.modules):
         yield
@@ -327,9 +330,9 @@ def _plain_lstm(closure: Closure) -> Iterator[None]:
 def _nothing_left_behind(
     roots: list[tuple[str, Any]], closure: Closure, fake_mode: FakeTensorMode
 ) -> Iterator[None]:
-    """Take what a trace puts into the user's objects out of them again.
+    """Remove tensors of the trace from the user's objects.
 
-    State that fn replaces (`_replaced`) is expected; any other tensor left behind is an error.
+    State that fn replaces (`_replaced`) is expected. Any other tensor that is left is an error.
     """
     held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
     before = [(name, holder, holder.copy()) for name, holder in held]
@@ -379,7 +382,7 @@ def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
 def _replaced(
     closure: Closure, fake_mode: FakeTensorMode
 ) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    """State that fn replaces: what writes to a place that held tensors, and what it holds now."""
+    """Yield state that fn replaces: a function that sets the place, and the new value."""
     for slot, old in closure.places:
         new = _read(slot)
         if _is_another(old, new, fake_mode) and _is_state(old):

@@ -10,7 +10,7 @@ from torch import Tensor
 from storage_ops import matmul
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.ranks import Ranks, ranks_of
-from storage_ops.loss.engine.tokens import Tokens, copy_elements, tokens_of
+from storage_ops.loss.engine.tokens import Tokens, copy_elements, may_count, tokens_of
 from storage_ops.loss.planning import cost
 from storage_ops.loss.planning.devices import device_kind, has_row_kernel_for, rates_of
 from storage_ops.loss.planning.problem import Problem
@@ -54,6 +54,19 @@ class Head:
         tokens.x = for_products(tokens.x)
         weight = for_products(call.weight[:classes])
         return Head(call, ranks, tokens, weight, first, vocabulary, p)
+
+    def targets_within(self, rows: slice, classes: slice) -> Tensor:
+        """Return the targets of these rows among the rank's `classes`, with duplicates.
+
+        They count from the first of `classes`. Where their number may not be read, class 0 is added
+        for every other target.
+        """
+        local = self.tokens.target[rows] - self.first_class - classes.start
+        here = (local >= 0) & (local < classes.stop - classes.start)
+        if may_count(local):
+            inside: Tensor = local[here]
+            return inside
+        return torch.where(here, local, 0)
 
 
 def for_products(matrix: Tensor) -> Tensor:

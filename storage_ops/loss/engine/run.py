@@ -53,9 +53,12 @@ class RowFunction(ABC):
 
     Attributes:
         state: (numbers, n) statistics of the rows, kept for the backward.
+        selects_by_gradient: True if the masses that choose classes are those of the gradient with
+            respect to a tile of logits, False if they are probabilities of the logits.
     """
 
     state: Tensor
+    selects_by_gradient = False
 
     @abstractmethod
     def work(self, step: Step, tile: Tensor) -> Tensor | None:
@@ -66,23 +69,29 @@ class RowFunction(ABC):
         exponentials that RUNNING_RESCALE adds up. Returns the change of the rows' maximum then.
         """
 
-    def probability_sums(
-        self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None
-    ) -> None:
-        """Add up the probabilities of a tile of logits, from the finished state.
+    @abstractmethod
+    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+        """Add up what the classes of a tile weigh for its tokens; see `selection`.
 
-        Those of ignored tokens are 0.
+        Ignored tokens weigh 0. With `factors`, the sum of a class is that of its absolute gradient.
 
         Args:
-            step, tile: the tile.
+            step, tile: the tile of logits; with `selects_by_gradient` that of their gradient.
             out: gets the sum of each class, or with `buckets` those of each token by bucket.
             buckets: (classes,) uint8, the bucket of each class of the tile, or None.
         """
-        raise NotImplementedError  # only a head whose gradient may leave classes out has them
 
+    def factors(self, step: Step) -> Tensor | None:
+        """Return what the masses of each token's classes are multiplied with in its gradient.
+
+        The gradient of a class that is no target has the sign of its token's factor. None, as here,
+        if there is no such factor.
+        """
+        return None
+
+    @abstractmethod
     def needed_classes(self, step: Step) -> Tensor:
         """Return the classes of a tile that are targets of its tokens, with duplicates."""
-        raise NotImplementedError
 
     def merging(self, rows: slice) -> Iterator[None]:
         """Merge the state of rows over the ranks; stop wherever the ranks' numbers are under way.
@@ -233,13 +242,16 @@ class Run(Generic[Rows]):
         tile, change, selection = self._logits(step), None, None
         if step.phases & GRADIENT:
             self._end_merges(step.rows)
-        if step.phases & GRADIENT and step.adds and self._selects:
+        selects = bool(step.phases & GRADIENT and step.adds and self._selects)
+        if selects and not self.rows.selects_by_gradient:
             if step.phases & UPDATE:
                 self.rows.work(step._replace(phases=UPDATE), tile)
                 step = step._replace(phases=GRADIENT)
             selection = self._select(step, tile)
         if step.phases:
             change = self.rows.work(step, tile)
+        if selects and self.rows.selects_by_gradient:
+            selection = self._select(step, tile)
         if step.adds:
             if change is not None:
                 self.sums.rescale(step, change)
@@ -250,12 +262,13 @@ class Run(Generic[Rows]):
         """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
         head = self.head
         found = select(
-            functools.partial(self.rows.probability_sums, step, tile),
+            functools.partial(self.rows.mass_sums, step, tile),
             self.rows.needed_classes(step),
             tile.shape,
             self.rows.state,
             head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,
             head.call.max_classes,
+            self.rows.factors(step),
         )
         if found is None:  # nor does it for tokens of the same batch
             self._selects = False

@@ -13,17 +13,20 @@ out classes of which a token has next to nothing:
                    v           | ###### | ...... | ....... | ............... |
                                +--------+--------+---------+-----------------+
 
-* The *mass* of a class is the sum of its probabilities over the tokens of a tile. Classes are
-  ordered by mass, the targets of the tile first, and divided into *buckets* of growing width.
-* A token *needs* the shortest prefix of buckets beyond which it has no more probability than it may
-  leave out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
+* The *mass* of a class is the sum of its probabilities over the tokens of a tile. A divergence,
+  whose gradient is no probability, takes absolute gradients. Classes are ordered by mass, the
+  targets of the tile first, and divided into *buckets* of growing width.
+* A token *needs* the shortest prefix of buckets beyond which it has no more mass than it may leave
+  out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes in place.
 * What is left out of a bucket (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
-  columns where all tokens have one sign, and its products with weight and input are thin. For each
-  token the classes that are left out count as one average class of each bucket, so no probability
-  is lost.
+  columns where all tokens have one sign, and its products with weight and input are thin. Each
+  token then has one average class for the classes that it leaves out of a bucket, so it loses no
+  probability. A divergence leaves them out for good: a token has gradients of both signs.
+* r and c need no pass over the gradient. They are the masses times a *factor* for each token, which
+  is what its gradient has of each probability: 1 / tokens for a mean.
 
 Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -40,7 +43,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.planning.cost import BUCKETS, gathered_classes
+from storage_ops.loss.planning.cost import BUCKETS, flat_tokens, gathered_classes
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
@@ -50,23 +53,49 @@ PAYS = 0.9  # of the work of a whole tile; with more of it a tile is multiplied 
 # Tokens whose products take as long as to gather a row of the weight and to add its gradient.
 GATHERING = {"cpu": 96, "cuda": 400}
 
-# Adds up the probabilities of a tile's logits: of each class, or of each token by bucket.
-ProbabilitySums = Callable[[Tensor, Tensor | None], None]
+# Adds up the masses of a tile: of each class, or of each token by bucket.
+MassSums = Callable[[Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Sums of the gradient that the tokens of a tile leave out.
+
+    Attributes:
+        left: (rows, gathered buckets + 1) what each token leaves out of each gathered bucket and of
+            the rest. Tokens are in the order of `Selection.tokens`.
+        signs: (rows,) the sign of each token's gradient.
+        columns: (classes,) the sum of the absolute gradient of each class, of all tokens.
+    """
+
+    left: Tensor
+    signs: Tensor
+    columns: Tensor
+
+    def column(self, classes: slice | Tensor, kept: Tensor) -> Tensor:
+        """Return the absolute gradient of classes, without that of the first tokens, `kept`.
+
+        It is 0 where a token with a nan has all of them in its own.
+        """
+        own = self.columns.new_empty(kept.shape[1])
+        _OPS._tile_sums(own, kept, None, self.signs[: len(kept)], None, None, 0.0, 1.0)
+        return (self.columns[classes] - own).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the gradient of a tile is multiplied with.
+    """The part of a tile's gradient that is multiplied.
 
     Attributes:
         classes: (classes,) the classes of the tile by bucket, its targets in the first.
         tokens: (rows,) the tokens of the tile by need.
-        needs: (rows,) how many buckets each of `tokens` needs.
+        needs: (rows,) how many buckets each token of the tile needs.
         buckets: (classes,) uint8, the bucket of each class of the tile.
         bounds: where buckets begin among `classes`, and where the last one ends.
         counts: how many tokens need each of the buckets that are gathered; the others are the rest.
         flat: how many of `tokens`, the first, are multiplied with the rest as well.
-        dropped: (rows,) the probability that each token of the tile leaves out.
+        dropped: (rows,) the mass that each token of the tile leaves out.
+        margins: of what is left out; None if nothing replaces it.
     """
 
     classes: Tensor
@@ -77,6 +106,7 @@ class Selection:
     counts: list[int]
     flat: int
     dropped: Tensor
+    margins: Margins | None
 
     def pieces(self, at_once: int) -> list[tuple[int, slice]]:
         """Return the bucket and the place among `classes` of so many that are gathered at once."""
@@ -86,28 +116,31 @@ class Selection:
 
 
 def select(
-    probability_sums: ProbabilitySums,
+    mass_sums: MassSums,
     targets: Tensor,
     shape: torch.Size,
     like: Tensor,
     may_drop: float,
     max_classes: float | None,
+    factors: Tensor | None,
 ) -> Selection | None:
     """Choose what to multiply the gradient of a tile with; None if leaving out does not pay.
 
     Args:
-        probability_sums: see above; ignored tokens have none.
+        mass_sums: see above; ignored tokens have none.
         targets: classes of the tile that no token may leave out; with duplicates.
         shape: rows and classes of the tile.
         like: a tensor in the dtype of the arithmetic, on the device.
-        may_drop: the probability that a token may leave out.
+        may_drop: the mass that a token may leave out.
         max_classes: the share of the classes that all tokens are multiplied with, whatever they
             leave out; None: as many as they need, which waits for the device once.
+        factors: (rows,) see `RowFunction.factors`; None: nothing replaces what is left out.
     """
     high, wide = shape
     mass = like.new_empty(wide)
-    probability_sums(mass, None)
+    mass_sums(mass, None)
     mass.nan_to_num_(0.0, 0.0)
+    columns = mass.clone()
     mass[targets] = math.inf
     first = min(len(targets), wide)
     if mass.device.type == "cpu" and not isinstance(mass, FakeTensor):
@@ -120,7 +153,7 @@ def select(
         buckets[classes[begin:end]] = k
     classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
     held = like.new_empty(high, len(bounds) - 1)
-    probability_sums(held, buckets)
+    mass_sums(held, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
     tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
@@ -134,7 +167,14 @@ def select(
         needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
-    return Selection(classes, tokens, needs[tokens], buckets, bounds, counts, flat, dropped)
+    margins = None
+    if factors is not None:
+        used = len(counts)
+        left = torch.cat((held[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(1)
+        left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
+        left.nan_to_num_(0.0, 0.0, 0.0)
+        margins = Margins(left[tokens], factors.sign()[tokens], columns)
+    return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
 def multiply(
@@ -157,88 +197,53 @@ def multiply(
             the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to.
     """
-    size, x, at_once = x.shape[1], x[chosen.tokens], gathered_classes(matmul.cuda)
-    flat, used, count = chosen.flat, len(chosen.counts), len(x)
-    wide = arithmetic(dz.dtype)
-    margins = _margins(chosen, dz, wide)
-    # Gradients of a token have the sign of what upstream gives to it, but for that of its target.
-    signs = margins.sum(1).sign_()
-    left = margins.masked_fill(_kept(chosen), 0)
-    total = left.abs().sum(0)
-    shares = (left * torch.where(total == 0, 0, total.reciprocal())).to(x.dtype)
-    columns = dz.new_empty(len(w), dtype=wide)
-    _sum(dz, columns, torch.empty_like(signs).index_copy_(0, chosen.tokens, signs))
-    # For each bucket, and for the rest, the average input and class of what is left out.
-    inputs, weights = columns.new_zeros(2, used + 1, size)
-    matmul.weight_gradient(shares, x, inputs, False)
+    x, at_once = x[chosen.tokens], gathered_classes(matmul.cuda)
+    flat, count, margins = chosen.flat, len(x), chosen.margins
+    total = dz.new_zeros(0, x.shape[1], dtype=arithmetic(dz.dtype))
+    if margins is not None:
+        # Each token's part of what is left out of a bucket, and its average input and weight.
+        whole = margins.left.abs().sum(0)
+        shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
+        inputs, weights = total.new_zeros(2, len(whole), x.shape[1])
+        matmul.weight_gradient(shares, x, inputs, False)
     # The rest of the classes: those of flat tokens, and what others leave out as one more token.
-    rows = torch.cat((x[:flat], inputs[used:].to(x.dtype)))
-    sums = columns.new_zeros(flat + 1, size)
-    for part in slices(len(w), at_once):
-        piece = dz.new_empty(flat + 1, part.stop - part.start)
+    rows = x[:flat] if margins is None else torch.cat((x[:flat], inputs[-1:].to(x.dtype)))
+    sums = total.new_zeros(rows.shape)
+    for part in slices(len(w), at_once) if len(rows) else ():
+        piece = dz.new_empty(len(rows), part.stop - part.start)
         piece[:flat] = dz[chosen.tokens[:flat], part]
-        piece[flat] = _finite(columns[part] - _column_sums(piece[:flat], signs[:flat]))
-        piece.masked_fill_(chosen.buckets[part] < used, 0)
+        if margins is not None:
+            piece[flat] = margins.column(part, piece[:flat])
+        piece.masked_fill_(chosen.buckets[part] < len(chosen.counts), 0)
         matmul.input_gradient(piece, w[part], sums, True)
         if into_weight is not None:
             matmul.weight_gradient(piece, rows, into_weight[part], True)
         del piece
-    weights[used] = sums[flat]
+    if margins is not None:
+        weights[-1] = sums[flat]
     if into_input is not None:
         into_input[:flat] = sums[:flat]
+    del rows, sums
     for k, place in chosen.pieces(at_once):
         needed, classes = chosen.counts[k], chosen.classes[place]
-        weight, column = w[classes], columns[classes]
-        piece = dz.new_empty(needed, len(classes))
+        others = margins if needed < count else None
+        weight, piece = w[classes], dz.new_empty(needed, len(classes))
         _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
-        if needed < count:
-            column = _finite(column - _column_sums(piece, signs[:needed]))
+        if others is not None:
+            column = others.column(classes, piece)
             weights[k] += column.to(w.dtype) @ weight
         if into_input is not None:
             matmul.input_gradient(piece, weight, into_input[:needed], True)
+        del weight
         if into_weight is not None:
-            product = columns.new_empty(len(classes), size)
+            product = total.new_empty(len(classes), x.shape[1])
             matmul.weight_gradient(piece, x[:needed], product, False)
-            if needed < count:
+            if others is not None:
                 product.addr_(column, inputs[k])
             into_weight.index_add_(0, classes, product.to(into_weight.dtype))
             del product
-    if into_input is not None:
+    if margins is not None and into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
-
-
-def _margins(chosen: Selection, dz: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of dz for each of `chosen.tokens`, of each gathered bucket and of the rest."""
-    used = len(chosen.counts)
-    of_all = dz.new_empty(len(dz), len(chosen.bounds) - 1, dtype=wide)
-    _sum(dz, of_all, buckets=chosen.buckets)
-    margins = torch.cat((of_all[:, :used], of_all[:, used:].sum(1, keepdim=True)), 1)
-    margins[:, 0] = 0  # has the targets, and is left out by none
-    return margins[chosen.tokens]
-
-
-def _kept(chosen: Selection) -> Tensor:
-    """Return which of the gathered buckets, and of the rest, each of `chosen.tokens` needs."""
-    bucket = torch.arange(len(chosen.counts) + 1, device=chosen.needs.device)
-    return bucket < chosen.needs.unsqueeze(1)
-
-
-def _sum(
-    tile: Tensor, out: Tensor, signs: Tensor | None = None, buckets: Tensor | None = None
-) -> None:
-    """Add up the columns of a tile, or with `buckets` those of each row by bucket."""
-    _OPS._tile_sums(out, tile, None, signs, None, buckets, 0.0, 1.0)
-
-
-def _column_sums(tile: Tensor, signs: Tensor) -> Tensor:
-    out = signs.new_empty(tile.shape[1])
-    _sum(tile, out, signs)
-    return out
-
-
-def _finite(column: Tensor) -> Tensor:
-    """Return sums of what is left out, or 0 where a token with a nan has all of them in its own."""
-    return column.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _cheapest(
@@ -258,7 +263,7 @@ def _cheapest(
     least, before = PAYS * tokens * classes, 0
     for used, begin in enumerate(bounds[:-1]):
         work = before + (counts[used] + 1) * classes
-        if used and work < least:
+        if used and work < least and counts[used] <= flat_tokens(tokens):
             least, best = work, (counts[:used], counts[used])
         before += (gathering + counts[used]) * (bounds[used + 1] - begin)
     return best

@@ -70,14 +70,20 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
     It is the same problem if it takes longer to select them than the products that are saved.
     """
     saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
-    # A tile is read four times, and what is used of it is copied: read once and written once.
-    touched = (4 + 2 * share) * p.logit_bytes
+    # A tile is read for its statistics, and twice for its masses. The part of it that is used is
+    # copied and added up: two reads and a write.
+    touched = (3 + 3 * share) * p.logit_bytes
     return replace(p, multiplied=share) if saved > touched / rates.bandwidth else p
 
 
 def gathered_classes(cuda: bool) -> int:
     """How many classes of a bucket are gathered at a time: many small products idle a GPU."""
     return 4096 if cuda else 1024
+
+
+def flat_tokens(rows: int) -> int:
+    """Return how many tokens of a tile may be multiplied with all of its classes in place."""
+    return rows // 2
 
 
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
@@ -87,10 +93,15 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
-    sums = d * (rows * (2 * item + 2 * wide) + BUCKETS * (2 * wide + 2 * item))
-    piece = gathered * (rows * item + d * (2 * item + 2 * wide))
+    # Inputs in their order by need, and their gradient; averages of what each bucket leaves out.
+    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + 2 * item))
+    flat = flat_tokens(rows) + 1
+    rest = flat * (d * (item + wide) + gathered * item)
+    # A gathered piece, its classes, and then the gradient of their weights.
+    piece = gathered * (rows * item + d * (wide + item * (item < wide)))
+    added = rows * d * wide  # the gradient of the input that other tiles gave before
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
-    return ranked + kept + copies + max(sorting, sums + max(piece, rows * d * item))
+    return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
 
 
 def narrowed_rows(rows: int) -> int:
@@ -204,7 +215,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         logits, tile = rows * classes * p.logit_bytes, rows * classes * item
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
-        used = round(p.multiplied * classes) if selects else classes
+        used = max(round(p.multiplied * classes), 1) if selects else classes
         # Kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
@@ -220,8 +231,10 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         touched = float(passes * logits)
         if adds and p.wide_logits:  # rounded to other memory, and copied back
             touched += logits + 3 * tile
-        if selects:  # the tile is read four times, and what is used of it and of weights is copied
-            touched += 4 * logits + 2 * used * rows * item + 5 * used * d * item
+        if selects:  # see `selecting`; rows of the weight and of its gradient are copied, too
+            touched += (
+                (2 + (phases & UPDATE > 0)) * logits + 3 * used * rows * item + 5 * used * d * item
+            )
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched

@@ -1,9 +1,9 @@
-"""Facts of memory in the table of ops: temporary buffers, and results that torch's fakes get wrong.
+"""Memory facts in the table of ops: temporary buffers, and results that torch's fakes get wrong.
 
 `cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
 products, `cpu_copies.py` copies of operands on a CPU, and `cpu_convolutions.py` those of
-convolutions. `scratch.py` records them in a ledger. `fake_tensor_gaps.py` has what real tensors do
-differently on every device, and results for fake tensors that torch's own fakes get wrong.
+convolutions. `scratch.py` records them in a ledger. `fake_tensor_gaps.py` has the behaviour of real
+tensors that fake tensors lack on every device, and results that torch's own fakes get wrong.
 """
 
 from storage_ops.simulate.kernels import (

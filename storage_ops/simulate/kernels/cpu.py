@@ -1,7 +1,8 @@
-"""What kernels of the CPU take only while they run, where that is as large as their tensors.
+"""Temporary memory that large CPU kernels allocate while they run.
 
-With Arm's Compute Library oneDNN multiplies a copy of a weight of float32. Observed with torch 2.13
-by allocation events on an emulated aarch64. Not counted is what products of 16 bits copy on Arm.
+With Arm's Compute Library oneDNN multiplies a copy of a float32 weight. This was observed with
+torch 2.13 by allocation events on an emulated aarch64. Copies for 16-bit products on Arm do not
+count.
 
 oneDNN runs each layer and direction of an LSTM in float32. Training keeps a workspace for the
 backward. The workspace also has room for the gradients of all states. Observed on AVX2. oneDNN of
@@ -34,7 +35,7 @@ def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _is_packed(left: Tensor, right: Tensor) -> bool:
-    """Whether Arm's library copies the right operand of a product, as of x @ w.T."""
+    """Return True if Arm's library copies the right operand of a product, as for x @ w.T."""
     return left.dtype == torch.float32 and left.stride(1) == 1 and right.stride(0) == 1
 
 
@@ -53,14 +54,14 @@ def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See)
 
 
 def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """The backward variables of CTC are as large as the forward ones."""
+    """Allocate backward variables of CTC, which are as large as the forward ones."""
     see(out)
     log_alpha: Tensor = args[6]
     scratch.use(log_alpha, log_alpha.nbytes)
 
 
 def _padded(size: int) -> int:
-    """Return the length of the rows of an LSTM's matrices: 64 bytes, no multiple of 256 numbers."""
+    """Return the length of an LSTM's matrix rows: whole 64 bytes, no multiple of 256 numbers."""
     length = -(-size // 16) * 16
     return length + 16 if length % 256 == 0 else length
 

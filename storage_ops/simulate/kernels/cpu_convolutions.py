@@ -12,11 +12,12 @@ with torch 2.13 by allocation events and `ONEDNN_VERBOSE=1`, on AVX2 and AVX-512
 
 Images of 32 bits whose memory format is channels_last are read and written as they are, if the
 convolution is not transposed. Their weights are copied to that format and from it into blocks.
-torch copies a gradient whose format is not that of the image. Gradients of weights of groups, and
-of kernels of more than three elements for each channel, have a way of their own: columns and a
-matrix product for images that are contiguous, wide blocks for channels_last (AVX-512 only).
+torch copies a gradient whose format is not that of the image. Some gradients of weights are
+computed in another way: those of groups, and of kernels of more than three elements for each
+channel. They are columns and a matrix product for contiguous images, and wide blocks for
+channels_last (AVX-512 only).
 
-Not counted are the buffers of one thread, and convolutions of 16 bits on AVX2.
+The buffers of a single thread, and convolutions of 16 bits on AVX2, do not count.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class _Blocks(NamedTuple):
     """The channels of a block in the copies of the operands of a convolution.
 
     Attributes:
-        inner: of the image that an untransposed convolution reads.
-        outer: of the image that it writes.
-        weight: of the weight, along its channels of the outer and of the inner image.
+        inner: channels of the image that an untransposed convolution reads.
+        outer: channels of the image that it writes.
+        weight: channels of the weight, along those of the outer and of the inner image.
     """
 
     inner: int
@@ -65,13 +66,13 @@ class _Call(NamedTuple):
 
     @property
     def is_of_channels(self) -> bool:
-        """Whether each channel is convolved by itself."""
+        """Return True if each channel is convolved by itself."""
         outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
         return self.groups > 1 and outer == inner == 1
 
     @property
     def is_channels_last(self) -> bool:
-        """Whether the gradient of the inner image is computed with channels last."""
+        """Return True if the gradient of the inner image is computed with channels last."""
         return self.groups == 1 and max(self.strides) > 1
 
     def of_result(self) -> _Blocks:
@@ -135,13 +136,16 @@ def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> l
 
 
 def _is_on_onednn(weight: Tensor, strides: Sequence[int]) -> bool:
-    """Whether oneDNN convolves; one thread multiplies matrices where the kernel is one element."""
+    """Return True if oneDNN convolves.
+
+    With one thread, a kernel of one element is a product of matrices instead.
+    """
     several = torch.get_num_threads() > 1 or max(strides) > 1
     return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
 
 
 def _is_product(args: Args) -> bool:
-    """Whether the gradient of a weight, as of the patches of a ViT, is a product of columns."""
+    """Return True if the gradient of a weight is a product of columns, as for a ViT's patches."""
     weight: Tensor = args[2]
     strides, transposed, groups = args[4], args[7], args[9]
     if weight.dim() != 4 or weight.dtype != torch.float32 or transposed:
@@ -155,13 +159,13 @@ def _is_product(args: Args) -> bool:
 
 
 def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
-    """Whether torch gives oneDNN an image with channels last."""
+    """Return True if torch gives oneDNN an image with channels last."""
     formats = (memory_format_of(image), memory_format_of(weight))
     return weight.dtype == torch.float32 and torch.channels_last in formats
 
 
 def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -> list[Block]:
-    """Book a weight with channels last, unless it is one, and that in blocks."""
+    """Record a weight copied to channels last, unless it has that format, and copied to blocks."""
     weight, blocks = call.weight, (1, 1) if call.groups > 1 else blocks
     is_last = weight.is_contiguous(memory_format=torch.channels_last)
     blocks = (_CHANNELS, 1) if call.is_of_channels else blocks
@@ -169,7 +173,7 @@ def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -
 
 
 def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
-    """Book the gradient of a weight whose images have channels last, in blocks and out of them."""
+    """Record the gradient of a weight of channels-last images, in blocks and out of them."""
     weight = call.weight
     if call.groups == 1:
         blocks = call.of_weight(False).weight

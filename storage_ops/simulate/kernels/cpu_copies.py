@@ -3,7 +3,7 @@
 Observed by allocation events with torch 2.13.
 
 * An op of single elements computes in one dtype. Operands of another dtype are copied first, and
-  the result of an op in place is written back from a copy.
+  the result of an in-place op is written back from a copy.
 * A sum in another dtype than that of its operand adds up a copy of the operand. So does a mean of
   16-bit numbers, in float32.
 * A softmax reads contiguous copies of its operands, and so does a reduced `nll_loss`.
@@ -179,7 +179,7 @@ class _Rows:
         return any(self.strides[a] != self.strides[b] * self.sizes[b] for a, b in pairs)
 
     def transformed(self, dim: int) -> _Rows:
-        """Return the rows of `dim` in the result of a transform, which has one row after the other.
+        """Return the rows of `dim` in the result of a transform, where rows follow one another.
 
         The result has the sizes of the input.
         """

@@ -1,11 +1,12 @@
-"""What kernels of a GPU take only while they run, where that is as large as their tensors.
+"""Temporary memory that large GPU kernels allocate while they run (workspaces and partial sums).
 
-Observed by allocation events on an H200 with torch 2.11. Of attention and of sums these are the
-very sizes; of convolutions those of cuDNN's usual choice, which for images of few channels, and for
-some shapes in float32, is another. What it takes where TF32 is turned off is not counted.
+Sizes were observed by allocation events on an H200 with torch 2.11. They are exact for attention
+and reductions. For convolutions they assume the algorithm that cuDNN usually selects. For
+few-channel images, and for some float32 shapes, it selects another one. Its memory without TF32
+does not count.
 
 cuBLAS keeps a workspace for each thread that has multiplied matrices. A step has two such threads,
-that of the caller and that of autograd. torch allocates 32 MiB for each on a Hopper or Blackwell,
+the caller's and autograd's. torch allocates 32 MiB for each on a Hopper or Blackwell, and
 2 x 4 MiB + 8 x 16 KiB on others (aten/src/ATen/cuda/CublasHandlePool.cpp), unless
 CUBLAS_WORKSPACE_CONFIG says otherwise. Workspaces of the first step exist in all later ones.
 """
@@ -40,10 +41,10 @@ def _up(size: int, to: int) -> int:
 
 
 def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
-    """Of a kernel that fills up queries to `rows`, and heads to `width`.
+    """Return the kernel of an attention backward that pads queries to `rows` and heads to `width`.
 
-    Blocks of keys add to the gradient of the queries in float32, and there is a number for each
-    query. Heads that share keys have gradients of their own at first.
+    Blocks of keys add to the gradient of the queries in float32, with a number for each query.
+    Heads that share keys have separate gradients at first.
     """
 
     def kernel(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
@@ -68,7 +69,7 @@ def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> No
 
 
 def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Indices are sorted; ten of one row, or all of it, make a sum in float32."""
+    """Sort indices, and sum ten of one row, or all of it, in float32."""
     see(out)
     indices = args[1].numel()
     if indices > _FEW_ROWS:
@@ -76,7 +77,7 @@ def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> 
 
 
 def _reduction(numbers: int) -> Kernel:
-    """Of a kernel that has so many numbers of 32 bits for each result."""
+    """Return the kernel of an op that has this many 32-bit numbers for each result."""
 
     def kernel(scratch: Scratch, args: Args, out: Tensor | tuple[Tensor, ...], see: See) -> None:
         results = out if isinstance(out, tuple) else (out,)
@@ -89,7 +90,7 @@ def _reduction(numbers: int) -> Kernel:
 
 
 def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
-    """What a sum over rows takes, as that of a bias' gradient: partial ones, of blocks of threads.
+    """Return the bytes of a sum over rows, such as a bias's gradient: partial sums of blocks.
 
     Work is divided as in torch's aten/src/ATen/native/cuda/Reduce.cuh.
     """
@@ -145,7 +146,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
 
 
 def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
-    """Copies for cuDNN, whose fast kernels have channels last, in whole groups of 16 bytes."""
+    """Return the bytes of copies for cuDNN's fast kernels: channels last, in groups of 16 bytes."""
     if not _is_for_cudnn(x, weight, groups):
         return 0
     last = _has_channels_last(x) or _has_channels_last(weight)
@@ -164,7 +165,7 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
 
 
 def _has_tf32() -> bool:
-    """Whether convolutions of float32 may round; allow_tf32 fails where this was said for them."""
+    """Return True if float32 convolutions may round. `allow_tf32` fails if they have a setting."""
     cudnn: Any = torch.backends.cudnn
     settings = cudnn.conv, cudnn, torch.backends
     said = (setting.fp32_precision for setting in settings)
@@ -172,7 +173,7 @@ def _has_tf32() -> bool:
 
 
 def _is_for_cudnn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether its fast kernels compute; those of depthwise convolutions take any layout."""
+    """Return True if cuDNN's fast kernels convolve. Depthwise kernels take any layout."""
     is_depthwise = groups > 1 and weight.shape[1] == 1
     by_cudnn = torch.backends.cudnn.enabled and x.dtype != torch.float64
     return by_cudnn and not is_depthwise and x.numel() > 0 and weight.numel() > 0
@@ -189,7 +190,7 @@ def _bytes_of_partial_sums(x: Tensor, weight: Tensor, groups: int) -> int:
 
 
 def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
-    """Of one thread, on a device that a step is simulated for; 0 where it is not known which GPU.
+    """Return the workspace bytes of one thread on a simulated device, or 0 if the GPU is unknown.
 
     Args:
         device: "cpu" or a GPU. None: where the parameters of the model are.
@@ -207,7 +208,7 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
 
 
 def keep_workspaces(ledger: Ledger, nbytes: int) -> list[Block]:
-    """Book the workspaces of a step that multiplies as there from the beginning."""
+    """Record the workspaces of a step that multiplies, from its beginning."""
     made = [
         Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
         for _ in range(THREADS)

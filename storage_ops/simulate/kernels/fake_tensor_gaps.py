@@ -1,8 +1,8 @@
-"""What torch does otherwise for fake tensors than for real ones, on any device.
+"""Behaviour of torch for real tensors that differs for fake ones, on every device.
 
-* The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place;
-  for a subclass of Tensor, as fake ones are, it is a copy of the zeros. So it is for real ones
-  under torch.func, and inside of DTensors, for which none of this is asked.
+* The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place.
+  For a subclass of Tensor, such as a fake one, it is a copy of the zeros. It is also a copy for
+  real ones under torch.func and inside DTensors, where this module changes nothing.
 * Autograd adds a gradient to the one that arrived before it in place, if nothing else holds that.
   Under a dispatch mode it makes a new tensor.
 * Some formulas of gradients write into a tensor that they have made, and for fake tensors do not.
@@ -86,7 +86,7 @@ def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
 def _adds_up(node: Any, block: Block) -> bool:
     """Return True if a node has run, and autograd adds its result to an earlier gradient.
 
-    The formula of a node may add too, but to a tensor that it has made itself.
+    The formula of a node may add, too, but to a tensor that it has allocated itself.
     """
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
@@ -114,13 +114,13 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether no Python comes between: a hook, a recompute or a Function."""
+    """Return True if no Python is in between: no hook, recompute or Function."""
     caller = next((f for f in _frames() if not _module_of(f).startswith(_OURS)), None)
     return caller is None or caller.f_code is _engine_run_backward.__code__  # None: its own thread
 
 
 def _is_transformed() -> bool:
-    """Whether torch.func calls; its own flag is off while it carries an op out."""
+    """Return True if torch.func is the caller. Its own flag is off while it runs an op."""
     return any(_module_of(frame).startswith("torch._functorch") for frame in _frames())
 
 
@@ -203,7 +203,7 @@ def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 # The functions below return results for fake tensors, or NotImplemented if torch's own is right.
 def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
-    """Return the bins of a histogram; torch's fake refuses integers, which GPUs count."""
+    """Return the bins of a histogram. torch's fake refuses integers, which GPUs count."""
     return NotImplemented if x.is_floating_point() else x.new_empty(bins)
 
 
@@ -219,7 +219,7 @@ def _nothing(*_: object, **__: object) -> None:
 def _grouped_product(
     left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: object, **__: object
 ) -> Tensor:
-    """Return products of groups in rows, columns or matrices; torch's fake wants bfloat16."""
+    """Return products of groups in rows, columns or matrices. torch's fake needs bfloat16."""
     if left.dtype == torch.bfloat16:
         return NotImplemented  # type: ignore[no-any-return]
     shape = (left.shape[-2], right.shape[-1])

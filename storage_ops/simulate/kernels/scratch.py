@@ -1,4 +1,4 @@
-"""Memory that an op takes only while it runs."""
+"""Records the temporary memory of ops."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def of_contiguous(*places: int) -> Kernel:
 
 
 def book(ledger: Ledger, op: Op, args: Args, out: object, on_gpu: bool, is_wrapped: bool) -> None:
-    """Record what a call of an op allocates besides what fake tensors show.
+    """Record the allocations of an op that fake tensors do not show.
 
     Args:
-        ledger: where.
+        ledger: the ledger to record them in.
         op, args, out: the call and its result.
         on_gpu: whether the kernel of a GPU runs.
         is_wrapped: whether a tensor subclass called the op for the tensors inside of it.

@@ -1,4 +1,4 @@
-"""Where the autograd graph of one call begins and ends, so that the call can run by itself.
+"""Separates the autograd graph of one call, so that the call can run by itself.
 
 `enter` makes the inputs of the call and takes their gradients. `leave` makes the gradients of its
 outputs. Between them lie the nodes of the call and, as `reads_history` checks, no others.
@@ -19,7 +19,7 @@ Gradients = Sequence[Tensor | None]
 class _Enter(torch.autograd.Function):
     """Makes given tensors the inputs of a call.
 
-    They are no leaves, whose gradients autograd would hold to the end.
+    They are not leaves, whose gradients autograd would hold to the end.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ def reads_history(
     """Return True if the backward of a call goes through more than its arguments.
 
     Args:
-        outputs: that the call returned.
+        outputs: the outputs of the call.
         entries: the nodes of autograd that made the arguments.
         leaves: the parameters and arguments whose gradients it may make.
         since: the number of the first node that the call could make.
@@ -116,7 +116,7 @@ def reads_history(
 
 
 def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:
-    """How many edges lead to each input of the nodes behind a tensor, and the nodes."""
+    """Return how many edges lead to each input of the nodes behind a tensor, and the nodes."""
     counts: Counter[Any] = Counter()
     nodes: set[Any] = set()
     left = [last.grad_fn]

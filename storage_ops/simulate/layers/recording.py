@@ -1,8 +1,8 @@
-"""What a call of a module does to the books, written down from one run of it by itself.
+"""Records the effect of a module's call on the ledger, from one run of the call by itself.
 
-Forward and backward run on books of their own. A *recording* is a list of what is taken and given
-back, by *slot*: a block that is made inside, or one that the call shares with its surroundings:
-inputs, outputs, their gradients and those of parameters.
+Forward and backward run with their own ledger. A *recording* is a list of allocations and releases,
+by *slot*. A slot is a block that is allocated inside, or one that the call shares with its
+surroundings: inputs, outputs, their gradients and those of parameters.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
 class BlockSlot:
     """A block of a recording.
 
-    Attributes:
-        role: whose it is; number: of the input, output or parameter.
-        block: as the first call had it.
-        call: the name below the module's of the call that made it and that it outlived, or None.
+    Attributes: role: its owner. number: the number of the input, output or parameter. block: the
+    block in the first call. call: the name, below the module's, of the call that allocated it and
+    that it outlived, or None.
     """
 
     role: str
@@ -55,7 +54,7 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that leaves the call: where it lies in the storage of a slot."""
+    """A tensor that leaves the call: its place in the storage of a slot."""
 
     slot: int
     shape: tuple[int, ...]
@@ -66,12 +65,12 @@ class View:
 
     @staticmethod
     def of(t: Tensor, slot: int) -> View:
-        """The view that a tensor is."""
+        """Return the view that a tensor is."""
         shape, offset = tuple(t.shape), int(t.storage_offset())
         return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad)
 
     def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
-        """A tensor with a new storage that this one lies in, itself if it fills it."""
+        """Return a tensor with a new storage for this view: the view itself, if it fills it."""
         # A view that a node of autograd made could not be written to in place.
         fills = is_dense(self.shape, self.stride)
         if fills and self.offset == 0 and math.prod(self.shape) * self.dtype.itemsize == nbytes:
@@ -82,19 +81,22 @@ class View:
         return made
 
     def on(self, simulation: Simulation, t: Tensor) -> Tensor:
-        """This view of the storage of a tensor."""
+        """Return this view of the storage of a tensor."""
         where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
         if where == (self.shape, self.stride, self.offset, self.dtype):
             return t
         return self.anew(simulation, t)
 
     def anew(self, simulation: Simulation, t: Tensor) -> Tensor:
-        """This view of the storage of a tensor, as a tensor of its own."""
+        """Return this view of the storage of a tensor, as a new tensor."""
         return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
 
 
 def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) -> list[Tensor]:
-    """Views of storages, by slot; no two are one tensor, for each has a history of its own."""
+    """Return views of storages, by slot.
+
+    No two are one tensor, because each has its own history.
+    """
     found: list[Tensor] = []
     for view in views:
         t = view.on(simulation, bases[view.slot])
@@ -105,20 +107,20 @@ def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) ->
 
 @dataclass
 class Recording:
-    """What a call does to the books.
+    """The effect of a call on the ledger.
 
     Attributes:
         slots: its blocks.
         forward, backward: the numbers of slots, and whether each is taken or given back.
-        outputs: for each leaf of what it returns a View, the number of an input tensor that it is,
-            or ("value", it).
-        form: of what it returns.
+        outputs: for each leaf of the result a View, the number of the input tensor that it is, or
+            ("value", leaf).
+        form: the tree structure of the result.
         held: slots of inputs and outputs that its nodes hold until backward.
         edges: how often a gradient arrives at the input.
-        gradients: by the number of an input that needs one, its View; None where there is none.
-        parameters: views of their gradients; None where there is none.
+        gradients: the View of the gradient of each input that needs one, by number, or None.
+        parameters: views of the parameters' gradients, or None.
         sent: bytes to other ranks in forward and in backward, by collective.
-        written: the numbers of outputs to whose gradients autograd adds others in place.
+        written: the numbers of outputs to whose gradients autograd adds other gradients in place.
     """
 
     slots: list[BlockSlot]
@@ -135,11 +137,11 @@ class Recording:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether it has a backward."""
+        """Return True if the call has a backward."""
         return any(isinstance(o, View) and o.needs_grad for o in self.outputs)
 
     def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
-        """A tensor with a new storage as that of a slot, of the first view in it."""
+        """Return a tensor with a new storage like that of a slot, from the first view in it."""
         views = (*self.outputs, *self.gradients.values(), *self.parameters)
         first = next(v for v in views if isinstance(v, View) and v.slot == number)
         return first.storage(simulation, self.slots[number].block.asked, device)
@@ -149,14 +151,13 @@ def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
     kwargs: Kwargs, accumulate: bool,
 ) -> Recording:  # fmt: skip
-    """Run a call by itself and write down what it does to the books.
+    """Run a call by itself and record its effect on the ledger.
 
-    Args:
-        accumulate: gradients that its parameters have stay, and it adds to them. Else it makes
-            all of them.
+    Args: accumulate: keep the existing gradients of its parameters, and let it add to them.
+    Otherwise it creates all of them.
 
     Raises:
-        NotComparable: it does more than that, such as keeping something.
+        NotComparable: the call has another effect, such as keeping a tensor.
     """
     before = [(p, p.grad) for p in module.parameters()]
     if not accumulate:
@@ -175,7 +176,7 @@ def record(
 
 
 class _Recorder:
-    """One call, run by itself on books of its own."""
+    """One call that runs by itself, with its own ledger."""
 
     def __init__(self, simulation: Simulation, side: Ledger, module: nn.Module, name: str) -> None:
         self._simulation, self._side = simulation, side
@@ -185,7 +186,7 @@ class _Recorder:
         self._grads_there = 0  # the moment when the gradients of the outputs were there
 
     def run(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Recording:
-        """Run it and write down what it does."""
+        """Run the call and record its effect."""
         events, arrived = self._side.events, list[Any]()
         has_gradient = [p.grad is not None for p in self._module.parameters()]
         given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
@@ -246,7 +247,7 @@ class _Recorder:
     def _inputs(
         self, args: Args, kwargs: Kwargs, arrived: list[Any]
     ) -> tuple[list[Tensor], list[int], Any, Any]:
-        """Copies to call with, the numbers of those that need a gradient, and the arguments."""
+        """Return copies for the call, the numbers of those that need gradients, and arguments."""
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         given = self._copies([leaves[i] for i in places])
@@ -263,7 +264,7 @@ class _Recorder:
         return given, needing, *tree_unflatten(leaves, form)
 
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors like these, with the same values, of storages of their own."""
+        """Return tensors like these, with the same values and new storages."""
         bases: dict[int, Tensor] = {}
         views: dict[int, View] = {}  # by tensor: one that is given twice is one in the call too
         for number, t in enumerate(tensors):
@@ -282,7 +283,7 @@ class _Recorder:
         return [copies[id(t)] for t in tensors]
 
     def _output(self, leaf: object, given: list[Tensor]) -> Any:
-        """What a leaf of the result is."""
+        """Return the entry of a result's leaf for `Recording.outputs`."""
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, SIMPLE):
                 raise NotComparable
@@ -297,7 +298,7 @@ class _Recorder:
         return View.of(leaf, self._number(block))
 
     def _gradients_of(self, leaving: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Return what makes the gradients of outputs, and notes when they are there."""
+        """Return a function that creates the gradients of outputs and notes when they exist."""
         specs = [TensorSpec.of(t) for t in leaving]
 
         def make() -> list[Tensor]:
@@ -312,7 +313,7 @@ class _Recorder:
         return make
 
     def _leaving(self, t: Tensor | None, role: str, number: int) -> View | None:
-        """Where a gradient that leaves the call lies."""
+        """Return the place of a gradient that leaves the call."""
         if t is None:
             return None
         block = self._side.block_of(t) if t.layout == torch.strided else None

@@ -1,7 +1,7 @@
-"""Calls that do to the books what their recording says, without running their ops.
+"""Replays the effect of a recorded call on the ledger, without running its ops.
 
-Each is one node of autograd. It books the inner blocks, makes the tensors that leave the call, and
-holds inputs and outputs for as long as the call's own nodes would.
+Each replay is one node of autograd. It records the inner blocks, creates the tensors that leave the
+call, and holds inputs and outputs for as long as the call's own nodes would.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Replay:
             self._simulation.ledger.give_back(block)
 
     def forward(self) -> dict[int, Tensor]:
-        """Book the forward; returns the tensors that have storages of slots."""
+        """Replay the forward. Return the tensors that have storages of slots."""
         self._simulation.sent += self.recording.sent[0]
         made = self._carry_out(self.recording.forward, ())
         held = self.recording.held
@@ -61,7 +61,7 @@ class Replay:
         return made
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Book the backward; returns the gradients of inputs, and assigns those of parameters."""
+        """Replay the backward. Return the gradients of inputs, and assign those of parameters."""
         recording = self.recording
         for number in recording.written:
             given = gradients[number]
@@ -117,13 +117,13 @@ class Replay:
         return view.on(self._simulation, made[view.slot])
 
     def outputs(self, made: dict[int, Tensor]) -> list[Tensor]:
-        """The tensors among what the call returns that it made."""
+        """Return the tensors among the results that the call created."""
         views = [view for view in self.recording.outputs if isinstance(view, View)]
         return laid(self._simulation, views, made)
 
 
 class _Replayed(torch.autograd.Function):
-    """The node of a call that is carried out from its recording."""
+    """The autograd node of a call that is replayed."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Any:
@@ -146,7 +146,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def check_edges(last: Tensor) -> None:
-    """Look whether gradients are added up in the order that recordings have.
+    """Check that gradients are added up in the order of the recordings.
 
     Raises:
         NotComparable: an input gets several gradients from within a call and others from outside.
@@ -160,13 +160,13 @@ def check_edges(last: Tensor) -> None:
 
 
 def _uses(t: Any) -> int:
-    """References to the gradient that a node got, and to its storage."""
+    """Return the number of references to a node's gradient and to its storage."""
     storage: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
     return int(t._use_count()) + storage
 
 
 class _Counting(torch.autograd.Function):
-    """A node that notes how many references there are if nobody else has the gradient."""
+    """A node that notes how many references there are if no other code has the gradient."""
 
     @staticmethod
     def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def replayed(
     simulation: Simulation, recording: Recording, module: nn.Module, name: str,
     inputs: list[Tensor],
 ) -> Any:  # fmt: skip
-    """Carry out a call from its recording and return what it returns."""
+    """Replay a call from its recording, and return its result."""
     replay = Replay(simulation, recording, module, name, inputs)
     if recording.needs_grad:
         # Where no input needs a gradient, a parameter makes the node part of the graph.

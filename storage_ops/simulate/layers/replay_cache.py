@@ -1,4 +1,4 @@
-"""Simulates the first call of each kind of modules, and carries out the others from recordings."""
+"""Simulates the first call of each kind of modules, and replays the others from recordings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from storage_ops.simulate.module_kinds import Kinds, ModuleKind, NotComparable, 
 
 
 class Quick:
-    """Stands around the calls of modules of a model in a simulation.
+    """Surrounds the calls of a model's modules in a simulation.
 
     Attributes:
-        count: how many calls were carried out from a recording.
-        is_spoiled: whether a recording that failed left tensors behind, so that this run is of no
-            use.
+        count: how many calls were replayed.
+        is_spoiled: whether a failed recording left tensors behind, so that this run is useless.
     """
 
     def __init__(self, model: nn.Module, accumulate: bool) -> None:
-        """`accumulate`: all parameters have gradients, to which backwards add."""
+        """Start without recordings.
+
+        `accumulate`: parameters have gradients, to which backwards add.
+        """
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._kinds = Kinds(model)
         self._recordings = Variants[Recording]()
@@ -39,7 +41,7 @@ class Quick:
         self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
         args: Args, kwargs: Kwargs,
     ) -> tuple[bool, Any]:  # fmt: skip
-        """Carry out a call from a recording: whether it has one, and what it returns."""
+        """Replay a call if it has a recording. Return whether it has one, and the result."""
         kind = self._kinds.of.get(id(module))
         if self._records or kind is None or not kind.can_be_replayed:
             return False, None
@@ -52,7 +54,7 @@ class Quick:
         plain = module.forward
 
         def forward(*args: object, **kwargs: object) -> Any:
-            """The forward below the hooks of FSDP, which gathers parameters."""
+            """Run the forward below the hooks of FSDP, which gathers parameters."""
             how = (simulation, module, kind, name, plain, args, kwargs)
             done, result = self._carry_out(*how)
             return result if done else plain(*args, **kwargs)
@@ -94,7 +96,7 @@ class Quick:
         return True, replayed(simulation, recording, module, name, tensors)
 
     def check(self, loss: Tensor) -> None:
-        """Fail before the backward if it would differ from that of the calls' own nodes."""
+        """Raise an error before the backward if it would differ from that of the calls' nodes."""
         if self.count:
             check_edges(loss)
 
@@ -117,7 +119,7 @@ class Quick:
 
 
 def _is_plain() -> bool:
-    """Whether nothing but the simulation follows ops, saved tensors and outputs."""
+    """Return True if only the simulation observes ops, saved tensors and outputs."""
     modes = _get_current_dispatch_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     hooked = torch.nn.modules.module._has_any_global_hook()

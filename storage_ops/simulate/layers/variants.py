@@ -1,8 +1,8 @@
-"""What was found by running one of several layers that differ in numbers and strings at most.
+"""Results of running one of several layers that differ in numbers and strings only.
 
-The layer runs with these values watched. What was found is right for the layers whose values give
-the same answers to all that its code asked. If the code uses a value in a way that cannot be told
-for other values, layers with equal values share what is found.
+The layer runs with these values watched. Its result is right for all layers whose values answer its
+code's questions in the same way. If the code uses a value in a way that has no answer for other
+values, only layers with equal values share a result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Variant = frozenset[tuple[Expression, object]]  # the answers that its layers gi
 
 
 class Variants(Generic[T]):
-    """Results by the kind of a layer, by what else decides, and by what its code asks."""
+    """Results by the kind of a layer, by other conditions, and by the questions of its code."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[tuple[Answers, T | None]]] = {}
@@ -35,11 +35,11 @@ class Variants(Generic[T]):
         self._known.clear()
 
     def find(self, kind: ModuleKind, key: Hashable) -> tuple[Variant, T | None] | None:
-        """Return what is known of a layer, or None if it has to run.
+        """Return the known result of a layer, or None if it must run.
 
         Args:
-            kind: of the layer.
-            key: what decides besides the layer, such as its arguments.
+            kind: the kind of the layer.
+            key: other conditions of the result, such as the layer's arguments.
         """
         for answers, result in self._known.get((kind.group, key), ()):
             if would_answer(answers, kind.values):
@@ -47,7 +47,7 @@ class Variants(Generic[T]):
         return None
 
     def is_alone(self, kind: ModuleKind, key: Hashable) -> bool:
-        """Return True if no other layer is known to do the same, as far as code has asked yet."""
+        """Return True if no other layer is known to do the same, from the questions so far."""
         known = self._known.get((kind.group, key), ())
         asked: list[Expression] = [e for answers, _ in known for e in answers]
         if kind.group.is_by_value:
@@ -62,13 +62,11 @@ class Variants(Generic[T]):
     def run(
         self, kind: ModuleKind, key: Hashable, run: Callable[[list[object]], T]
     ) -> tuple[Variant, T | None]:
-        """Run a layer and remember what it finds.
+        """Run a layer and remember its result.
 
-        Args:
-            kind, key: as of `find`, which knows nothing of them.
-            run: runs the layer. It adds to a list what the backward of the layer is reached from,
-                if it does not run the backward. If it raises, it leaves no trace. If it raises
-                `NotComparable`, None is remembered.
+        Args: kind, key: as in `find`, which has no result for them. run: runs the layer. If it does
+        not run the layer's backward, it adds the tensors from which the backward is reached to a
+        list. If it raises, it leaves no trace. If it raises `NotComparable`, None is remembered.
         """
         group, result = kind.group, None
         watched = group.watched

@@ -1,6 +1,6 @@
 """Functions that run differently in a simulation.
 
-`gpu.py` replaces CPU kernels by the memory behaviour of GPU kernels, `functions.py` functions of
-torch that are no ops, `prods.py` the backward of products and extrema, and `hf.py` the attention
-masks of transformers.
+`gpu.py` replaces CPU kernels by the memory behaviour of GPU kernels. `functions.py` replaces
+functions of torch that are not ops, `prods.py` the backward of products and extrema, and `hf.py`
+the attention masks of transformers.
 """

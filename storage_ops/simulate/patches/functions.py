@@ -1,4 +1,4 @@
-"""What functions of torch do in a simulation that is no op, or is another on the meta device."""
+"""Functions of torch in a simulation that are not ops, or that differ on the meta device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ _CTC: set[object] = {F.ctc_loss, torch.ctc_loss}
 
 
 class Functions(TorchFunctionMode):
-    """Exchanges the memory of twins and not of what they stand for, at `t.data = value`.
+    """Exchanges the memory of twins, and not of the tensors themselves, at `t.data = value`.
 
-    It also notes what tensors are before their flags, gradients or hooks change, and lists the
-    values of tensors.
-
-    Where tensors are on the meta device it raises where autocast would be without effect, and makes
-    the sparse tensors of SparseAdam.
+    It also notes the state of tensors before their flags, gradients or hooks change, and lists the
+    values of tensors. For tensors on the meta device it raises if autocast would have no effect,
+    and creates the sparse tensors of SparseAdam.
     """
 
     def __init__(self, simulation: Simulation, on_meta: bool) -> None:
@@ -123,7 +121,7 @@ def autocast_off_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Let `torch.distributions` not check the values of arguments in a with block."""
+    """Stop `torch.distributions` from checking the values of arguments in a with block."""
     kind: Any = torch.distributions.Distribution
     before = kind._validate_args
     kind._validate_args = False

@@ -1,6 +1,6 @@
-"""What torch computes on a GPU with other memory than on the CPU, for fake tensors of the CPU.
+"""GPU kernels with other memory than the CPU's, for fake tensors of the CPU.
 
-torch chooses these kernels inside functions that it takes apart before any mode sees them. So the
+torch chooses these kernels inside functions that it decomposes before any mode sees them. So the
 functions themselves are replaced while a run is simulated, and only for its tensors.
 """
 
@@ -24,7 +24,7 @@ from storage_ops.simulate.mode import Simulation
 
 @contextlib.contextmanager
 def following_resizes() -> Iterator[None]:
-    """Let modes that keep books notice `untyped_storage().resize_`, inside a with block."""
+    """Let modes with a ledger notice `untyped_storage().resize_`, inside a with block."""
     plain = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -43,7 +43,7 @@ def following_resizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Use them inside a with block."""
+    """Replace CPU kernels by the memory behaviour of GPU kernels inside a with block."""
     with contextlib.ExitStack() as stack:
         for module, name, kernel in _REPLACED_FUNCTIONS:
             stack.enter_context(_replaced(importlib.import_module(module), name, kernel))
@@ -53,7 +53,7 @@ def gpu_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: object, name: str, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Let a function of a module be another one while a thread is simulating."""
+    """Replace a function of a module while a thread is simulating."""
     original = getattr(module, name)
 
     def function(*args: object, **kwargs: object) -> Any:
@@ -86,7 +86,7 @@ def _replaced_ops() -> Iterator[None]:
 
 
 def _simulation() -> Simulation | None:
-    """That of this thread: a replacement holds for the whole process."""
+    """Return the simulation of this thread. A replacement affects the whole process."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Simulation)), None)
 
@@ -96,13 +96,13 @@ def _is_simulated() -> bool:
 
 
 def _original(name: str, *args: object, **kwargs: object) -> Any:
-    """Call the kernel that was there before; torch takes the functions apart there."""
+    """Call the original kernel, which torch decomposes."""
     op = getattr(torch.ops.aten, name).default
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:
-    """A mask of bytes is kept; on the CPU it has the type of the input."""
+    """Keep a mask of bytes. On the CPU it has the dtype of the input."""
     if not _is_simulated() or not train or not 0 < p < 1:
         return _original("dropout", input, p, train)
     return torch.native_dropout(input, p, True)[0]
@@ -111,7 +111,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
 class _Context(Protocol):
     """The context of a `torch.autograd.Function`.
 
-    torch's own class is not used: its annotations refuse to save None in the place of a tensor.
+    torch's own class is not used, because its annotations refuse to save None in place of a tensor.
     """
 
     saved_tensors: tuple[Any, ...]
@@ -125,7 +125,7 @@ class _Context(Protocol):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """One kernel that keeps the input and a number per row; on the CPU it is made of several."""
+    """One kernel that keeps the input and a number per row. On the CPU it consists of several."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ def _rms_norm(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps its inputs, its output and a number per query and head; never a score matrix."""
+    """Keeps its inputs, its output and a number per query and head, but never a score matrix."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -174,7 +174,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class _EfficientAttention(torch.autograd.Function):
-    """Like `_FlashAttention`; takes masks, float32, and values with another head size."""
+    """Like `_FlashAttention`, but takes masks, float32, and values with another head size."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -193,7 +193,7 @@ class _EfficientAttention(torch.autograd.Function):
 
 
 def _output_of(ctx: _Context, inputs: Sequence[Tensor | None], results: Any) -> Tensor:
-    """Keep the inputs of a kernel, its output and its number per query; return the output."""
+    """Keep the inputs of a kernel, its output and its number per query. Return the output."""
     out: Tensor = results[0]
     ctx.save_for_backward(*inputs, out, results[1])
     return out
@@ -234,7 +234,7 @@ def _attention(
 def _fused_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 ) -> type[torch.autograd.Function] | None:
-    """Return the fused kernel that torch chooses on a GPU; None if it forms the scores.
+    """Return the fused kernel that torch chooses on a GPU, or None if it computes the scores.
 
     The conditions are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11.
     cuDNN's kernel, which Hoppers may choose first, keeps the same tensors. It alone takes heads
@@ -269,11 +269,11 @@ def _filled_up(t: Tensor, to: int) -> Tensor:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The compiled kernel of flex_attention, which makes neither scores nor a mask.
+    """The compiled kernel of flex_attention, which computes neither scores nor a mask.
 
-    Forward: the output, and two numbers per query and head (the logarithm of the sum, which is
-    kept, and the maximum). Backward: a number per query and head, the gradients, and those of
-    tensors that score_mod captures, added up in float32.
+    The forward has the output, and two numbers per query and head: the logarithm of the sum, which
+    is kept, and the maximum. The backward has a number per query and head, the gradients, and those
+    of tensors that score_mod captures, added up in float32.
     """
 
     @staticmethod
@@ -332,7 +332,7 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[object],
 ) -> Any:
-    """The branch that the condition says, which has to be known."""
+    """Run the branch that the condition chooses. The condition must be known."""
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 

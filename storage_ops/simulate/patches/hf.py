@@ -1,4 +1,4 @@
-"""Masks of transformers in a simulation: those of a run, not those of a trace."""
+"""Lets transformers choose attention masks in a simulation as in a run, and not as in a trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from storage_ops.simulate.values.known import Values
 
 @contextlib.contextmanager
 def masks_as_in_a_run(values: Values) -> Iterator[None]:
-    """Let transformers look at values that are known, in a with block.
+    """Let transformers read known values in a with block.
 
-    In a run it looks whether a mask is of use (sequences are packed, tokens are padding) and makes
-    none otherwise, so that attention is causal by itself and keys and values are not repeated for
-    their heads. It takes every fake tensor for one of a trace, whose values nobody knows.
+    In a run it checks whether a mask is necessary, because sequences are packed or tokens are
+    padding. Otherwise it creates none, attention is causal by itself, and keys and values are not
+    repeated for their heads. It takes every fake tensor for one of a trace, whose values are
+    unknown.
     """
     module: Any = sys.modules.get("transformers.masking_utils")
     if hasattr(module, "is_tracing"):

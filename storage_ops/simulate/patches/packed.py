@@ -37,7 +37,7 @@ def _values(simulation: Simulation, t: Tensor) -> Tensor | None:
 
 
 class _Pack(torch.autograd.Function):
-    """Packs sequences, with a backward that is made of ops."""
+    """Packs sequences. The backward consists of ops."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class _Pack(torch.autograd.Function):
 def _padded(
     data: Tensor, sizes: Sequence[int], batch_first: bool, padding: float, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return sequences that are filled up, and their lengths."""
+    """Return padded sequences, and their lengths."""
     result = data.new_full((max(total, len(sizes)), sizes[0], *data.shape[1:]), padding)
     first = start = 0
     for last in range(1, len(sizes) + 1):

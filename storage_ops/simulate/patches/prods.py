@@ -1,11 +1,8 @@
-"""Gradients that autograd computes in another way for fake tensors: products and extrema.
+"""Gradients of products and extrema, which autograd computes in another way for fake tensors.
 
 If no element is zero, autograd divides the result by the input. It looks for zeros in plain tensors
-only, and takes a way with more memory for fake tensors. Training steps seldom have an exact zero in
-a product, so the functions here divide.
-
-The gradient of the largest, smallest or median element goes to all elements that equal it. For fake
-tensors autograd looks for NaN in each element, which takes other memory.
+only, and uses more memory for fake tensors. Training steps seldom have an exact zero in a product,
+so the functions here divide.
 """
 
 from __future__ import annotations

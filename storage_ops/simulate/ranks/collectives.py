@@ -1,8 +1,8 @@
-"""One rank of many: DTensors, and collectives that are not carried out.
+"""One rank of many: DTensors, and collectives that do not run.
 
-A DTensor is a wrapper (`estimate_wrappers.py`). A collective is booked and never carried out, so
-the other ranks need not exist: a process group of torch's backend "fake" will do.
-`fsdp.py` and `ddp.py` have what FSDP2 and DDP need besides.
+A DTensor is a wrapper (`values/wrappers.py`). A collective is recorded and never runs, so the other
+ranks need not exist: a process group of torch's backend "fake" is enough. `fsdp.py` and `ddp.py`
+have the parts for FSDP2 and DDP.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _NAMES = (
 
 
 def is_spread(t: object) -> bool:
-    """Whether a tensor is this rank's part of one that lies on several."""
+    """Return True if a tensor is this rank's part of a tensor on several ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether a model is a part of one that lies on several ranks."""
+    """Return True if a model is a part of a model on several ranks."""
     modules = list(model.modules())
     spread = any(map(is_spread, model.parameters()))
     return spread or bool(ddp_in(modules)) or bool(states_in(modules))
 
 
 def is_sharded_alone(model: nn.Module) -> bool:
-    """Whether all that lies on several ranks is parameters of FSDP2: ops are those of one rank."""
+    """Return True if only FSDP2's parameters are on several ranks, so that ops are those of one."""
     known = sharded_parameters(model)
     others = any(is_spread(p) and id(p) not in known for p in model.parameters())
     return not others and not ddp_in(list(model.modules()))
@@ -67,10 +67,11 @@ def is_sharded_alone(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def updated_locally(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer work on this rank's parts of DTensors, where that is the same.
+    """Let an optimizer work on this rank's parts of DTensors if the result is the same.
 
-    It is if each number is updated by itself and gradients lie as their parameters do. DTensor
-    finds that out for every list of parameters, a third of the time of a large model's estimate.
+    It is the same if each number is updated by itself and gradients have the placements of their
+    parameters. DTensor checks that for every list of parameters, which takes a third of the time of
+    a large model's estimate.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     every = [p for params in groups for p in params]
@@ -133,7 +134,7 @@ def _ranks(func: Overload, args: Args) -> int:
 
 
 def pretended(simulation: Simulation, func: Overload, args: Args) -> Any:
-    """What a collective in place returns, without carrying it out."""
+    """Return the result of an in-place collective without running it."""
     from torch._C._distributed_c10d import FakeWork
 
     op = func._schema.name.split("::")[1]
@@ -152,7 +153,7 @@ def pretended(simulation: Simulation, func: Overload, args: Args) -> Any:
 
 @contextlib.contextmanager
 def propagation_unseen(simulation: Simulation) -> Iterator[None]:
-    """Let DTensor ask by ops for the shapes of whole tensors, without any being booked."""
+    """Let DTensor run ops to find the shapes of whole tensors, without recording them."""
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if module is None:
         yield

@@ -1,6 +1,6 @@
-"""DDP on one rank of many. Its reducer is native code, so what it does to memory is done here.
+"""DDP on one rank of many. This module repeats the memory behaviour of its native reducer.
 
-Gradients lie a second time in buckets, or with `gradient_as_bucket_view` there alone.
+Gradients exist a second time in buckets, or with `gradient_as_bucket_view` only there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def ddp_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those of these modules that are DDP's."""
+    """Return the modules that are DDP's."""
     return [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
 
 
 @contextlib.contextmanager
 def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
-    """Do to memory what DDP's reducer does, which would communicate."""
+    """Repeat the memory behaviour of DDP's reducer, which would communicate."""
     found = ddp_in(modules)
     if not found:
         yield
@@ -61,7 +61,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 @contextlib.contextmanager
 def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -> Iterator[None]:
-    """The buckets of a DDP module, and the hooks that put gradients into them."""
+    """Create the buckets of a DDP module, and the hooks that put gradients into them."""
     dist: Any = importlib.import_module("torch.distributed")
 
     what = "a communication hook" if ddp._comm_hooks else None

@@ -1,4 +1,4 @@
-"""FSDP2 on one rank of many: it runs as it is, and is afterwards what it was."""
+"""FSDP2 on one rank of many. It runs its own code, and is restored afterwards."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _PARTS = {
 
 @contextlib.contextmanager
 def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
-    """Let FSDP2 train parameters on the meta device, and forget what it did.
+    """Let FSDP2 train parameters on the meta device, and undo its changes.
 
-    It asks the device of its mesh for memory and for streams. Here memory is where the parameters
-    are, and its streams are those of the mesh.
+    It asks the device of its mesh for memory and for streams. Here memory is on the parameters'
+    device, and the streams are those of the mesh.
     """
     if any(isinstance(m, _fsdp1()) for m in modules):
         raise RuntimeError(
@@ -65,7 +65,7 @@ def _fsdp1() -> tuple[type, ...]:
 
 
 def _refuse_fsdp(group: Any) -> None:
-    """Refuse what takes other memory than that of the device, or takes it in another way."""
+    """Refuse features that take memory off the device, or take it in another way."""
     makers = (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))
     own = [type(m).__name__ for m in makers if m is not None]
     own = [name for name in own if not name.startswith("Default")]
@@ -80,7 +80,7 @@ def _refuse_fsdp(group: Any) -> None:
 
 @contextlib.contextmanager
 def _named(simulation: Simulation) -> Iterator[None]:
-    """Let blocks that FSDP makes belong to what it does."""
+    """Assign blocks that FSDP allocates to FSDP's own work."""
     module = importlib.import_module(_CODE + _MODULES[0])
 
     def under(plain: Callable[..., Any], name: str) -> Any:
@@ -99,13 +99,13 @@ def _named(simulation: Simulation) -> Iterator[None]:
 
 
 def states_in(modules: list[nn.Module]) -> list[Any]:
-    """What FSDP2 keeps of these modules."""
+    """Return FSDP2's states of these modules."""
     mine = set(modules)
     return [state for state in fsdp.states() if mine.intersection(state._modules)]
 
 
 def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
-    """By the id of a module of FSDP2, the numbers of the hooks that FSDP has on its forward."""
+    """Return the numbers of FSDP's hooks on each FSDP2 module's forward, by the module's id."""
     found: dict[int, set[int]] = {}
     for state in states_in(list(model.modules())):
         handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
@@ -115,9 +115,9 @@ def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
 
 
 def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
-    """By the id of a parameter of FSDP2 that is plain when gathered, what decides over its memory.
+    """Return the memory properties of FSDP2 parameters that are plain when gathered, by id.
 
-    A parameter of tensor parallelism is not: gathered it is a DTensor.
+    A parameter of tensor parallelism is not among them: gathered, it is a DTensor.
     """
     every = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
     return {
@@ -147,10 +147,8 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
     Yield the module to call. Modules of FSDP inside the layer gather their parameters, and reduce
     gradients, as they do in the model.
 
-    Args:
-        layer: the layer.
-        gathered: for each parameter that FSDP gathers before the layer runs, by name, a tensor of
-            its whole size. These are the parameters of the layer inside the block.
+    Args: layer: the layer. gathered: a whole tensor for each parameter that FSDP gathers before the
+    layer runs, by name. These are the parameters of the layer inside the block.
     """
     around = [state for state in states_in([layer]) if state._modules == (layer,)]
     inner = [state for state in states_in(list(layer.modules())) if state not in around]

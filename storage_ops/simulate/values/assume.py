@@ -1,4 +1,4 @@
-"""What a caller says of the values that a simulation does not have, and who in fn asks for them."""
+"""The caller's assumptions about unknown values, and the lines of fn that ask for these values."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Source:
     """An op whose outcome a simulation does not know.
 
     Attributes:
-        name: as people call it, such as "topk".
-        kind: "condition", "choice", "size", "length" or "value", by what can be said of it, or
+        name: its usual name, such as "topk".
+        kind: "condition", "choice", "size", "length" or "value", by the possible assumption, or
             "nothing".
-        line: of the caller's code.
+        line: the line of the caller's code.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Source:
 
     @staticmethod
     def here(func: object, kind: str) -> Source:
-        """The op that runs now."""
+        """Return the op that runs now."""
         return Source(name_of(func), kind, users_line(sys._getframe(1)))
 
 
@@ -55,7 +55,7 @@ class Assumption:
     """The argument `assume` of `estimate`, checked."""
 
     def __init__(self, assume: float | Mapping[str, float] | None) -> None:
-        """Raise ValueError or TypeError where it is not one."""
+        """Raise ValueError or TypeError if `assume` is not an assumption."""
         self._of: dict[str, float] = {}
         self._default: float | None = None
         if isinstance(assume, Mapping):
@@ -78,7 +78,7 @@ class Assumption:
         return not self._of and self._default is None
 
     def count(self, source: Source, total: int) -> int | None:
-        """How many of `total` elements an op takes, or None where nothing is said of it."""
+        """Return how many of `total` elements an op takes, or None without an assumption."""
         said = self._of.get(source.name, self._default)
         if said is None:
             return None
@@ -92,12 +92,12 @@ class Assumption:
         return said
 
     def length(self, source: Source) -> int | None:
-        """How many elements an op returns that has no largest size."""
+        """Return how many elements an op without a largest size returns, or None."""
         said = self._of.get(source.name)
         return said if isinstance(said, int) else None
 
     def value(self) -> float | None:
-        """The number that `item()` and its kin return."""
+        """Return the number that `item()` and similar functions return, or None."""
         return self._of.get("item")
 
 
@@ -116,7 +116,7 @@ def _share(what: str, number: object) -> float:
 
 
 def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
-    """The error for an op that needs values of which nothing is known and nothing was said."""
+    """Return the error for an op that needs unknown values without an assumption."""
     told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
     made = "" if told is asked else f", which depend on {told.name} at {told.line}"
     key = "item" if told.kind == "value" else told.name
@@ -130,14 +130,14 @@ def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
 
 
 def name_of(func: object) -> str:
-    """What people call an op."""
+    """Return the usual name of an op."""
     schema = getattr(func, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else str(func)
     return _NAMES.get(name, name.rstrip("_"))
 
 
 def users_line(at: FrameType | TracebackType | None) -> str:
-    """The innermost line that is neither torch's nor ours, above a frame or in a traceback."""
+    """Return the innermost line outside torch and this package, above a frame or in a traceback."""
     place = users_place(at)
     if place is None:
         return "a line that is not in a file"

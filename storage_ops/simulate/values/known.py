@@ -1,11 +1,12 @@
-"""The values that a simulated run knows: those on which sizes depend, which are small.
+"""The values that a simulated run knows: small tensors on which sizes depend.
 
-Followed are the values of integers, booleans and single floating-point numbers, from real tensors,
-constants and factories on, and short floating-point tensors of the kind, such as masks, but for
-parameters. What is computed from known ones alone is known, for it is computed.
-Activations are not, nor is what is computed from them, unless the caller makes an assumption: then
-conditions (`x > 0`) and choices (`topk`) get values that fit it, and what follows from them, such
-as the counts of an expert and their sum, is consistent. Numbers are taken to be finite.
+The values of integers, booleans and single floating-point numbers are followed, from real tensors,
+constants and factories on. So are short floating-point tensors such as masks, except for
+parameters. Values that are computed from known values alone are computed, and so known.
+
+Activations, and values computed from them, are unknown unless the caller makes an assumption. Then
+conditions (`x > 0`) and choices (`topk`) get values that match it. Values that follow from these,
+such as the counts of an expert and their sum, are consistent. Numbers are assumed to be finite.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ _UNINITIALISED = {
 
 @dataclass(frozen=True)
 class Known:
-    """The values of a tensor, apart from it; equal for equal values.
+    """The values of a tensor, separate from it. Equal for equal values.
 
     Attributes:
-        digest: of the values; "" where they are unknown.
-        elements: in the order of memory, from the first to the last; None where unknown.
+        digest: digest of the values, or "" if they are unknown.
+        elements: elements in the order of memory, from the first to the last, or None if unknown.
         source: the op that made them unknown.
     """
 
@@ -70,7 +71,10 @@ class Known:
 
     @staticmethod
     def of(real: Tensor | None, last: int, source: Source | None) -> Known:
-        """Return the values of a real tensor, whose last element is so far behind its first."""
+        """Return the values of a real tensor.
+
+        `last` is the distance from its first to its last element.
+        """
         if real is None:
             return Known("", None, source)
         with no_dispatch(), torch.no_grad():
@@ -84,7 +88,7 @@ _PACKS = _aten._pack_padded_sequence.default
 
 
 class Values:
-    """By storage, the bytes that are known, and for the others who made them unknown."""
+    """The known bytes of each storage, and for other storages the op that made them unknown."""
 
     def __init__(self, assumption: Assumption) -> None:
         self._assumption = assumption
@@ -96,11 +100,11 @@ class Values:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
-        """Take the values of a real tensor for its twin, should they be asked for."""
+        """Use the values of a real tensor for its twin, if they are asked for."""
         if real.is_meta or isinstance(real, FakeTensor):
             return
         is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
-        # What the caller says comes before data.
+        # The caller's assumption comes before data.
         if not _is_followed(real) and not (is_data and self._assumption.is_empty):
             return
 
@@ -114,7 +118,7 @@ class Values:
             self._later[key] = copied
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Let a fake tensor whose storage is new have the values of another that is followed."""
+        """Give a fake tensor with a new storage the values of another that is followed."""
         if not _is_followed(t):
             return
         real = self.read(t)
@@ -124,7 +128,7 @@ class Values:
             self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
 
     def read(self, t: Tensor) -> Tensor | None:
-        """Return the values of a fake tensor, or None. What is written to them is kept."""
+        """Return the values of a fake tensor, or None. Later writes to them are seen."""
         if not self._is_known(t):
             return None
         key = _key_of(t)
@@ -140,7 +144,7 @@ class Values:
         return key in self._bytes or key in self._later
 
     def known(self, t: Tensor) -> Known | None:
-        """Return the values of a fake tensor to give to others; None if they are not followed."""
+        """Return the values of a fake tensor to give to others, or None if not followed."""
         is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
         if not is_followed or t.numel() == 0:
             return None
@@ -152,9 +156,9 @@ class Values:
         return found[place]
 
     def assign(self, new: Tensor, known: Known) -> None:
-        """Let a fake tensor whose storage is new, and that begins with it, have values of another.
+        """Give a fake tensor at the start of a new storage the values of another.
 
-        Values that were unknown are unknown here too.
+        Values that were unknown are unknown here, too.
         """
         key, elements = self._key(new), known.elements
         self._bytes.pop(key, None)
@@ -173,7 +177,7 @@ class Values:
         self._later[key] = made
 
     def source(self, args: object) -> Source | None:
-        """Who made a value among these unknown."""
+        """Return the op that made a value among these unknown."""
         for t in tensors_in(args):
             if _is_strided(t) and not self._is_known(t):
                 return self._sources.get(_key_of(t))
@@ -206,7 +210,7 @@ class Values:
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             try:
                 out = func(*args, **kwargs)
-                # Else each run would read other bytes.
+                # Otherwise each run would read other bytes.
                 if name_of(func) in _UNINITIALISED:
                     out.untyped_storage().fill_(0)
                 return out
@@ -214,7 +218,7 @@ class Values:
                 return None
 
     def follow(self, func: Overload, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Note what an op did to values, once it ran on fake tensors."""
+        """Note the effect of an op on values, once it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0: numbers are finite
         written = list(_written(func, args, kwargs))
@@ -247,7 +251,7 @@ class Values:
     def _follow_numbers(
         self, func: Overload, args: Args, kwargs: Kwargs, out: object, written: list[Tensor]
     ) -> None:  # fmt: skip
-        """Note what an op on short data and constants did, such as one that makes a mask."""
+        """Note the effect of an op on short data and constants, such as one that creates a mask."""
         given = tensors_in((args, kwargs))
         real = None
         if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, given)):
@@ -268,7 +272,7 @@ class Values:
                 self._later.pop(_key_of(t), None)
 
     def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
-        """Take these values, when they are asked for, for a fake tensor whose storage is new."""
+        """Use these values, when they are asked for, for a fake tensor with a new storage."""
         size = t.untyped_storage().nbytes()
         dtype, shape, stride, offset = t.dtype, t.shape, t.stride(), t.storage_offset()
 
@@ -284,7 +288,7 @@ class Values:
         self._later[self._key(t)] = made
 
     def _suppose(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor) -> None:
-        """Give a tensor that depends on unknown values those that the assumption says."""
+        """Give a tensor that depends on unknown values the values of the assumption."""
         name = name_of(func)
         is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
         if t.dtype == torch.bool:
@@ -308,14 +312,14 @@ class Values:
             self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
 
     def _is_unknown(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, kind: str) -> None:
-        """Note who is to be told of, should the values of a tensor be asked for."""
+        """Note the op to report if the values of a tensor are asked for."""
         cause = self.source((args, kwargs))
         if cause is None or cause.kind == "value":
             cause = Source.here(func, kind)
         self._sources[self._key(t)] = cause
 
     def _key(self, t: Tensor) -> int:
-        """The key of a storage, whose entries go when it goes."""
+        """Return the key of a storage. Its entries are removed with the storage."""
         storage, key = t.untyped_storage(), _key_of(t)
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, partial(self._gone, key))
@@ -342,12 +346,12 @@ def _is_followed(t: Tensor) -> bool:
 
 
 def _is_short(t: Tensor) -> bool:
-    """Return True for floating-point tensors that masks and small data are as long as."""
+    """Return True for floating-point tensors as long as masks and small data."""
     return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
 
 
 def _written(func: Overload, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
-    """Tensors that an op writes to."""
+    """Yield the tensors that an op writes to."""
     for i, name in _places_written(func):
         value = args[i] if i < len(args) else kwargs.get(name)
         yield from filter(_is_strided, tensors_in(value))
@@ -361,7 +365,7 @@ def _places_written(func: Overload) -> list[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _private_random_numbers(func: Overload) -> Iterator[None]:
-    """Let an op that draws draw the same every time, and leave the generator as it was."""
+    """Let an op draw the same numbers every time, and leave the generator unchanged."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
         return
@@ -371,7 +375,7 @@ def _private_random_numbers(func: Overload) -> Iterator[None]:
 
 
 def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
-    """What a condition is for every finite number, if that does not depend on the number."""
+    """Return a condition's value for every finite number, or None if it depends on the number."""
     name = name_of(func)
     if name in ("isnan", "isinf"):
         return False
@@ -385,7 +389,7 @@ def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
 
 
 def _some_true(shape: torch.Size, count: int) -> Tensor:
-    """`count` elements are True, in no order that a shape could resonate with."""
+    """Return a mask with `count` True elements, in no order that could match a shape."""
     numel = shape.numel()
     value = torch.zeros(numel, dtype=torch.bool)
     if count in (0, numel):
@@ -396,7 +400,7 @@ def _some_true(shape: torch.Size, count: int) -> Tensor:
 
 
 def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
-    """The dimension along which an op chooses; None is all of them."""
+    """Return the dimension along which an op chooses. None is all of them."""
     at = _CHOICES[name]
     if at is None:
         return -1
@@ -406,7 +410,7 @@ def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
 
 
 def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
-    """Indices of which `count` are 0, if that is more than its even part; the others are even.
+    """Return indices: `count` are 0, if that is more than an even part, and the others are even.
 
     Those of one row differ, as those of topk do.
     """
@@ -440,6 +444,6 @@ def _view(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> Tensor:
-    """Elements that lie somewhere in bytes."""
+    """Return elements at a place in bytes."""
     elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
     return elements.as_strided(shape, stride, offset)

@@ -12,7 +12,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass
 class Leaf:
-    """A tensor that is no result of autograd, and what it was before a simulation."""
+    """A tensor that is not a result of autograd, and its state before a simulation."""
 
     tensor: Any
     gradient: Tensor | None

@@ -1,4 +1,4 @@
-"""How much the ops return whose sizes depend on values that are not known."""
+"""Sizes of results that depend on unknown values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _aten = torch.ops.aten
 
 
 class Sizes:
-    """Makes results of the sizes that values or an assumption say."""
+    """Creates results with sizes from values or from an assumption."""
 
     def __init__(self, values: Values, assumption: Assumption) -> None:
         self._values, self._assumption = values, assumption
 
     def distinct(self, func: Op, indices: Tensor) -> int:
-        """How many columns of `indices` differ."""
+        """Return how many columns of `indices` differ."""
         real = self._values.read(indices)
         if real is None:
             return self._count(func, indices, indices.shape[-1])
@@ -79,7 +79,7 @@ class Sizes:
         return t[mask]
 
     def _index(self, func: Op, t: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """A mask is an index for every True, as the CUDA kernel has it."""
+        """Index with a mask as the CUDA kernel does: by an index for every True."""
         found: list[Tensor | None] = []
         for i in indices:
             is_mask = i is not None and i.dtype in (torch.bool, torch.uint8)

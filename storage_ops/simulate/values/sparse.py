@@ -1,7 +1,7 @@
 """Sparse tensors of a simulated run: a pair of fake tensors, indices and values, behind a shell.
 
 Fake tensors of torch forget how many elements a sparse tensor has. So ops on sparse tensors are
-simulated here, as the CUDA kernels do them, with what they only take while they run left out.
+simulated here, as the CUDA kernels do them, without the kernels' temporary memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONSTRUCTORS = {
 
 @dataclass
 class Parts:
-    """What a sparse tensor consists of.
+    """The parts of a sparse tensor.
 
     Attributes:
         indices: positions, one column per element.
@@ -52,7 +52,11 @@ class Sparse:
         self, paused: Callable[..., Any], distinct: Callable[[Any, Tensor], int],
         temporary: Callable[[Tensor, str], None],
     ) -> None:  # fmt: skip
-        """`paused`: runs an op unseen. `distinct`: how many columns differ. `temporary`: books."""
+        """Start without sparse tensors.
+
+        `paused` runs an op without recording it, `distinct` counts different columns, and
+        `temporary` records temporary memory.
+        """
         self._paused, self._distinct, self._temporary = paused, distinct, temporary
         self._parts = WeakTensorKeyDictionary()
 
@@ -70,11 +74,11 @@ class Sparse:
         return parts
 
     def parts(self, t: Tensor) -> list[Tensor]:
-        """The tensors that hold a sparse tensor's bytes."""
+        """Return the tensors that hold a sparse tensor's bytes."""
         return [self._of(t).indices, self._of(t).values]
 
     def takes(self, func: Overload, args: Args, given: list[Tensor]) -> bool:
-        """Whether an op, given these tensors, takes or makes sparse ones and looks into them."""
+        """Return True if an op, with these tensors, reads or creates elements of sparse tensors."""
         if func.namespace == "prim" or func in _METADATA:
             return False
         if func is _aten._embedding_bag_backward.default:
@@ -139,7 +143,7 @@ class Sparse:
     def _embedding_bag_backward_of(
         self, func: Overload, grad: Tensor, indices: Tensor, *options: Any, **_: object
     ) -> Tensor:
-        """A row of the gradient for every index, that of its bag."""
+        """Return a gradient with a row for every index: the row of the index's bag."""
         rows = grad.new_empty((indices.numel(), grad.shape[1]))
         return self.new(indices.view(1, -1), rows, (options[4], grad.shape[1]), False)
 
@@ -169,7 +173,7 @@ class Sparse:
         return dense
 
     def _add_of(self, func: Overload, t: Tensor, other: Tensor, *, alpha: object = 1) -> Tensor:
-        """A sparse one to a dense one, or two sparse ones: the elements of both, in one list."""
+        """Add a sparse tensor to a dense one, or join the elements of two sparse ones."""
         in_place = func._schema.is_mutable
         own, added = self._parts.get(t), self._parts.get(other)
         if own is None or added is None:

@@ -1,8 +1,8 @@
-"""Wrappers of tensors: subclasses made of plain ones, which torch.compile takes apart.
+"""Wrappers of tensors: subclasses made of plain tensors, which torch.compile decomposes.
 
-Such are DTensors, the states of 8-bit optimizers and quantized weights of torchao, and nested
-tensors. A wrapper is taken apart by its own class; the ops that it calls on what is inside come
-back to the simulation.
+Examples are DTensors, the states of 8-bit optimizers, quantized weights of torchao, and nested
+tensors. A wrapper's own class decomposes it. The ops that it calls on the inner tensors come back
+to the simulation.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _PLAIN = (FakeTensor, Tensor, nn.Parameter)
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of a class are taken apart by it."""
+    """Return True if a class decomposes its tensors itself."""
     return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
 
 
 def is_wrapper(t: object) -> bool:
-    """Whether a tensor is taken apart by its own class."""
+    """Return True if a tensor's own class decomposes it."""
     return is_wrapper_type(type(t))
 
 
 def inside(t: Any) -> list[Tensor]:
-    """The plain tensors in a wrapper; of a plain one, itself."""
+    """Return the plain tensors in a wrapper. A plain tensor is its own only one."""
     if not is_wrapper(t):
         return [t]
     names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
@@ -36,7 +36,7 @@ def inside(t: Any) -> list[Tensor]:
 
 
 def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A wrapper like this one around other tensors; of a plain one, the other."""
+    """Return a wrapper like this one around changed tensors, or a plain tensor changed."""
     if not is_wrapper(t):
         return change(t)
     names, context = t.__tensor_flatten__()
