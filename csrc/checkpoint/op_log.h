@@ -108,7 +108,9 @@ inline int64_t origin_of(const at::Tensor& t) {  // with the GIL
 inline void describe_value(const c10::IValue& value, Call& found) {
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
-    if (!t.defined()) return;
+    if (!t.defined() || t.is_nested() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      return;  // Python describes calls with those from the next forward on
+    }
     found.push_back(-t.dim() - 1);
     found.append(t.sizes().begin(), t.sizes().end());
     found.push_back(static_cast<int64_t>(t.scalar_type()));

@@ -266,6 +266,26 @@ def test_tensors_of_subclasses_are_left_to_python():
 
 
 @needs_library
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_products_of_nested_tensors_are_left_to_python():
+    class Layer(nn.Module):
+        def forward(self, x):
+            sizes, strides = torch.tensor([[3, 3]] * 2), torch.tensor([[3, 1]] * 2)
+            starts = torch.tensor([0, 9])
+            nested = torch._nested_view_from_buffer(x.reshape(-1), sizes, strides, starts)
+            return torch.bmm(nested, nested).values().sin()
+
+    policy = fresh("aten.bmm")
+    x = torch.randn(2, 3, 3, requires_grad=True)
+    (right,) = torch.autograd.grad(Layer()(x).sum(), x)
+    layer = so.CheckpointWrapper(Layer(), policy=policy)
+    for _ in range(2):
+        y = layer(x)
+        assert native.contexts(policy, "Layer", True) is None
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], right)
+
+
+@needs_library
 def test_an_op_of_a_library_that_returns_its_argument():
     """Its result has a version of its own, so a write to it would be unseen."""
     library = torch.library.Library("storage_ops_test_native", "DEF")
