@@ -1,4 +1,4 @@
-"""Finds compilers, CUDA toolkits and torch headers for a build. It needs Python alone."""
+"""Find compilers, CUDA toolkits and torch headers for a build. It needs Python alone."""
 
 import importlib.metadata
 import importlib.util

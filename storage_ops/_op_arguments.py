@@ -1,4 +1,4 @@
-"""Finds the tensors among the arguments and results of an op.
+"""Find the tensors among the arguments and results of an op.
 
 These are values of a schema: tensors, lists of tensors, and values without tensors.
 `torch.utils._pytree` knows more kinds of trees and takes several times as long, for every op of a

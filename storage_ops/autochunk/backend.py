@@ -220,7 +220,7 @@ def _source_hash() -> str:
 
 
 def _circumstances() -> list[Any]:
-    """Return what else the chunks depend on: the op's plan is made for this processor."""
+    """Return facts that the chunks depend on as well: the op's plan is made for this processor."""
     kinds = [repr(matmul.of(d, "cpu")) for d in (torch.float32, torch.bfloat16, torch.float16)]
     return [devices.named("cpu").name, torch.get_num_threads(), kinds]
 

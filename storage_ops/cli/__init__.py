@@ -1,12 +1,12 @@
 """`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
 Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
-returns the exit code. It is 0 for an answer, 1 where the answer is no or something does not work
-here, and 2 for wrong arguments and all else that prevents an answer, with one line. `python -X dev`
-shows the traceback. It is 141, as a shell says of a broken pipe, where the reader of the output
-went away. Commands share `output.py`, `hf_model.py` and `hf_batch.py`. `demo/` imports what not
-every installation has, and is imported only when it is run. `info` and `plan` work without torch;
-`storage_ops_plan.py`, beside the package, is `plan` that never imports it.
+returns the exit code. It is 0 for an answer, and 1 where the answer is no or something does not
+work here. It is 2, with one line, for wrong arguments and all else that prevents an answer.
+`python -X dev` shows the traceback. It is 141, as a shell says of a broken pipe, where the reader
+of the output went away. Commands share `output.py`, `hf_model.py` and `hf_batch.py`. `demo/`
+imports what not every installation has, and is imported only when it is run. `info` and `plan` work
+without torch; `storage_ops_plan.py`, beside the package, is `plan` that never imports it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _console() -> Console:
-    """Standard output: as wide as the terminal, and where it is none, as wide as tables need."""
+    """Return standard output, as wide as its terminal or, without one, as tables need."""
     console = output.Pipe()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = output.Pipe(width=WIDTH)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def source_tree() -> Path | None:
-    """The folder that holds the benchmarks: that of the package, else the current one."""
+    """Return the folder that holds the benchmarks: that of the package, else the current one."""
     for folder in (Path(storage_ops.__file__).parents[1], Path.cwd()):
         if (folder / "benchmarks" / "_runner.py").is_file():
             return folder

@@ -61,7 +61,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def optimizer_named(name: str) -> type[Optimizer] | None:
-    """A class of torch.optim by its name in any case; None for "none".
+    """Return a class of torch.optim by its name in any case; None for "none".
 
     Raises:
         ValueError: there is none.

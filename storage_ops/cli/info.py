@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows of one screen: names and values, the bindings for other minors on one line."""
+    """Return the rows of one screen: names and values, and other minors' bindings on one line."""
     rows = []
     for key, value in facts.items():
         if key == "skipped":

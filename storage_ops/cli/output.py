@@ -1,4 +1,4 @@
-"""What commands share: JSON on the output, complaints beside it, and a reader that went away."""
+"""Functions that commands share: for JSON output, complaints, and a reader that went away."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended: 128 + 13
 def leave_quietly() -> int:
     """Return the exit code after the reader of the output went away, as `head` does.
 
-    What is still buffered would be written at the end of the process, which complains of the
-    missing reader again: it goes to the null device.
+    Buffered text would be written at the end of the process, which complains of the missing reader
+    again. So the text goes to the null device.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What each of several budgets buys.
+    """The results that each of several budgets buys.
 
     Attributes:
         points: budgets in bytes, ascending, and their plans.

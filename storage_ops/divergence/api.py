@@ -81,9 +81,9 @@ def linear_kl_div(
         scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
             section 2), which keeps the size of gradients.
         linear_bias, teacher_bias: (V,), in the dtype of their weights.
-        token_weight: (...), floating point or bool. Tokens of weight 0 or False are ignored. What
-            becomes of hidden states of ignored tokens that are nan or infinite, the teacher's
-            among them, is as with ignore_index of `linear_cross_entropy`.
+        token_weight: (...), floating point or bool. Tokens of weight 0 or False are ignored. Their
+            hidden states, the teacher's among them, may be nan or infinite as with ignore_index of
+            `linear_cross_entropy`.
         reduction: "mean" (the sum divided by that of the token weights, or by the number of
             tokens), "sum" or "none".
         shift: for causal language models: the token at position i is weighted by token_weight at
@@ -91,16 +91,16 @@ def linear_kl_div(
             teacher_input[..., :-1, :], teacher_topk of [..., :-1, :] and token_weight[..., 1:].
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of both heads' logits (on a GPU
-            all of them), at least 64 MiB and at most 2 GiB, plus a float32 sum for the gradient of
-            a 16-bit weight.
+            all of them), at least 64 MiB and at most 2 GiB. It adds a float32 sum for the gradient
+            of a 16-bit weight.
         teacher_topk: a stored teacher: log-probabilities (..., K), at this temperature, and class
             indices (..., K), int64, int32 or uint8 and distinct for every token, such as the K most
             probable ones.
         teacher_tail: what becomes of the probability outside of them. "bucket": all other classes
-            are one more class, for the teacher what its K probabilities leave, for the student the
-            sum of theirs; this is the exact divergence of the K + 1 classes, never more than that
-            of all V. "renormalize": there are no other classes: the K probabilities of each head
-            are divided by their sum.
+            are one more class. Its probability is what the teacher's K probabilities leave, and for
+            the student the sum of theirs. This is the exact divergence of the K + 1 classes, never
+            more than that of all V. "renormalize": there are no other classes: the K probabilities
+            of each head are divided by their sum.
         valid_classes: the classes from this one on are padding in both heads, which may then have
             different numbers of classes: they have no probability, and their gradients are 0.
         max_valid: as in `linear_cross_entropy`: on a GPU, the most tokens that are not ignored, or
@@ -115,10 +115,10 @@ def linear_kl_div(
             are ignored. shift moves it as it moves token_weight. Not with a process_group.
         target_weight: at least 0. scale_by_temperature does not multiply it.
         gradient_tolerance: how much of each token's gradient may be left out, as one number from 0
-            (nothing is) to below 1. The loss stays exact. With g_j the derivative of a token's
-            divergence by the student's logit of class j, the classes that are left out hold at most
-            this much of sum_j |g_j|, counted in absolute terms: the sum over them is at most
-            gradient_tolerance. The error of the token's input gradient is at most
+            (nothing is) to below 1. The loss stays exact. g_j is the derivative of a token's
+            divergence by the student's logit of class j. The sum of |g_j| over the classes that are
+            left out is at most gradient_tolerance, in absolute terms. The error of the token's
+            input gradient is at most
             gradient_tolerance * the largest norm of a row of linear_weight, times the upstream
             gradient. "forward" at temperature 1 has g_j = Q_j - P_j. Targets and all other classes
             have their exact gradient. Two of the four products leave classes out, where enough of
@@ -141,8 +141,8 @@ def linear_kl_div(
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
             memory_budget that no plan can keep, with the smallest that one can.
         RuntimeError: ids of teacher_topk out of range or not distinct (on CUDA that token's loss is
-            nan instead); more valid tokens than max_valid on a CPU; the gradient is differentiated
-            again; forward-mode AD.
+            nan instead). Other causes: more valid tokens than max_valid on a CPU, a gradient that
+            is differentiated again, and forward-mode AD.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
@@ -214,6 +214,6 @@ def linear_kl_div(
 
 
 def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A tensor in autocast's dtype; what is float64, or no floating dtype, as it is."""
+    """Return a tensor in autocast's dtype; float64, and no floating dtype, as it is."""
     casts = t is not None and t.is_floating_point() and t.dtype != torch.float64
     return t.to(dtype) if t is not None and casts else t

@@ -55,19 +55,20 @@ class DivergenceCall(NamedTuple):
 
     @property
     def own_rows(self) -> int:
-        """Numbers per token that the divergence keeps for the backward."""
+        """Return how many numbers per token the divergence keeps for the backward."""
         return 3 if self.ids is None else self.ids.shape[-1] + 1
 
     @property
     def state_rows(self) -> int:
-        """The same with those of the targets' cross-entropy."""
+        """Return how many numbers per token are kept, with those of the targets' cross-entropy."""
         return self.own_rows + (0 if self.target is None else STATE_ROWS)
 
     def as_loss(self) -> loss_call.Call:
-        """The student's part as a call of linear cross-entropy: its tokens, weights and sums.
+        """Return the student's part as a call of linear cross-entropy.
 
-        Without targets of its own they say which tokens are ignored. Ranks compare such calls; of
-        what it has no place for, the plan's name tells them.
+        It has the same tokens, weights and sums. Without targets of its own the call's targets say
+        which tokens are ignored. Ranks compare such calls; options that have no place in it are in
+        the plan's name.
         """
         teacher = () if self.teacher_input is None else self.teacher_input.shape[-1:]
         own = (self.divergence, self.beta, self.softcap, self.teacher_softcap, *teacher)
@@ -96,5 +97,5 @@ class DivergenceCall(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of everything but matrix products."""
+        """Return the dtype of all but matrix products."""
         return arithmetic(self.input.dtype)

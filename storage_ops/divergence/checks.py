@@ -1,4 +1,4 @@
-"""What linear_kl_div asks of its arguments. Every message names argument, value and rule."""
+"""Check the arguments of linear_kl_div. Every message names argument, value and rule."""
 
 from __future__ import annotations
 

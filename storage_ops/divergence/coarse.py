@@ -31,7 +31,7 @@ class Coarse:
 
     @staticmethod
     def of(call: DivergenceCall, kept: Tensor | None, ignored: Tensor, classes: int) -> Coarse:
-        """Those of the tokens that are worked on; raises for wrong ids where they can be seen."""
+        """Return those of the tokens that are worked on; raise for wrong ids that can be seen."""
         assert call.ids is not None and call.log_probs is not None
         ids = call.ids.reshape(-1, call.ids.shape[-1])
         log_probs = call.log_probs.reshape(ids.shape).to(call.wide)
@@ -60,7 +60,7 @@ class Coarse:
         return Coarse(log_probs, ids, broken, call.divergence, call.beta, tail)
 
     def logits(self, whole: slice, z: Tensor) -> Tensor:
-        """(K + 1, rows): the student's logits of the classes, and the log-sum-exp of all others.
+        """Return (K + 1, rows): the student's logits of the classes, and all others' log-sum-exp.
 
         z: (rows, V) whole rows of logits; they become logits of which the others are -inf.
         """
@@ -74,7 +74,7 @@ class Coarse:
         """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
         b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
         if self.tail:
-            # What the teacher has left for the other classes.
+            # The probability that the teacher has left for the other classes.
             rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
             b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
         else:
@@ -83,7 +83,7 @@ class Coarse:
         return a, b, p, q
 
     def values(self, whole: slice, state: Tensor) -> Tensor:
-        """The divergence of rows (rows,) from their coarse logits."""
+        """Return the divergence of rows (rows,) from their coarse logits."""
         value = rows.values(self.divergence, self.beta, *self._heads(whole, state))[0]
         return value if self.broken is None else value.masked_fill(self.broken[whole], torch.nan)
 

@@ -1,6 +1,6 @@
 """The ops of linear_kl_div: kernels, fakes, autograd and vmap.
 
-As in `storage_ops.loss.op`: one upstream number scales gradients that the forward has made; every
+As in `storage_ops.loss.op`, one upstream number scales gradients that the forward has made. Every
 other case keeps the statistics of the rows, and forms the logits once more in the backward.
 """
 
@@ -100,7 +100,7 @@ class _Differentiable(HeadFunction):
 
 
 def apply(call: DivergenceCall) -> Tensor:
-    """The loss, by an op that eager code, torch.compile and torch.func all take."""
+    """Return the loss, by an op that eager code, torch.compile and torch.func all take."""
     loss: Tensor
     if needs_no_graph():
         loss = without_graph(apply, call._replace(in_forward=False))

@@ -17,7 +17,7 @@ from storage_ops.quantities import readable
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a plan depends on besides the student's problem.
+    """The teacher, which a plan depends on besides the student's problem.
 
     Attributes:
         hidden: the hidden size of the teacher; 0 for a stored one, which has no logits.
@@ -36,7 +36,7 @@ class Teacher:
     plain: bool = False
 
     def beside(self, p: Problem, rows: int, columns: int) -> int:
-        """Bytes that are held beside a student's tile of this size."""
+        """Return the bytes that are held beside a student's tile of this size."""
         copies = self.copies * p.arithmetic
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         if self.targets:
@@ -52,7 +52,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class DivergencePlan:
-    """How a divergence will run.
+    """The way in which a divergence will run.
 
     Attributes:
         whole: chunks of tokens with whole rows of logits, for the statistics.
@@ -68,7 +68,7 @@ class DivergencePlan:
     seconds: float
 
     def with_classes(self, classes: int) -> DivergencePlan:
-        """The same steps over the classes of a rank, which may be fewer."""
+        """Return the same steps over the classes of a rank, which may be fewer."""
 
         def cut(s: Schedule) -> Schedule:
             p = replace(s.problem, vocab=classes)
@@ -84,9 +84,9 @@ def peak_of(s: Schedule, t: Teacher) -> int:
 
 
 def default_budget(p: Problem, t: Teacher) -> int:
-    """A quarter of both heads' logits (on a GPU all), 64 MiB to 2 GiB, and float32 sums.
+    """Return a quarter of both heads' logits (on a GPU all), 64 MiB to 2 GiB, and float32 sums.
 
-    These are what chunks of tokens take for the gradient of a 16-bit weight.
+    Chunks of tokens take these sums for the gradient of a 16-bit weight.
     """
     part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
     sums = p.vocab * p.hidden * 4 if p.mixed and p.in_forward and p.grads[1] else 0
@@ -95,7 +95,7 @@ def default_budget(p: Problem, t: Teacher) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> DivergencePlan:
-    """The plan with the fastest products that keeps to the budget.
+    """Return the plan with the fastest products that keeps to the budget.
 
     Raises:
         ValueError: no plan does; names the smallest budget that one does.

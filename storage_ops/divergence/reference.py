@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 
 def _weighted(weight: Tensor, z: Tensor) -> Tensor:
-    """weight * z, but 0 for a weight of 0 even when z is infinite."""
+    """Return weight * z, but 0 for a weight of 0 even when z is infinite."""
     return torch.where(weight == 0, 0, weight * torch.where(weight == 0, 0, z))
 
 
 def _coarse(log_q: Tensor, log_p: Tensor, ids: Tensor, tail: str) -> tuple[Tensor, Tensor]:
-    """Both heads over the classes of a stored teacher, and one for the rest."""
+    """Return both heads over the classes of a stored teacher, and one for the rest."""
     known = log_q.gather(-1, ids)
     if tail == "renormalize":
         return known.log_softmax(-1), log_p.log_softmax(-1)

@@ -41,7 +41,7 @@ class DivergenceRows(RowFunction):
     selects_by_gradient = True
 
     def __init__(self, given: DivergenceCall, head: Head, state: Tensor | None):
-        """`state`: that which the forward has returned, if this is its backward."""
+        """Prepare for a forward, or for a backward with the `state` that the forward returned."""
         self.given, self._head = given, head
         tokens, x, classes = head.tokens, head.tokens.x, len(head.weight)
         self.teacher, self.coarse = self._teacher(classes), None
@@ -83,7 +83,7 @@ class DivergenceRows(RowFunction):
         return matmul.of(x.dtype, device_kind(x), self._head.problem.matmul.threads)
 
     def problem(self) -> tuple[Problem, plan.Teacher]:
-        """Return what the plan depends on: the student's part, and the teacher's."""
+        """Return the student's and the teacher's part of the problem that the plan is made for."""
         p, targets = self._head.problem, self.given.target is not None
         student = replace(
             p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies()
@@ -99,7 +99,7 @@ class DivergenceRows(RowFunction):
         return student, teacher
 
     def _copies(self) -> int:
-        """Bytes of copies of the teacher's tensors, and of what a stored teacher takes."""
+        """Return the bytes of copies of the teacher's tensors, and of other numbers per token."""
         given, size, count = self.given, 0, self._head.tokens.count
         if self.teacher is not None:
             before = (given.teacher_input, given.teacher_weight, given.teacher_bias)
@@ -149,7 +149,7 @@ class DivergenceRows(RowFunction):
             tile += more
 
     def _teacher_logits(self, step: Step, size: int) -> Tensor | None:
-        """The teacher's tile, in a buffer as large as the first one, which none exceeds."""
+        """Return the teacher's tile, in a buffer as large as the first one, which none exceeds."""
         if self.teacher is None or self._products is None:
             return None
         (hidden, weight, _), kept = self.teacher, self._head.tokens.kept
@@ -162,7 +162,7 @@ class DivergenceRows(RowFunction):
         return whole[:, :wide]
 
     def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
-        """A tile of both heads: statistics where asked for, and the gradient over the logits."""
+        """Work on a tile of both heads: statistics if asked for, and the gradient over logits."""
         assert self.teacher is not None
         given, classes = self.given, step.classes
         bias, offset, phases = self.bias, self.teacher[2], step.phases
@@ -194,7 +194,7 @@ class DivergenceRows(RowFunction):
             pass  # nothing here hides the time that it takes
 
     def _stored(self, step: Step, tile: Tensor, upstream: Tensor) -> None:
-        """A tile of the student for a stored teacher."""
+        """Work on a tile of the student for a stored teacher."""
         coarse, scale = self.coarse, 1 / self.given.temperature
         assert coarse is not None
         bias = None if self.bias is None else self.bias[step.classes]

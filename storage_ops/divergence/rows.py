@@ -1,7 +1,7 @@
-"""The row kernel of divergences in plain torch: on devices without a native one, and what it is.
+"""The row kernel of divergences in plain torch: the definition, for devices without a native one.
 
-The formulas are in csrc/rows/divergence_math.h: with a and b the logarithms of p, the student's
-probability of a class, and q, the teacher's, a row has a value, and a center that its gradient
+The formulas are in csrc/rows/divergence_math.h. A class has the probability p of the student and q
+of the teacher, and a and b are their logarithms. A row has a value, and a center that its gradient
 subtracts.
 """
 
@@ -28,19 +28,22 @@ COPIES = 6
 
 
 def piece_elements(cuda: bool) -> int:
-    """Elements of a tile that are worked on at a time, or one row: copies stay in a CPU's cache."""
+    """Return how many elements of a tile are worked on at a time, or one row.
+
+    Copies of so many stay in a CPU's cache.
+    """
     return 1 << 23 if cuda else 1 << 17
 
 
 def pieces(tile: Tensor) -> list[slice]:
-    """The rows of a tile, as many at a time as copies are made of."""
+    """Return slices of a tile's rows, as many at a time as copies are made of."""
     return slices(len(tile), max(piece_elements(on_gpu(tile)) // max(tile.shape[1], 1), 1))
 
 
 def scaled(
     logits: Tensor, bias: Tensor | None, scale: float, dtype: torch.dtype, cap: float = 0.0
 ) -> Tensor:
-    """A copy of logits in the arithmetic dtype, with bias, soft-cap and temperature."""
+    """Return a copy of logits in the arithmetic dtype, with bias, soft-cap and temperature."""
     z = logits.to(dtype, copy=True)
     z = z if bias is None else z.add_(bias)
     z = z.div_(cap).tanh_().mul_(cap) if cap else z
@@ -48,12 +51,12 @@ def scaled(
 
 
 def cap_slope(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, cap: float) -> Tensor:
-    """The derivatives of capped logits with respect to logits."""
+    """Return the derivatives of capped logits with respect to logits."""
     return scaled(logits, bias, 1 / cap, dtype, cap).square_().neg_().add_(1)
 
 
 def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
-    """(rows,), by the row kernel of cross-entropy, which reads `z` once.
+    """Return (rows,), computed by the row kernel of cross-entropy, which reads `z` once.
 
     state: where its state goes, zeros (STATE_ROWS, rows).
     """
@@ -100,7 +103,10 @@ def values(
 def contributions(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> Tensor:
-    """What `gradient` wants, of parts of rows; overwrites all but p."""
+    """Return the numbers that `gradient` needs for parts of rows.
+
+    Overwrites all arguments but `p`.
+    """
     if divergence == "forward":
         return q
     if divergence == "reverse":
@@ -111,7 +117,7 @@ def contributions(
 
 
 def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
-    """The gradient with respect to the logits; overwrites p or `each`."""
+    """Return the gradient with respect to the logits. Overwrites `p` or `each`."""
     if divergence == "forward":
         return p.sub_(each)
     each.sub_(center.unsqueeze(1)).mul_(p)
@@ -243,7 +249,7 @@ def statistics_over_ranks(
     merge: Callable[[Tensor], None],
     add_up: Callable[[Tensor], Tensor],
 ) -> None:
-    """As `divergence_rows` with UPDATE alone, of rows whose other classes are on other ranks.
+    """Do `divergence_rows` with UPDATE alone, for rows whose other classes are on other ranks.
 
     Args:
         merge: makes the state of rows of the loss that of all ranks, in place.

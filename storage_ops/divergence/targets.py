@@ -1,9 +1,9 @@
 """Targets beside a teacher: the student's cross-entropy, from the same tiles of its logits.
 
 The row kernel of linear cross-entropy writes a gradient over logits, as that of the divergence
-does, and both are added: some passes over a tile, where a loss of its own takes three matrix
-products. The divergence writes over the teacher's logits for that, before. Where there are none, or
-of another dtype, the targets work on a copy of the student's.
+does, and both are added. That takes some passes over a tile, where a loss of its own takes three
+matrix products. Before it, the divergence writes over the teacher's logits. Where there are none,
+or of another dtype, the targets work on a copy of the student's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Targets:
         self._memory: Tensor | None = None
 
     def losses(self) -> Tensor:
-        """(n,) the weighted cross-entropy of each token; 0 where the target is ignored."""
+        """Return (n,) the weighted cross-entropy of each token; 0 where the target is ignored."""
         shift, total, _, _, _, logit = self.state.unbind(0)
         return self.weight * (total.log() + (shift - logit))
 

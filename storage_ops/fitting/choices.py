@@ -1,4 +1,4 @@
-"""Finds the actions to try for a layer, and the cost of each."""
+"""Find the actions to try for a layer, and the cost of each."""
 
 from __future__ import annotations
 

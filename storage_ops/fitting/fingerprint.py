@@ -57,8 +57,8 @@ def fingerprint(module: nn.Module) -> str:
 
     A model keeps the fingerprint during training, and in a file. So some things do not count:
     attributes with a leading underscore, collections that can change, and entries of a
-    configuration about data and files. Of objects other than numbers, collections and functions,
-    only the class counts.
+    configuration about data and files. Only the class counts for objects other than numbers,
+    collections and functions.
     """
     settings = [(name, _settings(inner)) for name, inner in _modules(module)]
     return hashed((aspects(module), settings))

@@ -344,7 +344,7 @@ class Search:
         return self._simulated(*self._least()).peak_bytes
 
     def _hint(self) -> str:
-        """Return what to do about a loss that could take less memory and was not changed."""
+        """Return advice on a loss that could take less memory and was not changed."""
         if self._replaces:
             return ""
         try:

@@ -385,7 +385,7 @@ def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
 
 
 def _hint_of_mode(differs: str, model: nn.Module) -> str:
-    """Return when to call model.train(), if the mode is what differs."""
+    """Return when to call model.train(), if the mode differs."""
     if MODE not in differs:
         return ""
     if model.training:

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that share decisions."""
+"""Find the layers of a model that share decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds at patch time the operations that a patched model's first forward would refuse.
+"""Find at patch time the operations that a patched model's first forward would refuse.
 
 A copy of the model on fake tensors, which have no memory, runs forward with labels once. Its
 operations on its logits are observed as in a real forward. Nothing is computed, and the model

@@ -107,8 +107,8 @@ def linear_cross_entropy(
     """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
 
     Equal to `F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` in loss and in
-    gradients. With z a token's logits, lse = log sum exp z, t its target, C the weights of the
-    classes, e the label smoothing and a the weight of the token, its loss is
+    gradients. A token has the logits z, lse = log sum exp z, the target t and the weight a. The
+    classes have the weights C, and e is the label smoothing. The token's loss is
 
         a * ((1 - e) C_t (lse - z_t) + e/V sum_j C_j (lse - z_j) + z_loss * lse^2)
 
@@ -118,10 +118,10 @@ def linear_cross_entropy(
 
     Args:
         input: (..., D), float64, float32, bfloat16 or float16.
-        linear_weight: (V, D), the dtype of input. For torch's K-dimensional loss (V, d_1, ..., d_K,
-            D), with input (N, D), target (N, d_1, ..., d_K) or (N, V, d_1, ..., d_K), linear_bias
-            (V, d_1, ..., d_K), and d_1, ..., d_K after N in what has a value per token: a product
-            for each of the d_1 * ... * d_K positions.
+        linear_weight: (V, D), the dtype of input. For torch's K-dimensional loss it is
+            (V, d_1, ..., d_K, D), with input (N, D) and linear_bias (V, d_1, ..., d_K). The target
+            is then (N, d_1, ..., d_K) or (N, V, d_1, ..., d_K), and values per token have the
+            dimensions d_1, ..., d_K after N. Each position takes a product of its own.
         target: (...), class indices of int64, int32 or uint8, from 0 to V - 1 or ignore_index. Or
             (..., V), floating point, a distribution over the classes for every token
             (differentiable).
@@ -129,9 +129,9 @@ def linear_cross_entropy(
         weight: (V,), floating point; weights of the classes.
         reduction: "mean" (the sum divided by that of a * C_t, or of a for distributions, over the
             tokens that are not ignored), "sum" or "none". The mean divides the z-loss too, so that
-            with weights of classes or tokens z_loss * lse^2 counts by them, where others divide it
-            by the number of tokens: it is (sum_i a_i (C_t (lse - z_t) + z_loss * lse^2)) /
-            (sum_i a_i C_t) without smoothing.
+            z_loss * lse^2 counts by weights of classes or tokens. Others divide it by the number of
+            tokens. Without smoothing the mean is
+            (sum_i a_i (C_t (lse - z_t) + z_loss * lse^2)) / (sum_i a_i C_t).
         ignore_index: tokens with this target have no loss and no gradient. None means -100. Their
             hidden states may be nan or infinite: the loss, every other result and the gradients of
             input and linear_bias do not depend on them under any plan. Nor does the gradient of
@@ -144,15 +144,15 @@ def linear_cross_entropy(
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.
         logit_scale: logits are multiplied by this, before the soft-cap.
         token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
-        shift: for causal language models, whose target is their input: with True or 1 the token at
-            position i is scored with target i + 1, with k with target i + k (multi-token
+        shift: for causal language models, whose target is their input. With True or 1 the token at
+            position i is scored with target i + 1, and with k, with target i + k (multi-token
             prediction). Equals calling with input[..., :-k, :], target[..., k:] and
             token_weight[..., k:], without the copy.
         max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
             many there are. Given an upper bound for the number of tokens that are not ignored, no
-            others are worked on (more than that make the loss nan); "sync" reads the number, which
-            waits for the device once. On a CPU ignored tokens cost nothing anyway. Without effect
-            on distributions, all of which are worked on.
+            others are worked on. More tokens than that make the loss nan. "sync" reads the number,
+            which waits for the device once. On a CPU ignored tokens cost nothing anyway. Without
+            effect on distributions, all of which are worked on.
         accumulate_into: (V, D), float32 (float64 for float64 weights): the weight's gradient is
             added to it in the backward instead of being returned, and linear_weight.grad stays as
             it is.
@@ -161,28 +161,30 @@ def linear_cross_entropy(
             products sums in float32 in any case.
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
-            them), at least 32 MiB and at most 1 GiB, plus, with more tokens than the hidden size, a
-            float32 sum for the gradient of a 16-bit weight where the forward makes it. Logits wait
-            in the gradient of the weight until it is written, so a small budget costs little time
-            up to that many tokens; where it has no room for the float32 sums of a 16-bit gradient
-            of the input, they lie there too. `storage_ops.plan` shows what becomes of it.
+            them), at least 32 MiB and at most 1 GiB. With more tokens than the hidden size it adds
+            a float32 sum for the gradient of a 16-bit weight, if the forward makes that. Logits
+            wait in the gradient of the weight until it is written, so a small budget costs little
+            time up to that many tokens. The float32 sums of a 16-bit gradient of the input lie
+            there too where the budget has no room for them. `storage_ops.plan` shows what becomes
+            of it.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group, or a DeviceMesh of one dimension, whose ranks hold
             consecutive slices of the vocabulary (linear_weight, linear_bias, weight), of one size
             or not. Every rank has all tokens, in the same order, and target holds indices of the
-            whole; of a sequence that is sharded see input_grad. Ranks compare sizes, options and
-            checksums of the targets, on a GPU in the first call of a shape, and all raise where
-            they differ; on a CPU also where one rank refuses its arguments. With DTensors it
+            whole. For a sequence that is sharded see input_grad. Ranks compare sizes, options and
+            checksums of the targets, on a GPU in the first call of a shape. All of them raise where
+            these differ, and on a CPU also where one rank refuses its arguments. With DTensors it
             follows from their placements: see the page in docs.
         valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
             no probability, and their gradients are 0. None: none is.
         input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
             summed over the ranks. "partial": its own part of that sum, for a caller whose gather
             adds up in its backward (reduce-scatter, as in sequence parallelism). "reduce_scatter":
-            input holds this rank's part of the tokens, all parts of one size, and target and
-            token_weight those of all; they differ in one size, the dimension that is sharded. The
-            parts are gathered inside, every rank gets the gradient of its own, and the sums over
-            the ranks are under way while the next tiles are multiplied.
+            input holds this rank's part of the tokens, all parts of one size. target and
+            token_weight cover all tokens, and differ from input in the size of the dimension that
+            is sharded. The parts are gathered inside, and every rank gets the
+            gradient of its own. The sums over the ranks are under way while the next tiles are
+            multiplied.
         check_ranks: on a GPU too, compare in every call (which waits for the device), but not in a
             capture.
         divisor: with reduction "sum": the sum is divided by this, a number or a tensor of shape (),
@@ -191,18 +193,18 @@ def linear_cross_entropy(
             for. Divided by 0, gradients are zero.
         logits_dtype: logits have the dtype of input (None), or torch.float32 with 16-bit input:
             then products are not rounded before the softmax, as importance ratios in reinforcement
-            learning need it. Only tiles of logits are in float32, within memory_budget, of which
-            each logit takes twice as much, and none waits in the gradient of the weight; gradients
-            of logits are rounded to 16 bits before they are multiplied, as without.
+            learning need it. Only tiles of logits are in float32, within memory_budget. Each logit
+            takes twice as much of it, and none waits in the gradient of the weight. Gradients of
+            logits are rounded to 16 bits before they are multiplied, as without.
         selected_ids: for "selected": (..., K), dtypes of target, K classes for every token. shift
             moves them as it moves target; ignore_index stands for no class.
         top_k: for "topk": how many classes.
         gradient_tolerance: how much of each token's probability may be left out of its gradient, as
             one number from 0 (nothing is) to below 1. Losses and all results stay exact. For every
             token, the classes that are left out hold at most this much of its probability; its
-            target and all others have their exact gradient. What is left out of the input's
-            gradient is replaced by an average of such classes, so that its error is far below
-            tolerance * the largest norm of a row of linear_weight. 3e-3 has errors like those of
+            target and all others have their exact gradient. An average of the classes that are left
+            out replaces them in the input's gradient. So its error is far below tolerance * the
+            largest norm of a row of linear_weight. 3e-3 has errors like those of
             rounding to bfloat16. Where the model is sure, most classes are left out of two of the
             three products; where it is not, as at the first step, nothing is. Not for labels that
             are smoothed or spread, nor beside "entropy", "selected" and "topk". See the page
@@ -211,15 +213,16 @@ def linear_cross_entropy(
             gradient is multiplied with, whatever tokens leave out. On a GPU that saves one wait for
             the device for each chunk of tokens, so it may be captured in a CUDA graph; "dropped"
             tells what it costs. None: as many as the tolerance asks for.
-        returns: which results, from "loss", "nll" (lse - z_t; for distributions the cross-entropy),
-            "lse", "entropy" (of the softmax, in nats), "argmax", "correct" (argmax is the target,
-            or the most probable class; not for distributions in a process_group), "z_loss" (z_loss
-            * lse^2), "selected" (log-probabilities of selected_ids) and "topk" (a pair: the top_k
-            largest log-probabilities, largest first, and their classes; of equal ones the lowest
-            classes) and "dropped" (the probability that is left out of the token's gradient, 0
-            without gradients; only where they are made in the forward). All but the loss have one
-            value per token, or K, which is 0 (-1 for classes) where the token is ignored. loss,
-            nll, lse, entropy, selected and the log-probabilities of topk are differentiable.
+        returns: the names of the results: "loss", "nll" (lse - z_t; for distributions the
+            cross-entropy), "lse", "entropy" (of the softmax, in nats) and "argmax". "correct" says
+            if argmax is the target or the most probable class; not for distributions in a
+            process_group. "z_loss" is z_loss * lse^2, and "selected" the log-probabilities of
+            selected_ids. "topk" is a pair: the top_k largest log-probabilities, largest first, and
+            their classes; of equal ones the lowest classes. "dropped" is the probability that is
+            left out of the token's gradient, 0 without gradients; only where they are made in the
+            forward. All but the loss have one value per token, or K, which is 0 (-1 for classes)
+            where the token is ignored. loss, nll, lse, entropy, selected and the log-probabilities
+            of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
             calls need no edit. Without effect: memory_budget says what chunks may take.
 
@@ -241,12 +244,12 @@ def linear_cross_entropy(
         bits.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
-            memory_budget that no plan can keep, with the smallest that one can; calls of a
-            process_group's ranks that differ.
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value, or calls of a
+            process_group's ranks that differ. Another cause is a memory_budget that no plan can
+            keep; the error has the smallest that one can.
         RuntimeError: a target or a selected class out of range (on CUDA that token's loss, or that
-            log-probability, is nan instead); more valid tokens than max_valid on a CPU; the
-            gradient is differentiated again; forward-mode AD.
+            log-probability, is nan instead). Other causes: more valid tokens than max_valid on a
+            CPU, a gradient that is differentiated again, and forward-mode AD.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16)
@@ -365,6 +368,9 @@ def linear_cross_entropy(
 
 
 def _classes(target: Tensor, shift: int, valid: int | None) -> Tensor:
-    """The class of every token's target: of distributions the most probable that is no padding."""
+    """Return the class of every token's target.
+
+    For a distribution it is the most probable class that is no padding.
+    """
     classes = target[..., :valid].argmax(-1) if target.is_floating_point() else target
     return classes[..., shift:] if shift else classes

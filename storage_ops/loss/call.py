@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
 
 
 class SumOptions(TypedDict, total=False):
-    """How the losses of tokens are formed and added up."""
+    """Options for how the losses of tokens are formed and added up."""
 
     reduction: Reduction
     label_smoothing: float
@@ -83,7 +83,7 @@ class CallOptions(ModuleOptions, total=False):
 
 
 class Rule(NamedTuple):
-    """What the value of an option must be, whatever the tensors are.
+    """A rule for the value of an option, whatever the tensors are.
 
     Attributes:
         option: its name.
@@ -99,12 +99,12 @@ class Rule(NamedTuple):
 
 
 def is_integer(value: object) -> bool:
-    """Whether this is an integer, a symbolic one or a bool."""
+    """Return True for an integer, a symbolic one or a bool."""
     return isinstance(value, (int, torch.SymInt))
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a real number, which may be symbolic, but no bool and no tensor."""
+    """Return True for a real number, which may be symbolic, but for no bool and no tensor."""
     kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
     return isinstance(value, kinds) and not isinstance(value, bool)
 
@@ -119,7 +119,7 @@ def true_or_false(option: str) -> Rule:
     return Rule(option, lambda value: isinstance(value, bool), "True or False", TypeError)
 
 
-# Of divergences too.
+# Rules of divergences, too.
 REDUCTION = one_of("reduction", REDUCTIONS)
 MAX_VALID = Rule(
     "max_valid",
@@ -191,8 +191,8 @@ def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) ->
 class Call(NamedTuple):
     """The arguments of `storage_ops::linear_cross_entropy`, in the order of its schema.
 
-    Those of the public function, but for what is not in its place there: `bias` is `linear_bias`,
-    `class_weight` is `weight`, `softcap` is 0 for None, `max_valid` -1 for "sync", and `plan` and
+    They are those of the public function, with these exceptions. `bias` is `linear_bias`, and
+    `class_weight` is `weight`. `softcap` is 0 for None, and `max_valid` -1 for "sync". `plan` and
     `group` are the plan's key and the group's name, or "".
 
     Attributes:
@@ -237,27 +237,27 @@ class Call(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """Whether the last tile may stay until the backward."""
+        """Return True if the last tile may stay until the backward."""
         return keeping(self.plan, False) != self.plan
 
     @property
     def divides(self) -> bool:
-        """Whether the loss is the tokens' sum divided by something."""
+        """Return True if the loss is the tokens' sum divided by something."""
         return self.reduction == "mean" or (self.reduction == "sum" and self.divisor is not None)
 
     @property
     def adds_losses(self) -> bool:
-        """Whether ranks add up the loss of their targets, and no token's target logit is sent."""
+        """Return True if ranks add up their targets' loss, and send no token's target logit."""
         summed = self.reduction != "none" and not self.wants[0]
         return bool(self.group) and summed and not self.target.is_floating_point()
 
     def for_backward(self) -> tuple[Any, ...]:
-        """The arguments as ops of the backward take them that have no accumulate_into."""
+        """Return the arguments as ops of the backward take them that have no accumulate_into."""
         return self[:_INTO] + self[_INTO + 1 :]
 
     @staticmethod
     def of_backward(args: Sequence[Any]) -> Call:
-        """The inverse of `for_backward`."""
+        """Return the call of which `for_backward` returned these arguments."""
         given: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
         return Call(*given)
 
@@ -266,7 +266,7 @@ _INTO = Call._fields.index("accumulate_into")
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of everything but matrix products: float32, or float64 for float64."""
+    """Return the dtype of all but matrix products: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

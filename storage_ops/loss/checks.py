@@ -1,4 +1,4 @@
-"""What linear cross-entropy asks of its arguments. Every message names argument, value and rule."""
+"""Check the arguments of linear cross-entropy. Every message names argument, value and rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE_NEEDED = "a tensor that needs none: its gradient is not computed; detach i
 def wrong(
     kind: type[Exception], argument: str, found: object, expected: str, op: str = OP
 ) -> Exception:  # fmt: skip
-    """An error that names the argument, what it is, and what was expected."""
+    """Return an error that names the argument, its value, and what was expected."""
     return kind(f"{op}: {argument} {found}; expected {expected}")
 
 
@@ -97,7 +97,7 @@ def check_torch_options(options: object) -> None:
 
 
 def budget_of(memory_budget: Any, op: str) -> Any:
-    """A memory_budget as a number that the op's schema takes; symbols and None stay."""
+    """Return a memory_budget as a number that the op's schema takes; symbols and None stay."""
     counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not counts:
         memory_budget = parse_bytes(memory_budget, f"{op}: memory_budget")
@@ -107,7 +107,7 @@ def budget_of(memory_budget: Any, op: str) -> Any:
 
 
 def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Result, ...]:
-    """`returns` as a tuple; raise a ValueError unless it has some of the allowed names alone."""
+    """Return `returns` as a tuple; raise a ValueError unless it has allowed names alone."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
     if not names or not set(names) <= set(allowed):
         raise wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
@@ -115,7 +115,7 @@ def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Resu
 
 
 def group_of(mesh: Any, name: str) -> Any:
-    """The process group of a mesh of one dimension; what is no mesh as it is."""
+    """Return the process group of a mesh of one dimension, or any other object as it is."""
     if mesh is None or is_group(mesh) or not hasattr(mesh, "get_group"):
         return mesh
     if mesh.ndim != 1:
@@ -277,7 +277,7 @@ def check_divisor(divisor: float | Tensor, reduction: str) -> None:
 
 
 def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
-    """The shape of all tokens, of one dimension of which the input is a part."""
+    """Return the shape of all tokens, of one dimension of which the input is a part."""
     part, whole = tuple(input.shape[:-1]), tuple(target.shape)
     same_rank = len(part) == len(whole) > 0
     others = [d for d, n in enumerate(part) if n != whole[d]] if same_rank else []

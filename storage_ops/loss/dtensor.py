@@ -104,11 +104,17 @@ class _Meshed:
 
     @property
     def summed(self) -> list[int]:
-        """The dimensions of the mesh over which the loss is summed."""
+        """Return the dimensions of the mesh over which the loss is summed."""
         return [d for d, p in enumerate(self.parts) if p is not None and d != self.vocabulary]
 
     def local(self, t: Tensor | None, wanted: Placements, grad: Placements) -> Any:
-        """This rank's part of a tensor with these placements, whose gradient has those."""
+        """Return this rank's part of a tensor.
+
+        Args:
+            t: the tensor.
+            wanted: the placements to bring it to.
+            grad: the placements of its gradient.
+        """
         if t is None:
             return None
         if not isinstance(t, DTensor):
@@ -116,7 +122,7 @@ class _Meshed:
         return t.redistribute(self.mesh, wanted).to_local(grad_placements=grad)
 
     def joined(self, t: Tensor, placements: Placements) -> DTensor:
-        """What the ranks have computed, as one tensor."""
+        """Return the results of the ranks as one tensor."""
         return DTensor.from_local(t, self.mesh, placements, run_check=False)
 
     @property
@@ -125,7 +131,7 @@ class _Meshed:
         return [Replicate()] * self.mesh.ndim
 
     def total(self, t: Tensor) -> DTensor:
-        """What the ranks have computed for their tokens, added up."""
+        """Return the results of the ranks for their tokens, added up."""
         parts = self.joined(t, self.added(self.everywhere, self.summed))
         return parts.redistribute(self.mesh, self.everywhere)
 
@@ -153,7 +159,7 @@ def linear_cross_entropy(
     input_grad: str,
     **options: Any,
 ) -> Any:
-    """`call`, the loss of plain tensors, on this rank's part of DTensors."""
+    """Run `call`, the loss of plain tensors, on this rank's part of DTensors."""
     _refuse(process_group, input_grad, accumulate_into)
     if shift and selected_ids is not None:
         raise ValueError(
@@ -231,7 +237,7 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
 
 
 def _shifted(t: Tensor, dim: int, by: int, last: float) -> Tensor:
-    """A tensor moved along a dimension, with `last` in the places that this leaves free."""
+    """Return a tensor moved along a dimension, with `last` in the places that this leaves free."""
     if isinstance(t, DTensor):
         whole = [Replicate() if p.is_shard(dim) else p for p in t.placements]
         local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, by, last)
@@ -245,7 +251,7 @@ def _divisor(
     meshed: _Meshed, target: Tensor, token_weight: Tensor | None, classes: Tensor | None,
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
-    """What a mean over all ranks' tokens divides by, as in formulas.py."""
+    """Return the divisor of a mean over all ranks' tokens, as in formulas.py."""
     classes = meshed.local(classes, meshed.everywhere, meshed.everywhere)
     each = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
     return meshed.total(each).to_local()
@@ -254,9 +260,10 @@ def _divisor(
 def _result(
     meshed: _Meshed, t: Tensor, tokens: Placements, moved: int | None, shift: int
 ) -> DTensor:
-    """A result of all ranks: a reduced loss, or values per token, without those that are left out.
+    """Return a result of all ranks.
 
-    `moved`: the dimension that targets were moved along by `shift`.
+    It is a reduced loss, or values per token, without those that are left out. `moved`: the
+    dimension that targets were moved along by `shift`.
     """
     if t.dim() == 0:
         return meshed.total(t)

@@ -1,7 +1,7 @@
-"""What linear cross-entropy computes for each token, before and after its tiles of logits.
+"""The formulas of linear cross-entropy for each token, before and after its tiles of logits.
 
-With z the logits of a token, lse = log sum exp z, t its target, w the weights of the classes, e the
-label smoothing, V the number of classes and a the weight of the token:
+A token has the logits z, lse = log sum exp z, the target t and the weight a. The V classes have the
+weights w, and e is the label smoothing:
 
     loss = a * ((1 - e) w_t (lse - z_t) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2)
 
@@ -9,8 +9,8 @@ and with a distribution q as target, q' = (1 - e) q + e/V:
 
     loss = a * (sum_j w_j q'_j (lse - z_j) + z_loss * lse^2)
 
-The mean divides the sum by that of a * w_t, or of a for distributions, over the tokens that are not
-ignored: torch's definition for class weights, extended to token weights.
+The mean divides the sum over the tokens that are not ignored by that of a * w_t, or of a for
+distributions. This is torch's definition for class weights, extended to token weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage_ops.loss.engine.tokens import Tokens
 
 
 def denominator(tokens: Tokens, call: Call) -> Tensor:
-    """What the sum is divided by; 0-dimensional, on the device."""
+    """Return the number that divides the sum; 0-dimensional, on the device."""
     dtype = arithmetic(tokens.x.dtype)
     if call.divisor is not None:
         return call.divisor.to(dtype)
@@ -44,9 +44,10 @@ def total_weight(
     target: Tensor, class_dim: int, class_weight: Tensor | None, token_weight: Tensor | None,
     ignore_index: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """What a mean divides by, of targets in any shape; distributions have a dimension of classes.
+    """Return the number that divides the sum in a mean, for targets in any shape.
 
-    For calls that are put together of several, each of which knows a part of the tokens only.
+    Distributions have a dimension of classes. A call that consists of several uses it, because each
+    of them knows a part of the tokens only.
     """
     if target.is_floating_point():
         each = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
@@ -60,7 +61,7 @@ def total_weight(
 
 
 def scale_of(tokens: Tokens, call: Call) -> Tensor:
-    """What the gradient of a reduced loss with respect to a token's is; 0 where it has none."""
+    """Return the gradient of a reduced loss with respect to a token's; 0 where it has none."""
     if not call.divides:
         return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
     total = denominator(tokens, call)
@@ -141,7 +142,7 @@ class Outputs:
 
 
 def reduce(loss: Tensor, tokens: Tokens, call: Call) -> Tensor:
-    """The loss that is returned."""
+    """Return the loss for the caller, reduced as the call says."""
     if call.reduction == "none":
         return tokens.spread(loss)
     return loss.sum() / denominator(tokens, call) if call.divides else loss.sum()

@@ -138,7 +138,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         token_weight: Tensor | None = None,
         accumulate_into: Tensor | None = None,
     ) -> T:
-        """The loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
+        """Return the loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
 
         Raises:
             TypeError: `linear` is no plain `torch.nn.Linear` any more, as with an adapter of PEFT;
@@ -190,7 +190,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
             )
 
     def extra_repr(self) -> str:
-        """The options that were given."""
+        """Return the options that were given."""
         options = {**self.options}
         if self.out_features:
             options["out_features"] = self.out_features

@@ -1,10 +1,11 @@
 """The ops of linear cross-entropy: kernels, fakes, autograd and vmap.
 
 A mean or a sum has one upstream number, so its gradients are made in the forward, and the backward
-multiplies them by it. Every other case keeps the state of the rows (a few numbers per token) and
-forms the logits once more in the backward, when it knows what each of them is worth. In eager code
-it also keeps the last tile of logits, which then need not be formed again: the whole of them, where
-the budget has room for that. A backward overwrites the tile, so that a second one does without.
+multiplies them by it. Every other case keeps the state of the rows, a few numbers per token. It
+forms the logits once more in the backward, when it knows the upstream gradient of each. In eager
+code it also keeps the last tile of logits, which then need not be formed again. That tile is all of
+them where the budget has room for that. A backward overwrites the tile, so that a second one does
+without.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from storage_ops.matmul import reference as matmul_reference
 
 _OPS = torch.ops.storage_ops
 _DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
-# Of input, weight, bias and target.
+# The places of input, weight, bias and target.
 _PLACES = tuple(map(Call._fields.index, ("input", "weight", "bias", "target")))
 _UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
 
@@ -94,7 +95,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _resumed(
     args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None
 ) -> CrossEntropyRun:
-    """What a call was about to do when its forward ended, from the arguments of a backward op."""
+    """Return the run of a call at the point where its forward ended.
+
+    The arguments are those of a backward op.
+    """
     call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
     run = run_of(call, state, tile)
@@ -113,7 +117,7 @@ def _resumed(
 
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
-    """The arguments of the forward; only one backward op takes accumulate_into."""
+    """Return the arguments of the forward; only one backward op takes accumulate_into."""
     given = args[_UPSTREAM:]
     call = Call(*given) if into else Call.of_backward(given)
     # Its results are those of the backward alone.
@@ -129,7 +133,7 @@ def _backward(
 
 
 def _backward_target(*args: Any) -> Tensor:
-    """The gradient of targets that are probabilities."""
+    """Return the gradient of targets that are probabilities."""
     return target_gradient(_resumed(args))
 
 
@@ -149,7 +153,7 @@ def _backward_into_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
     ctx.picks = call.selected_ids is not None or call.top_k > 0
-    # Not saved: others add to it in between, and may.
+    # It is not saved, since others may add to it in between.
     ctx.into = call.accumulate_into
     tile = output[-3].detach() if call.keeps else None
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
@@ -173,7 +177,7 @@ def _second_pass(
 ) -> Gradients:
     """Gradients of input, weight, bias and target; logits are formed once more."""
     tile, state, *tensors = saved
-    # Not a use of what is saved: autograd would take offence at the next one.
+    # With .data it is no use of a saved tensor; autograd would refuse the next use.
     tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
     if tile is not None and any(g is not None and batched(g) for g in given):
         kept.free(tile)  # a tile serves one backward, and here are several
@@ -213,7 +217,7 @@ class _Differentiable(HeadFunction):
 
 
 def _may_keep(call: Call) -> bool:
-    """Whether a call may keep its last tile.
+    """Return True if a call may keep its last tile.
 
     A graph may save, copy and read again what an op returns: nothing of that is overwritten. Ranks
     keep none, since they must go through their tiles in one order whatever becomes of it.
@@ -224,7 +228,7 @@ def _may_keep(call: Call) -> bool:
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:
-    """The forward op, in a form that eager code, torch.compile and torch.func all take."""
+    """Call the forward op in a form that eager code, torch.compile and torch.func all take."""
     if needs_no_graph():
         return tuple(without_graph(apply, call._replace(in_forward=False)))
     bare, keeps = keeping(call.plan, False), _may_keep(call)
@@ -244,7 +248,7 @@ _FALLBACKS: dict[str, Callable[..., None]] = {
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
 }
-# Without tensors: they say something of the processor.
+# Ops without tensors, which tell facts of the processor.
 _FACTS: dict[str, Callable[..., Any]] = {
     "_product_scratch": matmul_reference.product_scratch,
     "_product_kind": matmul_reference.product_kind,
@@ -276,7 +280,7 @@ register_fake("storage_ops::_check_ranks", lambda every, *_: every.new_empty(())
 
 
 def _asked(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake that is the op itself, whatever mode asks."""
+    """Return a fake that is the op itself, whatever mode asks."""
 
     def fake(*args: Any) -> Any:
         with _disable_current_modes():

@@ -1,8 +1,8 @@
 """Log-probabilities of a few classes of every token: given ones, and the most probable.
 
 The logits of these classes are read as tiles pass by. log p_k = z_k - lse has the gradient
-[j == k] - p_j with respect to logit j: what upstream gives to it counts, with the opposite sign,
-as upstream of the row's lse, and is added to the gradient of the logit itself.
+[j == k] - p_j with respect to logit j. So its upstream gradient is added to the gradient of the
+logit itself. With the opposite sign it also counts as upstream of the row's lse.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Picked:
                 self._take(part, [self.top[part], value], [self.top_ids[part], column])
 
     def _largest(self, step: Step, products: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits of each row, nan as inf, and their columns; of equal ones the first.
+        """Return the k largest logits of each row, nan as inf, and their columns.
 
-        They are in the k groups of columns that have the largest maximum; of groups with an equal
-        one in the first of them.
+        The first of equal logits are taken. The largest are in the k groups of columns with the
+        largest maximum, and in the first of groups with an equal maximum.
         """
         columns = products.shape[1]
         if not in_groups(columns, k):
@@ -108,7 +108,7 @@ class Picked:
         return value, column.gather(1, place)
 
     def _maxima(self, step: Step, products: Tensor) -> Tensor:
-        """The largest logit of each group of columns."""
+        """Return the largest logit of each group of columns."""
         call, (rows, columns) = self._call, products.shape
         rises = self._bias is None and not call.softcap and call.logit_scale > 0
         gpu = on_gpu(products)
@@ -119,7 +119,7 @@ class Picked:
                           for part in slices(rows, size)])  # fmt: skip
 
     def merge(self, rows: slice) -> None:
-        """Put together what the ranks have of some rows."""
+        """Merge the ranks' numbers for some rows."""
         if self.ids.shape[1]:
             self.logits[rows] = self._ranks.add_up(self.logits[rows].contiguous())
         if self.top.shape[1]:
@@ -127,7 +127,7 @@ class Picked:
             self._take(rows, *(self._ranks.gather(part).unbind(0) for part in parts))
 
     def _take(self, rows: slice, values: Sequence[Tensor], ids: Sequence[Tensor]) -> None:
-        """The largest of some logits, and of equal ones those of the lowest classes."""
+        """Keep the largest of some logits, and of equal ones those of the lowest classes."""
         found, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
         order = classes.argsort(1)
         found, classes = found.gather(1, order), classes.gather(1, order)
@@ -135,9 +135,10 @@ class Picked:
         self.top[rows], self.top_ids[rows] = found.gather(1, order), classes.gather(1, order)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        """Those of the given classes and then of the largest, (n, K + k); and the latter's ids.
+        """Return those of the given classes and of the largest, (n, K + k), and the latter's ids.
 
-        0 and -1 where a token is ignored, and 0 for an ignore_index among the given classes.
+        They are 0 and -1 where a token is ignored, and 0 for an ignore_index among the given
+        classes.
         """
         shift, total, *_ = self._state.unbind(0)
         given = self.logits
@@ -168,7 +169,7 @@ class Picked:
         return -each.sum(1)
 
     def products(self, step: Step, tile: Tensor) -> Tensor | None:
-        """The products at these classes, before the row kernel overwrites them."""
+        """Return the products at these classes, before the row kernel overwrites them."""
         if self.upstream is None:
             return None
         return torch.cat([
@@ -194,7 +195,7 @@ class Picked:
             value *= slope_of(z, call.softcap, call.logit_scale)
             piece = tile[rows]
             value = torch.where(here, value.to(tile.dtype), piece.gather(1, column))
-            # What is elsewhere repeats a write of its row, or writes what is there.
+            # A class that is elsewhere repeats a write of its row, or writes the value there.
             some = here.to(torch.uint8).argmax(1, keepdim=True)
             column = torch.where(here, column, column.gather(1, some))
             every = torch.arange(len(z), device=z.device).unsqueeze(1)
@@ -202,7 +203,7 @@ class Picked:
             piece[every, column] = torch.where(here, value, value.gather(1, some))
 
     def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
-        """Where in a tile the classes of some rows are, and whether they are there."""
+        """Return where in a tile the classes of some rows are, and whether they are there."""
         column = self.ids[rows] - (self._first + step.classes.start)
         width = step.classes.stop - step.classes.start
         here = (column >= 0) & (column < width)
@@ -218,7 +219,7 @@ class Picked:
         return logits_of(z, bias, self._call.softcap, self._call.logit_scale)
 
     def _share(self, step: Step, rows: slice, column: Tensor) -> Tensor | None:
-        """The share of each class in a target that is spread out."""
+        """Return the share of each class in a target that is spread out."""
         tokens, smoothing = self._tokens, self._call.label_smoothing
         if not (tokens.probabilities or smoothing):
             return None
@@ -233,14 +234,14 @@ class Picked:
 
 
 def _of_groups(z: Tensor) -> Tensor:
-    """The largest of each group of columns, the last of which may be smaller."""
+    """Return the largest of each group of columns, the last of which may be smaller."""
     whole = z.shape[1] - z.shape[1] % GROUP
     found, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
     return torch.cat((found, last.amax(1, keepdim=True)), 1) if last.shape[1] else found
 
 
 def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row by looking at each number.
+    """Return the k largest of each row, and the first of equal ones, and their columns.
 
     torch.topk says nothing about which of equal numbers it takes. But the least of those that it
     takes is certain, and then each column has a rank of its own.

@@ -26,7 +26,7 @@ from storage_ops.loss.checks import (
 )
 from storage_ops.loss.formulas import total_weight
 
-# What has no meaning for positions, or would be another for each of them.
+# Options that have no meaning for positions, or would differ for each of them.
 _SINGLE = ("process_group", "plan", "shift", "accumulate_into", "selected_ids")
 
 
@@ -44,11 +44,11 @@ def loss_of_positions(
     returns: tuple[str, ...],
     **options: Any,
 ) -> Any:
-    """`loss`, linear cross-entropy with a (V, D) weight, at every position, and put together.
+    """Call `loss`, linear cross-entropy with a (V, D) weight, at every position, and join them.
 
-    Args: those of the loss; input (N, D), linear_weight (C, d_1, ..., d_K, D), linear_bias
-        (C, d_1, ..., d_K), target and token_weight (N, d_1, ..., d_K), or target
-        (N, C, d_1, ..., d_K) with probabilities.
+    The arguments are those of the loss, with input (N, D), linear_weight (C, d_1, ..., d_K, D) and
+    linear_bias (C, d_1, ..., d_K). target and token_weight are (N, d_1, ..., d_K). With
+    probabilities the target is (N, C, d_1, ..., d_K).
     """
     for name in _SINGLE:
         value = options.get(name)
@@ -139,7 +139,7 @@ class _Part(torch.autograd.Function):
 
 
 def _unbound(t: Tensor | None, start: int, stop: int | None = None) -> Any:
-    """The tensor at each position, whose dimensions are those from start to stop."""
+    """Return the tensor at each position, whose dimensions are those from start to stop."""
     if t is None:
         return iter(lambda: None, 0)
     stop = t.dim() if stop is None else t.dim() + stop

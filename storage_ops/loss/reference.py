@@ -14,7 +14,7 @@ from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, SLOPE, UP
 
 
 def _weighted(weight: Tensor, z: Tensor) -> Tensor:
-    """weight * z, but 0 for a weight of 0 even when z is infinite."""
+    """Return weight * z, but 0 for a weight of 0 even when z is infinite."""
     return torch.where(weight == 0, 0, weight * z)
 
 
@@ -26,12 +26,15 @@ def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale
 
 
 def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
-    """The derivatives of logits with respect to products."""
+    """Return the derivatives of logits with respect to products."""
     return (1 - (z / softcap).square()) * logit_scale if softcap else logit_scale
 
 
 def row_gradient(z: Tensor, share: Tensor | None, state: Tensor, upstream: Tensor) -> Tensor:
-    """The gradient of rows with respect to some of their logits, without the target's part."""
+    """Return the gradient of rows with respect to some of their logits.
+
+    The target's part is left out.
+    """
     shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
     filled = F.pad(upstream, (0, 0, 0, 5 - len(upstream))).expand(5, len(z))
     to_target, spread, to_lse, entropy, square = filled.unsqueeze(2)
@@ -115,7 +118,7 @@ def cross_entropy_rows(
 
 
 def _mark(state: Tensor, argmax: Tensor | None, kept: Tensor, outside: Tensor) -> None:
-    """The state of ignored rows, and the sum of those whose target is out of range."""
+    """Set the state of ignored rows, and the sum of those whose target is out of range."""
     state.masked_fill_(~kept, 0)[1].masked_fill_(~kept, 1)
     state[1].masked_fill_(outside, float("nan"))
     if argmax is not None:
@@ -169,9 +172,9 @@ def linear_cross_entropy(
     returns: Sequence[str] = ("loss",),
     **memory: Any,
 ) -> Any:
-    """The definition: the whole logits, then everything from them, in the dtype of `input`.
+    """Compute the definition: the whole logits, then everything from them, in the dtype of `input`.
 
-    What concerns memory only (`memory_budget`, `plan`, ...) is accepted and ignored.
+    Arguments that concern memory only (`memory_budget`, `plan`, ...) are accepted and ignored.
     """
     dense = target.is_floating_point()
     linear_weight = linear_weight[:valid_classes]
@@ -210,9 +213,9 @@ def results_of(
     selected_ids: Tensor | None = None,
     top_k: int | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
-    """What is asked for of logits (..., V), per token, and each token's share in a mean.
+    """Return the named results of logits (..., V), per token, and each token's share in a mean.
 
-    Of all tensors as large as the logits, one is made for all names, and for entropy three more.
+    One tensor as large as the logits is made for all names, and three more for entropy.
     """
     dense, vocab, zero = target.is_floating_point(), z.shape[-1], z.new_zeros(())
     kept = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
@@ -263,7 +266,7 @@ def results_of(
 def reduced(
     each: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
 ) -> Tensor:
-    """The loss, from that of the tokens and their shares in a mean."""
+    """Return the loss, from that of the tokens and their shares in a mean."""
     if reduction == "none":
         return each
     one = 1 if divisor is None else divisor

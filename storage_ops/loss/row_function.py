@@ -42,7 +42,7 @@ class CrossEntropyRows(RowFunction):
     """
 
     def __init__(self, head: Head, state: Tensor | None):
-        """`state`: that which the forward has returned, if this is its backward."""
+        """Prepare for a forward, or for a backward with the `state` that the forward returned."""
         self._head, call, tokens = head, head.call, head.tokens
         x = tokens.x
         self.bias = call.bias
@@ -212,7 +212,7 @@ CrossEntropyRun = Run[CrossEntropyRows]
 
 
 def run_of(call: Call, state: Tensor | None = None, kept: Tensor | None = None) -> CrossEntropyRun:
-    """Return the run of a call; `state`, `kept`: what its forward has returned as such."""
+    """Return the run of a call, with the `state` and the `kept` tile that its forward returned."""
     head = Head.of(call, compare=state is None)
     schedule = _schedule(head, kept)
     return Run(head, CrossEntropyRows(head, state), schedule, kept=kept)

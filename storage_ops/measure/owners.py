@@ -45,7 +45,7 @@ def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
 
 
 def owners_in_words(by_owner: Mapping[str, int]) -> str:
-    """Return a list in words of who holds bytes: first what no recomputing changes."""
+    """Return a list in words of the owners of bytes, first those that no recompute changes."""
     first = (PARAMETERS, GRADIENTS, STATE)
     activations = sum(n for owner, n in by_owner.items() if owner.startswith("activations"))
     shown = {owner: by_owner.get(owner, 0) for owner in first} | {"activations": activations}

@@ -1,4 +1,4 @@
-"""Finds the memory that a call starts with: its arguments, and the tensors its function reaches."""
+"""Find the memory that a call starts with: its arguments, and the tensors its function reaches."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch import nn
 import storage_ops as so
 from storage_ops.foundation.op_names import resolve
 
+from ..refused import refused
 from .blocks import Block, Model, make_input, step
 
 Config = so.ActivationCheckpointConfig
@@ -409,12 +410,12 @@ def test_a_class_that_cannot_change_is_refused_and_nothing_changes():
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (3, {}, TypeError, "module is 3, a int; expected a torch.nn.Module"),
-        (None, {"mode": "output_discard"}, ValueError, "needs the module that holds this one"),
-        (None, {"every_k": 2}, ValueError, "every_k chooses layers of a model"),
-        (None, {"layer_classes": ["Block"]}, ValueError, "layer_classes chooses layers"),
-        (None, {"ops": []}, ValueError, "unknown key 'ops'; did you mean"),
-        (None, {"ops_to_save": ["aten.mmm"]}, ValueError, "did you mean aten.mm"),
+        refused(TypeError, "module is 3, a int; expected a torch.nn.Module", 3),
+        refused(ValueError, "needs the module that holds this one", None, mode="output_discard"),
+        refused(ValueError, "every_k chooses layers of a model", None, every_k=2),
+        refused(ValueError, "layer_classes chooses layers", None, layer_classes=["Block"]),
+        refused(ValueError, "unknown key 'ops'; did you mean", None, ops=[]),
+        refused(ValueError, "did you mean aten.mm", None, ops_to_save=["aten.mmm"]),
     ],
 )
 def test_wrong_arguments_of_the_wrapper(module, options, error, message):

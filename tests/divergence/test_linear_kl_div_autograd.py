@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import storage_ops as so
 from storage_ops.divergence import reference
 
+from ..refused import refused
 from .test_linear_kl_div import DIVERGENCES, problem, run, smallest_budget, stored
 
 FUNCTIONS = (so.linear_kl_div, reference.linear_kl_div)
@@ -202,39 +203,42 @@ GOOD = {"divergence": "jsd", "temperature": 2.0}
 @pytest.mark.parametrize(
     "change, kind, message",
     [
-        ({"divergence": "kl"}, ValueError, "divergence is 'kl'"),
-        ({"beta": 1.5}, ValueError, "beta is 1.5"),
-        ({"beta": torch.ones(())}, TypeError, "beta is"),
-        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
-        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
-        ({"shift": 1}, TypeError, "shift is 1"),
-        ({"scale_by_temperature": "no"}, TypeError, "scale_by_temperature is 'no'"),
-        ({"softcap": 0}, ValueError, "softcap is 0"),
-        ({"teacher_softcap": "1"}, TypeError, "teacher_softcap is '1'"),
-        ({"process_group": 3}, TypeError, "process_group is 3"),
-        ({"teacher_tail": "drop"}, ValueError, "teacher_tail is 'drop'"),
-        ({"teacher_input": None}, TypeError, "teacher_input is None"),
-        ({"teacher_weight": None}, TypeError, "teacher_weight is None"),
-        ({"teacher_input": torch.randn(2, 16)}, ValueError, "teacher_input has shape (2, 16)"),
-        ({"teacher_weight": torch.randn(130, 16)}, ValueError, "teacher_weight has shape"),
-        ({"teacher_weight": torch.randn(131, 16).double()}, TypeError, "teacher_weight is"),
-        ({"teacher_bias": torch.randn(3)}, ValueError, "teacher_bias has shape"),
-        ({"linear_weight": torch.randn(131, 25)}, ValueError, "linear_weight has shape"),
-        ({"linear_bias": torch.randn(2)}, ValueError, "linear_bias has shape (2,)"),
-        ({"token_weight": torch.ones(2)}, ValueError, "token_weight has shape (2,)"),
-        ({"token_weight": torch.ones(3, 9, requires_grad=True)}, ValueError, "requires grad"),
-        ({"teacher_topk": torch.ones(3)}, TypeError, "teacher_topk is a Tensor"),
-        ({"teacher_topk": (torch.ones(3, 9, 2), torch.ones(3, 9, 2).long())}, ValueError,
-         "teacher_topk is given beside"),
-        ({"valid_classes": 200}, ValueError, "linear_weight has shape"),
-        ({"valid_classes": 0}, ValueError, "valid_classes is 0"),
-        ({"max_valid": -2}, ValueError, "max_valid is -2"),
-        ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'"),
-        ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes"),
-        ({"input": torch.ones(3, 9, 24).long()}, TypeError, "input is torch.int64"),
-        ({"input": [1]}, TypeError, "input is a list"),
+        refused(ValueError, "divergence is 'kl'", divergence="kl"),
+        refused(ValueError, "beta is 1.5", beta=1.5),
+        refused(TypeError, "beta is", beta=torch.ones(())),
+        refused(ValueError, "temperature is 0.0", temperature=0.0),
+        refused(ValueError, "reduction is 'batchmean'", reduction="batchmean"),
+        refused(TypeError, "shift is 1", shift=1),
+        refused(TypeError, "scale_by_temperature is 'no'", scale_by_temperature="no"),
+        refused(ValueError, "softcap is 0", softcap=0),
+        refused(TypeError, "teacher_softcap is '1'", teacher_softcap="1"),
+        refused(TypeError, "process_group is 3", process_group=3),
+        refused(ValueError, "teacher_tail is 'drop'", teacher_tail="drop"),
+        refused(TypeError, "teacher_input is None", teacher_input=None),
+        refused(TypeError, "teacher_weight is None", teacher_weight=None),
+        refused(ValueError, "teacher_input has shape (2, 16)", teacher_input=torch.randn(2, 16)),
+        refused(ValueError, "teacher_weight has shape", teacher_weight=torch.randn(130, 16)),
+        refused(TypeError, "teacher_weight is", teacher_weight=torch.randn(131, 16).double()),
+        refused(ValueError, "teacher_bias has shape", teacher_bias=torch.randn(3)),
+        refused(ValueError, "linear_weight has shape", linear_weight=torch.randn(131, 25)),
+        refused(ValueError, "linear_bias has shape (2,)", linear_bias=torch.randn(2)),
+        refused(ValueError, "token_weight has shape (2,)", token_weight=torch.ones(2)),
+        refused(ValueError, "requires grad", token_weight=torch.ones(3, 9, requires_grad=True)),
+        refused(TypeError, "teacher_topk is a Tensor", teacher_topk=torch.ones(3)),
+        refused(
+            ValueError,
+            "teacher_topk is given beside",
+            teacher_topk=(torch.ones(3, 9, 2), torch.ones(3, 9, 2).long()),
+        ),
+        refused(ValueError, "linear_weight has shape", valid_classes=200),
+        refused(ValueError, "valid_classes is 0", valid_classes=0),
+        refused(ValueError, "max_valid is -2", max_valid=-2),
+        refused(ValueError, "memory_budget is 'much'", memory_budget="much"),
+        refused(ValueError, "memory_budget is 10 bytes", memory_budget=10),
+        refused(TypeError, "input is torch.int64", input=torch.ones(3, 9, 24).long()),
+        refused(TypeError, "input is a list", input=[1]),
     ],
-)  # fmt: skip
+)
 def test_errors(change, kind, message):
     made, weight = problem()
     given = {

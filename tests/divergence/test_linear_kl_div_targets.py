@@ -8,6 +8,7 @@ from storage_ops import losses
 from storage_ops.divergence import reference
 from storage_ops.matmul import of
 
+from ..refused import refused
 from .test_linear_kl_div import DIVERGENCES, TOLERANCE, error, problem, smallest_budget, stored
 
 
@@ -145,12 +146,12 @@ def test_compile_checkpoint_and_transforms(reduction):
 @pytest.mark.parametrize(
     "change, kind, message",
     [
-        ({"target": torch.zeros(3, 9)}, TypeError, "target is torch.float32"),
-        ({"target": torch.zeros(3, 8).long()}, ValueError, "target has shape (3, 8)"),
-        ({"target": [1]}, TypeError, "target is a list"),
-        ({"target_weight": -1.0}, ValueError, "target_weight is -1.0"),
-        ({"target_weight": torch.ones(())}, TypeError, "target_weight is a tensor"),
-        ({"target_weight": float("nan")}, ValueError, "target_weight is nan"),
+        refused(TypeError, "target is torch.float32", target=torch.zeros(3, 9)),
+        refused(ValueError, "target has shape (3, 8)", target=torch.zeros(3, 8).long()),
+        refused(TypeError, "target is a list", target=[1]),
+        refused(ValueError, "target_weight is -1.0", target_weight=-1.0),
+        refused(TypeError, "target_weight is a tensor", target_weight=torch.ones(())),
+        refused(ValueError, "target_weight is nan", target_weight=float("nan")),
     ],
 )
 def test_errors(change, kind, message):

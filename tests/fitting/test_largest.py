@@ -13,6 +13,7 @@ from storage_ops.fitting.largest import _bisected
 from storage_ops.loss.planning.devices import BY_PRICE, GPUS
 
 from .. import hf_config
+from ..refused import refused
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,11 @@ def test_most_limits_the_search():
 @pytest.mark.parametrize(
     ("make", "options", "error", "said"),
     [
-        (make_batch(1), {}, TypeError, "make_batch is a Tensor; expected a function"),
-        (make_batch, {"most": 0}, ValueError, "most is 0"),
-        (make_batch, {"most": True}, ValueError, "most is True"),
-        (lambda _: make_batch(1), {"actions": []}, ValueError, "takes no more memory"),
-        (make_batch, {"actions": ["what"]}, ValueError, "actions has 'what'"),
+        refused(TypeError, "make_batch is a Tensor; expected a function", make_batch(1)),
+        refused(ValueError, "most is 0", make_batch, most=0),
+        refused(ValueError, "most is True", make_batch, most=True),
+        refused(ValueError, "takes no more memory", lambda _: make_batch(1), actions=[]),
+        refused(ValueError, "actions has 'what'", make_batch, actions=["what"]),
     ],
 )
 def test_wrong_arguments(make, options, error, said):

@@ -9,6 +9,7 @@ import torch
 import storage_ops
 from storage_ops.integrations.deferred_logits import DeferredLogits
 
+from ..refused import refused
 from .models import SIZES, V, make, tf
 
 trl = pytest.importorskip(
@@ -234,10 +235,10 @@ def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
 @pytest.mark.parametrize(
     "made, options, kind, message",
     [
-        ({"cast_lm_head_to_fp32": True}, {}, NotImplementedError, "cast_lm_head_to_fp32=True"),
-        ({"outputs": ("log_probs", "ranks")}, {}, NotImplementedError, "ranks"),
-        ({}, {"label_smoothing": 0.1}, ValueError, "label_smoothing=0"),
-        ({}, {"token_weights": "w"}, ValueError, "token_weights=None"),
+        refused(NotImplementedError, "cast_lm_head_to_fp32=True", {"cast_lm_head_to_fp32": True}),
+        refused(NotImplementedError, "ranks", {"outputs": ("log_probs", "ranks")}),
+        refused(ValueError, "label_smoothing=0", {}, label_smoothing=0.1),
+        refused(ValueError, "token_weights=None", {}, token_weights="w"),
     ],
 )
 def test_refused(made, options, kind, message):

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import storage_ops as so
 from storage_ops.loss import reference
 
+from ..refused import refused
+
 
 def arguments(**changes):
     given = {
@@ -25,108 +27,117 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     "changes, kind, message",
     [
-        ({"reduction": "avg"}, ValueError, "reduction is 'avg'; expected one of"),
-        ({"input": torch.ones(5, 8).long()}, TypeError, "input is torch.int64; expected a float"),
-        ({"linear_weight": torch.randn(11, 7)}, ValueError, r"shape \(11, 7\); expected \(V, D\)"),
-        ({"linear_weight": torch.randn(8)}, ValueError, r"shape \(8,\); expected \(V, D\)"),
-        (
-            {"input": torch.randn(5, 8).to_sparse()},
-            TypeError,
-            "input is a tensor of layout torch.s",
+        refused(ValueError, "reduction is 'avg'; expected one of", reduction="avg"),
+        refused(TypeError, "input is torch.int64; expected a float", input=torch.ones(5, 8).long()),
+        refused(
+            ValueError, r"shape \(11, 7\); expected \(V, D\)", linear_weight=torch.randn(11, 7)
         ),
-        (
-            {"linear_weight": torch.randn(11, 8).to_sparse()},
-            TypeError,
-            "linear_weight is a ten",
+        refused(ValueError, r"shape \(8,\); expected \(V, D\)", linear_weight=torch.randn(8)),
+        refused(
+            TypeError, "input is a tensor of layout torch.s", input=torch.randn(5, 8).to_sparse()
         ),
-        ({"softcap": True}, TypeError, "softcap is True; expected a number"),
-        ({"label_smoothing": True}, TypeError, "label_smoothing is True; expected a number"),
-        ({"target": torch.randn(5)}, ValueError, r"target has shape \(5,\); expected \(5, 11\)"),
-        (
-            {"target": torch.ones(5).bool()},
-            TypeError,
-            "target is torch.bool; expected int64, int32",
+        refused(TypeError, "linear_weight is a ten", linear_weight=torch.randn(11, 8).to_sparse()),
+        refused(TypeError, "softcap is True; expected a number", softcap=True),
+        refused(TypeError, "label_smoothing is True; expected a number", label_smoothing=True),
+        refused(ValueError, r"target has shape \(5,\); expected \(5, 11\)", target=torch.randn(5)),
+        refused(
+            TypeError, "target is torch.bool; expected int64, int32", target=torch.ones(5).bool()
         ),
-        ({"weight": torch.ones(5)}, ValueError, r"weight has shape \(5,\); expected \(11,\)"),
-        ({"weight": torch.ones(11).long()}, TypeError, "weight is torch.int64; expected a float"),
-        ({"token_weight": torch.ones(4)}, ValueError, r"token_weight has shape \(4,\); expected"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; expected a number from 0"),
-        ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected None or a positive"),
-        ({"valid_classes": 0}, ValueError, "valid_classes is 0; expected None or a count >= 1"),
-        ({"valid_classes": True}, ValueError, "valid_classes is True; expected None or a count"),
-        ({"valid_classes": 1000}, ValueError, "valid_classes is 1000; expected 1 to "),
-        ({"input_grad": "sum"}, ValueError, "input_grad is 'sum'; expected one of"),
-        ({"check_ranks": 1}, TypeError, "check_ranks is 1; expected True or False"),
-        ({"max_valid": -1}, ValueError, "max_valid is -1; expected None, 'sync' or a count"),
-        ({"max_valid": 4}, RuntimeError, "max_valid is 4; expected at least 5, the number of tok"),
-        ({"accumulate_dtype": torch.float16}, ValueError, r"one of \(None, torch.float32\)"),
-        ({"linear_weight": None}, TypeError, "linear_weight is None; expected a torch.Tensor"),
-        ({"weight": [1.0]}, TypeError, "weight is a list; expected a torch.Tensor"),
-        ({"logit_scale": torch.ones(())}, TypeError, "logit_scale is a tensor; expected a number"),
-        ({"z_loss": torch.ones(())}, TypeError, "z_loss is a tensor; expected a number"),
-        ({"softcap": torch.ones(())}, TypeError, "softcap is a tensor; expected a number"),
-        ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5; expected an int, or None"),
-        ({"memory_budget": True}, TypeError, "memory_budget is True; expected a number of bytes"),
-        ({"memory_budget": "much"}, ValueError, "memory_budget is 'much'; expected a number of"),
-        ({"shift": "yes"}, TypeError, "shift is 'yes'; expected True, False or a number"),
-        ({"shift": 2.5}, TypeError, "shift is 2.5; expected True, False or a number"),
-        ({"shift": -1}, ValueError, "shift is -1; expected a number of tokens >= 0"),
-        (
-            {"divisor": 3},
-            ValueError,
-            "reduction is 'mean'; expected reduction 'sum' with a divisor",
+        refused(ValueError, r"weight has shape \(5,\); expected \(11,\)", weight=torch.ones(5)),
+        refused(TypeError, "weight is torch.int64; expected a float", weight=torch.ones(11).long()),
+        refused(ValueError, r"token_weight has shape \(4,\); expected", token_weight=torch.ones(4)),
+        refused(
+            ValueError, "label_smoothing is 1.5; expected a number from 0", label_smoothing=1.5
         ),
-        ({"divisor": "3", "reduction": "sum"}, TypeError, "divisor is '3'; expected a number"),
-        (
-            {"divisor": torch.ones(1), "reduction": "sum"},
-            ValueError,
-            r"shape \(1,\); expected a real",
+        refused(ValueError, "softcap is 0.0; expected None or a positive", softcap=0.0),
+        refused(ValueError, "valid_classes is 0; expected None or a count >= 1", valid_classes=0),
+        refused(ValueError, "valid_classes is True; expected None or a count", valid_classes=True),
+        refused(ValueError, "valid_classes is 1000; expected 1 to ", valid_classes=1000),
+        refused(ValueError, "input_grad is 'sum'; expected one of", input_grad="sum"),
+        refused(TypeError, "check_ranks is 1; expected True or False", check_ranks=1),
+        refused(ValueError, "max_valid is -1; expected None, 'sync' or a count", max_valid=-1),
+        refused(
+            RuntimeError, "max_valid is 4; expected at least 5, the number of tok", max_valid=4
         ),
-        (
-            {"divisor": torch.ones((), requires_grad=True), "reduction": "sum"},
+        refused(ValueError, r"one of \(None, torch.float32\)", accumulate_dtype=torch.float16),
+        refused(TypeError, "linear_weight is None; expected a torch.Tensor", linear_weight=None),
+        refused(TypeError, "weight is a list; expected a torch.Tensor", weight=[1.0]),
+        refused(
+            TypeError, "logit_scale is a tensor; expected a number", logit_scale=torch.ones(())
+        ),
+        refused(TypeError, "z_loss is a tensor; expected a number", z_loss=torch.ones(())),
+        refused(TypeError, "softcap is a tensor; expected a number", softcap=torch.ones(())),
+        refused(TypeError, "ignore_index is 1.5; expected an int, or None", ignore_index=1.5),
+        refused(TypeError, "memory_budget is True; expected a number of bytes", memory_budget=True),
+        refused(ValueError, "memory_budget is 'much'; expected a number of", memory_budget="much"),
+        refused(TypeError, "shift is 'yes'; expected True, False or a number", shift="yes"),
+        refused(TypeError, "shift is 2.5; expected True, False or a number", shift=2.5),
+        refused(ValueError, "shift is -1; expected a number of tokens >= 0", shift=-1),
+        refused(
+            ValueError, "reduction is 'mean'; expected reduction 'sum' with a divisor", divisor=3
+        ),
+        refused(TypeError, "divisor is '3'; expected a number", divisor="3", reduction="sum"),
+        refused(
+            ValueError, r"shape \(1,\); expected a real", divisor=torch.ones(1), reduction="sum"
+        ),
+        refused(
             ValueError,
             "divisor requires grad; expected a tensor that needs none",
+            divisor=torch.ones((), requires_grad=True),
+            reduction="sum",
         ),
-        ({"ignore_index": 2**63}, ValueError, "expected one that int64 holds"),
-        ({"returns": "loss"}, ValueError, "returns is 'loss'; expected a sequence of some of"),
-        ({"returns": {"loss"}}, ValueError, r"returns is \{'loss'\}; expected a sequence"),
-        ({"returns": ("los",)}, ValueError, r"returns is \('los',\); expected a sequence"),
-        (
-            {"shift": True, "input": torch.randn(8), "target": torch.tensor(1)},
+        refused(ValueError, "expected one that int64 holds", ignore_index=2**63),
+        refused(ValueError, "returns is 'loss'; expected a sequence of some of", returns="loss"),
+        refused(ValueError, r"returns is \{'loss'\}; expected a sequence", returns={"loss"}),
+        refused(ValueError, r"returns is \('los',\); expected a sequence", returns=("los",)),
+        refused(
             ValueError,
             r"input has shape \(8,\); expected \(..., T, D\) with shift",
+            shift=True,
+            input=torch.randn(8),
+            target=torch.tensor(1),
         ),
-        ({"weight": torch.ones(11, requires_grad=True)}, ValueError, "weight requires grad; expec"),
-        ({"token_weight": torch.ones(5, requires_grad=True)}, ValueError, "token_weight requires"),
-        ({"accumulate_into": torch.zeros(11, 8)}, ValueError, "linear_weight does not require"),
-        ({"accumulate_into": torch.zeros(11, 8).bfloat16()}, TypeError, "accumulate_into is torch"),
-        ({"accumulate_into": torch.zeros(8, 11)}, ValueError, r"accumulate_into has shape \(8, 11"),
-        ({"target": torch.ones(6).long()}, ValueError, r"shape \(6,\); expected that of input"),
-        ({"linear_bias": torch.randn(8)}, ValueError, r"shape \(8,\); expected \(11,\)"),
-        ({"linear_bias": torch.randn(11).double()}, TypeError, "linear_bias is torch.float64"),
-        ({"linear_weight": torch.randn(11, 8).bfloat16()}, TypeError, "expected torch.float32"),
-        ({"linear_weight": torch.randn(11, 8, device="meta")}, ValueError, "is on meta; expected"),
-        ({"linear_weight": torch.randn(0, 8)}, ValueError, r"shape \(0, 8\); expected a class"),
-        ({"softcap": 1e39}, ValueError, "softcap is 1e[+]39; expected None or a positive number"),
-        ({"softcap": "3"}, TypeError, "softcap is '3'; expected a number"),
-        ({"label_smoothing": None}, TypeError, "label_smoothing is None; expected a number"),
-        ({"z_loss": [0.1]}, TypeError, r"z_loss is \[0.1\]; expected a number"),
-        ({"ignore_index": "a"}, TypeError, "ignore_index is 'a'; expected an int, or None"),
-        ({"max_valid": 1.5}, ValueError, "max_valid is 1.5; expected None, 'sync' or a count"),
-        ({"plan": "fast"}, TypeError, "plan is 'fast'; expected what storage_ops.plan returns"),
-        ({"process_group": "world"}, TypeError, "process_group is 'world'; expected a process"),
-        (
-            {
-                "process_group": types.SimpleNamespace(group_name="all"),
-                "returns": ("correct",),
-                "target": torch.ones(5, 11) / 11,
-            },
+        refused(
+            ValueError, "weight requires grad; expec", weight=torch.ones(11, requires_grad=True)
+        ),
+        refused(
+            ValueError, "token_weight requires", token_weight=torch.ones(5, requires_grad=True)
+        ),
+        refused(ValueError, "linear_weight does not require", accumulate_into=torch.zeros(11, 8)),
+        refused(
+            TypeError, "accumulate_into is torch", accumulate_into=torch.zeros(11, 8).bfloat16()
+        ),
+        refused(
+            ValueError, r"accumulate_into has shape \(8, 11", accumulate_into=torch.zeros(8, 11)
+        ),
+        refused(ValueError, r"shape \(6,\); expected that of input", target=torch.ones(6).long()),
+        refused(ValueError, r"shape \(8,\); expected \(11,\)", linear_bias=torch.randn(8)),
+        refused(TypeError, "linear_bias is torch.float64", linear_bias=torch.randn(11).double()),
+        refused(TypeError, "expected torch.float32", linear_weight=torch.randn(11, 8).bfloat16()),
+        refused(
+            ValueError, "is on meta; expected", linear_weight=torch.randn(11, 8, device="meta")
+        ),
+        refused(ValueError, r"shape \(0, 8\); expected a class", linear_weight=torch.randn(0, 8)),
+        refused(ValueError, "softcap is 1e[+]39; expected None or a positive number", softcap=1e39),
+        refused(TypeError, "softcap is '3'; expected a number", softcap="3"),
+        refused(TypeError, "label_smoothing is None; expected a number", label_smoothing=None),
+        refused(TypeError, r"z_loss is \[0.1\]; expected a number", z_loss=[0.1]),
+        refused(TypeError, "ignore_index is 'a'; expected an int, or None", ignore_index="a"),
+        refused(ValueError, "max_valid is 1.5; expected None, 'sync' or a count", max_valid=1.5),
+        refused(TypeError, "plan is 'fast'; expected what storage_ops.plan returns", plan="fast"),
+        refused(TypeError, "process_group is 'world'; expected a process", process_group="world"),
+        refused(
             ValueError,
             "expected class indices as target for 'correct' with a process_group",
+            process_group=types.SimpleNamespace(group_name="all"),
+            returns=("correct",),
+            target=torch.ones(5, 11) / 11,
         ),
-        ({"returns": 3}, ValueError, "returns is 3; expected a sequence of some of"),
-        ({"memory_budget": [1]}, TypeError, r"memory_budget is \[1\]; expected a number of bytes"),
-        ({"memory_budget": 10}, ValueError, "memory_budget is 10 bytes; expected at least"),
+        refused(ValueError, "returns is 3; expected a sequence of some of", returns=3),
+        refused(
+            TypeError, r"memory_budget is \[1\]; expected a number of bytes", memory_budget=[1]
+        ),
+        refused(ValueError, "memory_budget is 10 bytes; expected at least", memory_budget=10),
     ],
 )
 def test_wrong_arguments(changes, kind, message):

@@ -10,6 +10,7 @@ from storage_ops.loss import picked as loss_picked
 from storage_ops.loss import reference
 from storage_ops.loss.engine import tokens as loss_tokens
 
+from ..refused import refused
 from .test_loss_options import Forced, outputs
 from .test_planner import plans, smallest  # noqa: F401
 
@@ -235,20 +236,31 @@ def test_no_grad_and_autocast(sequences):
         leaves[1].grad.sum().backward()
 
 
-@pytest.mark.parametrize("given, kind, message", [
-    ({"returns": ("selected",)}, ValueError, "selected_ids is None and returns is .* expected it"),
-    ({"top_k": 3}, ValueError, "top_k is given and returns is .* expected it together with 'topk'"),
-    ({"returns": ("topk",), "top_k": 0}, ValueError, "top_k is 0; expected 1 to 11"),
-    ({"returns": ("topk",), "top_k": 12}, ValueError, "top_k is 12; expected 1 to 11"),
-    ({"returns": ("topk",), "top_k": 11, "valid_classes": 10}, ValueError, "expected at most 10"),
-    ({"returns": ("topk",), "top_k": 2.0}, TypeError, "top_k is 2.0; expected an int"),
-    ({"returns": ("selected",), "selected_ids": torch.zeros(5).long()}, ValueError, "has shape"),
-    ({"returns": ("selected",), "selected_ids": torch.zeros(5, 0).long()}, ValueError, "K >= 1"),
-    ({"returns": ("selected",), "selected_ids": torch.zeros(5, 2)}, TypeError, "expected int64"),
-    ({"returns": ("selected",), "selected_ids": [1]}, TypeError, "selected_ids is a list"),
-    ({"returns": ("selected",), "selected_ids": torch.full((5, 2), 11)}, RuntimeError,
-     r"selected_ids has 11, which is out of range; expected ignore_index \(-100\) or a class"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, kind, message",
+    [
+        refused(
+            ValueError, "selected_ids is None and returns is .* expected it", returns=("selected",)
+        ),
+        refused(
+            ValueError, "top_k is given and returns is .* expected it together with 'topk'", top_k=3
+        ),
+        refused(ValueError, "top_k is 0; expected 1 to 11", returns=("topk",), top_k=0),
+        refused(ValueError, "top_k is 12; expected 1 to 11", returns=("topk",), top_k=12),
+        refused(ValueError, "expected at most 10", returns=("topk",), top_k=11, valid_classes=10),
+        refused(TypeError, "top_k is 2.0; expected an int", returns=("topk",), top_k=2.0),
+        refused(ValueError, "has shape", returns=("selected",), selected_ids=torch.zeros(5).long()),
+        refused(ValueError, "K >= 1", returns=("selected",), selected_ids=torch.zeros(5, 0).long()),
+        refused(TypeError, "expected int64", returns=("selected",), selected_ids=torch.zeros(5, 2)),
+        refused(TypeError, "selected_ids is a list", returns=("selected",), selected_ids=[1]),
+        refused(
+            RuntimeError,
+            "selected_ids has 11, which is out of range; expected ignore_index .-100. or a class",
+            returns=("selected",),
+            selected_ids=torch.full((5, 2), 11),
+        ),
+    ],
+)
 def test_wrong_arguments(given, kind, message):
     x, w, target = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
     with pytest.raises(kind, match=message):

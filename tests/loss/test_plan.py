@@ -13,6 +13,8 @@ from storage_ops.matmul.aten import Aten
 from storage_ops.matmul.packed import Packed
 from storage_ops.quantities import metric, parse_bytes, readable
 
+from ..refused import refused
+
 R2, R5, R6, R7 = (
     (8192, 4096, 128256),
     (8192, 2304, 256000),
@@ -160,28 +162,46 @@ def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
 @pytest.mark.parametrize(
     "arguments, options, error, complaint",
     [
-        ((1.5, 2, 3), {}, TypeError, "tokens is 1.5; expected an int"),
-        ((-1, 2, 3), {}, ValueError, "tokens is -1; expected at least 0"),
-        ((1, 2, 0), {}, ValueError, "vocab is 0; expected at least 1"),
-        ((8, 4, 5, "int8"), {}, ValueError, "dtype is 'int8'; expected one of float64, float32"),
-        ((8, 4, 5, torch.int8), {}, ValueError, "dtype is torch.int8; expected one of"),
-        ((8, 4, 5, 7), {}, TypeError, "dtype is 7; expected one of"),
-        ((8, 4, 5), {"grads": "input"}, ValueError, "grads is 'input'; expected a sequence of"),
-        ((8, 4, 5), {"grads": ["x"]}, ValueError, "grads is ['x']; expected a sequence of some of"),
-        ((8, 4, 5), {"reduction": "avg"}, ValueError, "reduction is 'avg'; expected one of"),
-        ((8, 4, 5), {"accumulate_dtype": "fp16"}, ValueError, "expected None, bfloat16 or float32"),
-        ((8, 4, 5), {"max_valid": "sync"}, TypeError, "max_valid is 'sync'; expected an int"),
-        ((8, 4, 5), {"device": "tpu"}, ValueError, "device is 'tpu'; expected one of cpu, h200"),
-        ((8, 4, 5), {"strategy": "fast"}, ValueError, "strategy is 'fast'; expected one of token-"),
-        ((8, 4, 5), {"strategy": "token-chunked", "reduction": "none"}, ValueError,
-         "strategy is 'token-chunked'; expected one of vocab-sliced"),
-        ((8, 4, 5), {"num_chunks": 9}, ValueError, "num_chunks is 9; expected 1 to 8"),
-        ((8, 4, 5), {"memory_budget": []}, TypeError, "memory_budget is []; expected a number of"),
-        ((8, 4, 5), {"memory_budget": "1XB"}, ValueError, "memory_budget is '1XB'; expected"),
-        (R2, {"memory_budget": "1MiB", "device": "h200"}, ValueError,
-         "memory_budget is 1048576 bytes; expected at least 18219520 (17.4 MiB) for 8192 tokens"),
+        refused(TypeError, "tokens is 1.5; expected an int", (1.5, 2, 3)),
+        refused(ValueError, "tokens is -1; expected at least 0", (-1, 2, 3)),
+        refused(ValueError, "vocab is 0; expected at least 1", (1, 2, 0)),
+        refused(ValueError, "dtype is 'int8'; expected one of float64, float32", (8, 4, 5, "int8")),
+        refused(ValueError, "dtype is torch.int8; expected one of", (8, 4, 5, torch.int8)),
+        refused(TypeError, "dtype is 7; expected one of", (8, 4, 5, 7)),
+        refused(ValueError, "grads is 'input'; expected a sequence of", (8, 4, 5), grads="input"),
+        refused(
+            ValueError, "grads is ['x']; expected a sequence of some of", (8, 4, 5), grads=["x"]
+        ),
+        refused(ValueError, "reduction is 'avg'; expected one of", (8, 4, 5), reduction="avg"),
+        refused(
+            ValueError, "expected None, bfloat16 or float32", (8, 4, 5), accumulate_dtype="fp16"
+        ),
+        refused(TypeError, "max_valid is 'sync'; expected an int", (8, 4, 5), max_valid="sync"),
+        refused(ValueError, "device is 'tpu'; expected one of cpu, h200", (8, 4, 5), device="tpu"),
+        refused(
+            ValueError, "strategy is 'fast'; expected one of token-", (8, 4, 5), strategy="fast"
+        ),
+        refused(
+            ValueError,
+            "strategy is 'token-chunked'; expected one of vocab-sliced",
+            (8, 4, 5),
+            strategy="token-chunked",
+            reduction="none",
+        ),
+        refused(ValueError, "num_chunks is 9; expected 1 to 8", (8, 4, 5), num_chunks=9),
+        refused(
+            TypeError, "memory_budget is []; expected a number of", (8, 4, 5), memory_budget=[]
+        ),
+        refused(ValueError, "memory_budget is '1XB'; expected", (8, 4, 5), memory_budget="1XB"),
+        refused(
+            ValueError,
+            "memory_budget is 1048576 bytes; expected at least 18219520 (17.4 MiB) for 8192 tokens",
+            R2,
+            memory_budget="1MiB",
+            device="h200",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_argument_value_and_what_was_expected(arguments, options, error, complaint):
     with pytest.raises(error) as found:
         so.plan(*arguments, **options)

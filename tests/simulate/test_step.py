@@ -16,6 +16,8 @@ from storage_ops.memory import simulate_step, will_it_fit
 from storage_ops.simulate import step
 from tests.simulate.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
 
+from ..refused import refused
+
 WAYS = {
     "none": {},
     "full": {"mode": "full"},
@@ -349,21 +351,21 @@ def test_losses_of_every_kind(how):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": 3}, TypeError, "model is a int"),
-        ({"batch": 3}, TypeError, "batch is a int; expected a tensor, a tuple, a dict"),
-        ({"batch": []}, ValueError, "batch is an empty list"),
-        ({"device": "h1000"}, ValueError, "device is 'h1000'; expected one of cpu"),
-        ({"optimizer": "adamw"}, TypeError, "optimizer is 'adamw'"),
-        ({"optimizer": torch.optim.LBFGS}, TypeError, "optimizer is an LBFGS"),
-        ({"loss": 3}, TypeError, "loss is 3; expected a function of the model's output"),
-        (
-            {"loss": F.cross_entropy},
+        refused(TypeError, "model is a int", model=3),
+        refused(TypeError, "batch is a int; expected a tensor, a tuple, a dict", batch=3),
+        refused(ValueError, "batch is an empty list", batch=[]),
+        refused(ValueError, "device is 'h1000'; expected one of cpu", device="h1000"),
+        refused(TypeError, "optimizer is 'adamw'", optimizer="adamw"),
+        refused(TypeError, "optimizer is an LBFGS", optimizer=torch.optim.LBFGS),
+        refused(TypeError, "loss is 3; expected a function of the model's output", loss=3),
+        refused(
             TypeError,
             r"loss is cross_entropy\(input: .*'target'; expected a function of the model's output",
+            loss=F.cross_entropy,
         ),
-        ({"loss": nn.MSELoss()}, TypeError, r"loss is MSELoss\(input: .*'target'"),
-        ({"loss": lambda y: y}, ValueError, r"loss returned a tensor of shape \(4, 8\)"),
-        ({"budget": "many"}, ValueError, "budget is 'many'"),
+        refused(TypeError, r"loss is MSELoss\(input: .*'target'", loss=nn.MSELoss()),
+        refused(ValueError, r"loss returned a tensor of shape \(4, 8\)", loss=lambda y: y),
+        refused(ValueError, "budget is 'many'", budget="many"),
     ],
 )
 def test_wrong_arguments(change, error, message):

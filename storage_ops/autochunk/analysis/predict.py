@@ -133,7 +133,7 @@ def _reads(
 def _loads(
     node: fx.Node, known: Mapping[fx.Node, set[object]], there: Container[fx.Node]
 ) -> set[object]:
-    """Return what Inductor's loop for a value loads, through what is fused into it.
+    """Return the values that Inductor's loop for a value loads, through ops that are fused into it.
 
     Each index of the same value is a load of its own. An interpolation counts as many, because it
     computes its indices. The largest of `x * number` in a softmax becomes three loads: Inductor

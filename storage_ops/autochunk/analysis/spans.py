@@ -1,4 +1,4 @@
-"""Finds the product that amplifies its input, and what each value after it is to one chunk."""
+"""Find the product that amplifies its input, and the meaning of later values for one chunk."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _each_alone(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _order(node: fx.Node) -> tuple[fx.Node, int, Any]:
-    """Return what an op reorders, the dimension, and the indices or the op itself for a flip."""
+    """Return the reordered value, its dimension, and the indices, or the op itself for a flip."""
     x, given = list[Any](node.args)[:2]
     if name_of(node) in _FLIPS:
         return x, given[0] % len(shape(x)), node.target

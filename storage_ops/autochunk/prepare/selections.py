@@ -1,4 +1,4 @@
-"""Finds ops that only select: ranges along one dimension, from one or several arguments, or zeros.
+"""Find ops that only select: ranges along one dimension, from one or several arguments, or zeros.
 
 A mask chooses as well: what it keeps counts as the first range of tokens in another order.
 """
@@ -37,7 +37,7 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """Return the mask and first dimension of an op that takes what a mask keeps, or undoes that."""
+    """Return the mask and first dimension of an op that selects by a mask, or undoes that."""
     given: Any = node.args
     if name_of(node) == "aten.index_put.default":
         known = is_zero(given[0])

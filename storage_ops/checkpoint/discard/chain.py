@@ -27,9 +27,10 @@ T = TypeVar("T")
 class OutputDiscardChain:
     """Context manager for regions that feed one another: all their outputs are freed.
 
-    Whatever runs in the block is a consumer. When the block ends, the outputs that a consumer or a
-    later region has saved are freed. In backward the regions are recomputed in the order of the
-    forward, each when it is needed, and each is let go as soon as its consumers' backward is done.
+    All code that runs in the block is a consumer. When the block ends, the outputs that a consumer
+    or a later region has saved are freed. In backward the regions are recomputed in the order of
+    the forward, each when it is needed, and each is let go as soon as its consumers' backward is
+    done.
 
     Without grad mode, under torch.compile and inside another checkpoint the calls are plain calls,
     or those of `torch.utils.checkpoint`.
@@ -103,7 +104,7 @@ class OutputDiscardChain:
     def run(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
     ) -> T:
-        """The same, where errors call the region by a name."""
+        """Run a region as `checkpoint` does, under the name that errors call it by."""
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:
             self._regions.append(region)

@@ -1,4 +1,4 @@
-"""Finding who uses an output: by what was saved while its consumers ran, and by counting."""
+"""Find the users of an output, by the tensors that its consumers saved, and by counting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Handed:
         self.packed, self.unpack = packed, unpack
 
     def read(self) -> Tensor:
-        """What those hooks make of it."""
+        """Return the tensor that those hooks make of it."""
         return self.unpack(self.packed)
 
 
@@ -38,10 +38,11 @@ def _read(packed: SavedTensor | _Handed) -> Tensor:
 class ConsumerHooks:
     """Context manager around consumers of regions' outputs.
 
-    What they save of an output is kept as a use of its region; all else goes to the saved-tensor
-    hooks that were there before, if there are any. An output that something in the block holds by
-    other means is kept: an attribute of a custom Function's context, hooks set inside of the
-    consumer, an object that is returned. It is told by counting, and costs microseconds.
+    Tensors of an output that consumers save are kept as uses of its region. All other saved tensors
+    go to the saved-tensor hooks that were there before, if there are any. An output that something
+    in the block holds by other means is kept. Examples are an attribute of a custom Function's
+    context, hooks set inside of the consumer, and an object that is returned. Such holders are
+    found by counting, which costs microseconds.
 
     Args:
         regions: the regions; the list may grow in the block.
@@ -95,7 +96,7 @@ class ConsumerHooks:
 
     @property
     def end(self) -> int:
-        """The number of the first autograd node after the block, or of the next one in it."""
+        """Return the number of the first autograd node after the block, or of its next one."""
         return self._end if self._hooks is None else torch._C._autograd._get_sequence_nr()
 
     def keep_what_is_held(self) -> None:

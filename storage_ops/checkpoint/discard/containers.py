@@ -17,7 +17,7 @@ _OWN_NAMES = 0  # what counting adds to the references of a container; measured 
 
 
 class Counts(NamedTuple):
-    """What is counted of a container.
+    """The counted references of a container.
 
     Attributes:
         holders: objects that hold it. The containers around it do not count, nor do the variables
@@ -45,7 +45,7 @@ class Containers:
         self._inner: set[int] = set()  # those in others
 
     def add(self, outputs: object) -> None:
-        """Note what a region returned, and the containers in it."""
+        """Note the outputs of a region, and the containers in them."""
         stack = [] if isinstance(outputs, Tensor) else [outputs]
         while stack:
             value = stack.pop()
@@ -61,7 +61,7 @@ class Containers:
         self._all, self._first, self._inner = [], {}, set()
 
     def count(self) -> dict[int, Counts]:
-        """Count the holders and the items of each container that somebody else holds."""
+        """Count the holders and the items of each container that another object holds."""
         if not self._all:  # as for regions that return a tensor
             return {}
         count = len(self._all) + 1
@@ -126,13 +126,13 @@ class Containers:
 
 
 def _items(value: object) -> list[object]:
-    """Return what a container holds; nothing if it is none."""
+    """Return the items of a container; none for another object."""
     inside: Iterable[object] = tree_leaves(value, is_leaf=lambda part: part is not value)
     return [item for item in inside if item is not value]
 
 
 def _measure() -> int:
-    """Return what is counted of a container that has one name, less this one."""
+    """Return the count of holders for a container that has one name, less this one."""
     only = [0]
     containers = Containers()
     containers.add(only)

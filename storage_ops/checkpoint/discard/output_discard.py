@@ -59,31 +59,32 @@ class OutputDiscardCheckpoint:
     Inside of another checkpoint, which saves nothing of it anyway, and under torch.func every call
     is a plain call too.
 
-    The region runs again in backward, and what it changes besides returning tensors happens once:
-    the recompute finds what the forward found, and leaves what it finds. This holds for buffers of
-    the modules that it reaches (running statistics, a recurrent state, counters), parameters that
-    its code writes, and other tensors without a gradient, up to 64 MiB in a region; and for what it
-    is given: lists, dictionaries and sets, and objects such as a cache of keys and values.
-    Attributes, items and parameters that the caller exchanged since, by an assignment or
-    `torch.func.functional_call`, are used as the forward had them. What Python does beyond that, to
-    numbers that the forward counts, files or other processes, happens twice, and inputs must not be
+    The region runs again in backward, and its effects besides returning tensors happen once: the
+    recompute finds what the forward found, and leaves what it finds. This holds for buffers of
+    the modules that it reaches (running statistics, a recurrent state, counters) and parameters
+    that its code writes. It holds for other tensors without a gradient, up to 64 MiB in a region.
+    It also holds for arguments: lists, dictionaries and sets, and objects such as a cache of keys
+    and values. Attributes, items and parameters that the caller exchanged since, by an assignment
+    or `torch.func.functional_call`, are used as the forward had them. Other effects of Python code,
+    on numbers that the forward counts, files or other processes, happen twice. Inputs must not be
     modified in place.
     Random numbers are those of the process: a region that draws them in several threads at once
     cannot be repeated. After a backward with retain_graph=True the output stays in memory.
 
-    What anybody else still holds of the output, other than the caller's variables, is kept and not
-    freed: a parameter, a buffer or an attribute that the region returns, a tensor from outside that
-    it writes to, an object that a consumer returns, an attribute of a custom Function's context.
+    A tensor of the output that others than the caller's variables still hold is not freed. Examples
+    are a parameter, a buffer or an attribute that the region returns, and a tensor from outside
+    that it writes to. Others are an object that a consumer returns, and an attribute of a custom
+    Function's context.
 
     Args:
-        preserve_rng_state: repeat the region with the random numbers of the forward: CPU, every
-            device, generators that it is given or reaches, and those of `register_rng_tracker`,
-            which Python's and numpy's have to be given to.
+        preserve_rng_state: repeat the region with the random numbers of the forward. They are those
+            of the CPU, of every device, of generators that it is given or reaches, and of
+            `register_rng_tracker`. Python's and numpy's have to be given to that function.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
-            tensors saved in forward and in the recompute, and that parameters and captured tensors
-            with a gradient were not modified in place in between;
-            "checksum" compares their bytes and those of the outputs as well, and the error names
-            the first that differs; "none" does not compare what is saved.
+            tensors saved in forward and in the recompute. It also checks that parameters and
+            captured tensors with a gradient were not modified in place in between. "checksum"
+            compares the bytes of these and of the outputs as well, and the error names the first
+            that differs. "none" does not compare saved tensors.
         debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
         context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
@@ -148,7 +149,7 @@ class OutputDiscardCheckpoint:
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:
-        """The tensors of the last call, until they are discarded."""
+        """Return the tensors of the last call, until they are discarded."""
         if self._outputs is None:
             return None
         return tuple(t for ref in self._outputs if (t := ref()) is not None)
@@ -193,15 +194,15 @@ class OutputDiscardCheckpoint:
         """Free the region's output until the backward needs it.
 
         Args:
-            hook_tensors: tensors computed from the region's output, such as the consumer's result:
-                the gradient of the first to get one restores the output, and must be ready before
+            hook_tensors: tensors computed from the region's output, such as the consumer's result.
+                The first of them to get a gradient restores the output. That must happen before
                 any other user of it runs its backward. None are needed when all consumers ran
                 inside of `consumer()`, whose saved tensors restore it.
 
         Raises:
-            RuntimeError: `checkpoint` was not called, a hook tensor has no gradient to wait for
-                though the output needs grad, a consumer outside of `consumer()` has saved the
-                output, or it was modified in place; nothing is freed.
+            RuntimeError: `checkpoint` was not called, or the output was modified in place. Others:
+                a hook tensor has no gradient to wait for though the output needs grad, or a
+                consumer outside of `consumer()` has saved the output. Nothing is freed then.
         """
         if not self._called:
             fail(
@@ -258,7 +259,10 @@ def run_region(
     options: Options,
     name: str = "",
 ) -> tuple[T, Region | None]:
-    """What `fn` returns, and the region that can repeat it; None where nothing can be discarded."""
+    """Return the result of `fn`, and the region that can repeat it.
+
+    The region is None where nothing can be discarded.
+    """
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None

@@ -47,7 +47,7 @@ class _Scope(OutputDiscardChain):
 
 @dataclass
 class Pretended:
-    """What would be freed.
+    """The storages that a discard would free.
 
     Attributes:
         storages: the keys of storages.
@@ -58,7 +58,7 @@ class Pretended:
     kept_classes: set[str] = field(default_factory=set)
 
     def add(self, outputs: object, inputs: object) -> None:
-        """Note what a layer returns."""
+        """Note the outputs of a layer."""
         leaves = leaves_of(outputs)
         self.storages.update(by_storage(leaves).keys() - by_storage(leaves_of(inputs)).keys())
         for leaf in leaves:
@@ -117,7 +117,7 @@ def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 
 def is_open() -> bool:
-    """Whether a module that frees outputs of layers in it is being called."""
+    """Return True while a module that frees outputs of layers in it is being called."""
     return bool(_scopes.open)
 
 
@@ -135,7 +135,7 @@ def release(module: nn.Module) -> None:
 
 
 def options_of(module: nn.Module) -> dict[str, Any] | None:
-    """What `hold` was called with; None if it was not."""
+    """Return the options that `hold` was called with; None if it was not called."""
     return module._discarding if isinstance(module, DiscardHolder) else None
 
 

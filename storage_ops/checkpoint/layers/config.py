@@ -1,4 +1,7 @@
-"""Which layers of a model are checkpointed, and how: what users write in a config file."""
+"""The config that chooses which layers of a model are checkpointed, and how.
+
+Users write it in a config file.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,11 @@ class LayerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    """Which layers `apply_activation_checkpoint` checkpoints, and how.
+    """The layers that `apply_activation_checkpoint` checkpoints, and how.
 
-    A module is checkpointed if its class or its name matches and no module around it does. What it
-    saves for backward is then recomputed there, but for what the rules below keep.
+    A module is checkpointed if its class or its name matches and no module around it does. The
+    tensors that it saves for backward are then recomputed there, except those that the rules below
+    keep.
 
     Args:
         layer_classes: classes of modules, or their names as in `type(module).__name__`, such as
@@ -77,10 +81,10 @@ class ActivationCheckpointConfig:
             other rules save them (`storage_ops.policies.offload`).
         layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
             as "layers.*.mlp". The model itself has the name "", which only "" matches.
-        mode: "full" saves nothing inside a layer, "selective" what the rules say, and
-            "output_discard" nothing, and frees the layer's output too, when the forward of the
-            module that holds it ends; nothing may read it after that. The default is "selective"
-            if there are rules, else "full".
+        mode: "full" saves nothing inside a layer, and "selective" what the rules say.
+            "output_discard" saves nothing either. It frees the layer's output too, when the forward
+            of the module that holds it ends; nothing may read it after that. The default is
+            "selective" if there are rules, else "full".
         every_k: of the layers that match, in the order of `named_modules()`, take the k-th, the
             2k-th and so on.
         ops_to_recompute: ops whose results are recomputed, whatever other rules say. Without
@@ -91,9 +95,9 @@ class ActivationCheckpointConfig:
         policy: "matmuls", "attention", "every_other_mm" or "communication", a policy function, or
             several of these, of which each saves its part (see `storage_ops.policies`).
         preserve_rng_state: recompute with the random numbers of the forward.
-        determinism_check: "default" compares shape, dtype and device of what is recomputed with
-            what the forward saved, and whether parameters were modified in place in between;
-            "none" does not, and "checksum" compares the bytes as well.
+        determinism_check: "default" compares shape, dtype and device of the recomputed tensors with
+            those that the forward saved. It also checks that parameters were not modified in place
+            in between. "none" does not, and "checksum" compares the bytes as well.
         early_stop: end a recompute with the last tensor that backward needs; False runs it to the
             end. Without meaning for what is reentrant, discards outputs or communicates with other
             ranks.
@@ -186,13 +190,13 @@ class ActivationCheckpointConfig:
 
     @property
     def effective_mode(self) -> Mode:
-        """The mode, chosen by the rules where it is not given."""
+        """Return the mode, chosen by the rules where it is not given."""
         if self.mode is not None:
             return self.mode
         return "selective" if any(getattr(self, name) for name in _RULES) else "full"
 
     def policies(self) -> list[Policy]:
-        """The policy functions that `policy` names."""
+        """Return the policy functions that `policy` names."""
         given = self.policy
         if given is None:
             return []
@@ -201,7 +205,7 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ActivationCheckpointConfig:
-        """A config from a mapping of its arguments.
+        """Return a config made of a mapping of its arguments.
 
         Raises:
             ValueError: an unknown key; names the nearest valid one. TypeError: not a mapping.
@@ -222,7 +226,7 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
-        """A config from JSON.
+        """Return a config made of JSON.
 
         Args:
             source: the text, or a file: a path object, or a name that ends in ".json".
@@ -243,7 +247,7 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_yaml(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
-        """A config from YAML; needs PyYAML.
+        """Return a config made of YAML; needs PyYAML.
 
         Args:
             source: the text, or a file: a path object, or a name that ends in ".yaml" or ".yml".
@@ -266,7 +270,7 @@ class ActivationCheckpointConfig:
 
 
 def named_policy(policy: object) -> Policy:
-    """The policy function that a name stands for; a function stands for itself.
+    """Return the policy function that a name stands for; a function stands for itself.
 
     Raises:
         ValueError: there is no policy of this name. TypeError: neither a name nor a function.
@@ -293,7 +297,7 @@ def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
 
 
 def _list_of(name: str, value: object) -> Any:
-    """A list, or the tuple that was given, of the names or ops that a value stands for.
+    """Return the names or ops that a value stands for, as a list or the tuple that was given.
 
     Raises:
         TypeError: it has something else.
@@ -309,7 +313,10 @@ def _list_of(name: str, value: object) -> Any:
 
 
 def _name_of(name: str, item: object) -> Any:
-    """An item of a list as it is kept: a class by its name, so that configs can be written out."""
+    """Return an item of a list as it is kept.
+
+    A class is kept by its name, so that configs can be written out.
+    """
     if isinstance(item, str) or name in _LISTS_OF_OPS:
         return item
     wants = "names"

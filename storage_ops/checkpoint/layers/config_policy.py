@@ -24,7 +24,7 @@ from storage_ops.checkpoint.selective.policies import (
 
 
 def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | None:
-    """The policy that a config describes; None if it has no rules.
+    """Return the policy that a config describes; None if it has no rules.
 
     Raises:
         ValueError: a pattern of linear layers matches none.
@@ -55,7 +55,7 @@ def _parts(
 
 
 def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tuple[int, ...]]:
-    """(in_features, out_features) of the linear layers whose names match."""
+    """Return the pairs (in_features, out_features) of the linear layers whose names match."""
     layers = {
         qualified_name(name): module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -75,24 +75,24 @@ def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tup
 
 
 def qualified_name(name: str) -> str:
-    """The name of a module without what torch.compile puts around one."""
+    """Return the name of a module without the prefix that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile wrapped, or the module itself."""
+    """Return the module that torch.compile wrapped, or the module itself."""
     parts: Any = module._modules  # of a scripted module it has no get()
     inner: nn.Module = parts["_orig_mod"] if "_orig_mod" in parts else module  # noqa: SIM401
     return inner
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile wrapped a module, or `compile()` of it was called."""
+    """Return True if torch.compile wrapped a module, or `compile()` of it was called."""
     return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def class_of(module: nn.Module) -> type:
-    """The class a module was made of, without what FSDP2, parametrize and we put above it."""
+    """Return the class of a module, without those that FSDP2, parametrize and we put above it."""
     cls: Any = type(module)
     while True:
         if "_original" in vars(cls):

@@ -1,4 +1,4 @@
-"""What a policy does to a function: every op, its bytes, and what is computed twice."""
+"""Show every op of a function under a policy, its bytes, and which are computed twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OpRow:
 
 @dataclass(frozen=True)
 class PolicyTable(Tabular):
-    """What `explain_policy` found; prints as a table, and rich renders it in colour.
+    """The result of `explain_policy`, which prints as a table. rich renders it in colour.
 
     Attributes:
         rows: most bytes first.
@@ -67,7 +67,7 @@ class PolicyTable(Tabular):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all results that are saved on the device."""
+        """Return the bytes of all results that are saved on the device."""
         return sum(row.nbytes for row in self.rows if row.saved is True)
 
     @property
@@ -117,8 +117,8 @@ def explain_policy(
 ) -> PolicyTable:
     """Run a function once, and tell what a policy would save of it and what it would recompute.
 
-    Nothing is checkpointed. What is not saved counts as recomputed; a checkpoint stops earlier,
-    once backward has all it needs, so it recomputes this at most.
+    Nothing is checkpointed. A result that is not saved counts as recomputed. A checkpoint stops
+    earlier, once backward has all it needs, so it recomputes this at most.
 
     Args:
         fn: a function or module; args and kwargs are passed to it.

@@ -1,4 +1,4 @@
-"""What was checkpointed in a model, and the memory it is expected to need."""
+"""Report which layers of a model are checkpointed, and the memory it is expected to need."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class CheckpointReport(Tabular):
-    """What was checkpointed in a model; prints as a table.
+    """The checkpointed layers of a model, which print as a table.
 
     Attributes:
         layers: one entry per class and mode.
@@ -86,7 +86,7 @@ class CheckpointReport(Tabular):
 
 
 def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> CheckpointReport:
-    """Which layers of a model are checkpointed and, for given inputs, what memory to expect.
+    """Return the checkpointed layers of a model and, for given inputs, the memory to expect.
 
     With inputs the forward runs twice on fake tensors, with and without checkpoints: nothing is
     computed and nothing of that size is allocated. A model that looks at values, or that FSDP2 has
@@ -154,7 +154,7 @@ class _Storages(TorchDispatchMode):
 def _kept_bytes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, tuple[str, ...]]:
-    """Bytes that live between the forward and the backward, by a run on fake tensors.
+    """Return the bytes that live between the forward and the backward, by a run on fake tensors.
 
     And the classes of outputs that would be discarded if it were known where their bytes are.
     """

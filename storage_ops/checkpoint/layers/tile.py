@@ -35,7 +35,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class Tiling:
-    """How one module is tiled.
+    """The way in which one module is tiled.
 
     Attributes:
         tiles: how many tiles; None: as few as `budget` allows.
@@ -96,7 +96,7 @@ class Tiling:
         return tile_run.run(pieces, x)
 
     def _dim_of(self, module: nn.Module, x: Tensor) -> int:
-        """The dimension of the tokens, counted from the first."""
+        """Return the dimension of the tokens, counted from the first."""
         dim = self.dim + x.ndim if self.dim < 0 else self.dim
         if not 0 <= dim < x.ndim - 1:
             fail(
@@ -108,12 +108,15 @@ class Tiling:
         return dim
 
     def _number_for(self, pieces: Pieces, x: Tensor, others: tuple[Any, ...]) -> int:
-        """How many tiles; `others` tells apart calls whose other arguments differ."""
+        """Return the number of tiles.
+
+        `others` tells apart calls whose other arguments differ.
+        """
         tokens = x.shape[pieces.dim]
         if self.tiles is not None:
             return min(self.tiles, tokens)
         assert self.budget is not None
-        # What a tile takes depends on these, too: dropout, frozen weights, choices of the caller.
+        # The bytes of a tile depend on these, too: dropout, frozen weights, choices of the caller.
         modes = tuple(module.training for module in pieces.host.modules())
         kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -124,7 +127,10 @@ class Tiling:
 
 
 def _choice(leaf: object) -> Any:
-    """What tells an argument that is no tensor from others: numbers with a point do not choose."""
+    """Return a value that tells an argument that is no tensor from others.
+
+    Numbers with a point do not choose the number of tiles.
+    """
     return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
 
 
@@ -150,7 +156,7 @@ def register_estimator(estimate: Callable[..., Any]) -> None:
 
 
 def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
-    """The smallest number of tiles of which each takes no more than the budget."""
+    """Return the smallest number of tiles of which each takes no more than the budget."""
     low, high = 1, tokens
     least = bytes_of_tile(pieces, x, 1)
     if least > budget:
@@ -170,10 +176,10 @@ def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
 
 
 def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
-    """Bytes that a tile of so many tokens takes at its peak, by a run on fake tensors.
+    """Return the bytes that a tile of so many tokens takes at its peak, by a run on fake tensors.
 
-    That is, all it makes in its forward and backward, with one weight's gradient before it joins
-    the sum; not its part of the input, the output, their gradients, and the sums.
+    They are all that it makes in its forward and backward, with one weight's gradient before it
+    joins the sum. Its part of the input, the output, their gradients, and the sums are not counted.
     """
     shape = list(x.shape)
     shape[pieces.dim] = tokens
@@ -224,7 +230,7 @@ class Tiled(Replaced):
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Any:
-        """The forward that runs the original one on tiles."""
+        """Return the forward that runs the original one on tiles."""
 
         @like(original)
         def forward(self: Tiled, *args: object, **kwargs: object) -> Any:
@@ -245,23 +251,23 @@ def tile(
 ) -> ModuleT:
     """Run a token-wise module over slices of the sequence, in forward and in backward.
 
-    What the module makes between its input and its output exists for one tile at a time, and
-    nothing of it is kept for backward, where each tile runs once more. So the forward runs twice in
-    all, also within a checkpointed layer that ends with this module: its recompute stops before it.
+    Intermediates of the module exist for one tile at a time, and none is kept for backward, where
+    each tile runs once more. So the forward runs twice in all, also within a checkpointed layer
+    that ends with this module: its recompute stops before it.
 
     The module stays itself, of another class: names, state dict, hooks and attributes are what they
     were. Its own hooks see the whole sequence, those of modules in it see tiles. Random numbers are
     repeated exactly. Weight gradients are sums over tiles, each in one buffer, in float32 for
-    16-bit weights; so they differ from those of the whole by rounding, and so may outputs, as
-    products of fewer rows may be summed in another order. Within
+    16-bit weights. So they differ from those of the whole by rounding. Outputs may differ by
+    rounding too, as products of fewer rows may be summed in another order. Within
     `storage_ops.disable_checkpointing` the module runs whole. Compiled and traced, the tiles are
     regions that the graph recomputes, and sums are the graph's. `remove_activation_checkpoint`
     undoes it.
 
     Token-wise means that the output at a token depends on the input at that token only, not on its
-    place. The first call checks this by gradients at three tokens, outside of inference mode, but
-    the place it cannot see: a module that adds embeddings of positions gives wrong results without
-    an error.
+    place. The first call checks this by gradients at three tokens, outside of inference mode. The
+    check cannot see the place: a module that adds embeddings of positions gives wrong results
+    without an error.
 
     A module with a state, such as a counter or running statistics, updates it once for each tile. A
     tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode
@@ -273,9 +279,10 @@ def tile(
             there, such as (batch, tokens, hidden); other arguments must be no tensors. Changed in
             place and returned.
         tiles: how many, at most as many as there are tokens.
-        budget: in place of `tiles`, as bytes or text such as "400MiB": the fewest tiles of which
-            none takes more while it runs forward and backward, not counting the input, the output,
-            their gradients and the sums of weight gradients. Not under torch.compile.
+        budget: in place of `tiles`, as bytes or text such as "400MiB". The module gets the fewest
+            tiles of which none takes more while it runs forward and backward. The input, the
+            output, their gradients and the sums of weight gradients do not count. Not under
+            torch.compile.
         dim: the dimension of the tokens; not the last one.
 
     Raises:
@@ -334,7 +341,7 @@ def tile(
 
 
 def tiling_of(module: nn.Module) -> Tiling | None:
-    """How a module is tiled; None if it is not."""
+    """Return how a module is tiled; None if it is not."""
     return module._tiling if isinstance(module, Tiled) else None
 
 
@@ -354,7 +361,7 @@ def unset_tiling(module: nn.Module) -> None:
 def _input_of(
     module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tile_run.Forward]:
-    """The input of a call, and the forward as a function of the module and of an input."""
+    """Return the input of a call, and the forward as a function of the module and of an input."""
     count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
     if count == 1 and args and isinstance(args[0], Tensor):
         x, rest = args[0], args[1:]

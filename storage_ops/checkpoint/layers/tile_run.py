@@ -1,9 +1,10 @@
 """One call of a tiled module: the tiles one after the other, and again in backward.
 
-Backward does for each tile what a checkpoint does for a layer. All of it is one node of autograd,
-so that what the tiles give is summed in one buffer for each weight, and not by the engine, which
-has to hold the terms. The tiles of the forward drew their random numbers one after the other; those
-of backward, in the same order, start where the first one did and thus draw the same.
+Backward does for each tile what a checkpoint does for a layer. The whole call is one node of
+autograd. So the gradients that the tiles give are summed in one buffer for each weight. The engine
+would have to hold the terms. The tiles of the forward drew their random numbers one after the
+other. Those of backward run in the same order and start where the first one did, so they draw the
+same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def lock_of(module: nn.Module) -> Any:
-    """What a thread holds while it runs a tiled module; calls of it within that call may run."""
+    """Return the lock that a thread holds while it runs a tiled module.
+
+    Calls of the module within that call may run.
+    """
     return _locks.setdefault(module, threading.RLock())
 
 
@@ -63,7 +67,7 @@ class Pieces:
         self.host = _Host(module, forward)
 
     def places(self) -> list[Place]:
-        """The places of its parameters and buffers.
+        """Return the places of its parameters and buffers.
 
         Raises:
             RuntimeError: one has no shape yet.
@@ -78,11 +82,11 @@ class Pieces:
         return places
 
     def of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tiles of an input; their sizes differ by one token at most."""
+        """Return the tiles of an input; their sizes differ by one token at most."""
         return torch.tensor_split(x, self.tiles, self.dim)
 
     def run(self, x: Tensor) -> Tensor:
-        """The outputs of all tiles, each written into one tensor as it is there."""
+        """Return the outputs of all tiles, each written into one tensor as soon as it is there."""
         out, at = None, 0
         for piece in self.of(x):
             part = self.output_of(piece)
@@ -96,7 +100,7 @@ class Pieces:
         return out
 
     def output_of(self, piece: Tensor) -> Tensor:
-        """The output for one tile.
+        """Return the output for one tile.
 
         Raises:
             TypeError: it is no tensor. ValueError: it has another number of tokens.
@@ -135,7 +139,12 @@ class _TiledCall:
     """A call that can be repeated in backward."""
 
     def __init__(self, pieces: Pieces, x: Tensor, places: list[Place]) -> None:
-        """`places`: of the parameters that need a gradient."""
+        """Prepare for a call.
+
+        Args:
+            pieces, x: the module and its input.
+            places: those of the parameters that need a gradient.
+        """
         self.pieces = pieces
         numbers: dict[Tensor, int] = {}
         self._places = [
@@ -149,7 +158,7 @@ class _TiledCall:
         self._inputs.forget()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output."""
+        """Return the output."""
         assert self._state is not None
         # Autocast remembers what it casts of a parameter; what it casts here has no gradient.
         with self._with([p.detach().requires_grad_() for p in self.parameters]):
@@ -161,7 +170,7 @@ class _TiledCall:
         return replaced((where, name, parameters[i]) for where, name, i in self._places)
 
     def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """The gradients of the input and of the parameters, of those that are needed."""
+        """Return the gradients of the input and of the parameters, of those that are needed."""
         with lock_of(self.pieces.host.module):
             return self._backward(gradient, needed)
 
@@ -234,14 +243,17 @@ class _LastProductLeftOut(LightMode):
         return made
 
     def finish(self, output: Callable[[], Tensor | None]) -> None:
-        """Do what was left, unless nobody but the caller has it: the output that ends the block."""
+        """Run the product that was left out, unless only the caller has its output.
+
+        That output is the one that ends the block.
+        """
         if self._left is None:
             return
         product, factors, made = self._left
         self._left, out = None, output()
         assert out is not None
         base, key = out._base, made.untyped_storage()._cdata
-        # What autograd, the caller and the names here account for; whoever else there is may read.
+        # Autograd, the caller and the names here hold these; any other holder may read the output.
         known = [weakref.ref(t) for t in (made, base, out) if t is not None]
         now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})
@@ -323,14 +335,14 @@ class _Sum:
         leaf.grad = None
 
     def total(self) -> Tensor | None:
-        """The sum in the parameter's dtype; whoever asks holds the only one."""
+        """Return the sum in the parameter's dtype; the caller holds the only reference to it."""
         total, self._wide = self._wide, None
         gradient, self.leaf.grad = self.leaf.grad, None
         return gradient if total is None else total.to(self.leaf.dtype)
 
 
 def _leaves_of_graph(t: Tensor) -> Iterator[Tensor]:
-    """The leaves that a tensor was computed from."""
+    """Yield the leaves that a tensor was computed from."""
     stack, seen = [t.grad_fn], set()
     while stack:
         node: Any = stack.pop()
@@ -385,9 +397,10 @@ def _as_it_is(t: Tensor) -> Tensor:
 
 
 def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
-    """Whether `check_tokens` would see anything in this call.
+    """Return True if `check_tokens` would see anything in this call.
 
-    Not without gradients, nor where a checkpoint records ops, nor for fakes, which have no values.
+    It sees nothing without gradients, where a checkpoint records ops, or in fakes, which have no
+    values.
     """
     seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
     return seen and not torch._C._len_torch_dispatch_stack()
@@ -408,12 +421,15 @@ def _without_zeros(t: Tensor) -> Tensor:
 
 
 def check_tokens(pieces: Pieces, x: Tensor) -> bool:
-    """Refuse a module whose output at a token depends on other tokens; whether that was seen.
+    """Refuse a module whose output at a token depends on other tokens.
 
-    The gradient of outputs at the token in the middle of three, with respect to the input at the
-    other two, is zero in a token-wise module, whatever its random numbers are. A parameter that is
+    Take three tokens, and the gradient of the output at the middle one with respect to the input at
+    the other two. It is zero in a token-wise module, for all random numbers. A parameter that is
     zero at first, such as a gate, would hide a dependence, so the check replaces zeros in
-    parameters and in the input. A dependence is not seen where the output needs no gradient.
+    parameters and in the input.
+
+    Returns:
+        True; False if the output needs no gradient, so that a dependence is not seen.
 
     Raises:
         ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and

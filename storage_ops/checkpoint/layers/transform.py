@@ -206,7 +206,7 @@ def _outermost(
     holder: nn.Module | None,
     seen: set[tuple[int, int]],
 ) -> Iterator[Layer]:
-    """The modules that match, each once, and what runs the forward around it."""
+    """Yield the modules that match, each once, and the module that runs the forward around it."""
     plain = qualified_name(name)
     classes: Any = cfg.layer_classes or ()
     matches = class_of(module).__name__ in classes

@@ -38,7 +38,7 @@ _SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """How one module is checkpointed."""
+    """The way in which one module is checkpointed."""
 
     mode: Mode
     policy: Policy | None
@@ -50,7 +50,7 @@ class Checkpointing:
     def of(
         cfg: ActivationCheckpointConfig, model: nn.Module, context_fn: ContextFn | None = None
     ) -> Checkpointing:
-        """What a config says; shapes of layers are those of the model."""
+        """Return the checkpointing that a config describes, with shapes of the model's layers."""
         return Checkpointing(
             cfg.effective_mode,
             policy_of(cfg, model),
@@ -118,7 +118,7 @@ class CheckpointWrapper(Replaced):
     The class is a subclass of the module's own and of `CheckpointWrapper`. Parameters, names, state
     dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
     under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
-    the plain one. What the forward changes besides returning tensors happens once, as with
+    the plain one. Effects of the forward besides returning tensors happen once, as with
     `OutputDiscardCheckpoint`. `remove_activation_checkpoint` undoes it.
 
     Args:
@@ -175,7 +175,7 @@ class CheckpointWrapper(Replaced):
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward that checkpoints the original one."""
+        """Return the forward that checkpoints the original one."""
 
         @like(original)
         def forward(self: CheckpointWrapper, *args: object, **kwargs: object) -> Any:
@@ -255,7 +255,7 @@ def check(module: nn.Module, how: Checkpointing) -> None:
 
 
 def checkpointing_of(module: nn.Module) -> Checkpointing | None:
-    """How a module is checkpointed; None if it is not."""
+    """Return how a module is checkpointed; None if it is not."""
     return module._checkpointing if isinstance(module, CheckpointWrapper) else None
 
 

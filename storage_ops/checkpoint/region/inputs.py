@@ -79,7 +79,7 @@ class Inputs:
                 hooks.popitem()
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for a repetition of a region of this name."""
+        """Return the arguments for a repetition of a region of this name."""
         flat, kept = list(self.plain), self._kept()
         for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
             if i in self._same:
@@ -147,7 +147,7 @@ def explain_lost_memory(region: str, fn: Callable[..., object], error: RuntimeEr
 
 
 class TensorTraits:
-    """What a tensor is besides its bytes and its history."""
+    """The traits of a tensor besides its bytes and its history."""
 
     __slots__ = ("attributes", "kind", "needs_grad", "stride")
 
@@ -159,7 +159,7 @@ class TensorTraits:
         self.attributes = dict(attributes) if attributes else None
 
     def make(self, t: Tensor) -> Tensor:
-        """A tensor that was kept, as it was."""
+        """Return a tensor that was kept, as it was."""
         if type(t) is Tensor and stride_of(t) != self.stride:
             t = _strided(t.detach(), self.stride)
         if t.requires_grad != self.needs_grad:
@@ -172,7 +172,7 @@ class TensorTraits:
 
 
 def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of a tensor with these strides, such as pinned memory does not keep."""
+    """Return a copy of a tensor with these strides, such as pinned memory does not keep."""
     copy = to = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
     for dim, step in enumerate(stride):
         if step == 0 and t.shape[dim]:
@@ -219,5 +219,5 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 
 def leaves_of(value: object) -> list[Any]:
-    """What a tree of outputs holds."""
+    """Return the leaves of a tree of outputs."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)

@@ -1,9 +1,9 @@
-"""What a region becomes where it cannot be repeated: a mark in the graph that is recorded.
+"""Regions that cannot be repeated become a mark in the graph that is recorded.
 
-Under torch.compile that is a checkpoint that shares its mark with all others: partitioners save
-what passes directly from one checkpoint to the next, which they tell by the number of the
-checkpoint on the nodes (`ac_graph_id`). Regions that discard have one number for all of them, so
-that a chain of regions is recomputed as one.
+Under torch.compile that is a checkpoint that shares its mark with all others. Partitioners save
+what passes directly from one checkpoint to the next. They tell checkpoints apart by a number on the
+nodes (`ac_graph_id`). Regions that discard have one number for all of them, so that a chain of
+regions is recomputed as one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _recompute_all() -> tuple[Any, Any]:
 
 @functools.cache
 def _numbered(mode: type) -> Any:
-    """A subclass of torch's caching mode with one number, which torch cannot replace."""
+    """Return a subclass of torch's caching mode with one number, which torch cannot replace."""
     number = property(lambda self: _NUMBER, lambda self, value: None)
     return type("OutputDiscardMode", (mode,), {"ac_graph_id": number})
 
@@ -82,10 +82,13 @@ def compiled_region(
 
 
 def _side_effects(allowed: bool) -> bool:
-    """Whether dynamo may trace what the next checkpoint does to Python objects; the value before.
+    """Set whether dynamo may trace what the next checkpoint does to Python objects.
 
     It refuses by default, because eager mode does such things again when it recomputes. A graph
     does not: each of them happens once, which is what a region is to do.
+
+    Returns:
+        The setting before.
     """
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_mistake)
     config: Any = torch._dynamo.config
@@ -96,7 +99,10 @@ def _side_effects(allowed: bool) -> bool:
 
 
 def _is_no_mistake(record: logging.LogRecord) -> bool:
-    """Whether a warning is one: of contexts torch says, once, that in-place ops must be avoided."""
+    """Return False for a warning of torch that does not apply here.
+
+    torch warns once, where a checkpoint has contexts, that in-place ops must be avoided.
+    """
     return "Detected that context_fn is passed" not in record.getMessage()
 
 

@@ -1,7 +1,7 @@
 """The checkpoint of older torch: a forward without a graph, and a backward within the backward.
 
-Torch's own runs it. What it is given here repeats the state, the effects and the arguments of the
-forward as a `Region` does.
+Torch's own runs it. The functions that it gets here repeat the state, the effects and the arguments
+of the forward as a `Region` does.
 """
 
 from __future__ import annotations

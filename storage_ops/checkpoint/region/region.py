@@ -5,8 +5,8 @@ each saved tensor. In backward the function runs once more: what it saves fills 
 what it returns is bound back into the storages that were discarded. So gradients flow through the
 graph of the first call, and every autograd contract is torch's own.
 
-Only the graph keeps a region alive: its saved tensors, and the uses that consumers have saved. What
-a region holds, its inputs above all, is let go as soon as the last of them has had its backward.
+Only the graph keeps a region alive: its saved tensors, and the uses that consumers have saved. The
+inputs and other objects of a region are let go once the last of these has had its backward.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHECKS: tuple[DeterminismCheck, ...] = get_args(DeterminismCheck)
 
 @dataclass(frozen=True)
 class Options:
-    """What a region is told besides its function and arguments."""
+    """The settings of a region besides its function and arguments."""
 
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = "default"
@@ -65,15 +65,15 @@ _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # It saves its noise, which its kernel has not written by then, and its input.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
-# Where the saved-tensor hooks of checkpoints are defined.
+# The modules in which the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
 
 
 def is_repeatable() -> bool:
-    """Whether calls can be regions now.
+    """Return True if calls can be regions now.
 
-    Not without grad, nor where checkpoints are disabled, nor under a transform of torch.func, which
-    has no hooks of saved tensors, nor in a trace of torch.jit. Not in
+    They cannot without grad, where checkpoints are disabled, in a trace of torch.jit, or under a
+    transform of torch.func, which has no hooks of saved tensors. They cannot in
     `torch.autograd.graph.allow_mutation_on_saved_tensors` either: it copies what is saved before a
     write, which it cannot do for tensors that a recompute saves.
     """
@@ -96,7 +96,7 @@ class Region:
         options: Options,
         name: str = "",
     ) -> None:
-        """Remember the call and what it depends on; `forward` runs it."""
+        """Remember the call and its surroundings; `forward` runs it."""
         self.discardable: list[DiscardableOutput] = []  # can be discarded
         self._discarded: list[DiscardableOutput] = []  # wait for the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -136,7 +136,7 @@ class Region:
 
     @staticmethod
     def is_saved_by_another() -> bool:
-        """Whether an enclosing checkpoint, torch's or ours, saves nothing of a call anyway."""
+        """Return True if an enclosing checkpoint, torch's or ours, saves nothing of a call."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and getattr(top[0], "__module__", "") in _CHECKPOINTS
 
@@ -184,7 +184,7 @@ class Region:
             producers[entry.key] = weakref.ref(self)
 
     def made_this(self, t: object) -> bool:
-        """Whether a tensor is an output that this region made, or a view of one."""
+        """Return True if a tensor is an output that this region made, or a view of one."""
         return storage_key(t) in {entry.key for entry in self.discardable}
 
     def discard(self, keep: Iterable[Any] = ()) -> None:
@@ -230,7 +230,10 @@ class Region:
         self.discardable = []
 
     def trigger(self) -> Callable[[Any], None]:
-        """A hook that restores the outputs; it keeps this region alive only if nobody else does."""
+        """Return a hook that restores the outputs.
+
+        It keeps this region alive only if nobody else does.
+        """
         alive = weakref.ref(self)
         held = None if self._saved else self
 
@@ -252,7 +255,7 @@ class Region:
             self.recompute(for_another)
 
     def _freed_before(self) -> list[Region]:
-        """The regions whose outputs are missing for a repetition of this one, as they came."""
+        """Return the regions whose outputs a repetition of this one misses, in their order."""
         found: set[Region] = set()
         stack = [self]
         while stack:
@@ -337,7 +340,7 @@ class Region:
                 self._state.put_back()
                 self._inputs.forget_new_hooks()
             finally:
-                # Not as they are saved, where the modes of `around` would see each detach.
+                # Detached here, not as they are saved, where modes of `around` would see it.
                 again.drop_graphs()
         if not again.is_whole():
             self._state.check_dual_level(self.name)
@@ -361,7 +364,7 @@ class Region:
         return [t for t, version in seen if t is not None and t._version != version]
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
-        """What the logs of ops say, for an error."""
+        """Return the difference that the logs of ops show, for an error."""
         noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
             unknown = "" if self.options.debug else "; debug=True names the first op that differs"
@@ -450,7 +453,7 @@ class Region:
         return self._recomputed
 
     def _is_unwritten(self) -> bool:
-        """Whether the op that was stopped has not written what it saves last but one."""
+        """Return True if the op that was stopped has not written what it saves last but one."""
         node = torch._C._current_autograd_node()
         if node is None or node.name() != _SAVES_BEFORE_WRITING:
             return False
@@ -463,9 +466,10 @@ class Region:
 
 
 def _current_task() -> Any:
-    """What identifies the backward pass that runs now, or the group of them; None outside of one.
+    """Return an identity of the backward pass that runs now, or of its group.
 
-    `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
+    Outside of a backward it is None. `torch.utils.checkpoint.GraphExecGroup` makes several passes
+    share one recompute.
     """
     current = _current_group()
     if current is not None:
@@ -475,7 +479,7 @@ def _current_task() -> Any:
 
 
 def is_retained() -> bool:
-    """Whether the backward pass that runs keeps the graph, or releases what it reads."""
+    """Return True if the backward pass that runs keeps the graph, and releases nothing it reads."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 

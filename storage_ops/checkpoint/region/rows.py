@@ -1,9 +1,9 @@
 """Rows of discarding regions, the output of one being the input of the next.
 
 The first backward that needs the output of a row's last region repeats every region before it whose
-output is missing, and holds what each of them saves until its own backward. So a row of large
-layers would take as much memory as without checkpoints. There an output is kept, as an ordinary
-checkpoint keeps it, and the row ends.
+output is missing. It holds what each of them saves until its own backward. So a row of large layers
+would take as much memory as without checkpoints. There an output is kept, as an ordinary checkpoint
+keeps it, and the row ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SavedBytes:
         if key is None or key in self._storages:
             return
         base = t if t._base is None else t._base
-        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
         if type(base) is not Tensor and isinstance(base, nn.Parameter):
             return
         storage = t.untyped_storage()

@@ -24,7 +24,7 @@ _OriginalFunction = torch_checkpoint.CheckpointFunction
 def policy_of(
     context_fn: Callable[[], Any],
 ) -> tuple[regions.Policy | None, contextlib.AbstractContextManager[Any]]:
-    """The policy that a checkpoint's `context_fn` stands for, and the context of its forward."""
+    """Return the policy that a checkpoint's `context_fn` stands for, and its forward's context."""
     forward, _ = context_fn()
     if isinstance(forward, torch_checkpoint._CachingTorchDispatchMode):
         return forward.policy_fn, contextlib.nullcontext()
@@ -33,7 +33,7 @@ def policy_of(
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """In a with block, checkpoints of this thread mark their region instead of running twice."""
+    """Let checkpoints of this thread mark their region in a with block, and run it once."""
     thread = threading.get_ident()
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:

@@ -1,4 +1,4 @@
-"""What identifies the bytes of an output, and what a read after its discard says."""
+"""Identify the bytes of an output, and explain a read after its discard."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _STRIDED = torch.strided
 
 
 def storage_key(value: Any) -> int | None:
-    """What identifies the storage behind a strided tensor; None for what has no storage of its own.
+    """Return a number that identifies the storage of a strided tensor, or None if it has none.
 
-    None are nested tensors, those that torch.func wraps, and wrapper subclasses that do not name
-    the tensors inside by `__tensor_flatten__`: nothing here can free their bytes and restore them.
+    Without a storage of their own are nested tensors, those that torch.func wraps, and some wrapper
+    subclasses: those that do not name the tensors inside by `__tensor_flatten__`. Nothing here can
+    free their bytes and restore them.
     """
     if type(value) not in _PLAIN:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED:
@@ -51,19 +52,19 @@ def storage_key(value: Any) -> int | None:
 
 
 def by_storage(values: Iterable[object]) -> dict[int, Any]:
-    """The tensors among values, one for each storage; those that have none are left out."""
+    """Return the tensors among values, one for each storage, without those that have none."""
     return {key: t for t in values if (key := storage_key(t)) is not None}
 
 
 def _has_nothing(value: Tensor) -> bool:
-    """Whether a tensor of a subclass has no bytes: it wraps others, or has no elements."""
+    """Return True if a tensor of a subclass has no bytes: it wraps others, or has no elements."""
     if isinstance(value, FakeTensor):  # its number of elements may be a symbol
         return False
     return value.numel() == 0 or lacks_bytes(value)
 
 
 def where() -> str:
-    """The line outside of this package and torch that is running, as "file:line"."""
+    """Return the line outside of this package and torch that is running, as "file:line"."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs
 
-# What Dynamo does with the frames of this thread: None where it does nothing.
+# Returns what Dynamo does with the frames of this thread; None where it does nothing.
 _dynamo: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 
@@ -37,7 +37,7 @@ class LightMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by torch, around each op."""
+        """Return False: torch need not skip Dynamo around each op."""
         return False
 
     def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -54,7 +54,7 @@ class LightMode(TorchDispatchMode):
 
 @functools.cache
 def _without_dynamo() -> Callable[..., Any]:
-    """What calls `dispatch` of a mode without Dynamo."""
+    """Return a function that calls `dispatch` of a mode without Dynamo."""
     from torch._dynamo.decorators import skip  # imports Dynamo, which takes a second
 
     skip(LightMode.__torch_dispatch__)  # this frame alone, and without a wrapper

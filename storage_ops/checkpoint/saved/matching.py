@@ -121,7 +121,7 @@ class Log:
 
 
 class Cursor:
-    """Where a recompute is in the log of its forward.
+    """The place of a recompute in the log of its forward.
 
     Attributes:
         difference: a sentence on the first op that differs; empty if none does.
@@ -288,7 +288,10 @@ class OpLog(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def difference(self, again: OpLog) -> str:
-        """Where a repetition ran another op than this log has; empty if it ran the same."""
+        """Describe where a repetition ran another op than this log has, for an error.
+
+        If the ops are the same, say that their arguments differ.
+        """
         pairs = itertools.zip_longest(self.ops, again.ops, fillvalue=("none", "no line"))
         for index, ((name, line), (other, other_line)) in enumerate(pairs):
             if name != other:

@@ -36,7 +36,10 @@ def _count_of_one() -> int:
 
 
 def _held_by_cpp() -> int:
-    """What holds a tensor in C++ holds its Python object too, once, in some versions of torch."""
+    """Return how often C++ holds the Python object of a tensor that it holds.
+
+    That is once in some versions of torch, and never in others.
+    """
     leaf = torch.ones(1, requires_grad=True)
     before = sys.getrefcount(leaf)
     product = leaf * leaf  # saves it
@@ -73,7 +76,7 @@ class RefCounts(NamedTuple):
         if held is None:
             return RefCounts(_count(key) - _ONE + 1 - uses, 0, 0)
         places: int = held._use_count()  # type: ignore[attr-defined]
-        # Asked here: to hand a tensor on takes a reference more where dynamo looks at every call.
+        # Counted here: passing a tensor on takes one more reference where dynamo sees every call.
         names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
         return RefCounts(_count(key) - _ONE + 1 - uses, places, names)
 
@@ -118,7 +121,7 @@ def is_referenced(
 
 
 def _others(found: list[tuple[Tensor, int]]) -> list[int]:
-    """How many places in Python hold each tensor besides the variables that were found."""
+    """Return how many places in Python hold each tensor besides the variables that were found."""
     others = []
     for t, times in found:
         by_cpp = _BY_CPP if t._use_count() > 1 else 0  # type: ignore[attr-defined]
@@ -131,9 +134,9 @@ def _is_saved(t: Tensor) -> bool:
 
 
 def _in_variables(key: int) -> list[tuple[Tensor, int]]:
-    """The tensors of a storage that variables of running functions name, and how often.
+    """Return the tensors of a storage that variables of running functions name, and how often.
 
-    What a short container, or an object with attributes, holds that a variable names counts as
+    Tensors in a short container, or in an object with attributes, that a variable names count as
     well.
     """
     found: dict[int, tuple[Tensor, int]] = {}
@@ -182,7 +185,7 @@ def _inside(value: object, seen: set[int]) -> Iterator[Any]:
 
 
 def _measure() -> tuple[int, int]:
-    """What is counted of a tensor that has one name, this one."""
+    """Return the counts for a tensor that has one name, this one."""
     only = torch.empty(1)
     counted = RefCounts.counted(only.untyped_storage()._cdata, weakref.ref(only))
     return counted.names - 1, _others([(only, 1)])[0]

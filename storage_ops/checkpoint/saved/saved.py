@@ -1,4 +1,4 @@
-"""What must be the same about a tensor in a forward and in its repetition."""
+"""Compare a tensor of a forward with the one of its repetition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements that are mixed at a time
-# Of SplitMix64, as signed numbers.
+# The constants of SplitMix64, as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
@@ -43,9 +43,9 @@ def call_region(
 
 
 def without_graph(t: Tensor) -> Tensor:
-    """A tensor to keep: detached, if it has autograd nodes or is a view of what has.
+    """Return a tensor to keep: detached, if it has autograd nodes or is a view of one that has.
 
-    A node may have it for what it saves itself: a cycle that would keep the graph.
+    A node may save a tensor that it made itself, and such a cycle would keep the graph.
     """
     base = t._base
     has_graph = t.grad_fn is not None or (base is not None and base.grad_fn is not None)
@@ -85,7 +85,7 @@ class Saved:
         base = t._base
         root = t if base is None else base
         self.is_leaf = root.is_leaf
-        # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
         is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)
         self.parameter = id(root) if is_parameter else None
         self.version = t._version
@@ -104,11 +104,11 @@ class Saved:
 
     @property
     def is_jagged(self) -> bool:
-        """Whether a size of the tensor is a symbol, as of jagged nested tensors."""
+        """Return True if a size of the tensor is a symbol, as of jagged nested tensors."""
         return any(isinstance(size, torch.SymInt) for size in self.layout[0])
 
     def is_like(self, other: Saved) -> bool:
-        """Whether shape, strides, dtype, device and the checksums, where taken, are equal."""
+        """Return True if shape, strides, dtype, device and the checksums, if taken, are equal."""
         if self.layout != other.layout:
             return False
         if self.checksum is None or other.checksum is None:
@@ -131,7 +131,7 @@ def explain_offsets(name: str) -> str:
 
 
 def stride_of(t: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor; none where it has none, as sparse and nested tensors."""
+    """Return the strides of a tensor; none where it has none, as sparse and nested tensors."""
     try:
         return t.stride()
     except RuntimeError:
@@ -161,10 +161,11 @@ def _hex(checksum: Tensor) -> str:
 
 
 def checksum_of(t: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a tensor and on its place; no sync with a device.
+    """Return 64 bits that depend on every bit of a tensor and on its place.
 
-    The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index. A mere xor of
-    the elements, such as `torch.hash_tensor`, misses what changes an even number of them alike.
+    The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index needs no sync
+    with a device. A mere xor of the elements, such as `torch.hash_tensor`, misses what changes an
+    even number of them alike.
     """
     t = t.detach()
     if t.layout != torch.strided or t.numel() == 0:

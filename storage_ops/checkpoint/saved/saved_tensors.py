@@ -92,7 +92,7 @@ class SavedTensors:
         return not self._unreleased
 
     def recompute(self, stops: bool) -> RecomputedTensors:
-        """Return what keeps the tensors of a recompute.
+        """Return the object that keeps the tensors of a recompute.
 
         Args:
             stops: whether to end the recompute with the last tensor that was saved by now.
@@ -108,7 +108,7 @@ class RecomputedTensors:
         self._first, self._limit, self._stops = first, len(first), stops
         self._stopped, self._task = 0, -1
         self._described: list[Saved] = []
-        # With their graph until the function has run.
+        # They have their graph until the function has run.
         self._tensors: list[Tensor] = []
         self._left: dict[int, Tensor] = {}
 

@@ -1,9 +1,9 @@
-"""Under torch.compile: what a region reads of an input that it modifies, kept for its recompute.
+"""Keep, under torch.compile, the contents that a region reads of an input before it modifies it.
 
 AOTAutograd makes a region functional: the new contents of a buffer are written to it when the
-forward graph ends. What backward recomputes from the buffer then starts from the new contents, for
-partitioners take an input of the graph to be what it was. So where a region writes to an input, all
-that reads the input reads a copy instead, which is saved.
+forward graph ends. A recompute from the buffer would start from the new contents, for partitioners
+assume that an input of the graph stays what it was. So if a region writes to an input, all ops that
+read the input read a copy instead, which is saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _sync: Any = torch._sync  # type: ignore[attr-defined]
 
 @functools.cache
 def with_snapshots(mode: Any) -> Any:
-    """A subclass of torch's caching mode that keeps what the ops in it overwrite."""
+    """Return a subclass of torch's caching mode that keeps copies of what ops overwrite."""
 
     def dispatch(
         self: object, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -52,7 +52,7 @@ def with_snapshots(mode: Any) -> Any:
 
 
 def _written(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
-    """The tensors that an op modifies and that are inputs of the graph, or views of one."""
+    """Yield the tensors that an op modifies and that are inputs of the graph, or views of one."""
     tracing = get_proxy_mode()
     if tracing is None or not isinstance(func, torch._ops.OpOverload):
         return

@@ -27,7 +27,7 @@ class Copy(Protocol):
 
 
 class Copies(Protocol):
-    """What carries bytes both ways."""
+    """An interface for carrying bytes both ways."""
 
     def to_host(self, t: Tensor) -> Copy:
         """Copy the whole storage of a tensor; the target is for `to_device`."""
@@ -37,7 +37,7 @@ class Copies(Protocol):
 
 
 def copies_for(t: Tensor) -> Copies | None:
-    """What carries the bytes of a tensor; None where there is no other memory to carry them to."""
+    """Return the copy engine for a tensor; None where there is no other memory for its bytes."""
     if isinstance(t, FakeTensor):
         modes = _get_current_dispatch_mode_stack()
         return next((c for m in modes if (c := getattr(m, "copies", None)) is not None), None)
@@ -47,7 +47,7 @@ def copies_for(t: Tensor) -> Copies | None:
 
 
 def bytes_of(t: Tensor) -> Tensor:
-    """All bytes of the storage of a tensor, as a tensor without a history."""
+    """Return all bytes of the storage of a tensor, as a tensor without a history."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
@@ -81,7 +81,7 @@ class _GpuCopies:
         return self._copied(source, host, self._out)
 
     def to_device(self, host: Tensor, t: Tensor) -> Copy:
-        # Allocated on the stream that will read it. What this memory held before may still be
+        # Allocated on the stream that will read it. Earlier bytes of this memory may still be
         # read there, so the copy waits for that stream.
         return self._copied(host, torch.empty_like(host, device=self._device), self._back)
 
@@ -134,7 +134,7 @@ class BookedCopies:
         return _BookedCopy(nbytes)
 
     def to_device(self, host: int, t: Tensor) -> Copy:
-        """A new tensor of so many bytes."""
+        """Return a new tensor of so many bytes."""
         return _BookedCopy(torch.empty(host, dtype=torch.uint8, device=t.device))
 
 

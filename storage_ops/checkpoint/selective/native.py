@@ -83,7 +83,7 @@ def noting(
         note(t)
         return pack(t)
 
-    # By it regions inside know that an enclosing checkpoint saves nothing of theirs.
+    # The name tells regions inside that an enclosing checkpoint saves nothing of theirs.
     pack_and_note.__module__ = getattr(pack, "__module__", "")
     return saved_tensors_hooks(pack_and_note, unpack)
 

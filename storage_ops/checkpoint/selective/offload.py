@@ -1,9 +1,9 @@
 """Results that wait in host memory: of one region all together, from its forward to its backward.
 
-When the forward of a region has ended, copies of its results begin; when that of the next region
-with a policy has ended, they have too, and the storages are discarded. So one region hides the
-copies of the one before. In backward the bytes are asked for one region ahead, and bound back in
-place where they are read first. What is needed before it has left stays.
+When the forward of a region has ended, copies of its results begin. They end with the forward of
+the next region with a policy, and then the storages are discarded. So one region hides the copies
+of the one before. In backward the bytes are asked for one region ahead, and bound back in place
+where they are read first. A result that is needed before it has left stays.
 
 Only results that nobody else holds leave: a storage is discarded for all who share it. A graph that
 is retained has them on the device from then on.
@@ -60,7 +60,7 @@ class Trip:
 
 
 class Away:
-    """What one region has in host memory."""
+    """The results of one region that are in host memory."""
 
     def __init__(self, trips: Iterable[Trip]) -> None:
         self._trips = list(trips)
@@ -85,7 +85,7 @@ class Away:
 
 
 def region_ended() -> None:
-    """The forward of a region has ended: free what the one before it has sent away."""
+    """Free what the region before has sent away, as the forward of a region has ended."""
     before = _last.region()
     if before is not None:
         before.leave()

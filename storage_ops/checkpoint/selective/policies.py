@@ -51,7 +51,7 @@ def _word(kept: _Kept) -> CheckpointPolicy | str:
 
 
 def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _Kept:
-    """Whether a policy saves the result of an op; "offload" where it does so in host memory.
+    """Return True if a policy saves the result of an op; "offload" if it does so in host memory.
 
     Raises:
         ValueError: the policy returned neither a bool, "offload", nor a CheckpointPolicy that saves
@@ -78,7 +78,7 @@ def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _K
 
 
 def begin(policy: Policy) -> Policy:
-    """The policy for one region: a fresh one where it counts, else itself."""
+    """Return the policy for one region: a fresh one where it counts, else itself."""
     fresh: Policy = policy.begin() if hasattr(policy, "begin") else policy
     return fresh
 
@@ -263,8 +263,8 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
     Args:
         calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
             number of the call among those of this op, from 0. "attention" counts the calls of all
-            fused kernels of attention, of which each device has its own, and "grouped_mm" those of
-            products of groups, which transformers does by an op of its own where torch cannot.
+            fused kernels of attention, of which each device has its own. "grouped_mm" counts those
+            of products of groups, which transformers does by an op of its own where torch cannot.
 
     Raises:
         TypeError: not such pairs.
@@ -387,13 +387,13 @@ class _Offload:
 def offload(policy: Policy) -> Policy:
     """Save what `policy` saves in host memory, between a region's forward and its backward.
 
-    The copies run beside the work of the GPU: those to pinned host memory while the next region
-    with a policy runs its forward, after which the bytes on the device are freed, and those back
-    while the region after it runs its backward. It costs no time where the link to the host moves
-    the results of a region in less time than a region takes, which `storage_ops.fit` computes.
+    The copies run beside the work of the GPU. Those to pinned host memory run while the next region
+    with a policy runs its forward, and then the bytes on the device are freed. Those back run while
+    the region after it runs its backward. Copies cost no time where the link to the host moves the
+    results of a region in less time than a region takes, which `storage_ops.fit` computes.
 
-    A result that something else holds when the forward of its region ends, such as an output of the
-    region, is saved on the device, and so is what a collective returns. On a CPU there is no other
+    A result that something else holds when the forward of its region ends is saved on the device.
+    An output of the region is an example. So are results of collectives. On a CPU there is no other
     memory, so everything is saved there. A graph that is retained has the bytes on the device from
     its first backward on. Code that torch.compile compiles or `trace_step` traces refuses such a
     policy.
@@ -447,7 +447,7 @@ class _Counter:
 
 
 def every_kth(policy: Policy, k: int) -> Policy:
-    """Of the results that `policy` saves, save the first, and every k-th after it.
+    """Save the first of the results that `policy` saves, and every k-th after it.
 
     Counting starts anew in every region.
 

@@ -1,9 +1,9 @@
-"""What a policy saves in the forward of a region, and gives back when the region is recomputed.
+"""The results that a policy saves in the forward of a region, used again by its recompute.
 
-The two modes here do in eager what torch's own pair does, and more: a saved op that drew random
-numbers leaves its generator as it did the first time, so that a later dropout repeats its mask; a
-saved result that the region modifies in place is recomputed instead; a graph can be retained; and
-a policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
+The two modes here do in eager what torch's own pair does, and more. A saved op that drew random
+numbers leaves its generator as it did the first time, so that a later dropout repeats its mask. A
+saved result that the region modifies in place is recomputed instead. A graph can be retained, and a
+policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def contexts(
     preserve_rng_state: bool = True,
     respect_saved_tensors_hooks: bool = False,
 ) -> tuple[Any, Any]:
-    """The pair of contexts that makes `torch.utils.checkpoint` follow a policy.
+    """Return the pair of contexts that makes `torch.utils.checkpoint` follow a policy.
 
     Args:
         policy: a policy of `storage_ops.policies`, or a function of that form.
@@ -76,7 +76,7 @@ def contexts(
     saved = _Saved(region, preserve_rng_state)
     if respect_saved_tensors_hooks:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # What an enclosing checkpoint would do with it is to throw it away.
+        # An enclosing checkpoint would throw the tensors away.
         saved.hooks = None if Region.is_saved_by_another() else top
     if saved.hooks is None:
         natively = native.contexts(policy, region, preserve_rng_state)
@@ -116,7 +116,7 @@ class _ForCompile:
 
 @functools.cache
 def _ending(mode: type) -> type:
-    """A subclass of torch's caching mode that warns at the end if less is saved than is wanted."""
+    """Return a subclass of torch's caching mode that warns at the end if too little is saved."""
 
     def __exit__(self: Any, kind: object, error: object, trace: object) -> None:
         mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _ending(mode: type) -> type:
                 "expected a policy for compiled code"
             )
 
-    # That torch 2.10 and 2.11 do not let through.
+    # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.
     members = {"__exit__": __exit__, "supports_higher_order_operators": True}
     return type("SelectiveMode", (mode,), members)
 
@@ -143,10 +143,10 @@ def _ending(mode: type) -> type:
 def saves_result(
     policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs
 ) -> bool | Literal["offload"]:
-    """Whether the result of an op is saved: as the policy says, where that can be done.
+    """Return True if the result of an op is saved, "offload" if in host memory.
 
-    An op that modifies an argument must run again to do so. A view is nothing to save, nor are
-    bytes that no op has written yet.
+    The policy decides, for ops whose results can be saved. An op that modifies an argument must run
+    again to do so. A view is nothing to save, nor are bytes that no op has written yet.
     """
     wanted = saves(policy, ctx, op, args, kwargs)
     if not wanted or not facts_of(op).saveable:
@@ -158,7 +158,7 @@ def saves_result(
 
 @dataclass
 class _Result:
-    """What an op returned, and the random numbers that were next after it."""
+    """The result of an op, and the random numbers that were next after it."""
 
     value: Any
     random: RandomState
@@ -205,7 +205,7 @@ class _Result:
         self.value = with_tensors(lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
 
     def read(self) -> Any:
-        """What the op returned; the tensors without a history."""
+        """Return the result of the op, its tensors without a history."""
         while self.trips:
             self.trips[0].arrive()
             self.trips.pop(0)
@@ -439,7 +439,7 @@ def _is_needed_again(saved: _Saved) -> bool:
 
 
 def _detached(t: Tensor) -> Tensor:
-    """The same bytes and version counter, without autograd's record of the tensor.
+    """Return the same bytes and version counter, without autograd's record of the tensor.
 
     Below autograd a detach has a version counter of its own unless this key is let in.
     """
@@ -448,7 +448,7 @@ def _detached(t: Tensor) -> Tensor:
 
 
 def is_ignored(op: Op, args: Args) -> bool:
-    """Whether an op does not count: it may run in the forward and not in the recompute.
+    """Return True if an op does not count: it may run in the forward and not in the recompute.
 
     Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
     regions. Parameters are such leaves.
@@ -465,7 +465,7 @@ def _is_cast_once(t: Tensor) -> bool:
 
 
 def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
-    """The state of the generators that an op which draws may have used, after it."""
+    """Return the state of the generators that an op which draws may have used, after it."""
     for value in given:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]

@@ -1,4 +1,4 @@
-"""What a region reads and writes besides its inputs, restored before the recompute.
+"""Restore what a region reads and writes besides its inputs, before the recompute.
 
 `reachable.py` finds it by following what the code of the region names; `code_writes.py` tells from
 that code whether it may write tensors. `execution.py` restores random numbers, settings and Python

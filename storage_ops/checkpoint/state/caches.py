@@ -14,7 +14,7 @@ from storage_ops._callers import warn_caller
 def without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer that is checkpointed in training, without an empty cache.
+    """Return the arguments of a layer that is checkpointed in training, without an empty cache.
 
     Models make one by default (`use_cache=True`), in training too, where nobody reads it, and keep
     the keys and values of every layer in it until their output is dropped.

@@ -1,4 +1,4 @@
-"""How the modules of a region are called: their hooks, and a `forward` set on the instance.
+"""Remember how the modules of a region are called: their hooks, and a `forward` set on an instance.
 
 Libraries add hooks around a forward and remove them before the backward, such as the adapters that
 PEFT chooses for each row of a batch. Hooks belong to the call, as its arguments do, so a recompute
@@ -41,7 +41,7 @@ _NONE: tuple[dict[Any, Any], ...] = tuple({} for _ in _OF_A_MODULE)
 
 
 class Calls:
-    """How modules are called now; a recompute calls them in the same way."""
+    """The way in which modules are called now, for a recompute."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         """Remember the hooks of `modules`, and the hooks that torch calls for every module."""
@@ -125,6 +125,6 @@ def _recorders(callables: list[Any]) -> Iterator[Any]:
 
 
 def _named_by(function: FunctionType) -> list[Any]:
-    """What a function closes over, and its defaults."""
+    """Return the values that a function closes over, and its defaults."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return [value for _, _, value in cells_of(function)] + list(defaults)

@@ -1,7 +1,7 @@
-"""Whether the code of a region may write tensors in place, as its names and instructions tell.
+"""Find out from names and instructions whether a region's code may write tensors in place.
 
 To compare and copy bytes takes time and memory. So parameters, and large tensors, are looked after
-only where Python code that the region runs can write them: where it assigns to items, calls a
+only where Python code that the region runs can write them. Such code assigns to items, calls a
 method whose name ends in an underscore, or reads `.data`.
 """
 
@@ -36,7 +36,7 @@ _PASSED_OVER = frozenset(
 
 
 class Facts(NamedTuple):
-    """What the instructions of code tell.
+    """The facts that the instructions of code tell.
 
     Attributes:
         writes: how it may write tensors.
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 
 @cached_by_code
 def facts_of(code: CodeType) -> Facts:
-    """Return what code tells."""
+    """Return the facts of code."""
     return Facts(of_code(code), names_of_code(code))
 
 
@@ -145,7 +145,7 @@ _elsewhere: dict[tuple[int, int], tuple[CodeType, tuple[Any, ...]]] = {}
 
 
 def elsewhere_of(fn: FunctionType) -> tuple[Any, ...]:
-    """Return the classes that a function names, and what it names in other Python modules.
+    """Return the classes that a function names, and its names in other Python modules.
 
     Classes of modules are left out: the region calls an instance, which it reaches.
     """
@@ -177,7 +177,7 @@ def _is_code(value: object) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def run_by(cls: type) -> tuple[FunctionType, ...]:
-    """Return the methods that calls of an object run in Python, but for what torch defines."""
+    """Return the methods that calls of an object run in Python, except those of torch."""
     methods = _methods(cls)
     mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
     found = [fn for c in mine for name in _ENTRIES if (fn := _function(c.get(name)))]

@@ -5,8 +5,8 @@ that may be written is copied before the forward. A copy of at most `SMALL` byte
 tensor is compared with its copy after the forward, and the copy is kept only if they differ. That
 reads and writes four times the bytes of the tensor in each forward. A region copies at most
 `BUDGET` bytes of larger tensors, or `LARGE_BUDGET` bytes if its code may write through `.data`
-(`code_writes`). Of a tensor beyond the budget there is only the version, and sums of the bytes if
-the code may write through `.data`, which read the tensor four times.
+(`code_writes`). For a tensor beyond the budget only the version is noted. If the code may write
+through `.data`, sums of the bytes are noted as well, which read the tensor four times.
 
 A tensor that was written once is copied from then on. Parameters are copied where code may write
 them through `.data`, or may write them at all and their module has its first forward.
@@ -106,7 +106,7 @@ class Contents:
         """Let go of the copy if the device has found the tensor unchanged.
 
         Returns:
-            Whether the result of the comparison is known.
+            True if the result of the comparison is known.
         """
         comparison = self._comparison
         if comparison is not None:
@@ -125,12 +125,12 @@ class Contents:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor, if there is a copy."""
+        """Return the tensor, if there is a copy."""
         return self._tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Return the bytes of the copy."""
         return 0 if self._before is None else self._before.nbytes
 
     def lost(self) -> Tensor | None:
@@ -196,7 +196,7 @@ class Uninitialized(Contents):
 
 
 class _Comparison:
-    """Whether two tensors of a GPU differ, as the host learns later."""
+    """A comparison of two tensors of a GPU whose result the host learns later."""
 
     __slots__ = ("differs", "event")
 
@@ -232,7 +232,10 @@ _compared = _Compared()
 
 
 def memory_of(t: Tensor) -> Tensor:
-    """A tensor without what an expanded one repeats; what is written to it moves no version."""
+    """Return a tensor without the repetition of an expanded one.
+
+    A write to it changes no version of the tensor.
+    """
     t = t.data
     for dim, stride in enumerate(t.stride()):
         if stride == 0:
@@ -241,14 +244,14 @@ def memory_of(t: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """The bits of a tensor as integers, which are equal where a NaN has not changed."""
+    """Return the bits of a tensor as integers, which are equal where a NaN has not changed."""
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     return t.resolve_neg().view(INTEGERS[t.element_size()])
 
 
 def _sums(t: Tensor) -> Tensor:
-    """Sums over rows and over columns of the bytes of a tensor, taken as 64-bit words."""
+    """Return sums over rows and over columns of a tensor's bytes, taken as 64-bit words."""
     data = _bits(memory_of(t)).contiguous().view(-1).view(torch.uint8)
     row = 8 * _WIDTH
     whole = len(data) // row * row

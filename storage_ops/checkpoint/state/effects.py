@@ -1,25 +1,25 @@
-"""What a region changes besides what it returns, undone for its recompute and put back after it.
+"""Undo the effects of a region besides its result for its recompute, and put them back after it.
 
 Three kinds of places are looked after, wherever a region reaches them:
 
 - bytes: buffers, parameters that its code can write, and other tensors without a gradient that are
   attributes, also of objects that are given, or captured (`contents`);
-- names: the parameters and buffers of modules, attributes of modules and objects, the contents of
-  containers in these, tensors in other lists and mappings (`places`), tensors and modules in
-  variables that its code reads;
+- names: the parameters, buffers and attributes of modules, attributes of objects, and the contents
+  of containers in these. They include tensors in other lists and mappings (`places`), and tensors
+  and modules in variables that its code reads;
 - all that objects have that are given as arguments, such as a cache of keys and values, and the
   contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
   are made anew for the recompute.)
 
 A recompute finds in them what the forward found, and when it ends they hold what they held when it
-began. So what a forward does to them happens once, however often it is recomputed, and what is
-exchanged between forward and backward (`functional_call`, the variable of a loop, a tensor that a
-hypernetwork sets on a layer) is used as the forward had it.
+began. So the effects of a forward on them happen once, however often it is recomputed. A value that
+is exchanged between forward and backward is used as the forward had it. Examples are
+`functional_call`, the variable of a loop, and a tensor that a hypernetwork sets on a layer.
 
 Names and contents cost references. Bytes have to be copied before it is known whether they will be
-written. What was not copied and is written all the same cannot be repeated, and the recompute says
-so. Only an embedding with `max_norm` may write its weight without a copy: the recompute leaves the
-write out (`repeated_writes`).
+written. A write to bytes that were not copied cannot be repeated, and the recompute says so. Only
+an embedding with `max_norm` may write its weight without a copy: the recompute leaves the write out
+(`repeated_writes`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _COPIED = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Effects:
-    """What can change in the surroundings of one call, as it is before the call."""
+    """The state around one call that the call can change, as it is before the call."""
 
     def __init__(self, around: Surroundings) -> None:
         """Look, and copy what may be written; `finish` when the forward has run."""
@@ -145,7 +145,7 @@ class Effects:
                 )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:
-        """Return what is active in a recompute, so that it writes no parameter again.
+        """Return a context manager under which a recompute writes no parameter again.
 
         Args:
             region: its name in errors.
@@ -164,11 +164,11 @@ class Effects:
         return RepeatedWrites(region, [t for t, _ in moved], changed, checks)
 
     def modified(self) -> list[Tensor]:
-        """The parameters that were modified in place since the forward, and are not restored."""
+        """Return the parameters that were modified in place since the forward and not restored."""
         return [t for t, _ in self._find_written()]
 
     def exchanged(self) -> list[Tensor]:
-        """The parameters and buffers that are not in their places any more."""
+        """Return the parameters and buffers that are not in their places any more."""
         return [t for held, name, t in self._slots if held.get(name) is not t]
 
     def restore(self, undo: Undo) -> None:
@@ -180,7 +180,7 @@ class Effects:
             now = held.get(name)
             if now is t or now is None:
                 continue
-            # Not if it is in another layout: sharded, or gathered, by who looks after that.
+            # One in another layout was sharded or gathered, by code that looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
         for at, needed_grad in self._noted.frozen_or_not():
@@ -226,7 +226,7 @@ def _named(value: Any) -> Any:
 
 def _is_uninitialized(t: Tensor | None) -> bool:
     """Return True for a parameter without a shape."""
-    # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+    # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
     return type(t) is not nn.Parameter and isinstance(t, nn.UninitializedParameter)
 
 
@@ -234,8 +234,10 @@ _NamedTensors = tuple[dict[str, Any], dict[str, Any]]
 
 
 def _named_tensors(module: nn.Module) -> _NamedTensors:
-    """The parameters and the buffers of a module itself; copies where it is TorchScript's, which
-    exchanges none."""
+    """Return the parameters and the buffers of a module itself.
+
+    They are copies where the module is TorchScript's, which exchanges none.
+    """
     parameters, buffers = module._parameters, module._buffers
     if isinstance(parameters, dict):
         return parameters, buffers
@@ -257,7 +259,7 @@ def _items(around: Surroundings) -> Iterator[Items]:
 
 
 def _bytes(around: Surroundings, tensors: list[_NamedTensors]) -> Iterator[Contents]:
-    """Yield the contents of what the region may write, copied or not.
+    """Yield the contents of tensors that the region may write, copied or not.
 
     Args:
         around: the surroundings of the region.
@@ -322,14 +324,17 @@ def _may_write_parameters(module: nn.Module, writes: int) -> bool:
 
 
 def _values(held: Collection[Any]) -> Any:
-    """The values of a mapping, or the items of another container; none where there are many."""
+    """Return the values of a mapping, or the items of another container; none if there are many."""
     if len(held) > _MANY:
         return ()
     return values_in(held)
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What was under the names of buffers that have, or had, another one; `MISSING` for nothing."""
+    """Return the earlier values of names of buffers whose value is another now.
+
+    A name that had none is there with `MISSING`.
+    """
     if has(now, before):
         return {}
     changed = {}

@@ -1,5 +1,8 @@
-"""What a forward depends on besides its arguments: random numbers, autocast, modes and defaults,
-the hooks of modules (`calls`), and what is in the places that it reaches (`effects`)."""
+"""Capture what a forward depends on besides its arguments, and repeat it.
+
+That is random numbers, autocast, modes and defaults. The hooks of modules are in `calls`, and what
+is in the places that a forward reaches is in `effects`.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ _trackers: OrderedDict[int, Any] = OrderedDict()
 def register_rng_tracker(tracker: object) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
-    The default generators of the CPU and of every device are repeated anyway. So are generators
-    that a region is called with, closes over or names as a global, and those that a module or
-    another object among these has as an attribute, or that its forward or `__call__` names: a
-    `torch.Generator`, a `random.Random`, a `numpy.random.Generator`. Not repeated unless they are
-    registered: others, and those that a process has once, `random` and `numpy.random`.
+    The default generators of the CPU and of every device are repeated anyway. So is each
+    `torch.Generator`, `random.Random` or `numpy.random.Generator` that a region is called with,
+    closes over or names as a global. A module or another object among these may also have it as an
+    attribute, or name it in its forward or `__call__`. Others are repeated only if registered, and
+    so are those that a process has once, `random` and `numpy.random`.
 
     Args:
         tracker: a generator, `random`, `numpy.random`, or an object with `get_states()` and
@@ -76,7 +79,7 @@ def _accessors(source: object) -> State:
 
 
 def rng_of(device: torch.device) -> State:
-    """How to get and set the state of a device's default generator."""
+    """Return functions that get and set the state of a device's default generator."""
     if device.type == "cpu":
         return _state_of_cpu, torch.default_generator.set_state
     library = torch.get_device_module(device)
@@ -96,7 +99,10 @@ _RNG_OF_CPU = rng_of(torch.device("cpu"))
 
 
 def _device() -> torch.device | None:
-    """Where factories put tensors by default; asking torch is slow, and mostly there is no mode."""
+    """Return the device where factories put tensors by default; None if no mode can have set one.
+
+    Asking torch is slow, and mostly there is no mode.
+    """
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
@@ -128,7 +134,7 @@ def _set_attention(attention: Callable[..., Tensor]) -> None:
 
 
 class _Switch(threading.local):
-    """Whether checkpoints of this thread are plain calls."""
+    """The switch that makes checkpoints of this thread plain calls."""
 
     off = False
 
@@ -137,7 +143,7 @@ _switch = _Switch()
 
 
 def is_disabled() -> bool:
-    """Whether this is inside of `disable_checkpointing`."""
+    """Return True inside of `disable_checkpointing`."""
     return _switch.off
 
 
@@ -285,11 +291,11 @@ class ExecutionState:
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Put back what was current, all of it whatever happens."""
+        """Put back the state of before, all of it, even after an error."""
         self.put_back()
 
     def put_back(self) -> None:
-        """Put back what is still not what was current, as after an interrupt of `__exit__`."""
+        """Put back the rest of the state of before, as after an interrupt of `__exit__`."""
         try:
             while self._undo:
                 self._undo[-1]()  # once more if an interrupt comes before the next line

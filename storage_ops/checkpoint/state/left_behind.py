@@ -47,11 +47,11 @@ class Left(NamedTuple):
 
 
 class Namespaces:
-    """What the code of modules and functions can bind to names, as it is before a run.
+    """The names to which code of modules and functions can bind objects, as they are before a run.
 
-    These are the globals of the Python modules that define the code, and of functions that those
-    name, with the containers and objects among them; the attributes of classes; and variables of
-    enclosing functions.
+    They are the globals of the Python modules that define the code, and of functions that those
+    name, with the containers and objects among them. The attributes of classes, and variables of
+    enclosing functions, belong to them too.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -192,7 +192,7 @@ def remove_left_behind(
 
 
 def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T]) -> T:
-    """Return `run(mode)` under a mode of fake tensors; caches are afterwards what they were."""
+    """Return `run(mode)` under a mode of fake tensors, and restore caches afterwards."""
     names, modes = Namespaces(modules), [FakeTensorMode(allow_non_fake_inputs=True)]
     mode, undo = weakref.ref(modes[0]), undo_draws_of_process()
     try:

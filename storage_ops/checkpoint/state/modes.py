@@ -40,7 +40,7 @@ class Modes:
 
     @property
     def see_ops(self) -> bool:
-        """Whether a dispatch mode of a user is among the modes."""
+        """Return True if a dispatch mode of a user is among the modes."""
         return bool(self._stacks[1])
 
     def again(self) -> contextlib.AbstractContextManager[None]:

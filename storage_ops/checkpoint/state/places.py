@@ -204,7 +204,7 @@ class Remembered:
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
         node = (t if t._base is None else t._base).grad_fn
         self._origin = None if node is None else node.name()
-        # To remember an output that another region can make again is not to hold it.
+        # An output that another region can make again is remembered, and not held.
         self._use = None if producer is None else SavedOutput(t, producer)
         self._value = t.detach() if producer is None else None
 
@@ -269,7 +269,7 @@ _Kept = (Remembered, _RememberedTuple, _RememberedContainer)
 
 
 def remembered(value: object) -> Any:
-    """Return what is kept of a value: itself, or what stands for it without a graph."""
+    """Return a value, or an object that stands for it without a graph."""
     if isinstance(value, Tensor):
         return Remembered(value) if value.grad_fn is not None or producer_of(value) else value
     if isinstance(value, tuple) and is_state(value):
@@ -290,7 +290,7 @@ def is_same(kept: object, now: object) -> bool:
 
 
 def is_state(value: object) -> bool:
-    """Whether a value is a tensor, or a tuple with some in it, as a recurrent layer's state is."""
+    """Return True for a tensor, or a tuple with some in it, as a recurrent layer's state is."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(is_state, value)))
 
 

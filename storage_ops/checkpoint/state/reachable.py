@@ -1,4 +1,7 @@
-"""What a function depends on besides its arguments: what it closes over, is bound to or names."""
+"""Find what a function depends on besides its arguments.
+
+That is what it closes over, is bound to or names.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _DEEP = 4  # functions that call one another, containers in containers
 
 @dataclass
 class Surroundings:
-    """What a call depends on, each once.
+    """The objects that a call depends on, each once.
 
     Attributes:
         modules: that it reaches, with all in them.
@@ -83,7 +86,7 @@ class Surroundings:
 
     @staticmethod
     def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
-        """Those of a call of `fn` with what is given, in which there are these tensors."""
+        """Return the surroundings of a call of `fn` with what is given, and these tensors in it."""
         found = Surroundings()
         for t in tensors:
             found._add_device(t)
@@ -118,16 +121,17 @@ class Surroundings:
         return inside
 
     def _reach(self, stack: list[tuple[Any, int, bool, frozenset[str]]], seen: set[int]) -> None:
-        """Note what calls of these may read, but for what was seen.
+        """Note the objects that calls of these may read, except those in `seen`.
 
-        That is: what is in the closure of a function, in its defaults, in the globals that its code
-        names, and what it is bound to; the modules in a module; and all this of the functions among
-        them, of the methods that an object runs, of the attributes of objects that code names, and
-        of what short containers hold.
+        They may read the closure of a function, its defaults, the globals that its code names, and
+        the object that it is bound to. They may read the modules in a module. The same holds for
+        the functions among them, for the methods that an object runs, for the attributes of objects
+        that code names, and for the items of short containers.
 
         Args:
-            stack: values, how far each is from the call, whether it is given, by itself or as a
-                part of an object or container that is, and the names that the code around uses.
+            stack: values, with the distance of each from the call, and the names that the code
+                around uses. It also has whether the value is given, by itself or as a part of an
+                object or container that is.
             seen: the identities of values to pass over.
         """
         while stack:
@@ -228,7 +232,7 @@ class Surroundings:
 
 
 def _modules_in(root: nn.Module) -> Iterable[nn.Module]:
-    """Return what `root.modules()` yields, in the same order and in a third of the time."""
+    """Return the modules of `root.modules()`, in the same order and in a third of the time."""
     found: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = [root]
     while stack:
@@ -241,7 +245,7 @@ def _modules_in(root: nn.Module) -> Iterable[nn.Module]:
 
 
 class _Classes(NamedTuple):
-    """What does not change between calls of modules of some classes.
+    """Facts that do not change between calls of modules of some classes.
 
     Attributes:
         names: that the code of the classes uses.

@@ -1,8 +1,8 @@
-"""What modules and other objects hold, put back after a run on fake tensors.
+"""Put back what modules and other objects hold, after a run on fake tensors.
 
-A module that runs on fake tensors stores them where it would store real ones: in a cache that it
-fills at the first call, as a state for the next. Training that finds them goes on with them, and
-computes nothing.
+A module that runs on fake tensors stores them where it would store real ones. Examples are a cache
+that it fills at the first call, and a state for the next. Training that finds them goes on with
+them, and computes nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ State = tuple[Callable[[], Any], Callable[[Any], object]]
 def unchanged(*roots: object) -> Iterator[None]:
     """Let objects hold afterwards what they hold now, whatever happens in between.
 
-    That is: the attributes of modules, with all modules in them, and of other objects but torch's
-    and Python's own; the contents of containers; the states of generators of Python and numpy, with
-    those of the process; and all that of what these hold. Tensors keep what is written to them.
+    This covers the attributes of modules, with all modules in them, and of other objects except
+    torch's and Python's own. It covers the contents of containers, the states of generators of
+    Python and numpy, with those of the process, and all that of what these hold. Tensors keep what
+    is written to them.
     """
     undo = [*undo_changes(roots), *undo_draws_of_process()]
     try:
@@ -51,7 +52,7 @@ def unchanged(*roots: object) -> Iterator[None]:
 
 
 def undo_changes(roots: Iterable[Any]) -> Undo:
-    """Return functions that let objects hold what they hold now."""
+    """Return functions that give objects their attributes and items of now back."""
     found: Undo = []
     for value in _reached(roots):
         if isinstance(value, CONTAINERS):
@@ -87,8 +88,8 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
 def without_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Let parametrized weights be computed at each use, and nothing of it be remembered.
 
-    What `torch.nn.utils.parametrize.cached` remembers belongs to the parameters and the graph that
-    were there, and to no others.
+    Weights that `torch.nn.utils.parametrize.cached` remembers belong to the parameters and the
+    graph that were there, and to no others.
     """
     return _cached_parametrizations(0)
 
@@ -113,10 +114,10 @@ Place = tuple[dict[str, Any], str, Any]
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """The places of a module that have tensors: what they are in, their names, the tensors.
+    """Return the places of a module that have tensors: where each is, its name and the tensor.
 
-    Parameters first, then buffers. Each place is there once, however many names it has; a tensor in
-    several places is there several times.
+    Parameters come first, then buffers. Each place is there once, however many names it has; a
+    tensor in several places is there several times.
     """
     modules = list(module.modules())
     held: list[dict[str, Any]] = [*(m._parameters for m in modules), *(m._buffers for m in modules)]

@@ -47,7 +47,7 @@ class TransformerBlock(nn.Module):
         self.save_memory = save_memory
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Return (batch, tokens, width) for an input of the same shape."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()

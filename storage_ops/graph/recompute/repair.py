@@ -1,4 +1,4 @@
-"""Finds regions in graphs in which make_fx recorded torch's own checkpointing.
+"""Find regions in graphs in which make_fx recorded torch's own checkpointing.
 
 Two things go wrong in such graphs. Selective checkpointing keeps every result under trace, so that
 nothing is recomputed. But it tags its ops, and the results that backward takes from its cache show

@@ -1,4 +1,4 @@
-"""Finds where a function has the tensors it closes over, to read them again at each call."""
+"""Find where a function has the tensors it closes over, to read them again at each call."""
 
 from __future__ import annotations
 

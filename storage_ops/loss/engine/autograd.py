@@ -36,23 +36,23 @@ class HeadCall(Protocol):
 
     @property
     def input(self) -> Tensor:
-        """(..., D)."""
+        """Return the input (..., D)."""
 
     @property
     def weight(self) -> Tensor:
-        """(V, D)."""
+        """Return the weight (V, D)."""
 
     @property
     def bias(self) -> Tensor | None:
-        """(V,)."""
+        """Return the bias (V,)."""
 
     @property
     def in_forward(self) -> bool:
-        """Whether the gradients are made in the forward."""
+        """Return True if the gradients are made in the forward."""
 
     @property
     def grad_mask(self) -> tuple[bool, ...]:
-        """Whether input, weight and bias need gradients."""
+        """Return whether input, weight and bias need gradients."""
 
 
 class HeadFunction(torch.autograd.Function):

@@ -84,7 +84,10 @@ def bias_dtype(call: Call) -> torch.dtype:
 
 
 def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
-    """Return what the plan of a call depends on; `classes`: the most that a rank has."""
+    """Return the problem that the plan of a call is made for.
+
+    `classes`: the most classes that a rank has.
+    """
     x, weight = tokens.x, call.weight
     copies = sum(t.nbytes for t in (x, weight) if not takes(t))
     wide_logits = call.logits_dtype is not None and call.logits_dtype != x.dtype

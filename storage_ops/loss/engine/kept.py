@@ -2,8 +2,8 @@
 
 A later call, which needs memory of its own, takes the place of an earlier one, whose backward then
 forms all of its logits again. So all calls together hold one budget at a time, whatever the order
-of several heads or micro-batches and their backwards. What becomes of a tile is decided by whoever
-takes its token out of the table first: its own backward, or a later forward, perhaps in another
+of several heads or micro-batches and their backwards. The first to take a tile's token out of the
+table decides what becomes of the tile: its own backward, or a later forward, perhaps in another
 thread.
 """
 
@@ -20,7 +20,7 @@ _kept: dict[object, tuple[tuple[bool, torch.device], TensorWeakRef]] = {}
 
 
 def _place(t: Tensor) -> tuple[bool, torch.device]:
-    """Simulations keep theirs apart."""
+    """Return whether a tile is simulated, and its device: simulations keep theirs apart."""
     return isinstance(t, FakeTensor), t.device
 
 
@@ -45,12 +45,12 @@ def free(tile: Tensor) -> None:
 
 
 def keep(tile: Tensor) -> object:
-    """A token for a tile."""
+    """Remember a tile, and return a token for it."""
     token = object()
     _kept[token] = _place(tile), TensorWeakRef(tile)
     return token
 
 
 def take(token: object) -> bool:
-    """Whether a tile is still there; nobody else gets it from now on."""
+    """Return True if a tile is still there; nobody else gets it from now on."""
     return _kept.pop(token, None) is not None

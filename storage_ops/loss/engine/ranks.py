@@ -1,13 +1,13 @@
 """Linear cross-entropy with a slice of the vocabulary on every rank.
 
-Each rank forms the logits of its own classes. What the ranks exchange is a few numbers per token,
-the state of the rows, and at the end the gradient of the input, to which every slice contributes.
+Each rank forms the logits of its own classes. The ranks exchange a few numbers per token, the state
+of the rows, and at the end the gradient of the input, to which every slice contributes.
 
-By default a call is one op, whose collectives are inside of it: what caches or recomputes ops shall
-not see tiles that are overwritten. In a trace of make_fx or trace_step and under CommDebugMode the
-same code runs without the op around it, *in pieces*: its products, the row kernel and functional
-collectives are what is recorded, each collective begun before the work that hides it. In graphs of
-torch.compile a call stays one op.
+By default a call is one op, whose collectives are inside of it: code that caches or recomputes ops
+shall not see tiles that are overwritten. In a trace of make_fx or trace_step and under
+CommDebugMode the same code runs without the op around it, *in pieces*. Then its products, the row
+kernel and functional collectives are recorded. Each collective begins before the work that hides
+it. In graphs of torch.compile a call stays one op.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _HARMLESS = {"FakeTensorMode", "Lift"}
 
 
 def traced() -> bool:
-    """Whether ops are recorded as those of a graph, so that nothing may depend on values."""
+    """Return True if ops are recorded as those of a graph, so that nothing may depend on values."""
     return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
 
 
 def in_pieces(call: Call) -> bool:
-    """Whether a call is run as the ops that it consists of, not as one."""
+    """Return True if a call is run as the ops that it consists of, not as one."""
     if not call.group or call.accumulate_into is not None or _in_region():
         return False
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
@@ -65,7 +65,7 @@ def in_pieces(call: Call) -> bool:
 
 
 def _in_region() -> bool:
-    """Whether a traced step is in a region, of which nothing may be overwritten."""
+    """Return True if a traced step is in a region, of which nothing may be overwritten."""
     return traced() and regions.inside()
 
 
@@ -75,33 +75,39 @@ def run(op: Callable[..., Any], kernel: Callable[..., Any], call: Call, *args: A
 
 
 def is_group(what: Any) -> bool:
-    """Whether this is a process group or stands for one by its name."""
+    """Return True for a process group, or an object that stands for one by its name."""
     # Dynamo of torch 2.10 knows the class of a group, and not what attributes it has.
     is_torchs = dist.is_available() and isinstance(what, dist.ProcessGroup)
     return is_torchs or hasattr(what, "group_name")
 
 
 def name_of(process_group: Any) -> str:
-    """The name by which the op's kernels find a group again; "" for no group."""
+    """Return the name by which the op's kernels find a group again; "" for no group."""
     return "" if process_group is None else str(process_group.group_name)
 
 
 class Ranks:
-    """Who holds the vocabulary: here one process, all of it. `Several` are those of a group."""
+    """The holders of the vocabulary: here one process has all of it.
+
+    `Several` are those of a group.
+    """
 
     several, rank, count = False, 0, 1
     agree: Tensor | None = None  # in a graph, a zero that is there when calls have been compared
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
-        """How many classes each rank has; `compare`: raise on every rank if calls differ."""
+        """Return how many classes each rank has.
+
+        With `compare`, raise on every rank if calls differ.
+        """
         return [len(call.weight)]
 
     def add_up(self, t: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks, in place."""
+        """Return the sum of a tensor over the ranks, in place."""
         return t
 
     def gather(self, t: Tensor) -> Tensor:
-        """The tensors of all ranks, one after another along a new first dimension."""
+        """Return the tensors of all ranks, one after another along a new first dimension."""
         return t.unsqueeze(0)
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
@@ -113,7 +119,7 @@ class Ranks:
         return []
 
     def own(self, t: Tensor) -> Tensor:
-        """This rank's rows of a tensor that was reduced."""
+        """Return this rank's rows of a tensor that was reduced."""
         return t
 
     def merge(
@@ -150,7 +156,7 @@ class Several(Ranks):
         if not compare or not _compares(x, like, agreed, call.check_ranks):
             return assumed
         mine = torch.tensor(like, device=x.device)
-        # Of targets that are distributions each rank has its own classes.
+        # Where targets are distributions, each rank has those of its own classes.
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids, call.divisor)
         mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
@@ -173,7 +179,7 @@ class Several(Ranks):
         return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
     def _begin(self, t: Tensor, how: str) -> Tensor:
-        """What a reduction over the ranks will be, to be waited for."""
+        """Return the future result of a reduction over the ranks, to be waited for."""
         begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
         return begun
 
@@ -252,14 +258,17 @@ def _wait(t: Tensor) -> Tensor:
 def _compares(
     t: Tensor, like: tuple[int, ...], agreed: set[tuple[int, ...]], every_time: bool
 ) -> bool:
-    """Whether a call is to be compared with those of other ranks: on a GPU once, by default."""
+    """Return True if a call is to be compared with those of other ranks.
+
+    On a CPU it always is. On a GPU the first of equal calls is, unless `every_time` asks for all.
+    """
     # Nothing can be read in a capture: its warm-up has compared.
     capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (capturing or (t.is_cuda and like in agreed and not every_time))
 
 
 def _compared(every: Tensor) -> list[int]:
-    """How many classes each rank has, from what each has said of its call."""
+    """Return how many classes each rank has, from the sizes and options that each has sent."""
     rows = every.tolist()
     refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
     if refused:
@@ -336,7 +345,7 @@ def _ordered(t: Tensor) -> Tensor:
 
 
 def _unordered(order: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_ordered`."""
+    """Return the numbers of which `_ordered` returned these integers."""
     return _turned(order).view(dtype)
 
 
@@ -347,12 +356,12 @@ def _turned(bits: Tensor) -> Tensor:
 
 
 def ranks_of(name: str) -> Ranks:
-    """The ranks of a group by its name; those of "" are this process alone."""
+    """Return the ranks of a group by its name; those of "" are this process alone."""
     return Several(name) if name else Ranks()
 
 
 def _options_of(call: Call) -> int:
-    """A number for dtypes and options, the same in every process."""
+    """Return a number for dtypes and options, the same in every process."""
     rest = with_tensors(call)._replace(group="", check_ranks=False)
     kinds = [None if t is None else (t.dtype, t.dim()) for t in tensors_of(call)]
     values = [tuple(value) if isinstance(value, list) else value for value in rest]
@@ -360,7 +369,7 @@ def _options_of(call: Call) -> int:
 
 
 def _checksum(t: Tensor | None, device: torch.device) -> Tensor:
-    """A number that other values, or the same in another order, are unlikely to have."""
+    """Return a number that other values, or the same in another order, are unlikely to have."""
     if t is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     values = t.reshape(-1)

@@ -49,7 +49,7 @@ from storage_ops.loss.planning.schedule import (
 
 
 class RowFunction(ABC):
-    """What a head computes from the rows of its logits, tile by tile.
+    """A function that a head computes from the rows of its logits, tile by tile.
 
     Attributes:
         state: (numbers, n) statistics of the rows, kept for the backward.
@@ -154,7 +154,7 @@ class Run(Generic[Rows]):
 
     @functools.cached_property
     def every(self) -> bool:
-        """Whether each tile is worked on; a simulation does with two of a size."""
+        """Return True if each tile is worked on; a simulation does with two of a size."""
         several = self.head.ranks.several or self.schedule.strategy == RUNNING_RESCALE
         return several or not _simulated(self.head.call.input)
 
@@ -210,7 +210,11 @@ class Run(Generic[Rows]):
         return (s.rows, s.columns), (padded(s.columns), 1)
 
     def _take_over(self) -> bool:
-        """Whether the tile that was kept is this schedule's last; if so, it is in the buffer."""
+        """Put the tile that was kept into the buffer if it is this schedule's last.
+
+        Returns:
+            True if it is.
+        """
         kept = self._kept
         if kept is None:
             return False
@@ -277,7 +281,7 @@ class Run(Generic[Rows]):
         return found
 
     def _logits(self, step: Step) -> Tensor:
-        """The tile of a step, multiplied, copied, or as it was left."""
+        """Return the tile of a step, multiplied, copied, or as it was left."""
         tile = self._at(step.place, step)
         if step.source is None:
             products = self.schedule.problem.matmul
@@ -287,7 +291,7 @@ class Run(Generic[Rows]):
         return tile
 
     def _at(self, place: Place, step: Step) -> Tensor:
-        """Where the logits of a step lie in a place."""
+        """Return the logits of a step in a place."""
         schedule = self._walked
         if place.borrowed is not None:
             memory = self.sums.unwritten(place.borrowed)
@@ -301,7 +305,7 @@ class Run(Generic[Rows]):
         return whole[within(step.rows, place.rows), within(step.classes, place.classes)]
 
     def _gathered(self, step: Step) -> Tensor:
-        """The input rows of a step; those of a chunk are gathered once."""
+        """Return the input rows of a step; those of a chunk are gathered once."""
         size, tokens = self._walked.rows, self.head.tokens
         start = step.rows.start // size * size
         chunk = slice(start, min(start + size, tokens.count))
@@ -326,7 +330,7 @@ class Run(Generic[Rows]):
             self._merges.append((rows, merging))
 
     def _advance_merges(self) -> None:
-        """What the merges under way have sent is there: they send what is next."""
+        """Let the merges under way, whose data has arrived, send what is next."""
         self._merges = [m for m in self._merges if next(m[1], self) is not self]
 
     def _end_merges(self, rows: slice) -> None:
@@ -337,7 +341,7 @@ class Run(Generic[Rows]):
 
 
 def _simulated(t: Tensor) -> bool:
-    """Whether a tensor stands for one whose memory is counted."""
+    """Return True for a tensor that stands for one whose memory is counted."""
     return isinstance(t, FakeTensor) and not traced()
 
 

@@ -20,7 +20,7 @@ out classes of which a token has next to nothing:
   out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes in place.
-* What is left out of a bucket (.) is replaced by the product of its margins: B is about
+* The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
   columns where all tokens have one sign, and its products with weight and input are thin. Each
   token then has one average class for the classes that it leaves out of a bucket, so it loses no
@@ -28,7 +28,7 @@ out classes of which a token has next to nothing:
 * r and c need no pass over the gradient. They are the masses times a *factor* for each token, which
   is what its gradient has of each probability: 1 / tokens for a mean.
 
-Of a vocabulary that lies in several tiles, or on several ranks, each tile leaves out its share.
+If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """
 
 from __future__ import annotations

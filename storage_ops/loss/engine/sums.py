@@ -71,7 +71,7 @@ class Sums:
         self._rows_added: dict[int, int] = {}
 
     def unwritten(self, classes: slice) -> Tensor:
-        """The memory of the weight's gradient of these classes, before it is written."""
+        """Return the memory of the weight's gradient of these classes, before it is written."""
         assert self.weight is not None
         return self.weight[classes].view(-1)
 
@@ -196,7 +196,7 @@ class Sums:
         self.input[place] = self.input[place].mul_(factor.to(self.input.dtype))
 
     def place(self, rows: slice) -> slice | Tensor:
-        """Where rows of tokens are among those of the sums."""
+        """Return where rows of tokens are among those of the sums."""
         kept = self._tokens.kept
         return rows if kept is None else kept[rows]
 
@@ -214,7 +214,7 @@ class Sums:
         self._input, self.input = total.to(dtype).view(self._shape), None
 
     def finish(self) -> list[Tensor]:
-        """The gradients of input (..., D), weight and bias; empty where none was asked for."""
+        """Return the gradients of input (..., D), weight and bias; empty if none was asked for."""
         w, given = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
@@ -225,7 +225,7 @@ class Sums:
 
 
 def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tile's gradient in the dtype of the operands it is multiplied with, in its own memory."""
+    """Return a tile's gradient in the dtype of its product's operands, in its own memory."""
     if tile.dtype == dtype:
         return tile
     narrow = tile.view(dtype)[:, : tile.shape[1]]
@@ -235,7 +235,7 @@ def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_gradient(dz: Tensor, out: Tensor) -> None:
-    """out (classes) += the sum of dz (rows, classes) over its rows, in the dtype of `out`."""
+    """Add the sum of dz (rows, classes) over its rows to `out` (classes), in the dtype of `out`."""
     # A GPU widens what it reads, a CPU makes a copy first.
     if dz.dtype == out.dtype or on_gpu(dz):
         out += dz.sum(0, dtype=out.dtype)

@@ -53,19 +53,19 @@ class Tokens:
 
     @property
     def probabilities(self) -> bool:
-        """Whether targets are distributions over the classes."""
+        """Return True if targets are distributions over the classes."""
         return self.target.dim() == 2
 
     @property
     def casts(self) -> bool:
-        """Whether the row kernel takes a copy of the targets of a tile: the distributions' part."""
+        """Return True if the row kernel takes a copy of a tile's part of the distributions."""
         q = self.target
         fits = q.dtype == arithmetic(self.x.dtype) and (q.stride(-1) == 1 or q.shape[-1] < 2)
         return self.probabilities and not fits
 
     @property
     def masked(self) -> bool:
-        """Whether there are distributions whose weight may be 0, the input of which is not read."""
+        """Return True for distributions whose weight may be 0; their input is not read then."""
         return self.probabilities and self.token_weight is not None
 
     def gather(self, rows: slice) -> Tensor:
@@ -104,18 +104,21 @@ class Tokens:
         return values
 
     def spread_state(self, state: Tensor) -> Tensor:
-        """The state with one column for every token, as it is kept for the backward."""
+        """Return the state with one column for every token, as it is kept for the backward."""
         total = self.shape.numel()
         if self.kept is None:
             return torch.nn.functional.pad(state, (0, total - self.count))
         return state.new_zeros(len(state), total).index_copy_(1, self.kept, state)
 
     def collect_state(self, state: Tensor) -> Tensor:
-        """The inverse of `spread_state`."""
+        """Return the state of which `spread_state` returned this."""
         return state[:, : self.count] if self.kept is None else state.index_select(1, self.kept)
 
     def collect(self, values: Tensor, rest: int = 0) -> Tensor:
-        """The inverse of `spread`, for upstream gradients; `rest`: dimensions after the tokens'."""
+        """Return upstream gradients without the places that `spread` adds.
+
+        `rest`: dimensions after the tokens'.
+        """
         if self.shift:
             values = _padded(values, self.shape[-1] - values.shape[-1 - rest], rest)
         values = _rows_of(values, self.sharded, rest)
@@ -123,7 +126,10 @@ class Tokens:
         return self._without_weightless(values, 0)
 
     def _without_weightless(self, values: Tensor, fill: int) -> Tensor:
-        """`fill` where a token has weight 0, which class indices show as an ignored target."""
+        """Return values with `fill` where a token with a distribution has weight 0.
+
+        With class indices, the target of such a token is ignored already.
+        """
         if not self.probabilities or self.token_weight is None:
             return values
         weightless = self.token_weight == 0
@@ -131,7 +137,7 @@ class Tokens:
 
 
 def _padded(values: Tensor, more: int, rest: int) -> Tensor:
-    """With so many zeros at the end of a dimension, that has so many after it."""
+    """Return values with `more` zeros at the end of the dimension before the last `rest`."""
     return torch.nn.functional.pad(values, (0, 0) * rest + (0, more))
 
 
@@ -148,12 +154,12 @@ def _rows_of(values: Tensor, sharded: tuple[int, int] | None, rest: int = 0) -> 
 
 
 def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
-    """The dimension of tokens in which these are part of the whole; the first if they are it."""
+    """Return the dimension in which the input's tokens are a part of the whole, else the first."""
     return next((d for d, (n, m) in enumerate(zip(input, whole, strict=True)) if n != m), 0)
 
 
 def _shifted(values: Tensor, by: int, last: float) -> Tensor:
-    """values[..., by:], with `last` in the places that this leaves free."""
+    """Return values[..., by:], with `last` in the places that this leaves free."""
     result = torch.full_like(values, last, memory_format=torch.contiguous_format)
     rest = values[..., by:]
     result[..., : rest.shape[-1]] = rest
@@ -161,12 +167,12 @@ def _shifted(values: Tensor, by: int, last: float) -> Tensor:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
+    """Return True if two tensors are views of one memory."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def copy_elements(t: Tensor | None, dtype: torch.dtype) -> int:
-    """How many elements are copied for a tensor to be contiguous, and of this dtype."""
+    """Return how many elements are copied for a tensor to be contiguous, and of this dtype."""
     if t is None or (t.dtype == dtype and t.is_contiguous()):
         return 0
     return t.numel()
@@ -194,7 +200,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         input = ranks.gather(input)
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
-    # Of gathered tokens the gradient is scratch memory too, but for this rank's.
+    # The gradient of gathered tokens is scratch memory too, but for this rank's.
     copied = 0 if same_storage(x, call.input) else x.nbytes
     copied += x.nbytes - call.input.nbytes
     if token_weight is not None:
@@ -238,10 +244,10 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
 
 
 def may_count(target: Tensor) -> bool:
-    """Whether values can be counted for free: a GPU would have to be waited for.
+    """Return True if values can be counted for free: a GPU would have to be waited for.
 
-    Fake and traced tensors have none, so they do as on a GPU, but for those of a simulated CPU,
-    whose mode has `reads`, which says which values are known.
+    Fake and traced tensors have none, so they do as on a GPU. An exception are those of a simulated
+    CPU, whose mode has `reads`, which says which values are known.
     """
     if isinstance(target, FakeTensor):
         reads = getattr(target.fake_mode, "reads", None)
@@ -250,7 +256,7 @@ def may_count(target: Tensor) -> bool:
 
 
 def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Which tokens to work on (None: all of them), and whether `max_valid` was too small."""
+    """Return the tokens to work on (None: all of them), and whether `max_valid` was too small."""
     counts = may_count(target)
     if call.max_valid is None and not counts:
         return None, None
@@ -271,7 +277,7 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
 def _target_weight(
     target: Tensor, class_weight: Tensor | None, ranks: Ranks, first: int
 ) -> Tensor | None:
-    """The class weight of each token's target; anything for targets that are no class."""
+    """Return the class weight of each token's target; anything for targets that are no class."""
     if class_weight is None:
         return None
     local = target - first

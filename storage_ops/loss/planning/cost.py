@@ -1,4 +1,4 @@
-"""What a schedule takes, in bytes and in time: its steps, walked."""
+"""Count the bytes and the time that a schedule takes, by walking its steps."""
 
 from __future__ import annotations
 
@@ -40,12 +40,18 @@ def plain_rows(rows: int, columns: int) -> int:
 
 
 def plain_elements(rows: int, columns: int) -> int:
-    """The most elements of a tile, or of one with fewer columns, that it works on at a time."""
+    """Return the most elements of a tile that are worked on at a time.
+
+    A tile with fewer columns works on no more.
+    """
     return max(columns, min(rows * columns, PLAIN))
 
 
 def in_groups(columns: int, k: int) -> bool:
-    """Whether the k largest of so many logits are looked for in the groups of largest maximum."""
+    """Return True if the k largest of so many logits are looked for in some groups alone.
+
+    Those are the groups of largest maximum.
+    """
     return columns >= 8 * k * GROUP
 
 
@@ -55,7 +61,10 @@ def top_elements(cuda: bool) -> int:
 
 
 def top_width(columns: int, k: int) -> int:
-    """Of each row so many are: all logits, or one of each group and then those of k groups."""
+    """Return how many logits of each row are looked at.
+
+    That is all, or one of each group and then those of k groups.
+    """
     return max(parts(columns, GROUP), k * GROUP) if in_groups(columns, k) else columns
 
 
@@ -77,7 +86,10 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
 
 
 def gathered_classes(cuda: bool) -> int:
-    """How many classes of a bucket are gathered at a time: many small products idle a GPU."""
+    """Return how many classes of a bucket are gathered at a time.
+
+    Many small products idle a GPU.
+    """
     return 4096 if cuda else 1024
 
 
@@ -87,7 +99,10 @@ def flat_tokens(rows: int) -> int:
 
 
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
-    """What a tile needs to select classes and to multiply with them, besides products' scratch."""
+    """Return the bytes for selecting classes of a tile and multiplying with them.
+
+    The scratch of products is not counted.
+    """
     wide, item, d = p.arithmetic, p.itemsize, p.hidden
     gathered = min(gathered_classes(p.matmul.cuda), classes)
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
@@ -150,7 +165,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
 
 
 def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], int]:
-    """How much a step takes at a time, at most, besides its tile."""
+    """Return a function of the most bytes that a step takes at a time, besides its tile."""
     item, d, arithmetic, m = p.itemsize, p.hidden, p.arithmetic, p.matmul
     with_input, with_weight, with_bias = p.grads
     converts = with_bias and item < 4 and not m.cuda

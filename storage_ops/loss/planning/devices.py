@@ -1,4 +1,4 @@
-"""How fast devices multiply matrices and move memory, for the planner's predictions."""
+"""Rates at which devices multiply matrices and move memory, for the planner's predictions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,12 @@ def _gpu(
     name: str, gib: int, flops16: float, flops32: float, bandwidth: float, cache: int, link: float,
     threads: int, fewer64: int = 2,
 ) -> Rates:  # fmt: skip
-    """`gib`: of memory. `fewer64`: times as slow as in 32 bits are products of 64."""
+    """Return the rates of a GPU.
+
+    Args:
+        gib: its memory in GiB.
+        fewer64: how many times slower products in 64 bits are than in 32 bits.
+    """
     return Rates(name, flops16, flops32, flops32 / fewer64, bandwidth, cache, 5e-6, True,
                  merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
@@ -114,14 +119,14 @@ DEFAULT_GPU = "h100"  # for predictions where no device is named and no GPU is u
 
 
 def named(name: str) -> Rates:
-    """The rates of one of DEVICES."""
+    """Return the rates of one of DEVICES."""
     if name != "cpu":
         return GPUS[name]
     return _AMX if scratch.kind() == "amx_bf16" else _AVX512
 
 
 def of_gpu(name: str) -> Rates | None:
-    """The rates of a GPU by the name that its driver gives it, as in "NVIDIA H100 80GB HBM3"."""
+    """Return the rates of a GPU by its driver's name, as in "NVIDIA H100 80GB HBM3"."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
     longest = max((key for key in GPUS if key in letters), key=len, default=None)  # not H200
     return None if longest is None else GPUS[longest]
@@ -132,7 +137,7 @@ _stands_for: ContextVar[Rates | None] = ContextVar("_stands_for", default=None)
 
 @contextlib.contextmanager
 def standing_for(gpu: Rates | None) -> Iterator[None]:
-    """In a with block in which memory is simulated, plan for this GPU, wherever tensors are."""
+    """Plan for this GPU, wherever tensors are, in a with block in which memory is simulated."""
     before = _stands_for.set(gpu)
     try:
         yield
@@ -141,22 +146,25 @@ def standing_for(gpu: Rates | None) -> Iterator[None]:
 
 
 def device_kind(t: Tensor) -> str:
-    """The kind of device that a tensor is on, such as "cpu", or of the one that it stands for."""
+    """Return the kind of device that a tensor is on or stands for, such as "cpu"."""
     return t.device.type if _stands_for.get() is None else "cuda"
 
 
 def on_gpu(t: Tensor) -> bool:
-    """Whether a tensor is on a CUDA device, or stands for one that is."""
+    """Return True if a tensor is on a CUDA device, or stands for one that is."""
     return device_kind(t) == "cuda"
 
 
 def rates_of(device: torch.device) -> Rates:
-    """What plans for a device are made with. Of a GPU that is not known, an A100's ratios."""
+    """Return the rates that plans for a device are made with.
+
+    An unknown GPU has an A100's ratios.
+    """
     return _stands_for.get() or _rates_at(device)
 
 
 def threads_of(device: torch.device) -> int:
-    """How many threads a GPU runs at a time; one that is not known, as the default one."""
+    """Return how many threads a GPU runs at a time; one that is not known, as the default one."""
     found = _stands_for.get()
     if found is not None:
         return found.threads
@@ -181,7 +189,7 @@ def _rates_at(device: torch.device) -> Rates:
 
 
 def has_row_kernel_for(t: Tensor) -> bool:
-    """Whether the row kernel is native where a tensor is, or on the GPU that it stands for.
+    """Return True if the row kernel is native where a tensor is, or on the GPU that it stands for.
 
     A GPU for which memory is planned elsewhere is taken to have the kernels.
     """
@@ -190,7 +198,7 @@ def has_row_kernel_for(t: Tensor) -> bool:
 
 @functools.cache
 def has_row_kernel(device: str) -> bool:
-    """Whether the row kernel is native on a kind of device, not plain torch."""
+    """Return True if the row kernel is native on a kind of device, not plain torch."""
     import torch
 
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)

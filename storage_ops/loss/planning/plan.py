@@ -23,8 +23,8 @@ _SHORT = {
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:
-    """The name of a dtype of torch, given as itself or as text such as "bf16"."""
-    # By its text: plans are made without torch where there is none to import.
+    """Return the name of a dtype of torch, given as itself or as text such as "bf16"."""
+    # The text of a dtype is read, since plans are made without torch, too.
     name = str(dtype).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in ITEMSIZE:
@@ -42,7 +42,7 @@ def _check_count(argument: str, value: int, least: int, most: int | None = None)
 
 
 def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
-    """The name of a dtype that is None, the arguments' own, or float32 where that is narrow."""
+    """Return the name of a dtype: None, the arguments' own, or float32 where that is narrow."""
     if dtype is None:
         return None
     name = dtype_name(dtype, argument)
@@ -52,7 +52,7 @@ def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
 
 
 def default_device() -> str:
-    """The GPU at hand by the name of its rates, or "cpu"."""
+    """Return the GPU at hand by the name of its rates, or "cpu"."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -75,7 +75,7 @@ def problem_of(
     gradient_tolerance: float = 0.0,
     share: float | None = None,
 ) -> Problem:
-    """What a plan depends on, from the arguments of `plan`, checked."""
+    """Return the problem that a plan is made for, from the checked arguments of `plan`."""
     for argument, value, least in (
         ("tokens", tokens, 0),
         ("hidden", hidden, 1),
@@ -140,7 +140,7 @@ def pick(
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
-    """The best plan for a problem, or the one that strategy and num_chunks insist on."""
+    """Return the best plan for a problem, or the one that strategy and num_chunks insist on."""
     names = planner.allowed(p)
     if strategy is not None and strategy not in names:
         raise ValueError(
@@ -154,7 +154,7 @@ def pick(
 
 
 def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
-    """A plan, the budget it keeps to, and where its figures come from, in a few lines."""
+    """Return a few lines on a plan, the budget it keeps to, and where its figures come from."""
     default = planner.default_budget(p)
     if memory_budget is not None:
         budget = readable(memory_budget)

@@ -1,7 +1,7 @@
 """From shapes and a memory budget to a plan for linear cross-entropy, in pure Python.
 
-The loss is computed in tiles of `rows` tokens by `columns` classes. What a tile needs and what it
-costs is written down here once; `choose` then takes the fastest tiling that fits.
+The loss is computed in tiles of `rows` tokens by `columns` classes. The memory and the time of a
+tile are written down here once. `choose` then takes the fastest tiling that fits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, borrow
 
 @dataclass(frozen=True)
 class Plan(InLines):
-    """How linear cross-entropy will run, and what it will cost.
+    """The way in which linear cross-entropy will run, and its cost.
 
     Attributes:
         strategy: "token-chunked": whole rows of logits, turned into their gradient at once. Where
             `columns` is less than the vocabulary, that many are kept. If there is one chunk, the
-            others wait in the memory of the weight's gradient: all of them where there are no more
-            tokens than the hidden size, else as many rows. What fits nowhere is formed twice.
+            others wait in the memory of the weight's gradient. That has room for all of them where
+            there are no more tokens than the hidden size, else for as many rows. Logits that fit
+            nowhere are formed twice.
             "vocab-sliced": one pass for the statistics of the rows, one more product to form the
             logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
             weight, in one pass; the sum is rescaled whenever a row's maximum grows.
@@ -56,15 +57,15 @@ class Plan(InLines):
         borrowed: how many classes, the first, have their rows of the weight's gradient used for the
             input's, which 16-bit arguments sum in float32; their logits are formed three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
-        products: matrix products of size N x D x V, forward and backward together; not a whole
-            number where a part of the logits is formed more often than the rest.
+        products: matrix products of size N x D x V, forward and backward together. It is not a
+            whole number where a part of the logits is formed more often than the rest.
         peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         flops: floating-point operations of the matrix products.
         bytes_moved: what the tiles read from and write to memory.
         seconds: predicted time on `rates`.
         mode: the strategy and what is skipped, in words.
         keeps: the last tile of the forward stays in memory until the backward, which begins with
-            it: only in eager code, and where the gradients are not made in the forward.
+            it. It does so only in eager code, and where the gradients are not made in the forward.
     """
 
     strategy: str
@@ -85,7 +86,7 @@ class Plan(InLines):
 
     @property
     def key(self) -> str:
-        """The choice as text, for the op's argument `plan`."""
+        """Return the choice as text, for the op's argument `plan`."""
         tiles = f"{self.rows} {self.columns} {self.widest}"
         key = f"{self.strategy} {tiles} {self.threads} {int(self.borrowed > 0)}"
         return keeping(key, self.keeps)
@@ -103,7 +104,10 @@ class Plan(InLines):
 
 
 def keeping(key: str, keeps: bool) -> str:
-    """The key of a plan, with or without its last word; "" with it: any plan that may keep."""
+    """Return the key of a plan with or without its last word.
+
+    "" with that word is any plan that may keep its last tile.
+    """
     bare = key.removesuffix(KEEPS).rstrip()
     return f"{bare} {KEEPS}".lstrip() if keeps else bare
 
@@ -120,7 +124,10 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
 def schedule(
     p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, borrows: bool = False
 ) -> Schedule:
-    """The schedule with tiles up to these, made equal; `borrows`: if it can."""
+    """Return the schedule with tiles up to these, made equal.
+
+    It borrows classes where it can if `borrows` is True.
+    """
     borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
     rest = p.vocab - borrowed
     columns, rows = max(1, min(columns, rest)), max(1, min(rows, p.tokens))
@@ -141,7 +148,10 @@ def schedule(
 
 
 def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Plan:
-    """A schedule and what it will cost, by default on this processor; `peak`, if that is known."""
+    """Return a plan: a schedule and its cost, by default on this processor.
+
+    `peak`: its peak of memory, if that is known.
+    """
     p = s.problem
     flops, moved, seconds = cost.predict(s, rates or named("cpu"))
     once = 2 * p.tokens * p.hidden * p.vocab
@@ -155,7 +165,7 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
 
 @functools.lru_cache(maxsize=256)
 def schedule_of(p: Problem, key: str) -> Schedule:
-    """The schedule that `Plan.key` stands for; what follows three words may be left out.
+    """Return the schedule that `Plan.key` stands for; words after the third may be left out.
 
     Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
     """
@@ -173,9 +183,9 @@ def schedule_of(p: Problem, key: str) -> Schedule:
 def resumed(
     p: Problem, tile: tuple[int, int], memory_budget: int | None, rates: Rates | None = None
 ) -> str:
-    """The key of the plan that goes on with a tile of so many rows and columns.
+    """Return the key of the plan that goes on with a tile of so many rows and columns.
 
-    That of any other, where a budget has no room for it.
+    Where a budget has no room for it, it is the key of any other.
     """
     budget = default_budget(p) if memory_budget is None else memory_budget
     for fewer in _with_fewer_threads(p):
@@ -186,19 +196,19 @@ def resumed(
 
 
 def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
-    """The plan that `Plan.key` stands for: see `schedule_of`."""
+    """Return the plan that `Plan.key` stands for: see `schedule_of`."""
     return _slowed(p, make(schedule_of(p, key), rates))
 
 
 def with_threads(p: Problem, threads: int) -> Problem:
-    """The problem with scratch for so many threads."""
+    """Return the problem with scratch for so many threads."""
     return replace(p, matmul=replace(p.matmul, threads=threads))
 
 
 def largest(
     limit: int, peak: Callable[[int], int], budget: int, step: int = 1, least: int = 1
 ) -> int:
-    """The largest multiple of step, `least` to limit, whose peak is in the budget; 0 if none is.
+    """Return the largest multiple of step, `least` to limit, whose peak is in the budget, or 0.
 
     The whole may fit where a part does not: it needs no sums over parts. The peak of a part grows
     in proportion but for steps, so that a line through two of them tells where to look.
@@ -224,7 +234,7 @@ def largest(
 
 
 def _tallest(p: Problem, name: str, budget: int) -> int:
-    """The most tokens whose logits fit whole."""
+    """Return the most tokens whose logits fit whole."""
     vocab = max(p.vocab, 1)
     return largest(max(p.tokens, 1), lambda rows: peak_bytes(p, name, rows, vocab), budget)
 
@@ -232,7 +242,7 @@ def _tallest(p: Problem, name: str, budget: int) -> int:
 def _widest(
     p: Problem, name: str, rows: int, budget: int, borrowed: int, widest: int = 0, least: int = 1
 ) -> int:
-    """The most classes that fit with so many tokens."""
+    """Return the most classes that fit with so many tokens."""
 
     def peak(columns: int) -> int:
         return peak_bytes(p, name, rows, columns, widest, borrowed)
@@ -241,7 +251,7 @@ def _widest(
 
 
 def allowed(p: Problem) -> list[str]:
-    """The strategies that give the right result for a problem."""
+    """Return the strategies that give the right result for a problem."""
     result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
@@ -264,11 +274,12 @@ def candidates(
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Iterator[Plan]:
-    """Every plan worth a look that keeps to the budget, with this strategy and number of chunks.
+    """Yield every plan worth a look that keeps to the budget, with this strategy and chunk count.
 
-    Larger budgets lose none but for larger tiles of the same kind, so they give no slower plans,
-    but for the fixed cost of a slice (where all logits wait, a wider last one may divide the others
-    into one more) and some percent where larger tiles leave a remainder that is slow for its size.
+    A larger budget loses no plans except for larger tiles of the same kind, so it gives no slower
+    plans. There are two exceptions. One is the fixed cost of a slice: where all logits wait, a
+    wider last one may divide the others into one more. The other is some percent where larger tiles
+    leave a remainder that is slow for its size.
     """
     if p.keeps:  # the budget may have no room for a wide tile and for that
         yield from candidates(replace(p, keeps=False), budget, rates, strategy, num_chunks)
@@ -311,7 +322,7 @@ def _chunked(
     for rows in {n for n in heights if n > most} if any(p.grads) else ():
         if borrowed and not borrowed_classes(p, name, rows):
             continue
-        # What waits can be worked on in wider slices than what is kept, with more scratch.
+        # Waiting logits can be worked on in wider slices than kept ones, with more scratch.
         pass_width = p.matmul.one_pass or WIDEST
         for widest in (0, *(unpadded(pass_width >> k) for k in range(4)), p.vocab - borrowed):
             columns = _widest(p, name, rows, budget, borrowed, widest, _least_kept(p, rows))
@@ -333,7 +344,7 @@ def _sliced(
 
 
 def _least_kept(p: Problem, rows: int) -> int:
-    """The fewest classes, of chunks of so many tokens, that it is worth to keep the logits of."""
+    """Return the fewest classes whose logits are worth keeping, of chunks of so many tokens."""
     return 1 if parks(p, rows) else parts(p.vocab, KEPT)
 
 
@@ -366,7 +377,7 @@ def _smallest_budget(p: Problem, strategy: str | None, num_chunks: int | None) -
 
 
 def _with_fewer_threads(p: Problem) -> list[Problem]:
-    """The problem as it is, and with scratch for half of the threads and so on, down to one."""
+    """Return the problem as it is, then with scratch for half of the threads, and so on to one."""
     threads = p.matmul.threads
     if not p.matmul.limits_threads:
         return [p]
@@ -374,23 +385,23 @@ def _with_fewer_threads(p: Problem) -> list[Problem]:
 
 
 def _slowed(p: Problem, plan: Plan) -> Plan:
-    """The plan, for a problem with fewer threads, with the time that it takes with those."""
+    """Return the plan for a problem with fewer threads, with the time that it takes with those."""
     return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
 def bounded(part: int) -> int:
-    """Bytes that a default budget has for a part of the logits: 32 MiB to 1 GiB."""
+    """Return the bytes that a default budget has for a part of the logits: 32 MiB to 1 GiB."""
     return min(max(part, 32 * MIB), GIB)
 
 
 def default_budget(p: Problem) -> int:
-    """A part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+    """Return a part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
 
-    A quarter on a CPU. On a GPU, whose products are slow with few rows or columns, all of them.
-
-    The sum is what chunks of tokens take, which need a product less than other plans; unless there
-    are no more tokens than the hidden size: then all logits wait in the gradient of the weight.
-    Where classes may be left out of the gradient, what it takes to select them is added.
+    The part is a quarter on a CPU. On a GPU, whose products are slow with few rows or columns, it
+    is all of them. The sum serves chunks of tokens, which need a product less than other plans. It
+    is left out if there are no more tokens than the hidden size: then all logits wait in the
+    gradient of the weight. Where classes may be left out of the gradient, the memory to select them
+    is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
@@ -409,7 +420,7 @@ def choose(
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
-    """The fastest plan that keeps to the budget, with this strategy and number of chunks of tokens.
+    """Return the fastest plan that keeps to the budget, with this strategy and number of chunks.
 
     It is one for this processor unless rates are given.
 

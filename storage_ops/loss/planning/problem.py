@@ -1,4 +1,4 @@
-"""What a plan of linear cross-entropy depends on. Needs no torch."""
+"""The problem that a plan of linear cross-entropy is made for. Needs no torch."""
 
 from __future__ import annotations
 
@@ -68,37 +68,37 @@ class Problem:
 
     @property
     def selects(self) -> bool:
-        """Whether classes may be left out of the gradient."""
+        """Return True if classes may be left out of the gradient."""
         return self.multiplied < 1
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of input and weight."""
+        """Return the bytes per element of input and weight."""
         return self.matmul.itemsize
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes per logit of a tile."""
+        """Return the bytes per logit of a tile."""
         return 4 if self.wide_logits else self.itemsize
 
     @property
     def arithmetic(self) -> int:
-        """Bytes per element of what is computed in full precision."""
+        """Return the bytes per element of numbers that are computed in full precision."""
         return max(self.itemsize, 4)
 
     @property
     def mixed(self) -> bool:
-        """Whether sums of gradients may be in a wider dtype than what is returned."""
+        """Return True if sums of gradients may be in a wider dtype than the returned gradients."""
         return self.itemsize < 4 and (self.sums_fp32 or self.matmul.upcasts)
 
 
 def parts(total: int, size: int) -> int:
-    """How many pieces of up to this size there are."""
+    """Return how many pieces of up to this size there are."""
     return -(-total // size) if total else 0
 
 
 def padded(columns: int) -> int:
-    """Elements from one row of a tile to the next.
+    """Return the number of elements from one row of a tile to the next.
 
     Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
     512: rows a power of two apart share their places in a cache.

@@ -1,8 +1,9 @@
-"""How linear cross-entropy goes through its logits: a plan as the steps that it consists of.
+"""The steps in which linear cross-entropy goes through its logits, made from a plan.
 
-A `Step` is what happens to one tile of logits, rows (tokens) by classes: it is multiplied, the row
-kernel works on it, and the gradients of input and weight take in what it gives. `Schedule.steps`
-yields them in order. `run` carries them out, and `cost` adds up their bytes and their time.
+A `Step` covers the work on one tile of logits, rows (tokens) by classes. The tile is multiplied,
+the row kernel works on it, and the gradients of input and weight take in its products.
+`Schedule.steps` yields them in order. `run` carries them out, and `cost` adds up their bytes and
+their time.
 
 Where logits lie
 ----------------
@@ -26,11 +27,11 @@ formed. The gradient of the weight, (V, D) and allocated in any case, has room u
   classes hold that sum. Their own gradient is written at the end, from logits formed once more for
   the input and once for the weight.
 
-Where gradients are made in a backward of their own, the forward leaves its last tile to it: logits
-that are not formed a second time, all of them if they are one tile. The backward goes through the
-tiles from the last to the first.
+Where gradients are made in a backward of their own, the forward leaves its last tile to it. Its
+logits are not formed a second time, and they are all of them if there is one tile. The backward
+goes through the tiles from the last to the first.
 
-Nothing is written to a place before what lies there was read for the last time.
+Nothing is written to a place before its content was read for the last time.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ Pieces = list[tuple[slice, int]]  # slices, and how many of this size each stand
 
 
 def within(part: slice, whole: slice) -> slice:
-    """A part of a slice, counted from where that begins."""
+    """Return a part of a slice, counted from where that begins."""
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
@@ -112,14 +113,17 @@ def _each(start: int, stop: int, size: int) -> Pieces:
 
 
 def _by_size(start: int, stop: int, size: int) -> Pieces:
-    """The first piece for all that are as large, and what is left over."""
+    """Return the first of the pieces of full size, with their number, and the rest."""
     count, left = divmod(stop - start, size)
     pieces = [(slice(start, start + size), count)] if count else []
     return [*pieces, (slice(stop - left, stop), 1)] if left else pieces
 
 
 def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
-    """Steps as they are run: twice where one stands for several, which add to what it writes."""
+    """Yield steps as they are run.
+
+    A step that stands for several is run twice, since they add to the tile that it writes.
+    """
     for step in steps:
         yield step
         if step.times > 1:
@@ -157,7 +161,7 @@ class Schedule:
 
     @property
     def by_slice(self) -> bool:
-        """Whether all tokens pass a slice of the vocabulary before the next."""
+        """Return True if all tokens pass a slice of the vocabulary before the next."""
         return self.strategy != TOKEN_CHUNKED
 
     @property
@@ -184,7 +188,7 @@ class Schedule:
 
     @property
     def keeps(self) -> bool:
-        """Whether the last tile of the statistics stays until the gradients begin with it."""
+        """Return True if the last tile of the statistics stays for the gradients to begin with."""
         return self.problem.keeps and not self.borrowed
 
     @property
@@ -197,14 +201,14 @@ class Schedule:
 
     @property
     def wide_input(self) -> bool:
-        """Whether the gradient of the input is summed in a wider dtype than it is returned in."""
+        """Return True if the input's gradient is summed in a wider dtype than it is returned in."""
         p = self.problem
         parts_of_rows = self.columns < p.vocab or self.strategy == RUNNING_RESCALE
         return p.grads[0] and p.mixed and parts_of_rows
 
     @property
     def wide_weight(self) -> bool:
-        """Whether that of the weight is."""
+        """Return True if the weight's gradient is summed in a wider dtype than it is returned."""
         p = self.problem
         return p.grads[1] and p.mixed and (self.rows < p.tokens or p.into)
 
@@ -219,7 +223,7 @@ class Schedule:
 
     @functools.cached_property
     def work(self) -> dict[Work, int]:
-        """How often which work is done."""
+        """Return how often each kind of work is done."""
         found: dict[Work, int] = {}
         for rows, classes, place, source, phases, adds, times in self.steps(every=False):
             size = rows.stop - rows.start, classes.stop - classes.start
@@ -229,7 +233,7 @@ class Schedule:
         return {work: times for work, times in found.items() if work[0] and work[1]}
 
     def statistics(self, every: bool = True) -> Iterator[Step]:
-        """The state of every row."""
+        """Yield the steps for the state of every row."""
         for step in self._tiles(0, self.problem.vocab, UPDATE, 0, every):
             yield step
             if step.classes.stop == self.problem.vocab:  # while the next chunk is multiplied
@@ -246,11 +250,11 @@ class Schedule:
         yield from self._borrowed_last(every)
 
     def logits(self) -> Iterator[Step]:
-        """Every tile as it is multiplied, for what needs no gradient of this loss."""
+        """Yield every tile as it is multiplied, for callers that need no gradient of this loss."""
         return self._tiles(0, self.problem.vocab, 0, 0, True)
 
     def statistics_and_gradients(self, every: bool = True) -> Iterator[Step]:
-        """Both, in as few products as the strategy allows."""
+        """Yield the steps for both, in as few products as the strategy allows."""
         p, both = self.problem, INPUT | WEIGHT
         if self.strategy == RUNNING_RESCALE:
             yield from self._tiles(0, p.vocab, UPDATE | EXPONENTIALS, INPUT, every)
@@ -268,7 +272,7 @@ class Schedule:
             yield from self._borrowed_last(every)
 
     def _tiles(self, start: int, stop: int, phases: int, adds: int, every: bool) -> Iterator[Step]:
-        """Every tile of these classes in the buffer, slice by slice."""
+        """Yield every tile of these classes in the buffer, slice by slice."""
         pieces = _each if every else _by_size
         chunks = pieces(0, self.problem.tokens, self.rows)
         for classes, count in pieces(start, stop, self.columns):
@@ -360,7 +364,7 @@ class Schedule:
                 yield Step(rows, classes, tile, source, GRADIENT, both, times * count)
 
     def _parking(self, rows: slice, classes: slice) -> tuple[Place | None, Place | None]:
-        """Where the logits of a slice of the vocabulary are parked, and the rows that are not."""
+        """Return where the logits of a slice of the vocabulary are parked, and the other rows."""
         if not parks(self.problem, self.rows):
             return None, Place(rows, classes)
         count = rows.start + parked_rows(
@@ -372,10 +376,10 @@ class Schedule:
 
 
 def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
-    """The classes whose part of the weight's gradient has room for fp32 sums of the input's.
+    """Return how many classes lend their part of the weight's gradient to fp32 sums of the input's.
 
-    0 where they cannot wait for their gradient, there are no such sums, or few classes are left: no
-    tile is wider than those.
+    There are none where they cannot wait for their gradient, there are no such sums, or few classes
+    are left: no tile is wider than those.
     """
     if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into or p.selects:
         return 0
@@ -386,7 +390,7 @@ def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
 
 
 def parks(p: Problem, rows: int) -> bool:
-    """Whether logits may lie in the memory of the weight's gradient: nothing was written there."""
+    """Return True if logits may lie in the weight's gradient, where nothing was written."""
     if p.wide_logits:  # it has room for half as many, which may not be aligned
         return False
     if p.selects:  # a tile adds to the classes that it selects, of a gradient that begins as 0
@@ -395,7 +399,7 @@ def parks(p: Problem, rows: int) -> bool:
 
 
 def parked_rows(rows: int, columns: int, hidden: int) -> int:
-    """Of the rows of a tile, those that fit in the gradient of the weight of its classes."""
+    """Return how many rows of a tile fit in the gradient of the weight of its classes."""
     room = hidden * columns // padded(columns)
     return rows if room >= rows else room // ROWS * ROWS
 
@@ -424,7 +428,7 @@ def waiting_widths(
 
 
 def width_before(columns: int, left: int, rows: int, hidden: int) -> int:
-    """The width of the slice, of so many classes left, before one; 0 if it would be narrower.
+    """Return the width of the slice before one, of so many classes left; 0 if it were narrower.
 
     If the last slice has one before it, then that has one too, and so on.
     """
@@ -434,6 +438,6 @@ def width_before(columns: int, left: int, rows: int, hidden: int) -> int:
 
 
 def unpadded(columns: int) -> int:
-    """The largest width of a tile, up to this, whose rows need no padding."""
+    """Return the largest width of a tile, up to this, whose rows need no padding."""
     width = max(columns // 64, 1) * 64
     return width - 64 * (width % 512 == 0)
