@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import output
+from storage_ops.cli.quantized import options
 from storage_ops.loss.planning.plan import dtype_name
 from storage_ops.optional import required
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
     )
+    options.add_arguments(parser)
     parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
     output.add_device(parser)
 
@@ -129,12 +131,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             "expected the config.json of a model of transformers"
         ) from error
     from storage_ops.cli import hf_batch
+    from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = made.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         output.note(f"{type(model).__name__} also takes {unused}, which are not counted")
-    return model, batch
+    return adapted(model, args), batch
 
 
 def _why(error: Exception) -> str:
