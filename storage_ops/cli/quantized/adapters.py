@@ -57,7 +57,7 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     peft = required("peft", "--lora")
     if args.prepare_kbit_training:
         _prepare(model, peft)
-    return _with_lora(model, peft, lora)
+    return with_lora(model, peft, lora)
 
 
 @contextlib.contextmanager
@@ -77,7 +77,12 @@ def _prepare(model: Any, peft: Any) -> None:
     del model.is_loaded_in_4bit  # PEFT would look for layers of bitsandbytes
 
 
-def _with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
+def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
+    """Return the model of PEFT that trains these adapters of `model`.
+
+    Raises:
+        ValueError: PEFT cannot adapt such modules.
+    """
     task = next((task for end, task in _TASKS if type(model).__name__.endswith(end)), None)
     config = peft.LoraConfig(
         r=lora.rank, target_modules=lora.modules, lora_dropout=lora.dropout, task_type=task

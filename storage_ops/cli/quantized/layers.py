@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product of the forward, outside of autograd."""
-        return F.linear(x, self.dequantized(x.dtype), self.bias)
+        raise NotImplementedError
 
     def kept(self, x: Tensor) -> Tensor | None:
         """Return what the layer keeps of its input until the backward."""
@@ -95,14 +95,27 @@ class Linear4bit(QuantizedLinear):
         self.nested_code = frozen((256,), torch.float32)
         self.offset = frozen((), torch.float32)
 
+    def product(self, x: Tensor) -> Tensor:
+        """Return the product of the forward, which holds the dequantized maxima until then."""
+        maxima = self.absmax.to(torch.float32)
+        shifted = maxima if self.absmax.dtype == torch.float32 else maxima + self.offset
+        output = F.linear(x, self._unpacked(x.dtype), self._bias(x.dtype))
+        del maxima, shifted
+        return output
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return a weight of `dtype`; the maxima are dequantized first."""
         maxima = self.absmax.to(torch.float32)
-        weight = torch.empty(
-            self.out_features, self.in_features, dtype=self.weight_dtype, device=maxima.device
-        )
+        weight = self._unpacked(dtype)
         del maxima
-        return weight.to(dtype)
+        return weight
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        shape, device = (self.out_features, self.in_features), self.weight.device
+        return torch.empty(shape, dtype=self.weight_dtype, device=device).to(dtype)
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product, formed in the scheme's dtype and returned in that of `x`."""

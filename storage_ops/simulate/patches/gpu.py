@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ def gpu_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, kernel in _REPLACED_FUNCTIONS:
             stack.enter_context(_replaced(importlib.import_module(module), name, kernel))
+        if hasattr(bitsandbytes := sys.modules.get("bitsandbytes"), "matmul"):
+            stack.enter_context(_replaced(bitsandbytes, "matmul", _matmul_8bit))
         stack.enter_context(_replaced_ops())
         yield
 
@@ -324,6 +327,21 @@ def _flex_attention(
     reached = walk([("score_mod", score_mod)])
     captured = [v.value for v in reached if v.kind == TENSOR and v.is_first]
     return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
+
+
+def _matmul_8bit(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    state: Any = None,
+    threshold: float = 0.0,
+    bias: Tensor | None = None,
+) -> Any:
+    """The product of bitsandbytes' 8-bit layers, which on a CPU dequantize their weight."""
+    functions: Any = importlib.import_module("bitsandbytes.autograd._functions")
+    state = state or functions.MatmulLtState()
+    state.threshold = threshold or state.threshold
+    return functions.MatMul8bitLt.apply(x, weight, out, bias, state)
 
 
 def _cond(
