@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if a plan fits, 1 if none does."""
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.fitting.fit import NothingFits, Search
 
     try:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return _find(args, console)
         budget = parse_bytes(args.budget, "--budget")
         model, batch = hf_model.model_and_batch(args)
-        optimizer = hf_model.optimizer_named(args.optimizer)
+        optimizer = optimizer_named(args.optimizer, model)
         with showing("fit"):
             search = Search(
                 model, batch, None, optimizer, args.device, args.actions, args.accumulate
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size that fits; return 0, or 1 if none does."""
     from storage_ops.cli import hf_batch
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.fitting import largest
 
     _check_find(args)
@@ -77,7 +79,7 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     if args.find == "seq":
         changed.seq = 1
     model, batch = hf_model.model_and_batch(changed)
-    optimizer = hf_model.optimizer_named(args.optimizer)
+    optimizer = optimizer_named(args.optimizer, model)
     if args.find == "device":
         found: Any = largest.find_gpu(model, batch, optimizer, args.actions, args.accumulate)
     else:

@@ -19,7 +19,6 @@ from storage_ops.optional import required
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
 BUDGET = "80GiB"
 
@@ -39,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bf16", help="of the parameters (default: bf16)")
     parser.add_argument(
-        "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
+        "--optimizer",
+        default="adamw",
+        help="none, a class of torch.optim, or one of bitsandbytes such as adamw8bit, lion or "
+        "paged-adamw8bit (default: adamw)",
     )
     options.add_arguments(parser)
     parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
@@ -60,28 +62,6 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
             words.append(action.option_strings[0])
             words += [] if value is True else [str(value)]
     return words
-
-
-def optimizer_named(name: str) -> type[Optimizer] | None:
-    """A class of torch.optim by its name in any case; None for "none".
-
-    Raises:
-        ValueError: there is none.
-    """
-    import torch
-
-    if name.lower() == "none":
-        return None
-    # LBFGS runs the model in its step, so no step of training can be simulated with it.
-    refused = torch.optim.Optimizer, torch.optim.LBFGS
-    found = {
-        key.lower(): cls
-        for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, refused[0]) and cls not in refused
-    }
-    if name.lower() not in found:
-        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")
-    return found[name.lower()]
 
 
 @contextlib.contextmanager

@@ -24,11 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.memory import will_it_fit
 
     output.check_plot(args.plot, images_only=False)
     model, batch = hf_model.model_and_batch(args)
-    optimizer = hf_model.optimizer_named(args.optimizer)
+    optimizer = optimizer_named(args.optimizer, model)
     report = will_it_fit(model, batch, args.budget, None, optimizer, args.device, args.accumulate)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
