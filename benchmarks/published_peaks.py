@@ -7,9 +7,10 @@ the scripts that made them: a forward and backward several times over, all on th
 Further, the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary Language
 Models" (24 and 28 GB, which by its script are thousands of MiB), and torchtitan's Llama 3.1 (8B) on
 8 and 128 H100 under FSDP2, of which it publishes what the allocator reserved. And whole steps of
-SantaCoder with transformers' Trainer, of fms-acceleration (foundation-model-stack). What `estimate`
-does not count, for it is not told which GPU, is counted here as `simulate_step` does: the
-workspaces of cuBLAS in each thread that multiplies, mostly two.
+SantaCoder with transformers' Trainer, of fms-acceleration (foundation-model-stack), and its QLoRA
+steps (`published_qlora.py`). What `estimate` does not count, for it is not told which GPU, is
+counted here as `simulate_step` does: the workspaces of cuBLAS in each thread that multiplies,
+mostly two.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from benchmarks import published_qlora
 from benchmarks._harness import expect, finish, parser
 from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
@@ -410,6 +412,15 @@ def fms_acceleration() -> Iterator[dict[str, Any]]:
         yield row("fms-acceleration", what, "A100", published / MIB, step.peak_bytes)
 
 
+def fms_acceleration_qlora(
+    cells: Sequence[published_qlora.Cell] = published_qlora.CELLS,
+) -> Iterator[dict[str, Any]]:
+    """Whole steps with adapters on 4-bit bases, of the same benchmarks."""
+    for cell in cells:
+        for what, published, peak in published_qlora.peaks(cell):
+            yield row("fms-acceleration", what, "A100", published / MIB, peak)
+
+
 def row(
     source: str, what: str, gpu: str, published: float, peak: int, why: str = ""
 ) -> dict[str, Any]:
@@ -426,7 +437,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Source by source."""
     sources = [liger, cut_cross_entropy]
     if not arguments.quick:
-        sources += [torchtitan, fms_acceleration]
+        sources += [torchtitan, fms_acceleration, fms_acceleration_qlora]
     expect(len(sources))
     for source in sources:
         yield from source()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from storage_ops.cli import output
 from storage_ops.cli.quantized.convert import quantize, unquantized_experts
 from storage_ops.cli.quantized.experts import QuantizedExperts
-from storage_ops.cli.quantized.layers import Linear4bit
+from storage_ops.cli.quantized.layers import Linear4bit, Linear8bit
 from storage_ops.cli.quantized.options import Lora, lora_of
 from storage_ops.cli.quantized.schemes import scheme_of
 from storage_ops.optional import required
@@ -105,6 +106,22 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
                 f"--lora trains adapters of {type(base).__name__}, whose weights are quantized; "
                 f"expected other modules, such as {lora.rank}:q_proj,v_proj"
             )
-        if isinstance(base, Linear4bit):
-            base.copies_output = True
+        if isinstance(base, (Linear4bit, Linear8bit)):
+            base.copies_output = isinstance(base, Linear4bit)
+            module.__class__ = _as_on_bitsandbytes(type(module))
     return made
+
+
+@functools.lru_cache(maxsize=16)
+def _as_on_bitsandbytes(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return PEFT's adapted layer as it has it for bitsandbytes.
+
+    That one leaves the dtype of its input to autocast. The plain one converts it in any case.
+    """
+
+    def casts(module: object) -> bool:
+        return not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+    ignored = property(casts, lambda module, value: None)
+    body = {"__module__": cls.__module__, "cast_input_dtype_enabled": ignored}
+    return type(cls.__name__, (cls,), body)

@@ -51,7 +51,8 @@ def quantize_experts(module: Any, scheme: Scheme) -> None:
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(False)
     cls = type(module)
-    weights = {name: property(_weight_of(name, weight.dtype)) for name in names}
+    weights: dict[str, Any] = {name: property(_weight_of(name, weight.dtype)) for name in names}
+    weights["__module__"] = cls.__module__
     module.__class__ = type(cls.__name__, (QuantizedExperts, cls), weights)
 
 
