@@ -12,6 +12,7 @@ import storage_ops.simulate.step as simulated
 from storage_ops.cli import hf_model, main
 from storage_ops.cli.quantized.layers import linear_of
 from storage_ops.cli.quantized.schemes import Scheme, scheme_of
+from storage_ops.cli.workload import workload
 from storage_ops.memory import estimate, simulate_step
 
 pytest.importorskip("transformers")
@@ -48,7 +49,7 @@ def made(words):
     """Return the model and the batch of a command line."""
     parser = argparse.ArgumentParser()
     hf_model.add_arguments(parser)
-    return hf_model.model_and_batch(parser.parse_args(words))
+    return workload(parser.parse_args(words))[:2]
 
 
 def nbytes(name, rows, columns):
@@ -256,6 +257,25 @@ def test_fit_plans_a_quantized_model(words, capsys):
     assert json.loads(capsys.readouterr().out)["peak_bytes"] <= peak - (1 << 20)
 
 
+@pytest.mark.in_turn
+def test_the_largest_batch_of_a_model_with_adapters(words, capsys):
+    options = ("--quantize", "nf4", "--lora", "4", "--find", "batch", "--budget", "150MiB")
+    assert main(["fit", *words(*options)[:2], *words(*options)[4:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["found"] > 1
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("quantize", [(), ("--quantize", "nf4"), ("--quantize", "int8")])
+def test_autocast_and_gradient_checkpointing_of_transformers(quantize, words, capsys):
+    options = (*quantize, "--lora", "4:all-linear", "--dtype", "bf16", "--autocast", "bf16")
+    assert main(["will-it-fit", *words(*options, seq=256), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    options = (*options, "--gradient-checkpointing")
+    assert main(["will-it-fit", *words(*options, seq=256), "--json"]) == 0
+    checkpointed = json.loads(capsys.readouterr().out)
+    assert checkpointed["peak_bytes"] < kept["peak_bytes"]
+
+
 def test_layers_that_are_prepared_are_in_float32_and_recompute(words):
     options = ("--quantize", "nf4", "--lora", "4", "--prepare-kbit-training")
     model, _ = made(words(*options))
@@ -291,6 +311,13 @@ def test_options_that_cannot_be(options, said, words, capsys):
     assert main(["will-it-fit", *words(*options)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_a_function_makes_its_own_adapters(tmp_path, capsys):
+    (tmp_path / "made.py").write_text("def model(): ...")
+    command = ["will-it-fit", "--model", f"{tmp_path / 'made.py'}:model", "--lora", "4"]
+    assert main(command) == 2
+    assert "--lora is 4; expected none with --model" in capsys.readouterr().err
 
 
 def test_types_without_a_default_ask_for_modules(words, capsys):

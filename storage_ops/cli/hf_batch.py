@@ -32,6 +32,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
             is missing or longer than the model's learned positions.
     """
+    args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
+    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import output
+from storage_ops.cli import autocast, output
 from storage_ops.cli.quantized import options
-from storage_ops.loss.planning.plan import dtype_name
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
@@ -25,18 +24,26 @@ BUDGET = "80GiB"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say which step of which model."""
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--hf-config",
         type=Path,
-        required=True,
         help="config.json of a model of transformers, or the folder that it is in",
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    which.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a function that returns (model, batch) or (model, batch, loss)",
+    )
+    parser.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
     parser.add_argument(
         "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
     )
-    parser.add_argument("--dtype", default="bf16", help="of the parameters (default: bf16)")
+    parser.add_argument(
+        "--dtype", help="of the parameters (default: bf16; with --model, what the function makes)"
+    )
+    autocast.add_arguments(parser)
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -82,12 +89,9 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     Raises:
         ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
     """
-    for name, value in (("--batch", args.batch), ("--seq", args.seq)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more")
     import torch
 
-    dtype = getattr(torch, dtype_name(args.dtype))
+    dtype = getattr(torch, autocast.dtype_of_parameters(args, "bf16"))
     transformers = required("transformers", "--hf-config")
     # It writes the traceback of an op's error, which is reported in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

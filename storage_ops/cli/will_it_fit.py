@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model, output
+from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output
+from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
 HELP = "whether a training step of a model fits into a GPU"
@@ -20,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf_model.add_arguments(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="with that of transformers, beside a step that keeps all, and a plan of fit",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -28,16 +35,29 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.memory import will_it_fit
 
     output.check_plot(args.plot, images_only=False)
-    model, batch = hf_model.model_and_batch(args)
+    step = workload(args)
+    model, batch, loss = step
     optimizer = optimizer_named(args.optimizer, model)
-    report = will_it_fit(model, batch, args.budget, None, optimizer, args.device, args.accumulate)
+    peaks = []
+    with autocast.block(args), contextlib.ExitStack() as checkpoints:
+        if args.gradient_checkpointing:
+            checkpoints.enter_context(gradient_checkpointing.enabled(model))
+        report = will_it_fit(
+            model, batch, args.budget, loss, optimizer, args.device, args.accumulate
+        )
+        checkpoints.close()
+        if args.gradient_checkpointing:
+            peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
-        output.print_json({name: getattr(report, name) for name in names})
+        compared = {"compared": [peak._asdict() for peak in peaks]} if peaks else {}
+        output.print_json({name: getattr(report, name) for name in names} | compared)
     else:
         console.print(report)
+        if peaks:
+            console.print(gradient_checkpointing.table(peaks, report.budget_bytes))
         if not report.fits:
             console.print(_what_now(args, report), highlight=False, markup=False, soft_wrap=True)
     return 0 if report.fits else 1

@@ -18,6 +18,7 @@ from storage_ops.cli.quantized.experts import QuantizedExperts
 from storage_ops.cli.quantized.layers import Linear4bit, Linear8bit
 from storage_ops.cli.quantized.options import Lora, lora_of
 from storage_ops.cli.quantized.schemes import scheme_of
+from storage_ops.loss.planning.plan import dtype_name
 from storage_ops.optional import required
 
 _TASKS = (
@@ -35,6 +36,8 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     """
     config: Any = model.config
     dtype = next(model.parameters()).dtype
+    if args.autocast is not None:
+        dtype = getattr(torch, dtype_name(args.autocast))
     scheme = scheme_of(args.quantize, getattr(config, "quantization_config", None), dtype)
     lora = lora_of(args)
     if scheme is not None and lora is None:
@@ -108,7 +111,8 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
             )
         if isinstance(base, (Linear4bit, Linear8bit)):
             base.copies_output = isinstance(base, Linear4bit)
-            module.__class__ = _as_on_bitsandbytes(type(module))
+            kind: Any = type(module)
+            module.__class__ = _as_on_bitsandbytes(kind)
     return made
 
 
@@ -122,6 +126,9 @@ def _as_on_bitsandbytes(cls: type[nn.Module]) -> type[nn.Module]:
     def casts(module: object) -> bool:
         return not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
-    ignored = property(casts, lambda module, value: None)
-    body = {"__module__": cls.__module__, "cast_input_dtype_enabled": ignored}
+    def ignore(module: object, value: bool) -> None:
+        """Let PEFT set it, which does not matter."""
+
+    body: dict[str, Any] = {"__module__": cls.__module__}
+    body["cast_input_dtype_enabled"] = property(casts, ignore)
     return type(cls.__name__, (cls,), body)

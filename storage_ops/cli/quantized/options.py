@@ -47,6 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_with_function(args: argparse.Namespace) -> None:
+    """Raise if an option is given that a model of `--model` has no use for.
+
+    Raises:
+        ValueError: an option is for models of transformers.
+    """
+    for name in ("quantize", "lora", "lora_dropout", "prepare_kbit_training"):
+        if value := getattr(args, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; expected none with --model, whose "
+                "function can return a model with adapters or quantized layers"
+            )
+
+
 def lora_of(args: argparse.Namespace) -> Lora | None:
     """Return what `--lora` asks for; None if it is not given.
 
