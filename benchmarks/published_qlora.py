@@ -85,6 +85,7 @@ class Step(nn.Module):
         model.tie_weights()
         self.kind = kind
         self.kept: list[Tensor] | None = None  # while a forward runs
+        self.read: Tensor | None = None
         model.lm_head.register_forward_hook(self._keep_input)
         if kind == "GPTBigCode":
             for path, module in self.model.named_modules():
@@ -98,21 +99,23 @@ class Step(nn.Module):
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         """Keep what the output layer reads, since the loss is a part of the model's forward."""
-        assert self.kept is not None
-        self.kept.append(inputs[0])
+        self.read = inputs[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the loss of shifted logits."""
         with torch.autocast("cpu", BF16):
             self.kept = []
-            logits = self.model(input_ids=ids).logits
+            output = self.model(input_ids=ids).logits
             # GPTBigCode's loss reads 16-bit logits. Granite's freed them, in transformers 4.45.
-            wide = logits if self.kind == "GPTBigCode" else logits.float()
+            logits = output if self.kind == "GPTBigCode" else output.float()
             if self.kind == "Granite":
-                del logits
-            shifted = wide[..., :-1, :].contiguous()
+                output = logits
+            shifted = logits[..., :-1, :].contiguous()
             loss = F.cross_entropy(shifted.flatten(0, 1), ids[..., 1:].contiguous().flatten())
-            self.kept = None
+            del logits, shifted
+            self.read = None
+        output.float()  # accelerate returns outputs in float32
+        self.kept = None
         return loss
 
 
