@@ -96,8 +96,9 @@ def llama(name, device):
 
 
 @pytest.mark.in_turn
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", ["nf4-double", "int8"])
-def test_adapters_of_peft_are_as_on_the_command_line(name, monkeypatch):
+def test_adapters_of_peft_are_as_on_the_command_line(name, autocast, monkeypatch):
     from storage_ops.cli.quantized import adapters
 
     def step(device):
@@ -112,9 +113,13 @@ def test_adapters_of_peft_are_as_on_the_command_line(name, monkeypatch):
         else:
             lora = Lora(4, ["q_proj", "down_proj"], 0.1)
             model = adapters.with_lora(model, peft, lora)
-        ids = torch.empty(2, 128, dtype=torch.int64, device=device)
+            if autocast:  # which casts no tensors of the meta device
+                model.to_empty(device="cpu")
+        where = next(model.parameters()).device
+        ids = torch.empty(2, 128, dtype=torch.int64, device=where)
         batch = {"input_ids": ids, "labels": ids}
-        return simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            return simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
 
     theirs, ours = step("cpu"), step("meta")
     unread = 0 if name == "int8" else 3 * 7 * UNREAD

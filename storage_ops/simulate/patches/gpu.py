@@ -344,6 +344,14 @@ def _matmul_8bit(
     return functions.MatMul8bitLt.apply(x, weight, out, bias, state)
 
 
+_is_enabled: Callable[..., bool] = torch.is_autocast_enabled
+
+
+def _is_autocast_enabled(*kind: str) -> bool:
+    """Return True in a block of a CPU as well, where a caller asks about a GPU without a name."""
+    return _is_enabled(*kind) if kind else _is_enabled() or _is_enabled("cpu")
+
+
 def _cond(
     pred: object,
     true_fn: Callable[..., Any],
@@ -354,11 +362,13 @@ def _cond(
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 
-# Functions of torch for which a kernel is compiled or that trace their arguments.
+# Functions of torch for which a kernel is compiled, that trace their arguments, or that ask which
+# device computes.
 _REPLACED_FUNCTIONS = (
     ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
     ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
     # That it is not compiled is no news here, and torch tells it once only.
     ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
     ("torch._higher_order_ops.cond", "cond_op", _cond),
+    ("torch", "is_autocast_enabled", _is_autocast_enabled),
 )
