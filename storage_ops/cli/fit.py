@@ -49,6 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace, console: Console) -> int:
     """Print a plan for the sizes that are given; return the exit code."""
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.fitting.fit import NothingFits, Search
 
     try:
@@ -56,8 +57,8 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
         output.check_plot(args.plot)
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
-        optimizer = hf_model.optimizer_named(args.optimizer)
         with ranks.one_of(args, step.model), showing("fit"):
+            optimizer = optimizer_named(args.optimizer, step.model)
             search = Search(*step, optimizer, args.device, args.actions, args.accumulate)
             plan = search.plan(budget)
     except NothingFits as error:
@@ -76,13 +77,15 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size that fits; return 0, or 1 if none does."""
+    from storage_ops.cli.optimizers import optimizer_named
+
     _check_find(args)
     output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
-    optimizer = hf_model.optimizer_named(args.optimizer)
     first = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | first))
     with ranks.one_of(args, step.model):
+        optimizer = optimizer_named(args.optimizer, step.model)
         found = _found(args, step, budget, optimizer)
     if args.json:
         output.print_json(found.as_dict())

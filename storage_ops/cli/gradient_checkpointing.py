@@ -41,10 +41,15 @@ def enabled(model: nn.Module) -> Iterator[None]:
             "gradient_checkpointing_enable(); expected a model of transformers"
         )
     enable()
+    frozen: Any = model if hasattr(model, "peft_config") else None
+    if frozen is not None:  # as PEFT does, since layers would have no input with a gradient
+        frozen.enable_input_require_grads()
     try:
         yield
     finally:
         _method(model, "disable")()
+        if frozen is not None:
+            frozen.disable_input_require_grads()
 
 
 def _method(model: nn.Module, verb: str) -> Any:

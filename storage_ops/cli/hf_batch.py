@@ -33,6 +33,7 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
             is missing or longer than the model's learned positions.
     """
     args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
+    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")

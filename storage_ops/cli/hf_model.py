@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import autocast, output, ranks
+from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
 BUDGET = "80GiB"
 
@@ -53,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     autocast.add_arguments(parser)
     parser.add_argument(
-        "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
+        "--optimizer",
+        default="adamw",
+        help="none, a class of torch.optim, or one of bitsandbytes such as adamw8bit, lion or "
+        "paged-adamw8bit (default: adamw)",
     )
+    options.add_arguments(parser)
     parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
     ranks.add_arguments(parser)
     output.add_device(parser)
@@ -74,28 +78,6 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
             words.append(action.option_strings[0])
             words += [] if value is True else [str(value)]
     return words
-
-
-def optimizer_named(name: str) -> type[Optimizer] | None:
-    """Return a class of torch.optim by its name in any case; None for "none".
-
-    Raises:
-        ValueError: there is none.
-    """
-    import torch
-
-    if name.lower() == "none":
-        return None
-    # LBFGS runs the model in its step, so no step of training can be simulated with it.
-    refused = torch.optim.Optimizer, torch.optim.LBFGS
-    found = {
-        key.lower(): cls
-        for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, refused[0]) and cls not in refused
-    }
-    if name.lower() not in found:
-        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")
-    return found[name.lower()]
 
 
 @contextlib.contextmanager
@@ -142,12 +124,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             "expected the config.json of a model of transformers"
         ) from error
     from storage_ops.cli import hf_batch
+    from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = made.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         output.note(f"{type(model).__name__} also takes {unused}, which are not counted")
-    return model, batch
+    return adapted(model, args), batch
 
 
 def _why(error: Exception) -> str:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
@@ -47,11 +48,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     output.check_folder("--html", args.html)
     step = workload(args)
     model, batch, loss = step
-    optimizer = hf_model.optimizer_named(args.optimizer)
     peaks = []
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
     with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
+        optimizer = optimizer_named(args.optimizer, model)
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))
         report = will_it_fit(

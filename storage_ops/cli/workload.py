@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage_ops.cli import hf_model, model_function
+from storage_ops.cli.quantized import options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +33,7 @@ def workload(args: argparse.Namespace) -> Workload:
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     if args.model is not None:
+        options.refuse_with_function(args)
         return Workload(*model_function.call(args))
     model, batch = hf_model.model_and_batch(args)
     if args.autocast is None:
