@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.measure.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
 from storage_ops.optional import check_drawable
-from storage_ops.quantities import readable
+from storage_ops.quantities import readable, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from storage_ops.measure.measurement import Life, Measurement
 
-MIB = 1 << 20
 _COLOURS = 7  # owners that have one of their own
 _OTHERS = "others"
 _LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
 _FAR = 4  # times the peak: a budget that is drawn as a line is lower
 _MOMENTS = 1500  # of a timeline that are drawn
 # Colours that people with red-green blindness tell apart (Okabe and Ito, 2008), and grey.
-_PALETTE = (
+PALETTE = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999",
 )  # fmt: skip
 
@@ -36,7 +35,8 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
 
     Args:
         axes: where to draw. x is the share of the block's time in per cent, so that blocks of
-            different length can be compared. y is MiB above the level at entry.
+            different length can be compared. y is MiB above the level at entry, or GiB if a peak
+            exceeds 10,000 MiB.
         measurements: label -> measurement.
 
     Example:
@@ -45,15 +45,17 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
         ...     _ = torch.empty(1 << 20)
         >>> storage_ops.memory.plot_timelines(axes, {"one tensor": m})
     """
+    unit, size = unit_of(max((m.peak_bytes for m in measurements.values()), default=0))
     for label, measurement in measurements.items():
         timeline = measurement.timeline
         length = timeline[-1].seconds if timeline else 0.0
         x = [100 * sample.seconds / (length or 1.0) for sample in timeline]
-        y = [sample.nbytes / MIB for sample in timeline]
-        peak = f"peak {measurement.peak_bytes / MIB:.0f} MiB"
+        y = [sample.nbytes / size for sample in timeline]
+        digits = 1 if unit == "GiB" else 0
+        peak = f"peak {measurement.peak_bytes / size:.{digits}f} {unit}"
         axes.step(x, y, where="post", label=f"{label} ({peak})")
     axes.set_xlabel("share of the step (%)")
-    axes.set_ylabel("MiB above the level at entry")
+    axes.set_ylabel(f"{unit} above the level at entry")
     axes.legend(loc="upper right", fontsize="small")
 
 
@@ -80,18 +82,24 @@ def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | N
 
 @dataclass(frozen=True)
 class _Stack:
-    """Stacked areas: MiB of each owner at some moments, in per cent of all changes."""
+    """Stacked areas: memory of each owner at some moments, in per cent of all changes.
+
+    Areas and the peak are in `unit`, which has `size` bytes.
+    """
 
     title: str
     moments: list[float]
     areas: dict[str, list[float]]
     peak: float
+    unit: str
+    size: int
 
 
 def _stack(measurement: Measurement) -> _Stack:
     lives, timeline = measurement.lives, measurement.timeline
     levels = [sample.nbytes for sample in timeline]
     peak = max(range(len(levels)), key=levels.__getitem__)
+    unit, size = unit_of(levels[peak])
     kinds = {owner: kind_of(owner) or "not known" for owner in {life.owner for life in lives}}
     shown = _largest(lives, kinds, peak)
     steps: list[Counter[str]] = [Counter() for _ in range(len(levels) + 1)]
@@ -109,9 +117,9 @@ def _stack(measurement: Measurement) -> _Stack:
         now.update(steps[at])
         if at in wanted:
             for owner, area in areas.items():
-                area.append(now[owner] / MIB)
+                area.append(now[owner] / size)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
-    return _Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
+    return _Stack(title_of(measurement), shares, areas, levels[peak] / size, unit, size)
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
@@ -140,7 +148,7 @@ def _moments(levels: list[int]) -> list[int]:
 
 def _is_far(stack: _Stack, budget: int) -> bool:
     """Return True if the areas would be flat below a line at the budget."""
-    return budget / MIB > _FAR * stack.peak
+    return budget / stack.size > _FAR * stack.peak
 
 
 def _budget_label(stack: _Stack, budget: int) -> str:
@@ -148,8 +156,8 @@ def _budget_label(stack: _Stack, budget: int) -> str:
 
 
 def _top(stack: _Stack, budget: int) -> float:
-    """Return the upper end of the axis, in MiB: above the peak, and above a budget that is near."""
-    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
+    """Return the upper end of the axis: above the peak, and above a budget that is near."""
+    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / stack.size))
 
 
 def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
@@ -158,15 +166,15 @@ def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> N
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.stackplot(
-        stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=_PALETTE, step="post"
+        stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=PALETTE, step="post"
     )
     axes.set(
-        title=stack.title, ylabel="MiB", xlabel="share of allocations and releases (%)",
+        title=stack.title, ylabel=stack.unit, xlabel="share of allocations and releases (%)",
         xlim=(0, 100),
     )  # fmt: skip
     if budget is not None:
         axes.axhline(
-            budget / MIB, color="black", linestyle="--", label=_budget_label(stack, budget)
+            budget / stack.size, color="black", linestyle="--", label=_budget_label(stack, budget)
         )
         axes.set_ylim(0, _top(stack, budget))
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,18 +189,19 @@ def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> No
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
-    for (owner, area), colour in zip(stack.areas.items(), _PALETTE, strict=False):
+    for (owner, area), colour in zip(stack.areas.items(), PALETTE, strict=False):
         figure.add_scatter(
             x=stack.moments, y=area, name=owner, stackgroup="all", mode="lines", fillcolor=colour,
-            line={"width": 0, "shape": "hv", "color": colour}, hovertemplate="%{y:,.1f} MiB",
+            line={"width": 0, "shape": "hv", "color": colour},
+            hovertemplate=f"%{{y:,.1f}} {stack.unit}",
         )  # fmt: skip
     figure.update_layout(
-        title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title="MiB",
+        title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title=stack.unit,
         xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
     )  # fmt: skip
     if budget is not None:
         label = _budget_label(stack, budget)
-        figure.add_hline(y=budget / MIB, line_dash="dash", annotation_text=label)
+        figure.add_hline(y=budget / stack.size, line_dash="dash", annotation_text=label)
         figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
         figure.update_yaxes(range=[0, _top(stack, budget)])
     figure.write_html(path)
