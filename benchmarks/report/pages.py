@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks._harness import RESULTS, ROOT
-from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
+from benchmarks.linear_cross_entropy import GPU_SHAPES
 from benchmarks.report.kept import kept, results_of
 from benchmarks.report.markdown import table, table_of_rows
 from benchmarks.report.rows import (
@@ -21,6 +21,7 @@ from benchmarks.report.rows import (
     time_of,
     unit_of,
 )
+from benchmarks.report.sizes import SIZES, spelled_out
 from storage_ops.loss.planning import plan, planner
 from storage_ops.loss.planning.devices import GPUS
 from storage_ops.quantities import MIB, readable
@@ -28,7 +29,6 @@ from storage_ops.quantities import MIB, readable
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TRADEOFF = "time against peak memory"
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def machine(result: Result) -> str:
@@ -98,9 +98,9 @@ def headline() -> str:
     """Return the first figures of the README."""
     plain, ours = on_gpu("carried_plans", "Llama, 2 x 8192 tokens", "none", HALF)
     return (
-        f"A training step of a Llama with 1.5 billion parameters takes **{ours[PEAK] / 1024:.0f} "
-        f"GiB instead of {plain[PEAK] / 1024:.0f} GiB** on an H200, in {ours['time / none']:.2f} "
-        "of the time.\n"
+        f"A training step of a Llama with 1.5 billion parameters needs **{ours[PEAK] / 1024:.0f} "
+        f"GiB instead of {plain[PEAK] / 1024:.0f} GiB** on an H200, and takes "
+        f"{ours['time / none']:.2f} times as long.\n"
     )
 
 
@@ -173,11 +173,10 @@ def linear_cross_entropy() -> str:
         lines = []
         unit = unit_of(result["rows"])
         for shape, rows in shapes(result).items():
-            name, _, dtype = shape.rpartition(" ")
-            sizes = (SHAPES | GPU_SHAPES).get(name)
-            if sizes:
-                label = f"{' x '.join(map(str, sizes))}, {SHORT[dtype]}"
-                lines.append([label, *(point(at(rows, case), *unit) for case in columns.values())])
+            name, *dtype = shape.split()
+            if name in SIZES and len(dtype) == 1:  # without those beside one peer alone
+                cells = (point(at(rows, case), *unit) for case in columns.values())
+                lines.append([spelled_out(shape), *cells])
         text += source(result) + table(["tokens x D x classes", *columns], lines) + "\n"
     return text.removesuffix("\n") + picture("linear_cross_entropy.png", TRADEOFF)
 
@@ -244,7 +243,7 @@ def by_shape(stem: str) -> str:
         found = shapes(result)
         unit = unit_of(result["rows"])
         cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-        lines = [[shape, *(point(at(rows, case), *unit) for case in cases)]
+        lines = [[spelled_out(shape), *(point(at(rows, case), *unit) for case in cases)]
                  for shape, rows in found.items()]  # fmt: skip
         grid = [["", *cases], *lines]
         if len(cases) > len(found):

@@ -31,6 +31,7 @@ from benchmarks.report.rows import (
     time_of,
     unit_of,
 )  # fmt: skip
+from benchmarks.report.sizes import spelled_out
 from storage_ops.cli.demo import picture
 from storage_ops.measure.measurement import Measurement, Sample
 from storage_ops.quantities import MIB
@@ -120,7 +121,7 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
     grid = figure.subplots(tall, wide, squeeze=False)
     for axes, (shape, rows) in zip(grid.flat, panels.items(), strict=False):
         _panel(axes, found[shape], styles)
-        axes.set_title(shape, fontsize="medium", color=INK)
+        axes.set_title(spelled_out(shape), fontsize="medium", color=INK)
         axes.set_ylabel(next(filter(None, map(time_of, rows)), ""))
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
