@@ -55,7 +55,10 @@ def kernels() -> list[Native]:
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]
     for minor in minors:
         end, needs = minor.replace(".", "_"), ["torch_cpu", "c10"]
-        binding, saved = "csrc/storage/storage_binding.cpp", "csrc/checkpoint/saved_tensors.cpp"
+        binding = "csrc/storage/storage_binding.cpp"
+        saved = " ".join(
+            f"csrc/checkpoint/{name}.cpp" for name in ("saved_tensors", "saved_results", "state")
+        )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
         if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI
             needs = ["torch_python", *needs]

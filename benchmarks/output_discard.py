@@ -9,6 +9,9 @@ included, beside the peaks that OLMo-core publishes. The other peaks and the tim
 a CPU at a reduced size, parameters and input not included. Times are ratios of medians within one
 process. On a CPU they are of the CPU time of one thread, which holds on a shared machine. "host us"
 is the time that one region with tiny tensors adds to forward and backward.
+
+`--only host_overhead` measures that time alone, and steps of ten tiny blocks with each kind of
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,9 +28,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import storage_ops
+from benchmarks import _host_overhead
 from benchmarks._blocks import BLOCKS, PUBLISHED_MB, WAYS, Block, stack, step
 from benchmarks._discarding import Make, by_hook, peers
-from benchmarks._harness import MIB, expect, finish, interleave, parser, peak, ratios, skip
+from benchmarks._harness import (
+    MIB,
+    expect,
+    finish,
+    interleave,
+    milliseconds,
+    parser,
+    peak,
+    ratios,
+    skip,
+)
 from storage_ops.storage.kernels import storage_path
 
 PLAIN, CHECKPOINT, DISCARD = WAYS
@@ -35,6 +49,7 @@ COPY = "discard, copy"
 PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
 CPU_SIZE = {"d_model": 256, "d_ff": 1024, "batch": 2, "tokens": 256}
 ROUNDS_OF_A_REGION, CALLS_OF_A_REGION = 21, 100
+HOST = "host_overhead"  # of `--only`: what regions cost the host
 
 
 def path_of(way: str) -> contextlib.AbstractContextManager[None]:
@@ -136,7 +151,7 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def host_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def region_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Return the microseconds that one region with tiny tensors adds to forward and backward."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
@@ -168,16 +183,38 @@ def host_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> di
     }
 
 
+def host_overhead(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the time of steps with checkpoints over that of the plain step; nearly all is Python's.
+
+    On a CPU it is the CPU time of one thread. On a GPU it is the time of the device, which waits
+    for the host.
+    """
+    for size, ((width, batch, tokens), rounds) in _host_overhead.SIZES.items():
+        cases = _host_overhead.cases(width, batch, tokens, device)
+        runs = interleave(cases, rounds, device, f"host, {size}")
+        plain = milliseconds(runs[PLAIN])
+        for case, (median, least, most) in ratios(runs, PLAIN).items():
+            yield {
+                "shape": f"{_host_overhead.LAYERS} SwiGLU blocks, {size}",
+                "case": case,
+                "host time / plain": round(median, 2),
+                "least - most": f"{least:.2f} - {most:.2f}",
+                "plain (ms)": plain,
+            }
+
+
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all blocks, then the cost of a region without work."""
+    """Yield the rows of all blocks, then the cost of regions with tiny tensors."""
     device, repeats = arguments.device, arguments.repeats
     size = PUBLISHED_SIZE if device == "cuda" else CPU_SIZE
     dtype = getattr(torch, arguments.dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     makes = peers(device)
-    expect(2 * len(arguments.only) * len(arguments.layers) + len(ENDS))
-    for name in arguments.only:
+    blocks = [name for name in arguments.only if name in BLOCKS]
+    host = HOST in arguments.only
+    expect(2 * len(blocks) * len(arguments.layers) + host * (len(_host_overhead.SIZES) + len(ENDS)))
+    for name in blocks:
         for layers in arguments.layers:
             fp32, bf16 = (simulated(name, layers, t) for t in (torch.float32, torch.bfloat16))
             real = measured(name, layers, size, dtype, device, repeats, makes)
@@ -190,21 +227,23 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "GPU, bf16 (MiB)": bf16[way],
                 } if way in fp32 else {}  # fmt: skip
                 yield {"shape": f"{name} x{layers}", "case": way, **row, **simulated_peaks}
-    for name, end in ENDS.items():
-        for way, micros in host_overhead(makes, end).items():
-            yield {"shape": f"tiny region, {name}", "case": way, "host us": micros}
+    if host:
+        yield from host_overhead(device)
+        for name, end in ENDS.items():
+            for way, micros in region_overhead(makes, end).items():
+                yield {"shape": f"tiny region, {name}", "case": way, "host us": micros}
     torch.set_num_threads(threads)
 
 
 def main() -> None:
     """Simulate, measure, write and print."""
     options = parser(__doc__)
-    options.add_argument("--only", nargs="*", choices=BLOCKS)
+    options.add_argument("--only", nargs="*", choices=[*BLOCKS, HOST])
     options.add_argument("--layers", nargs="*", type=int)
     options.add_argument("--dtype", default="float32", help="of what is measured")
     arguments = options.parse_args()
     quick = arguments.quick
-    arguments.only = arguments.only or (["swiglu", "rms_norm"] if quick else list(BLOCKS))
+    arguments.only = arguments.only or (["swiglu", "rms_norm", HOST] if quick else [*BLOCKS, HOST])
     arguments.layers = arguments.layers or ([8] if quick else [1, 8])
     finish("output_discard", all_rows(arguments), arguments)
 

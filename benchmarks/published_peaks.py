@@ -9,7 +9,8 @@ memory on the device.
 Another case is the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses in Large-Vocabulary
 Language Models". Its 24 and 28 GB are thousands of MiB in its script. torchtitan publishes the
 memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FSDP2. Whole steps of
-SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack).
+SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack), and so are
+the QLoRA steps in `published_qlora.py`.
 
 `estimate` does not know the GPU, so it does not count the workspaces of cuBLAS in each thread that
 multiplies, mostly two. They are counted here, as in `simulate_step`.
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from benchmarks import published_qlora
 from benchmarks._harness import expect, finish, parser
 from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
@@ -413,6 +415,15 @@ def fms_acceleration() -> Iterator[dict[str, Any]]:
         yield row("fms-acceleration", what, "A100", published / MIB, step.peak_bytes)
 
 
+def fms_acceleration_qlora(
+    cells: Sequence[published_qlora.Cell] = published_qlora.CELLS,
+) -> Iterator[dict[str, Any]]:
+    """Whole steps with adapters on 4-bit bases, of the same benchmarks."""
+    for cell in cells:
+        for what, published, peak in published_qlora.peaks(cell):
+            yield row("fms-acceleration", what, "A100", published / MIB, peak)
+
+
 def row(
     source: str, what: str, gpu: str, published: float, peak: int, why: str = ""
 ) -> dict[str, Any]:
@@ -429,7 +440,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all sources."""
     sources = [liger, cut_cross_entropy]
     if not arguments.quick:
-        sources += [torchtitan, fms_acceleration]
+        sources += [torchtitan, fms_acceleration, fms_acceleration_qlora]
     expect(len(sources))
     for source in sources:
         yield from source()

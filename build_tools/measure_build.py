@@ -82,6 +82,7 @@ def main() -> bool:
             "csrc/rows/linear_cross_entropy.cpp",
             "csrc/storage/storage_binding.cpp",
             "csrc/checkpoint/saved_tensors.cpp",
+            "csrc/checkpoint/saved_results.cpp",
         ):
             with (one / source).open("a") as file:
                 file.write("\n// changed\n")

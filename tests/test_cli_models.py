@@ -67,11 +67,11 @@ def test_more_tokens_than_learned_positions(tmp_path, capsys):
     assert "expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
 
 
-@pytest.mark.parametrize("name", ["optimizer", "lbfgs", "lion"])
+@pytest.mark.parametrize("name", ["optimizer", "lbfgs", "sparseadam", "lion4bit"])
 def test_optimizers_that_no_step_can_have(name, tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
     error = refused(command, capsys)
-    assert error.startswith(f"--optimizer is {name}; expected none or one of adafactor,")
+    assert error.startswith(f"--optimizer is {name}; expected none or one of adamw,")
     assert "adamw" in error and " optimizer," not in error and " lbfgs," not in error
 
 
@@ -84,7 +84,36 @@ def test_models_of_other_inputs_or_labels(tmp_path, capsys):
     command = written(tmp_path, "Wav2Vec2ForCTC", **wav2vec, num_attention_heads=2)
     assert "which takes input_values" in refused(command, capsys)
     command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
-    assert "whose labels the command does not know" in refused([*command, "--seq", "8"], capsys)
+    error = refused([*command, "--seq", "8"], capsys)
+    assert "whose labels the command does not know" in error and "Pass --labels tokens," in error
+
+
+def peak_of(command, capsys):
+    code = main([*command, "--json"])
+    assert code == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)["peak_bytes"]
+
+
+def test_labels_by_name(tmp_path, capsys):
+    command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
+    assert peak_of([*command, "--seq", "8", "--labels", "none"], capsys) > 0
+    command = written(tmp_path, "BertForMaskedLM")
+    known = peak_of([*command, "--seq", "8"], capsys)
+    assert peak_of([*command, "--seq", "8", "--labels", "tokens"], capsys) == known
+    command = written(tmp_path, "BertForSequenceClassification")
+    known = peak_of([*command, "--seq", "8"], capsys)
+    assert peak_of([*command, "--seq", "8", "--labels", "sequences"], capsys) == known
+
+
+def test_a_decoder_has_a_length_of_its_own(tmp_path, capsys):
+    command = [*written(tmp_path, "T5ForConditionalGeneration"), "--optimizer", "none"]
+    long = peak_of([*command, "--seq", "512"], capsys)
+    short = peak_of([*command, "--seq", "512", "--decoder-seq", "16"], capsys)
+    assert short < long - (1 << 20)
+    assert peak_of([*command, "--seq", "512", "--decoder-seq", "512"], capsys) == long
+    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--decoder-seq"]
+    assert "BertForMaskedLM has no decoder_input_ids" in refused([*command, "8"], capsys)
+    assert "--decoder-seq is 0; expected 1 or more" in refused([*command, "0"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -1,53 +1,17 @@
 // What a tensor was like when autograd saved it, in C++ with the stable ABI of CPython.
 #pragma once
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-// Python.h comes first.
+#include "python_objects.h"
+// Python.h, which it includes, comes first.
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
-#include <exception>
 #include <string>
-#include <utility>
 
 // Exported by torch's Python library. Its header does not compile with the stable ABI of CPython.
 PyObject* THPVariable_Wrap(const at::TensorBase& t);
 
 namespace storage_ops {
-
-// A reference to a Python object.
-class Ref {
- public:
-  Ref() = default;
-  explicit Ref(PyObject* owned) : object_(owned) {}
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Ref() { Py_XDECREF(object_); }
-
-  static Ref to(PyObject* borrowed) {
-    Py_INCREF(borrowed);
-    return Ref(borrowed);
-  }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// A Python error is set. The functions that CPython calls return null then.
-struct PythonError : std::exception {};
-
-inline Ref owned(PyObject* result) {
-  if (!result) throw PythonError();
-  return Ref(result);
-}
 
 // Objects of Python that `setup` was given.
 struct Names {
@@ -81,6 +45,16 @@ struct Kept {
   }
 };
 
+// Returns true for a strided tensor that is no tensor of a subclass, of a transform or of symbols.
+inline bool is_plain(c10::TensorImpl* impl) {
+  return impl->layout() == c10::kStrided && impl->has_storage() &&
+         !impl->has_symbolic_sizes_strides() && !impl->is_python_dispatch() &&
+         !impl->is_inference() && !impl->key_set().has(c10::DispatchKey::NestedTensor) &&
+         !impl->key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
+         !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
+         !impl->key_set().has(c10::DispatchKey::Functionalize);
+}
+
 // Returns the tensor of a Python object, undefined where Python has to describe it.
 inline at::Tensor plain_tensor(PyObject* t) {
   PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
@@ -88,14 +62,7 @@ inline at::Tensor plain_tensor(PyObject* t) {
   const Ref address = owned(PyObject_GetAttrString(t, "_cdata"));
   auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
   if (!impl) throw PythonError();
-  const bool is_plain = impl->layout() == c10::kStrided && impl->has_storage() &&
-                        !impl->has_symbolic_sizes_strides() && !impl->is_python_dispatch() &&
-                        !impl->is_inference() &&
-                        !impl->key_set().has(c10::DispatchKey::NestedTensor) &&
-                        !impl->key_set().has(c10::DispatchKey::FuncTorchGradWrapper) &&
-                        !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
-                        !impl->key_set().has(c10::DispatchKey::Functionalize);
-  if (!is_plain) return {};
+  if (!is_plain(impl)) return {};
   return at::Tensor(
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
 }
@@ -157,22 +124,6 @@ inline Ref python_of(const Description& found) {
       names.restore, "OOssOOL", sizes.get(), strides.get(), dtype.c_str(), device.c_str(),
       parameter.get(), found.is_leaf ? Py_True : Py_False, static_cast<long long>(found.version)));
 }
-
-// Runs a function that CPython called, with C++ errors turned into Python's.
-template <typename F>
-PyObject* guarded(F&& run) {
-  try {
-    return run();
-  } catch (const PythonError&) {
-  } catch (const c10::Error& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-inline PyObject* none() { return Ref::to(Py_None).release(); }
 
 // Returns an index that is below a limit.
 inline size_t index_of(PyObject* number, size_t limit) {

@@ -6,6 +6,7 @@
 // hold the GIL, which guards the objects here. A tensor of a subclass, or without strides, is left
 // to Python: a call returns its description as an object.
 #include "descriptions.h"
+#include "saved_results.h"
 // Python.h, which it includes, comes first.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -19,13 +20,17 @@ using namespace storage_ops;
 
 // ---- what the objects hold --------------------------------------------------------------------
 
+struct Recomputed;
+
 struct Saved {
   std::vector<Description> tensors;
   std::vector<bool> released;
   size_t unreleased = 0;
+  Recomputed* recomputed = nullptr;  // that serves the current backward pass, while it is alive
 };
 
 struct Recomputed {
+  ~Recomputed();
   Ref first;  // the object of the forward
   size_t limit = 0, stopped = 0, there = 0;
   bool stops = false;
@@ -34,33 +39,13 @@ struct Recomputed {
   std::vector<Kept> tensors;
 };
 
-template <typename T>
-struct Object {
-  PyObject_HEAD T* held;
-};
-
-template <typename T>
-T& held(PyObject* self) {
-  return *reinterpret_cast<Object<T>*>(self)->held;
-}
-
-template <typename T>
-PyObject* make(PyTypeObject* type, T*& made) {
-  const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  PyObject* self = allocate(type, 0);
-  if (self) made = reinterpret_cast<Object<T>*>(self)->held = new T;
-  return self;
-}
-
-template <typename T>
-void destroy(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Object<T>*>(self)->held;
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
 PyTypeObject* recomputed_type = nullptr;
+
+Recomputed::~Recomputed() {
+  if (!first) return;
+  auto& saved = held<Saved>(first.get());
+  if (saved.recomputed == this) saved.recomputed = nullptr;
+}
 
 // ---- the forward ------------------------------------------------------------------------------
 
@@ -78,6 +63,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&] {
     auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
     const at::Tensor t = plain_tensor(object);
+    note_saved_tensor(self, t.defined());
     PyObject* note = PyTuple_GetItem(self, 1);
     if (PyTuple_GetItem(self, 2) == Py_True || has_producer(t)) {
       owned(PyObject_CallFunctionObjArgs(note, object, nullptr));
@@ -152,6 +138,7 @@ PyObject* pack_again(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
     auto& again = held<Recomputed>(self);
     at::Tensor t = plain_tensor(object);
+    note_saved_tensor(self, t.defined());
     again.described.push_back(describe(object, t));
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
@@ -205,26 +192,54 @@ PyObject* take(PyObject* self, PyObject* number) {
   });
 }
 
+// Returns a tensor for the backward pass that runs; None where the region looks closer.
+PyObject* taken_in_task(Recomputed& again, size_t index) {
+  if (again.task < 0 || again.task != torch::autograd::get_current_graph_task_id() ||
+      index + 2 == again.stopped || index >= again.tensors.size() ||
+      !again.tensors[index].is_there()) {
+    return none();
+  }
+  if (!torch::autograd::get_current_graph_task_keep_graph()) {
+    release(held<Saved>(again.first.get()), index);
+  }
+  return taken(again, index);
+}
+
 PyObject* take_in_task(PyObject* self, PyObject* number) {
   return guarded([&] {
-    auto& again = held<Recomputed>(self);
     const size_t index = PyLong_AsSize_t(number);
     if (PyErr_Occurred()) throw PythonError();
-    if (again.task < 0 || again.task != torch::autograd::get_current_graph_task_id() ||
-        index + 2 == again.stopped || index >= again.tensors.size() ||
-        !again.tensors[index].is_there()) {
-      return none();
-    }
-    if (!torch::autograd::get_current_graph_task_keep_graph()) {
-      release(held<Saved>(again.first.get()), index);
-    }
-    return taken(again, index);
+    return taken_in_task(held<Recomputed>(self), index);
   });
 }
 
 PyObject* begin(PyObject* self, PyObject* task) {
-  held<Recomputed>(self).task = static_cast<int>(PyLong_AsLong(task));
+  auto& again = held<Recomputed>(self);
+  again.task = static_cast<int>(PyLong_AsLong(task));
+  held<Saved>(again.first.get()).recomputed = &again;
   return PyErr_Occurred() ? nullptr : none();
+}
+
+PyObject* unpack(PyObject* self, PyObject* number) {
+  return guarded([&] {
+    const auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
+    if (saved.recomputed) {
+      const size_t index = PyLong_AsSize_t(number);
+      if (PyErr_Occurred()) throw PythonError();
+      Ref found = owned(taken_in_task(*saved.recomputed, index));
+      if (found.get() != Py_None) return found.release();
+    }
+    return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 1), number, nullptr);
+  });
+}
+
+PyMethodDef unpack_def{"unpack", unpack, METH_O, "Return a tensor that autograd reads."};
+
+PyObject* unpack_hook(PyObject* self, PyObject* read) {
+  return guarded([&] {
+    const Ref bound = owned(PyTuple_Pack(2, self, read));
+    return PyCFunction_NewEx(&unpack_def, bound.get(), names.module);
+  });
 }
 
 PyObject* drop_graphs(PyObject* self, PyObject*) {
@@ -309,10 +324,13 @@ PyObject* stopped_at(PyObject* self, PyObject*) {
 
 // ---- the module -------------------------------------------------------------------------------
 
-PyMethodDef saved_methods[] = {
-    {"hook", hook, METH_VARARGS, nullptr},     {"finish", finish, METH_NOARGS, nullptr},
-    {"release", release_one, METH_O, nullptr}, {"is_released", is_released, METH_NOARGS, nullptr},
-    {"recompute", recompute, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef saved_methods[] = {{"hook", hook, METH_VARARGS, nullptr},
+                               {"unpack_hook", unpack_hook, METH_O, nullptr},
+                               {"finish", finish, METH_NOARGS, nullptr},
+                               {"release", release_one, METH_O, nullptr},
+                               {"is_released", is_released, METH_NOARGS, nullptr},
+                               {"recompute", recompute, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"read", read, METH_O, nullptr},
@@ -327,11 +345,6 @@ PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"is_whole", is_whole, METH_NOARGS, nullptr},
                                     {"stopped_at", stopped_at, METH_NOARGS, nullptr},
                                     {nullptr, nullptr, 0, nullptr}};
-
-template <typename F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
 
 // setup(Tensor, Parameter, producers, describe, restore, without_graph, stop, module)
 PyObject* setup(PyObject*, PyObject* given) {
@@ -358,12 +371,14 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT,
                        nullptr,
                        nullptr};
 
-PyTypeObject* type_of(const char* name, int size, unsigned flags, PyType_Slot* slots) {
-  PyType_Spec spec{name, size, 0, Py_TPFLAGS_DEFAULT | flags, slots};
-  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-}
-
 }  // namespace
+
+PyObject* storage_ops::self_of_hook(PyObject* pack) {
+  if (!PyCFunction_Check(pack)) return nullptr;
+  const PyCFunction function = PyCFunction_GetFunction(pack);
+  const bool is_ours = function == ::pack || function == pack_again;
+  return is_ours ? PyCFunction_GetSelf(pack) : nullptr;
+}
 
 PyMODINIT_FUNC PyInit__saved_tensors() {
   PyType_Slot saved[] = {{Py_tp_new, slot(new_saved)},
@@ -384,5 +399,5 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  return module;
+  return add_results(module) && add_state(module) ? module : nullptr;
 }

@@ -4,9 +4,10 @@ Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args
 returns the exit code. It is 0 for an answer, and 1 where the answer is no or something does not
 work here. It is 2, with one line, for wrong arguments and all else that prevents an answer.
 `python -X dev` shows the traceback. It is 141, as a shell says of a broken pipe, where the reader
-of the output went away. Commands share `output.py`, `hf_model.py` and `hf_batch.py`. `demo/`
-imports what not every installation has, and is imported only when it is run. `info` and `plan` work
-without torch; `storage_ops_plan.py`, beside the package, is `plan` that never imports it.
+of the output went away. Commands share `output.py` and `workload.py`, which makes the step of
+`hf_model.py` and `hf_batch.py`, or of `model_function.py`. `demo/` imports what not every
+installation has, and is imported only when it is run. `info` and `plan` work without torch;
+`storage_ops_plan.py`, beside the package, is `plan` that never imports it.
 """
 
 from __future__ import annotations

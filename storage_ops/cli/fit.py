@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model, output
+from storage_ops.cli import autocast, hf_model, output, ranks
+from storage_ops.cli.model_function import takes
+from storage_ops.cli.workload import Workload, longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes, readable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from storage_ops.fitting.largest import Largest
 
 HELP = "what to recompute so that a training step of a model fits into a GPU"
 
@@ -37,20 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if a plan fits, 1 if none does."""
+    with autocast.block(args):
+        return _find(args, console) if args.find is not None else _plan(args, console)
+
+
+def _plan(args: argparse.Namespace, console: Console) -> int:
+    """Print a plan for the sizes that are given; return the exit code."""
+    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.fitting.fit import NothingFits, Search
 
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
-        if args.find is not None:
-            return _find(args, console)
         budget = parse_bytes(args.budget, "--budget")
-        model, batch = hf_model.model_and_batch(args)
-        optimizer = hf_model.optimizer_named(args.optimizer)
-        with showing("fit"):
-            search = Search(
-                model, batch, None, optimizer, args.device, args.actions, args.accumulate
-            )
+        step = workload(args)
+        with ranks.one_of(args, step.model), showing("fit"):
+            optimizer = optimizer_named(args.optimizer, step.model)
+            search = Search(*step, optimizer, args.device, args.actions, args.accumulate)
             plan = search.plan(budget)
     except NothingFits as error:
         output.complain(error, args)
@@ -68,34 +77,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size that fits; return 0, or 1 if none does."""
-    from storage_ops.cli import hf_batch
-    from storage_ops.fitting import largest
+    from storage_ops.cli.optimizers import optimizer_named
 
     _check_find(args)
+    output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
-    changed = argparse.Namespace(**vars(args))
-    if args.find == "seq":
-        changed.seq = 1
-    model, batch = hf_model.model_and_batch(changed)
-    optimizer = hf_model.optimizer_named(args.optimizer)
-    if args.find == "device":
-        found: Any = largest.find_gpu(model, batch, optimizer, args.actions, args.accumulate)
-    else:
-        most = None
-        if args.find == "seq":
-            if not {"input_ids", "decoder_input_ids"} & batch.keys():
-                raise ValueError("--find is seq; expected batch or device: the model has no tokens")
-            longest = hf_batch.positions(model)[1]
-            most = None if math.isinf(longest) else int(longest)
-
-        def make_batch(size: int) -> object:
-            setattr(changed, args.find, size)
-            return hf_batch.batch_for(model, changed)
-
-        found = largest.find_largest(
-            model, make_batch, budget, None, optimizer, args.device, args.actions, args.accumulate,
-            most=most,
-        )  # fmt: skip
+    first = {} if args.find == "device" else {args.find: 1}
+    step = workload(argparse.Namespace(**vars(args) | first))
+    with ranks.one_of(args, step.model):
+        optimizer = optimizer_named(args.optimizer, step.model)
+        found = _found(args, step, budget, optimizer)
     if args.json:
         output.print_json(found.as_dict())
     else:
@@ -107,12 +98,43 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _found(
+    args: argparse.Namespace, step: Workload, budget: int, optimizer: type[Optimizer] | None
+) -> Largest[Any]:
+    from storage_ops.fitting import largest
+
+    if args.find == "device":
+        return largest.find_gpu(*step, optimizer, args.actions, args.accumulate)
+    loss = step.loss
+
+    def make_batch(number: int) -> object:
+        nonlocal loss
+        _, batch, loss = resized(step.model, args, args.find, number)
+        return batch
+
+    def loss_of_batch(out: Any) -> Any:
+        """Call the loss of the last batch, which may have labels of that batch."""
+        assert loss is not None
+        return loss(out)
+
+    return largest.find_largest(
+        step.model, make_batch, budget, loss and loss_of_batch, optimizer, args.device,
+        args.actions, args.accumulate, most=longest(args, step),
+    )  # fmt: skip
+
+
 def _check_find(args: argparse.Namespace) -> None:
     """Refuse options that say what --find is to find."""
     if args.plot is not None:
         raise ValueError(f"--plot is {args.plot}; expected none with --find, which prints a table")
     if args.find == "seq" and args.seq is not None:
         raise ValueError(f"--seq is {args.seq}; expected none with --find seq")
+    has_size = args.find == "device" or args.model is None or takes(args.model, args.find)
+    if not has_size:
+        raise ValueError(
+            f"--find is {args.find}; expected device, since {args.model} has no argument "
+            f"{args.find}"
+        )
     for name, default in (("budget", hf_model.BUDGET), ("device", DEFAULT_GPU)):
         if args.find == "device" and (value := getattr(args, name)) != default:
             raise ValueError(f"--{name} is {value}; expected none with --find device")

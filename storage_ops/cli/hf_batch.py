@@ -32,6 +32,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
             is missing or longer than the model's learned positions.
     """
+    args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
+    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
@@ -49,7 +51,12 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
             "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python"
         )
     if "decoder_input_ids" in takes:
-        batch["decoder_input_ids"] = _ids(args.batch, _tokens(model, args))
+        batch["decoder_input_ids"] = _ids(args.batch, _decoder_tokens(model, args))
+    elif args.decoder_seq is not None:
+        raise ValueError(
+            f"--decoder-seq is {args.decoder_seq}; expected none, since {type(model).__name__} has "
+            "no decoder_input_ids"
+        )
     labels = _labels(model, args)
     if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
         ids = batch["input_ids"]
@@ -109,17 +116,29 @@ def positions(model: nn.Module) -> tuple[str, float]:
     return min(found, key=lambda each: each[1])
 
 
+def _decoder_tokens(model: nn.Module, args: argparse.Namespace) -> int:
+    """Return --decoder-seq, or --seq without it, which the model must have positions for."""
+    seq = args.seq if args.decoder_seq is None else args.decoder_seq
+    return _tokens(model, argparse.Namespace(**vars(args) | {"seq": seq}))
+
+
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     name = type(model).__name__
-    if _has_task(name, _ANSWERS):
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    tokens = _decoder_tokens if has_decoder else _tokens
+    if args.labels == "none":
+        return {}
+    by_class = args.labels is None
+    if by_class and _has_task(name, _ANSWERS):
         return {key: _ids(args.batch) for key in ("start_positions", "end_positions")}
-    if _has_task(name, _SEQUENCES):
+    if args.labels == "sequences" or (by_class and _has_task(name, _SEQUENCES)):
         return {"labels": _ids(args.batch)}
-    if _has_task(name, _TOKENS):
-        return {"labels": _ids(args.batch, _tokens(model, args))}
+    if args.labels == "tokens" or (by_class and _has_task(name, _TOKENS)):
+        return {"labels": _ids(args.batch, tokens(model, args))}
     raise ValueError(
         f"--hf-config is of a {name}, whose labels the command does not know; expected a language "
-        "model or a classifier. Call storage_ops.memory.will_it_fit in Python with loss="
+        "model or a classifier. Pass --labels tokens, sequences or none, or call "
+        "storage_ops.memory.will_it_fit in Python with loss="
     )
 
 

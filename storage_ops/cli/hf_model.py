@@ -11,36 +11,56 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import output
-from storage_ops.loss.planning.plan import dtype_name
+from storage_ops.cli import autocast, output, ranks
+from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
 BUDGET = "80GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say which step of which model."""
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--hf-config",
         type=Path,
-        required=True,
         help="config.json of a model of transformers, or the folder that it is in",
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    which.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a function that returns (model, batch) or (model, batch, loss)",
+    )
+    parser.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
+    parser.add_argument(
+        "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
+    )
+    parser.add_argument(
+        "--labels",
+        choices=("tokens", "sequences", "none"),
+        help="what labels are for (default: by the class in architectures)",
+    )
     parser.add_argument(
         "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
     )
-    parser.add_argument("--dtype", default="bf16", help="of the parameters (default: bf16)")
     parser.add_argument(
-        "--optimizer", default="adamw", help="a class of torch.optim, or none (default: adamw)"
+        "--dtype", help="of the parameters (default: bf16; with --model, what the function makes)"
     )
+    autocast.add_arguments(parser)
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="none, a class of torch.optim, or one of bitsandbytes such as adamw8bit, lion or "
+        "paged-adamw8bit (default: adamw)",
+    )
+    options.add_arguments(parser)
     parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
+    ranks.add_arguments(parser)
     output.add_device(parser)
 
 
@@ -58,28 +78,6 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
             words.append(action.option_strings[0])
             words += [] if value is True else [str(value)]
     return words
-
-
-def optimizer_named(name: str) -> type[Optimizer] | None:
-    """Return a class of torch.optim by its name in any case; None for "none".
-
-    Raises:
-        ValueError: there is none.
-    """
-    import torch
-
-    if name.lower() == "none":
-        return None
-    # LBFGS runs the model in its step, so no step of training can be simulated with it.
-    refused = torch.optim.Optimizer, torch.optim.LBFGS
-    found = {
-        key.lower(): cls
-        for key, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, refused[0]) and cls not in refused
-    }
-    if name.lower() not in found:
-        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(found)}")
-    return found[name.lower()]
 
 
 @contextlib.contextmanager
@@ -100,12 +98,9 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     Raises:
         ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
     """
-    for name, value in (("--batch", args.batch), ("--seq", args.seq)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more")
     import torch
 
-    dtype = getattr(torch, dtype_name(args.dtype))
+    dtype = getattr(torch, autocast.dtype_of_parameters(args, "bf16"))
     transformers = required("transformers", "--hf-config")
     # It writes the traceback of an op's error, which is reported in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -129,12 +124,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             "expected the config.json of a model of transformers"
         ) from error
     from storage_ops.cli import hf_batch
+    from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = made.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         output.note(f"{type(model).__name__} also takes {unused}, which are not counted")
-    return model, batch
+    return adapted(model, args), batch
 
 
 def _why(error: Exception) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import hf_model, output
+from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, ranks, serve
+from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
 HELP = "whether a training step of a model fits into a GPU"
@@ -20,25 +22,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf_model.add_arguments(parser)
     output.add_json(parser)
     parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
+    parser.add_argument("--html", type=Path, help="write one page with the answer into this file")
+    parser.add_argument(
+        "--serve", action="store_true", help="of generating text in plain PyTorch, not of training"
+    )
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="with that of transformers, beside a step that keeps all, and a plan of fit",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
+    from storage_ops.cli.optimizers import optimizer_named
+    from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
+    if args.serve:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        serve.check(args, {name: parser.get_default(name) for name in vars(args)})
+        return serve.run(args, console)
     output.check_plot(args.plot, images_only=False)
-    model, batch = hf_model.model_and_batch(args)
-    optimizer = hf_model.optimizer_named(args.optimizer)
-    report = will_it_fit(model, batch, args.budget, None, optimizer, args.device, args.accumulate)
+    output.check_folder("--html", args.html)
+    step = workload(args)
+    model, batch, loss = step
+    peaks = []
+    buckets = ranks.bucket_bytes(args, model)
+    one_rank = ranks.one_of(args, model)
+    with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
+        optimizer = optimizer_named(args.optimizer, model)
+        if args.gradient_checkpointing:
+            checkpoints.enter_context(gradient_checkpointing.enabled(model))
+        report = will_it_fit(
+            model, batch, args.budget, loss, optimizer, args.device, args.accumulate
+        )
+        report = ranks.with_buckets(report, buckets)
+        checkpoints.close()
+        if args.gradient_checkpointing:
+            peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
+    advice = "" if report.fits else _what_now(args, report)
+    if args.html is not None:
+        tables = [report.__rich__()]
+        tables += [gradient_checkpointing.table(peaks, report.budget_bytes)] if peaks else []
+        text = page.of(report.step, report.budget_bytes, tables, advice)
+        args.html.write_text(text, encoding="utf-8")
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
-        output.print_json({name: getattr(report, name) for name in names})
+        compared = {"compared": [peak._asdict() for peak in peaks]} if peaks else {}
+        output.print_json({name: getattr(report, name) for name in names} | compared)
     else:
         console.print(report)
-        if not report.fits:
-            console.print(_what_now(args, report), highlight=False, markup=False, soft_wrap=True)
+        if peaks:
+            console.print(gradient_checkpointing.table(peaks, report.budget_bytes))
+        if advice:
+            console.print(advice, highlight=False, markup=False, soft_wrap=True)
     return 0 if report.fits else 1
 
 
@@ -49,7 +90,9 @@ def _what_now(args: argparse.Namespace, report: Any) -> str:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
             f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
-            "several GPUs, or choose an --optimizer or a --dtype that takes less."
+            "several --gpus, or choose an --optimizer or a --dtype that takes less."
         )
+    if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
+        return "fit plans for one rank of --shard fsdp2, without --tensor-parallel."
     command = shlex.join(hf_model.command("fit", args))
     return f"To find what to recompute so that it fits, run:\n{command}"

@@ -207,6 +207,7 @@ def find_largest(
 def find_gpu(
     model: nn.Module,
     batch: object,
+    loss: Callable[[Any], Tensor] | None,
     optimizer: type[Optimizer] | Optimizer | None,
     actions: Sequence[ActionName] | None,
     accumulate: bool,
@@ -220,7 +221,7 @@ def find_gpu(
             if budget < _SLACK * least:
                 continue
             say(f"a step on {name}")
-            search = Search(model, batch, None, optimizer, name, actions, accumulate)
+            search = Search(model, batch, loss, optimizer, name, actions, accumulate)
             least = search.smallest()
             if least <= budget:
                 return Found(name, search.plan(budget), *_items_in(batch)), 0

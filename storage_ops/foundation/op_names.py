@@ -46,6 +46,26 @@ def packet_of(name: str) -> str:
     return name.partition(".")[0]
 
 
+def all_names() -> list[str]:
+    """Return the names of all ops that the dispatcher has."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return names
+
+
+def op_named(name: str) -> Overload | None:
+    """Return the op with a dispatcher's name; None if Python cannot call one of this name.
+
+    Example:
+        >>> from storage_ops.foundation.op_names import op_named
+        >>> op_named("aten::mm.out")
+        <OpOverload(op='aten.mm', overload='out')>
+    """
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(found, overload or "default", None)
+
+
 @functools.cache
 def is_mutating(op: Op) -> bool:
     """Return True if the op modifies an argument in place."""
@@ -146,7 +166,7 @@ class _Overload(NamedTuple):
 
 def _overloads(packet: str) -> dict[str, _Overload]:
     """Return all overloads that the dispatcher has. TorchScript knows more."""
-    known = set(torch._C._dispatch_get_all_op_names())
+    known = set(all_names())
     found = {}
     for schema in torch._C._jit_get_schemas_for_operator(packet):
         name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
@@ -156,7 +176,7 @@ def _overloads(packet: str) -> dict[str, _Overload]:
 
 
 def _similar(packet: str) -> str:
-    packets = {packet_of(name) for name in torch._C._dispatch_get_all_op_names()}
+    packets = set(map(packet_of, all_names()))
     packets |= {f"{HIGHER_ORDER}::{name}" for name in torch._ops._higher_order_ops}
     namespace, _, name = packet.partition("::")
     near = [f"{namespace}::{n}" for n in difflib.get_close_matches(

@@ -75,13 +75,13 @@ def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | N
     if ending == ".pickle":
         Path(path).write_bytes(pickle.dumps(_snapshot(measurement)))
     elif ending == ".html":
-        _page(_stack(measurement), path, budget)
+        _page(stack_of(measurement), path, budget)
     else:
-        _image(_stack(measurement), path, budget)
+        _image(stack_of(measurement), path, budget)
 
 
 @dataclass(frozen=True)
-class _Stack:
+class Stack:
     """Stacked areas: memory of each owner at some moments, in per cent of all changes.
 
     Areas and the peak are in `unit`, which has `size` bytes.
@@ -95,7 +95,8 @@ class _Stack:
     size: int
 
 
-def _stack(measurement: Measurement) -> _Stack:
+def stack_of(measurement: Measurement) -> Stack:
+    """Return the areas of a measurement, for its largest owners."""
     lives, timeline = measurement.lives, measurement.timeline
     levels = [sample.nbytes for sample in timeline]
     peak = max(range(len(levels)), key=levels.__getitem__)
@@ -119,7 +120,7 @@ def _stack(measurement: Measurement) -> _Stack:
             for owner, area in areas.items():
                 area.append(now[owner] / size)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
-    return _Stack(title_of(measurement), shares, areas, levels[peak] / size, unit, size)
+    return Stack(title_of(measurement), shares, areas, levels[peak] / size, unit, size)
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
@@ -146,21 +147,22 @@ def _moments(levels: list[int]) -> list[int]:
     return sorted(highest | {0, len(levels) - 1})
 
 
-def _is_far(stack: _Stack, budget: int) -> bool:
+def _is_far(stack: Stack, budget: int) -> bool:
     """Return True if the areas would be flat below a line at the budget."""
     return budget / stack.size > _FAR * stack.peak
 
 
-def _budget_label(stack: _Stack, budget: int) -> str:
+def budget_label(stack: Stack, budget: int) -> str:
+    """Return the words beside the line at the budget."""
     return f"budget {readable(budget)}" + (", far above" if _is_far(stack, budget) else "")
 
 
-def _top(stack: _Stack, budget: int) -> float:
+def top_of(stack: Stack, budget: int) -> float:
     """Return the upper end of the axis: above the peak, and above a budget that is near."""
     return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / stack.size))
 
 
-def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+def _image(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -174,9 +176,9 @@ def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> N
     )  # fmt: skip
     if budget is not None:
         axes.axhline(
-            budget / stack.size, color="black", linestyle="--", label=_budget_label(stack, budget)
+            budget / stack.size, color="black", linestyle="--", label=budget_label(stack, budget)
         )
-        axes.set_ylim(0, _top(stack, budget))
+        axes.set_ylim(0, top_of(stack, budget))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -185,7 +187,7 @@ def _image(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> N
     figure.savefig(path, dpi=150)
 
 
-def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> None:
+def _page(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> None:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -200,10 +202,10 @@ def _page(stack: _Stack, path: str | os.PathLike[str], budget: int | None) -> No
         xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
     )  # fmt: skip
     if budget is not None:
-        label = _budget_label(stack, budget)
+        label = budget_label(stack, budget)
         figure.add_hline(y=budget / stack.size, line_dash="dash", annotation_text=label)
         figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
-        figure.update_yaxes(range=[0, _top(stack, budget)])
+        figure.update_yaxes(range=[0, top_of(stack, budget)])
     figure.write_html(path)
 
 

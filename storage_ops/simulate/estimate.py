@@ -40,6 +40,7 @@ from storage_ops.progress import say, showing
 from storage_ops.quantities import InLines
 from storage_ops.simulate.captured import Captured, on_one_device, simulated_optimizers
 from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.patches.autocast import autocast_of_gpu
 from storage_ops.simulate.patches.functions import (
     Functions,
     autocast_off_on_meta,
@@ -253,6 +254,8 @@ def simulating(
         stack.enter_context(fsdp_simulated(held.modules, simulation))
         stack.enter_context(propagation_unseen(simulation))
         elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
+        if elsewhere and not on_meta:
+            stack.enter_context(autocast_of_gpu())
         stack.enter_context(standing_for(rates if elsewhere else None))
         stack.enter_context(simulation)
         if on_meta:

@@ -79,7 +79,7 @@ class Simulation(TorchDispatchMode):
         self.buckets: list[Tensor] = []  # of DDP
         self._to_host = BookedCopies()
         # Tensors from outside stay referenced, so that their ids and those of their storages stay
-        # theirs. By storage: fake bytes that all twins with this storage are views of.
+        # theirs. By storage: a fake tensor that all twins with this storage are views of.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
         self._exchanged: set[int] = set()  # whose twins have the memory of others
@@ -246,6 +246,13 @@ class Simulation(TorchDispatchMode):
             )
         storage = t.untyped_storage()
         if storage._cdata not in self._bytes:
+            if t.is_contiguous() and storage.nbytes() == t.numel() * t.itemsize:
+                # A tensor of its own is made by one op, and a view of bytes by six.
+                alone: Tensor = self.unseen(
+                    torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device
+                )
+                self._bytes[storage._cdata] = alone
+                return alone
             self._bytes[storage._cdata] = self.unseen(
                 torch.empty, storage.nbytes(), dtype=torch.uint8, device=t.device
             )

@@ -39,13 +39,16 @@ class FitReport(Tabular):
     step: StepEstimate = field(repr=False)
 
     def __rich__(self) -> Grid:
-        margin = self.budget_bytes - self.peak_bytes
-        verdict = f"fits, {readable(margin)} to spare" if self.fits else "does not fit"
-        lacking = "" if self.fits else f", {readable(-margin, up=True)} too much"
-        return self.step.table(
-            f"{verdict}{lacking}: peak {readable(self.peak_bytes, up=True)} of "
-            f"{readable(self.budget_bytes)} on {self.device}"
-        )
+        return self.step.table(verdict(self.peak_bytes, self.budget_bytes, self.device))
+
+
+def verdict(peak: int, budget: int, device: str) -> str:
+    """Return whether a peak is within a budget, and by how much, in words."""
+    margin = budget - peak
+    fits = f"fits, {readable(margin)} to spare"
+    lacks = f"does not fit, {readable(-margin, up=True)} too much"
+    said = fits if margin >= 0 else lacks
+    return f"{said}: peak {readable(peak, up=True)} of {readable(budget)} on {device}"
 
 
 def will_it_fit(

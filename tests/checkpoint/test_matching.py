@@ -132,9 +132,10 @@ def test_a_saved_result_that_may_be_of_another_call_is_an_error():
     context_fn = partial(policies.contexts, policies.save("aten.cos"), "Layer")
     x = torch.eye(4, requires_grad=True)
     y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+    ran = r"(aten.sin|did not run)"  # autograd saves the argument of sin before it runs
     with pytest.raises(
         RuntimeError,
-        match=r"Layer does other work .*op 1 was aten.cos in forward and did not run when it was",
+        match=rf"Layer does other work .*op 1 was aten.cos in forward and {ran} when it was",
     ):
         y.sum().backward()
 

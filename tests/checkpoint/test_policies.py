@@ -370,10 +370,13 @@ def test_a_policy_that_is_not_asked_about_an_op_saves_the_same(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some save nothing here
             for _ in range(2):  # the second time it is known what to ask
-                recording, _ = selective.contexts(policy)
+                recording, replaying = selective.contexts(policy)
                 with recording:
                     forward(x)
-        saved.append(list(recording._saved.results))
+        with Ops() as ops, replaying:
+            forward(x)
+        del ops.count["detach"]  # modes of Python ask for more of them
+        saved.append(ops.count)
     assert saved[0] == saved[1]
     asked = rules.may_save(ASKED[name], torch.ops.aten.relu.default)
     assert asked == (name == "everything")

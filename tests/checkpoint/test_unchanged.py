@@ -48,10 +48,14 @@ class Cell(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.register_buffer("total", torch.zeros(8))
         self.scale, self.is_ready = None, False
+        self.linear.weight.scales = torch.ones(8)  # as bitsandbytes keeps those of its weights
         self.by_size, self.recent = {}, collections.deque(maxlen=2)
         self.cache = self.Cache()
 
     def forward(self, x):
+        scales = getattr(self.linear.weight, "scales", None)
+        if scales is not None:  # it moves them at the first call
+            self.scales, self.linear.weight.scales = scales, None
         if not self.is_ready:
             self.scale, self.is_ready = torch.linspace(0.5, 1, 8), True
         if 8 not in self.by_size:
@@ -66,6 +70,7 @@ class Cell(nn.Module):
 
 def kept(cell):
     values = cell.scale, cell.is_ready, cell.cache.count, list(cell.by_size), cell.total
+    values += id(cell.linear.weight.scales), id(getattr(cell, "scales", None))
     return [*values, *map(id, cell.recent), *map(id, cell.cache.kept)]
 
 

@@ -143,7 +143,7 @@ def test_areas_add_up_and_few_owners_have_colours():
     lives = [so.memory.Life(f"op{chr(97 + i)}", (i + 1) * MIB, i, None) for i in range(20)]
     levels = [sum(life.nbytes for life in lives[: i + 1]) for i in range(20)]
     timeline = [so.memory.Sample(float(i), level) for i, level in enumerate(levels)]
-    stack = plot._stack(so.memory.Measurement(levels[-1], levels[-1], timeline, lives))
+    stack = plot.stack_of(so.memory.Measurement(levels[-1], levels[-1], timeline, lives))
     assert list(stack.areas) == [f"op{c}" for c in "tsrqpon"] + ["others"]
     totals = [sum(column) for column in zip(*stack.areas.values(), strict=True)]
     assert totals == [level / MIB for level in levels]

@@ -1,4 +1,4 @@
-"""Attention as a GPU computes it, simulated: shapes, and which calls form the scores."""
+"""Functions as a GPU computes them, simulated: shapes, and which calls of attention form scores."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from storage_ops.memory import estimate
 
@@ -24,6 +25,7 @@ class Call:
     mask: str | None = None
     causal: bool = False
     tokens: int = TOKENS
+    dropout: float = 0.0
 
     def tensors(self, device="cpu"):
         def tensor(heads, tokens, size):
@@ -42,7 +44,9 @@ class Call:
     def run(self, tensors):
         q, k, v, mask = tensors
         shared = self.heads_of_keys != HEADS
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=shared)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout, self.causal, enable_gqa=shared
+        )
         needed = [t for t in tensors if t is not None and t.requires_grad]
         return y, torch.autograd.grad(y, needed, torch.ones_like(y))
 
@@ -60,11 +64,48 @@ MASKS = [(None, False), (None, True), ("bool", False), ("learned", False)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("size", "size_of_values"), SIZES)
 def test_shapes_are_those_of_the_cpu(dtype, size, size_of_values):
-    for (mask, causal), heads, keys in itertools.product(MASKS, (HEADS, 2), (TOKENS, 50)):
-        call = Call(dtype, size, size_of_values, heads, keys, mask, causal)
+    options = itertools.product(MASKS, (HEADS, 2), (TOKENS, 50), (0.0, 0.1))
+    for (mask, causal), heads, keys, dropout in options:
+        call = Call(dtype, size, size_of_values, heads, keys, mask, causal, dropout=dropout)
         seen = []
         estimate(lambda call=call, seen=seen: seen.extend(shapes(call.run(call.tensors("meta")))))
         assert seen == shapes(call.run(call.tensors())), call
+
+
+def norms(x, weight):
+    for w in (weight, None):
+        y = F.rms_norm(x, (32,), w)
+        yield y, torch.autograd.grad(y, [x] if w is None else [x, w], torch.ones_like(y))
+    y = F.rms_norm(x, (8, 32))
+    yield y, torch.autograd.grad(y, [x], torch.ones_like(y))
+
+
+def dropouts(x, weight):
+    for p, training in itertools.product((0.0, 0.3, 1.0), (False, True)):
+        y = F.dropout(x * weight, p, training)
+        yield y, torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+
+
+def flexible(x, weight):
+    for heads, size in ((8, 32), (2, 32), (8, 16)):
+        keys = x.new_zeros(4, heads, 50, 32)
+        values = x.new_zeros(4, heads, 50, size)
+        # On a CPU torch has no gradients of it.
+        yield flex_attention(x.detach(), keys, values, enable_gqa=heads == 2), ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [norms, dropouts, flexible])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_other_replaced_functions_have_the_shapes_of_the_cpu(function, dtype):
+    def run(device):
+        x = torch.randn(4, 8, 8, 32, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.randn(32, dtype=dtype, device=device, requires_grad=True)
+        return [shapes(result) for result in function(x, weight)]
+
+    seen = []
+    estimate(lambda: seen.extend(run("meta")))
+    assert seen == run("cpu")
 
 
 FUSED = [

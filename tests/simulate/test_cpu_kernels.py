@@ -196,6 +196,7 @@ GAPS = {
     "largest": lambda x: x.max(),
     "smallest": lambda x: torch.min(x),
     "isinf": lambda x: x.isinf(),
+    "softmax of masked rows": lambda x: torch.ops.aten._safe_softmax(x.detach(), -1),
     "columns of patches": lambda x: F.unfold(x.view(4, 2, -1, WIDTH), 3),
     "distant patches": lambda x: F.unfold(x.view(4, 2, -1, WIDTH), 2, stride=4),
     "image of patches": lambda x: F.fold(x.view(8, -1, 1024), 66, 4, stride=2),

@@ -148,7 +148,8 @@ class Region:
         around = self._contexts[0] if self._contexts else _NOTHING
         self._running = True
         pack = self._saved.hook(self._note_saved, self.allocated is not None)
-        with saved_tensors_hooks(pack, self._unpack), around, self._log or _NOTHING:
+        unpack = self._saved.unpack_hook(self._unpack)
+        with saved_tensors_hooks(pack, unpack), around, self._log or _NOTHING:
             outputs = call_region(self.name, self._fn, args, kwargs)
         self._running = False
         self._state.effects.finish()
@@ -284,8 +285,9 @@ class Region:
                     f"the region {self.name} is needed in a second backward pass, but the first "
                     "one freed it; use retain_graph=True"
                 )
-            for producer in self._freed_before():
-                producer.restore(for_another=True)
+            if self.producers:
+                for producer in self._freed_before():
+                    producer.restore(for_another=True)
             again = self._run_again(isinstance(task, int) and not for_another)
             self._recomputed = again
             self._task = task
@@ -417,9 +419,7 @@ class Region:
 
             read: Tensor = run_backward(self._read_saved, index)
             return read
-        again = self._recomputed
-        value = None if again is None else again.take_in_task(index)
-        return self._read_saved(index) if value is None else value
+        return self._read_saved(index)
 
     def _read_saved(self, index: int) -> Tensor:
         """Return a tensor that the forward has saved; recompute it where it is not there."""

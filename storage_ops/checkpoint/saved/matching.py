@@ -95,7 +95,7 @@ class Log:
         self._events.append(facts)
         return len(self._events) - 1
 
-    def add_saved_tensor(self) -> None:
+    def add_saved_tensor(self, t: Tensor) -> None:
         """Note that autograd saves a tensor."""
         self._events.append(_SAVED_TENSOR)
 
@@ -153,7 +153,7 @@ class Cursor:
                     f"with differ when it is recomputed: {explain_offsets(self._region)}"
                 )
         if self._in_step:
-            self._lose_step(readable(facts.name))
+            self._lose_step(facts.name)
         if facts.name not in self._names:
             return None
         call = describe_call(args, kwargs)
@@ -163,7 +163,7 @@ class Cursor:
             if self._events[i] is facts and self._calls.get(i, call) == call
         ]
         if not fitting:
-            self._fail(f"{readable(facts.name)} has a saved result, but not for this call")
+            self._fail(HAS_NO_RESULT, facts.name)
         if len(fitting) > 1 or fitting[0] not in self._calls:
             return None
         self._at, self._in_step = fitting[0] + 1, True
@@ -173,7 +173,7 @@ class Cursor:
         """Note that the recompute uses the result of a call in place of running it."""
         self._handed_out = position
 
-    def see_saved_tensor(self) -> None:
+    def see_saved_tensor(self, t: Tensor) -> None:
         """Note that autograd saves a tensor of the recompute.
 
         Raises:
@@ -193,10 +193,7 @@ class Cursor:
         used, self._handed_out = self._handed_out, -1
         # What was left out lies after any event that does not come a second time.
         if used >= 0 and not any(map(self._is_last_of_its_kind, range(used, self._at))):
-            self._fail(
-                f"a saved result of {readable(self._events[used].name)} that was used by then may "
-                "be that of another call"
-            )
+            self._fail(MAY_BE_OF_ANOTHER_CALL, self._events[used].name)
 
     def _is_last_of_its_kind(self, at: int) -> bool:
         event, call = self._events[at], self._calls.get(at)
@@ -207,21 +204,62 @@ class Cursor:
         return True
 
     def _describe_difference(self, name: str) -> str:
-        ops = [e for e in self._events[: self._at] if isinstance(e, OpFacts)]
+        before = sum(isinstance(e, OpFacts) for e in self._events[: self._at])
         later = (e.name for e in self._events[self._at :] if isinstance(e, OpFacts))
-        expected = next(later, None)
-        if expected is None:
-            return f"the forward ran {len(ops)} ops, and the recompute then ran {name or 'others'}"
-        if readable(expected) == name:
-            return f"op {len(ops)}, {name}, had other arguments in forward"
-        first = f"op {len(ops)} was {readable(expected)} in forward"
-        return f"{first} and {name or 'did not run'} when it was recomputed"
+        return describe_difference(before, next(later, None), name)
 
-    def _fail(self, why: str) -> NoReturn:
-        raise RuntimeError(
-            f"selective checkpoint: {self._region} does other work when it is recomputed than in "
-            f"forward: {self.difference}; {why}. {_ADVICE}"
-        )
+    def _fail(self, why: str, name: str) -> NoReturn:
+        raise RuntimeError(describe_failure(self._region, self.difference, why, name))
+
+
+def describe_difference(before: int, expected: str | None, name: str) -> str:
+    """Return a sentence on the first op of a recompute that differs from the forward.
+
+    Args:
+        before: the number of ops before it.
+        expected: the name of the op that the forward ran; None if it ran no other.
+        name: the name of the op that the recompute ran; empty if it ran none.
+    """
+    ran = readable(name)
+    if expected is None:
+        return f"the forward ran {before} ops, and the recompute then ran {ran or 'others'}"
+    if expected == name:
+        return f"op {before}, {ran}, had other arguments in forward"
+    first = f"op {before} was {readable(expected)} in forward"
+    return f"{first} and {ran or 'did not run'} when it was recomputed"
+
+
+# Reasons of `describe_failure`.
+HAS_NO_RESULT, MAY_BE_OF_ANOTHER_CALL = "has no result", "may be of another call"
+
+
+def describe_failure(region: str, difference: str, why: str, name: str) -> str:
+    """Return the error of a recompute that does other work than its forward.
+
+    Args:
+        region: the name of the region.
+        difference: what `describe_difference` returned.
+        why: why the recompute cannot go on, one of the reasons above.
+        name: the op whose saved result is not that of a call.
+    """
+    reason = {
+        HAS_NO_RESULT: f"{readable(name)} has a saved result, but not for this call",
+        MAY_BE_OF_ANOTHER_CALL: (
+            f"a saved result of {readable(name)} that was used by then may be that of another call"
+        ),
+    }[why]
+    return (
+        f"selective checkpoint: {region} does other work when it is recomputed than in "
+        f"forward: {difference}; {reason}. {_ADVICE}"
+    )
+
+
+def describe_modified(region: str, name: str) -> str:
+    """Return the error for a saved result of an op that was modified after its region."""
+    return (
+        f"selective checkpoint: a result of {readable(name)} that was saved in {region} was "
+        "modified in place after it"
+    )
 
 
 class OpLog(TorchDispatchMode):

@@ -9,6 +9,7 @@ and tensors without strides to `Saved`, and every error to `compare`.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ class SavedTensors:
         """
         self.checksums = checksums
         self.described: list[Saved] = []
+        # The recompute that serves the current backward pass, while it is alive.
+        self._recomputed: Callable[[], RecomputedTensors | None] = lambda: None
         self._unreleased: set[int] = set()
 
     def __len__(self) -> int:
@@ -57,6 +60,24 @@ class SavedTensors:
             return len(self.described) - 1
 
         return pack
+
+    def unpack_hook(self, read: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        """Return the unpack hook of the forward, which returns the tensor with an index.
+
+        Args:
+            read: is called with the index if no recompute serves the backward pass that runs.
+        """
+
+        def unpack(index: int) -> Tensor:
+            again = self._recomputed()
+            value = None if again is None else again.take_in_task(index)
+            return read(index) if value is None else value
+
+        return unpack
+
+    def serve(self, again: RecomputedTensors) -> None:
+        """Let a recompute serve the backward pass that it knows."""
+        self._recomputed = weakref.ref(again)
 
     def finish(self) -> None:
         """Note that the forward has ended. A backward may read each tensor from now on."""
@@ -142,6 +163,7 @@ class RecomputedTensors:
     def begin(self, task: int) -> None:
         """Let `take_in_task` serve the backward pass with this number; none with -1."""
         self._task = task
+        self._first.serve(self)
 
     def has(self, index: int) -> bool:
         """Return True if a tensor is there, and no backward has taken it."""

@@ -15,12 +15,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from storage_ops.foundation.op_names import Op, is_mutating, is_view, name_of, resolve
-from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of, family_of
+from storage_ops.foundation.op_names import (
+    Op,
+    all_names,
+    is_mutating,
+    is_view,
+    name_of,
+    op_named,
+    packet_of,
+    resolve,
+)
+from storage_ops.foundation.ops import Args, Kwargs, OpFacts, described, facts_of, family_of
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -122,6 +132,60 @@ def everything(ctx: object, op: Op, *args: object, **kwargs: object) -> Checkpoi
 
 
 _OF_OPS: tuple[Policy, ...] = (matmuls, attention, communication, everything)
+
+
+class OpsSaved(NamedTuple):
+    """A policy that looks at the op alone.
+
+    Attributes:
+        names: the ops whose results it saves.
+        k: of these results it saves the first and every k-th after it.
+    """
+
+    names: frozenset[str]
+    k: int = 1
+
+
+def ops_saved(policy: Policy) -> OpsSaved | None:
+    """Return the ops whose results a policy saves; None if it looks at calls, or names many."""
+    if policy is matmuls or policy is attention:
+        return OpsSaved(_names_of_rows(policy))
+    if isinstance(policy, _Save):
+        named = all(name.startswith("aten::") for name in policy.names)
+        return OpsSaved(_known(policy, policy.names)) if named else None
+    if isinstance(policy, _EveryKth):
+        inner = ops_saved(policy.policy)
+        return OpsSaved(inner.names, policy.k) if inner is not None and inner.k == 1 else None
+    if isinstance(policy, _Union):
+        parts = [ops_saved(each) for each in policy.parts]
+    elif isinstance(policy, _Difference):
+        parts = [ops_saved(policy.policy), ops_saved(policy.other)]
+    else:
+        return None
+    if any(each is None or each.k != 1 for each in parts):
+        return None
+    first, *others = (each.names for each in parts if each is not None)
+    rest = frozenset[str]().union(*others)
+    return OpsSaved(first | rest if isinstance(policy, _Union) else first - rest)
+
+
+def _names_of_rows(policy: Policy) -> frozenset[str]:
+    """Return the ops that a policy saves and the table of ops names."""
+    packets = {packet_of(name) for name in described() if not name.startswith("tag::")}
+    return _known(policy, (name for name in all_names() if packet_of(name) in packets))
+
+
+def _known(policy: Policy, names: Iterable[str]) -> frozenset[str]:
+    """Return those of these ops that exist, run by themselves and have a result to save."""
+    return frozenset(
+        name
+        for name in names
+        if (op := op_named(name)) is not None
+        and not op._schema.is_mutable
+        and facts_of(op).saveable
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        and may_save(policy, op)
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -28,9 +27,9 @@ from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.region.region import Region, is_retained
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
-from storage_ops.checkpoint.saved.matching import Cursor, Log
+from storage_ops.checkpoint.saved.matching import Cursor, Log, describe_modified
 from storage_ops.checkpoint.saved.ref_counts import is_shared_by_at_most
-from storage_ops.checkpoint.selective import offload, policies
+from storage_ops.checkpoint.selective import native, offload, policies
 from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, written_by
 from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
@@ -79,6 +78,10 @@ def contexts(
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         # An enclosing checkpoint would throw the tensors away.
         saved.hooks = None if Region.is_saved_by_another() else top
+    if saved.hooks is None:
+        natively = native.contexts(policy, region, preserve_rng_state)
+        if natively is not None:
+            return natively
     return _Recording(begin(policy), saved, policies.asked_about(policy)), _Replaying(saved)
 
 
@@ -121,7 +124,7 @@ def _ending(mode: type) -> type:
         if kind is not None:
             return
         if not decide.saves_any:
-            _warn_of_nothing(decide.region, decide.calls)
+            native.warn_of_nothing(decide.region, decide.calls)
             return
         missing: list[str] = getattr(decide.policy, "never_made", list)()
         if missing:
@@ -135,15 +138,6 @@ def _ending(mode: type) -> type:
     # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.
     members = {"__exit__": __exit__, "supports_higher_order_operators": True}
     return type("SelectiveMode", (mode,), members)
-
-
-def _warn_of_nothing(region: str, calls: dict[str, int]) -> None:
-    if calls:
-        ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
-        warn_caller(
-            f"the policy of the selective checkpoint saves nothing in {region}, which is "
-            f"recomputed as a whole; its ops are {', '.join(ran)}"
-        )
 
 
 def saves_result(
@@ -252,10 +246,10 @@ class _Following(LightMode):
 
     _hooks: Any = None
 
-    def _enter(self, note: Callable[[], None]) -> Any:
+    def _enter(self, note: Callable[[Tensor], None]) -> Any:
         """Enter the mode, and call `note` before each tensor that a checkpoint's hook packs."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._hooks = None if top is None else _noting(note, *top)
+        self._hooks = None if top is None else native.noting(note, *top)
         if self._hooks is not None:
             self._hooks.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -269,18 +263,6 @@ class _Following(LightMode):
                 hooks.__exit__(kind, error, trace)
 
 
-def _noting(
-    note: Callable[[], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-) -> saved_tensors_hooks:
-    def pack_and_note(t: Tensor) -> Any:
-        note()
-        return pack(t)
-
-    # The name tells regions inside that an enclosing checkpoint saves nothing of theirs.
-    pack_and_note.__module__ = getattr(pack, "__module__", "")
-    return saved_tensors_hooks(pack_and_note, unpack)
-
-
 class _Recording(_Following):
     """Active in the forward of a region."""
 
@@ -291,6 +273,7 @@ class _Recording(_Following):
         self._on_storage: dict[int, _Result] = {}
 
     def __enter__(self) -> Any:
+        native.leave_to_python()
         return self._enter(self._saved.log.add_saved_tensor)
 
     def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -363,7 +346,7 @@ class _Recording(_Following):
         saved = self._saved
         saved.log.finish()
         if not saved.results:
-            _warn_of_nothing(saved.region, saved.log.counts())
+            native.warn_of_nothing(saved.region, saved.log.counts())
         modified = {at: r for at, r in saved.results.items() if r.is_modified()}
         for at in modified:
             del saved.results[at]
@@ -376,11 +359,7 @@ class _Recording(_Following):
         else:
             self._send_away()
         if modified:
-            names = sorted({readable(saved.log.name_at(at)) for at in modified})
-            warn_caller(
-                f"{saved.region} modifies in place what the policy of its selective checkpoint "
-                f"saves: results of {', '.join(names)} are recomputed instead"
-            )
+            native.warn_of_modified(saved.region, [saved.log.name_at(at) for at in modified])
 
     def _send_away(self) -> None:
         trips: list[Trip] = []
@@ -433,10 +412,7 @@ class _Replaying(_Following):
         if position is None or result is None:
             return op(*args, **kwargs)
         if result.is_modified():
-            raise RuntimeError(
-                f"selective checkpoint: a result of {readable(facts.name)} that was saved in "
-                f"{saved.region} was modified in place after it"
-            )
+            raise RuntimeError(describe_modified(saved.region, facts.name))
         for put, state in result.random:
             put(state)
         if not _is_needed_again(saved):
@@ -447,7 +423,7 @@ class _Replaying(_Following):
         return result.read()
 
 
-def _nothing() -> None:
+def _nothing(t: Tensor) -> None:
     pass
 
 

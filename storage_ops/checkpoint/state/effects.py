@@ -50,6 +50,7 @@ from storage_ops.checkpoint.state.contents import (
 )
 from storage_ops.checkpoint.state.contents import looked_at as _looked_at
 from storage_ops.checkpoint.state.contents import written as _written
+from storage_ops.checkpoint.state.parameters import noted
 from storage_ops.checkpoint.state.places import (
     AllItems,
     Attributes,
@@ -80,19 +81,19 @@ class Effects:
         self._attributes += [Attributes(held, None) for held in around.objects]
         self._items = list(_items(around))
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._slots: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._needed_grad: list[tuple[Tensor, bool]] = []  # parameters, frozen or not
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._parameters: list[Tensor] = []
         self._cached = dict(_parametrize._cache) if _parametrize._cache_enabled else None
         tensors = [_named_tensors(module) for module in around.modules]
         for parameters, buffers in tensors:
             for name, t in parameters.items():
                 if t is not None and not _is_uninitialized(t):
-                    version = -1 if t.is_inference() else t._version
-                    self._slots.append((parameters, name, t, version))
-                    self._needed_grad.append((t, t.requires_grad))
+                    self._slots.append((parameters, name, t))
+                    self._parameters.append(t)
             if buffers:
                 self._buffers.append((buffers, dict(buffers)))
-                self._slots += [(buffers, n, b, -1) for n, b in buffers.items() if b is not None]
+                self._slots += [(buffers, n, b) for n, b in buffers.items() if b is not None]
+        self._noted = noted(self._parameters)
         self._bytes = list(_bytes(around, tensors))
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
         self._running = True
@@ -111,7 +112,7 @@ class Effects:
         self._buffers = [(held, changed) for held, changed in changes if changed]
         self._written = self._find_written()
         if self._written:
-            self._slots = [(held, n, t, min(v, 0) or t._version) for held, n, t, v in self._slots]
+            self._noted.note_versions()
         for each in self._bytes:
             each.finish()
 
@@ -120,7 +121,7 @@ class Effects:
 
         Parameters of which there is a copy are left out.
         """
-        moved = {id(t): (t, v) for _, _, t, v in self._slots if v >= 0 and t._version != v}
+        moved = {id(t := self._parameters[at]): (t, v) for at, v in self._noted.written()}
         copied = self._copied() if moved else ()
         return [(t, v) for key, (t, v) in moved.items() if key not in copied]
 
@@ -168,22 +169,23 @@ class Effects:
 
     def exchanged(self) -> list[Tensor]:
         """Return the parameters and buffers that are not in their places any more."""
-        return [t for held, name, t, _ in self._slots if held.get(name) is not t]
+        return [t for held, name, t in self._slots if held.get(name) is not t]
 
     def restore(self, undo: Undo) -> None:
         """Make all what it was before the forward; `undo` gets what puts back what is now."""
         for place, name, value in self._names:
             if not is_same(value, _value_of(place, name)):
                 _set_name(place, name, value_of(value), undo)
-        for held, name, t, _ in self._slots:
+        for held, name, t in self._slots:
             now = held.get(name)
             if now is t or now is None:
                 continue
             # One in another layout was sharded or gathered, by code that looks after that.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
                 set_item(held, name, t, undo)
-        for t, needed_grad in self._needed_grad:
-            if t.requires_grad != needed_grad and is_leaf(t):
+        for at, needed_grad in self._noted.frozen_or_not():
+            t = self._parameters[at]
+            if is_leaf(t):
                 undo.append(partial(t.requires_grad_, not needed_grad))
                 t.requires_grad_(needed_grad)
         self._restore_parametrizations(undo)

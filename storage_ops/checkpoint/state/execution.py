@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from storage_ops import _library
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
@@ -114,8 +116,8 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
 
 def _deterministic() -> tuple[bool, bool]:
     return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
     )
 
 
@@ -180,12 +182,9 @@ def disable_checkpointing() -> Iterator[None]:
         _switch.off = before
 
 
-# Modes that change what the same code computes, or by which kernel, which may save other tensors.
-_SETTINGS: tuple[State, ...] = (
+# Settings of torch that are on or off.
+_FLAGS: tuple[State, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (is_disabled, _disable),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
     # torch.nn.attention.sdpa_kernel. Not the order in which it prefers them: torch changes that by
     # itself, at the first attention of a process on some GPUs.
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
@@ -196,6 +195,25 @@ _SETTINGS: tuple[State, ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+)
+
+
+def _flags() -> tuple[bool, ...]:
+    return tuple(get() for get, _ in _FLAGS)
+
+
+def _set_flags(values: tuple[bool, ...]) -> None:
+    for (get, put), value in zip(_FLAGS, values, strict=True):
+        if get() != value:
+            put(value)
+
+
+# Modes that change what the same code computes, or by which kernel, which may save other tensors.
+_SETTINGS: tuple[State, ...] = (
+    (getattr(sys.modules.get(_library.SAVED_TENSORS), "flags", _flags), _set_flags),
+    (is_disabled, _disable),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
     # Context parallelism exchanges this function for the forward.
     (_attention, _set_attention),
 )

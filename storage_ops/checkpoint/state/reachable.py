@@ -278,8 +278,8 @@ def _is_not_of_torch(cls: type) -> bool:
 def _shared_state(cls: type, names: frozenset[str]) -> list[Any]:
     """Return the tensors, generators and containers that a class has under these names."""
     attributes = vars(cls)
-    found = [attributes[name] for name in attributes if name in names]
-    return [value for value in found if kind_of(type(value)) in _SHARED]
+    found = {n for n in attributes.keys() & names if kind_of(type(attributes[n])) in _SHARED}
+    return [attributes[name] for name in attributes if name in found] if found else []
 
 
 _SHARED, _NAMED = frozenset({TENSOR, GENERATOR, CONTAINER}), frozenset({TENSOR, MODULE})

@@ -24,6 +24,7 @@ from storage_ops.foundation.walk import (
     GENERATOR,
     MODULE,
     OBJECT,
+    TENSOR,
     attributes_of,
     is_opaque,
     walk,
@@ -37,10 +38,10 @@ State = tuple[Callable[[], Any], Callable[[Any], object]]
 def unchanged(*roots: object) -> Iterator[None]:
     """Let objects hold afterwards what they hold now, whatever happens in between.
 
-    This covers the attributes of modules, with all modules in them, and of other objects except
-    torch's and Python's own. It covers the contents of containers, the states of generators of
-    Python and numpy, with those of the process, and all that of what these hold. Tensors keep what
-    is written to them.
+    This covers the attributes of modules, with all modules in them, of tensors, and of other
+    objects except torch's and Python's own. It covers the contents of containers, the states of
+    generators of Python and numpy, with those of the process, and all that of what these hold.
+    Tensors keep what is written to them.
     """
     undo = [*undo_changes(roots), *undo_draws_of_process()]
     try:
@@ -77,7 +78,7 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
             found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
         elif visit.kind == GENERATOR:
             found = [value]
-        elif visit.kind == OBJECT and not is_opaque(type(value)):
+        elif visit.kind == TENSOR or (visit.kind == OBJECT and not is_opaque(type(value))):
             found = [attributes_of(value)]
         for each in found:
             if id(each) not in seen:

@@ -2,11 +2,13 @@
 
 `cuda.py` and `cpu.py` describe the temporary buffers of large kernels and the workspaces of matrix
 products, `cpu_copies.py` copies of operands on a CPU, and `cpu_convolutions.py` those of
-convolutions. `scratch.py` records them in a ledger. `fake_tensor_gaps.py` has the behaviour of real
-tensors that fake tensors lack on every device, and results that torch's own fakes get wrong.
+convolutions. `bitsandbytes.py` has the ops of that package. `scratch.py` records them in a ledger.
+`fake_tensor_gaps.py` has the behaviour of real tensors that fake tensors lack on every device, and
+results that torch's own fakes get wrong.
 """
 
 from storage_ops.simulate.kernels import (
+    bitsandbytes,
     cpu,
     cpu_convolutions,
     cpu_copies,
@@ -15,4 +17,6 @@ from storage_ops.simulate.kernels import (
     scratch,
 )
 
-__all__ = ["cpu", "cpu_convolutions", "cpu_copies", "cuda", "fake_tensor_gaps", "scratch"]
+__all__ = [
+    "bitsandbytes", "cpu", "cpu_convolutions", "cpu_copies", "cuda", "fake_tensor_gaps", "scratch",
+]  # fmt: skip

@@ -207,11 +207,11 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
     return _HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10, 12) else _OTHER
 
 
-def keep_workspaces(ledger: Ledger, nbytes: int) -> list[Block]:
-    """Record the workspaces of a step that multiplies, from its beginning."""
+def keep_workspaces(ledger: Ledger, nbytes: int, threads: int = THREADS) -> list[Block]:
+    """Record the workspaces of threads that multiply, from the beginning."""
     made = [
         Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
-        for _ in range(THREADS)
+        for _ in range(threads)
         if nbytes
     ]
     ledger.inputs += made

@@ -192,6 +192,12 @@ def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     scratch.give_back(taken)
 
 
+def _safe_softmax(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    """Compare every score with -inf, for rows that are masked as a whole."""
+    see(out)
+    scratch.use(out, out.numel())
+
+
 def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     if args[0].nbytes > out.nbytes:
         scratch.ledger.see_as(out, scratch.ledger.block(out, args[0].nbytes, scratch.name))
@@ -280,6 +286,7 @@ describe("logical_and.default", in_place=_aten.logical_and_.default)
 describe("binary_cross_entropy_with_logits.default", scratch=_logit_losses)
 describe("soft_margin_loss_backward.default", scratch=_soft_margin_backward)
 describe("isinf.default", scratch=_isinf)
+describe("_safe_softmax.default", scratch=_safe_softmax)
 describe("im2col.default col2im.default", scratch=_resized)
 describe("histc.default", result=_integers_counted)
 describe("addmm.dtype_out", result=_given)

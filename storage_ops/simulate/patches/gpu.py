@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ def gpu_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, kernel in _REPLACED_FUNCTIONS:
             stack.enter_context(_replaced(importlib.import_module(module), name, kernel))
+        if hasattr(bitsandbytes := sys.modules.get("bitsandbytes"), "matmul"):
+            stack.enter_context(_replaced(bitsandbytes, "matmul", _matmul_8bit))
         stack.enter_context(_replaced_ops())
         yield
 
@@ -326,6 +329,29 @@ def _flex_attention(
     return _FlexAttention.apply(query, key, value, *captured)  # type: ignore[no-untyped-call]
 
 
+def _matmul_8bit(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    state: Any = None,
+    threshold: float = 0.0,
+    bias: Tensor | None = None,
+) -> Any:
+    """Multiply as bitsandbytes' 8-bit layers do on a GPU. On a CPU they dequantize the weight."""
+    functions: Any = importlib.import_module("bitsandbytes.autograd._functions")
+    state = state or functions.MatmulLtState()
+    state.threshold = threshold or state.threshold
+    return functions.MatMul8bitLt.apply(x, weight, out, bias, state)
+
+
+_is_enabled: Callable[..., bool] = torch.is_autocast_enabled
+
+
+def _is_autocast_enabled(*kind: str) -> bool:
+    """Return True in a block of a CPU as well, where a caller asks about a GPU without a name."""
+    return _is_enabled(*kind) if kind else _is_enabled() or _is_enabled("cpu")
+
+
 def _cond(
     pred: object,
     true_fn: Callable[..., Any],
@@ -336,11 +362,13 @@ def _cond(
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 
-# Functions of torch for which a kernel is compiled or that trace their arguments.
+# Functions of torch for which a kernel is compiled, that trace their arguments, or that ask which
+# device computes.
 _REPLACED_FUNCTIONS = (
     ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
     ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
     # That it is not compiled is no news here, and torch tells it once only.
     ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
     ("torch._higher_order_ops.cond", "cond_op", _cond),
+    ("torch", "is_autocast_enabled", _is_autocast_enabled),
 )

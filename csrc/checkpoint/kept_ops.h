@@ -1,0 +1,370 @@
+// Kernels that see the ops of a policy while a region runs in this thread, and the callback that
+// logs all other ops.
+//
+// The kernels are on ADInplaceOrView: below autograd, above modes and subclasses of Python. torch
+// has none there for functional ops, so other ops cost nothing, and where no region runs a kernel
+// hands on. Views and ops that write have kernels of torch, which must not be replaced.
+#pragma once
+#include "op_log.h"
+// Python.h, which it includes, comes first.
+#include <ATen/Context.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <ATen/ops/_unsafe_view_ops.h>
+#include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/bmm_ops.h>
+#include <ATen/ops/mm_ops.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace storage_ops {
+
+struct Policy {
+  std::unordered_set<const Op*> ops;
+  size_t k = 1;  // of the results, the first and every k-th after it is saved
+
+  // Notes that an op came in a region of this name that kernels cannot serve.
+  void leave_to_python(const std::string& region) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    of_python_.insert(region);
+  }
+  bool needs_python(const std::string& region) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return of_python_.count(region) > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<std::string> of_python_;
+};
+
+// What one region saves.
+struct Store {
+  Ref policy_object;
+  Policy* policy = nullptr;
+  bool preserves_random = true;
+  Log log;
+  size_t seen = 0;
+  bool is_abandoned = false;  // nothing is saved or compared
+  bool is_repeating = false;  // a backward pass inside of the forward repeats a part of it
+  bool is_shared = false;     // a pass that keeps the graph has had the results
+
+  void abandon() {
+    is_abandoned = true;
+    log = {log.region, {}, {}, {}, log.is_complete};
+  }
+};
+
+struct Frame {  // a region that runs in this thread
+  Store* store = nullptr;
+  std::unique_ptr<Cursor> cursor;  // of a recompute
+  PyObject* hooks = nullptr;       // whose pack hook tells of saved tensors
+  size_t depth = 0;                // of calls of ops inside of ops
+  Frame* outer = nullptr;
+
+  bool is_idle() const { return store->is_abandoned || store->is_repeating; }
+};
+
+inline thread_local Frame* top_frame = nullptr;
+
+// ---- all ops ------------------------------------------------------------------------------------
+
+struct Ops {
+  std::mutex mutex;
+  std::unordered_map<std::string, std::unique_ptr<Op>> by_name;
+  std::unordered_set<std::string> ignored;
+  size_t of_libraries = 0;  // that are known and can have kernels
+
+  // Returns what is known of an op. `is_new` gets true for an op that was not known before.
+  Op* of(const c10::OperatorHandle& handle, bool* is_new = nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto& id = handle.operator_name();
+    std::string name = id.overload_name.empty() ? id.name : id.name + "." + id.overload_name;
+    auto& op = by_name[name];
+    if (op) return op.get();
+    op = std::make_unique<Op>();
+    op->is_of_library = name.rfind("aten::", 0) != 0;
+    op->is_collective = name.rfind("c10d::", 0) == 0;
+    op->is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    op->is_cast = name == "aten::_to_copy";
+    op->draws = handle.hasTag(at::Tag::nondeterministic_seeded);
+    // A cast of a parameter may be left out. Without its argument no cast is known to be another.
+    op->counts = !op->is_cast && !ignored.count(name) && name.rfind("prim::", 0) != 0 &&
+                 name.rfind("aten::_nested_tensor_s", 0) != 0;
+    if (is_new) *is_new = true;
+    of_libraries += op->is_of_library && !op->is_composite && !op->is_collective;
+    op->name = std::move(name);
+    return op.get();
+  }
+};
+
+inline Ops& ops() {
+  static Ops* all = new Ops;  // kernels may run while the process ends
+  return *all;
+}
+
+// Notes an op that begins in all regions that run and do not run it inside of another op.
+inline void log_op(const Op* op) {
+  for (Frame* f = top_frame; f && f->depth == 0; f = f->outer) {
+    if (f->is_idle() || f->store->policy->ops.count(op)) continue;  // a kernel logs those
+    if (!f->cursor) {
+      f->store->log.add(op);
+    } else if (f->cursor->error.empty()) {
+      try {
+        f->cursor->find(op, nullptr);
+      } catch (const std::runtime_error& error) {
+        f->cursor->error = error.what();
+      } catch (const PythonError&) {
+        f->cursor->error = message_of_python();
+      }
+    }
+  }
+}
+
+inline void abandon_all(bool needs_python) {
+  for (Frame* f = top_frame; f; f = f->outer) {
+    if (f->cursor) continue;
+    if (needs_python) f->store->policy->leave_to_python(f->store->log.region);
+    if (!f->is_idle()) f->store->abandon();
+  }
+}
+
+struct Inside : at::ObserverContext {
+  Frame* frame;
+  explicit Inside(Frame* f) : frame(f) { ++frame->depth; }
+};
+
+inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& call) {
+  thread_local std::unordered_map<const char*, const Op*> known;
+  Frame* f = top_frame;
+  if (!f) return nullptr;
+  const char* name = call.name();
+  auto found = known.find(name);
+  // Another op may have taken the place of one that was removed.
+  if (found == known.end() || found->second->name.compare(0, std::strlen(name), name) != 0) {
+    const auto id = call.operator_name();
+    if (!id) {  // a Function of Python, or a node of autograd
+      // A mode of Python sees attention as one op, and the kernels here the ops inside of it.
+      if (std::strncmp(name, "FlexAttentionAutograd", 21) == 0) abandon_all(true);
+      return nullptr;
+    }
+    const auto handle = c10::Dispatcher::singleton().findSchema(*id);
+    if (!handle) return nullptr;
+    bool is_new = false;
+    const Op* op = ops().of(*handle, &is_new);
+    found = known.insert_or_assign(name, op).first;
+    // Its outputs may lie in the storage of an argument. It gets a kernel with the next policy.
+    if (is_new && op->is_of_library && !op->is_composite) abandon_all(false);
+  }
+  const Op* op = found->second;
+  if (op->is_composite || !op->counts) return nullptr;
+  if (f->depth == 0 &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) {
+    if (op->is_collective) abandon_all(true);  // no version tells what it writes
+    log_op(op);
+  }
+  return std::make_unique<Inside>(f);
+}
+
+inline void op_ends(const at::RecordFunction&, at::ObserverContext* context) {
+  if (auto* inside = static_cast<Inside*>(context)) --inside->frame->depth;
+}
+
+// ---- ops of policies ----------------------------------------------------------------------------
+
+using Run = std::function<void()>;
+
+inline void note_shared(Log& log, const torch::jit::Stack& stack, size_t returns) {
+  if (log.on_storage.empty()) return;
+  for (size_t i = stack.size() - returns; i < stack.size(); ++i) {
+    for_tensors(stack[i], [&](const at::Tensor& t) {
+      if (!is_plain(t)) return;
+      auto found = log.on_storage.find(key_of(t));
+      if (found != log.on_storage.end()) found->second->watch(alias_of(t));
+    });
+  }
+}
+
+inline at::Generator generator_of(const torch::jit::Stack& given, c10::Device device) {
+  for (const c10::IValue& each : given) {
+    if (each.isGenerator()) return each.toGenerator();
+  }
+  return at::globalContext().defaultGenerator(device);
+}
+
+inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t arguments,
+                   size_t returns, const Run& run) {
+  Log& log = store.log;
+  const size_t position = log.add(op);
+  const bool wanted = store.seen++ % store.policy->k == 0;
+  if (wanted) log.names.insert(op);
+  if (wanted || log.names.count(op)) log.events[position].call = describe_call(*stack, arguments);
+  if (!wanted) {
+    run();
+    if (!store.is_abandoned) note_shared(log, *stack, returns);
+    return;
+  }
+  c10::SmallVector<c10::StorageImpl*, 6> given;
+  std::vector<c10::IValue> generators;
+  bool fits = true;
+  for (size_t i = stack->size() - arguments; i < stack->size(); ++i) {
+    if ((*stack)[i].isGenerator()) generators.push_back((*stack)[i]);
+    for_tensors((*stack)[i], [&](const at::Tensor& t) {
+      fits = fits && is_plain(t);
+      if (fits) given.push_back(key_of(t));
+    });
+  }
+  run();
+  if (store.is_abandoned) return;
+  auto result = std::make_unique<Result>();
+  std::optional<c10::Device> device;
+  bool is_new = true, is_inference = false;
+  for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
+    for_tensors((*stack)[i], [&](const at::Tensor& t) {
+      is_inference |= t.is_inference();
+      fits = fits && (is_plain(t) || t.is_inference());
+      if (!fits || is_inference) return;
+      device = t.device();
+      is_new = is_new && std::find(given.begin(), given.end(), key_of(t)) == given.end();
+    });
+  }
+  if (!fits) {  // Python knows what lies in tensors of subclasses
+    store.abandon();
+    store.policy->leave_to_python(log.region);
+    return;
+  }
+  if (is_inference || !device || !is_new) return;
+  for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
+    result->values.push_back(alias_of((*stack)[i]));
+    for_tensors(result->values.back(), [&](const at::Tensor& t) {
+      result->watch(t);
+      log.on_storage[key_of(t)] = result.get();
+    });
+  }
+  if (op->draws && store.preserves_random && !device->is_meta()) {
+    at::Generator generator = generator_of(generators, *device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    result->random.emplace_back(generator, generator.get_state());
+  }
+  log.events[position].result = std::move(result);
+}
+
+// Returns true if another backward pass may ask for what one asks for now.
+inline bool is_needed_again(Store& store) {
+  if (torch::autograd::get_current_graph_task_id() == -1) return true;
+  store.is_shared = store.is_shared || torch::autograd::get_current_graph_task_keep_graph();
+  return store.is_shared;
+}
+
+inline void replay(Store& store, Cursor& cursor, const Op* op, torch::jit::Stack* stack,
+                   size_t arguments, const Run& run) {
+  cursor.raise_error();
+  std::unique_ptr<Call> call;
+  if (cursor.asks(op)) call = describe_call(*stack, arguments);
+  const int64_t position = cursor.find(op, call.get());
+  auto* result = position < 0 ? nullptr : &store.log.events[static_cast<size_t>(position)].result;
+  if (!result || !*result) return run();
+  if ((*result)->is_modified()) cursor.fail_modified(op->name);
+  for (auto& [generator, state] : (*result)->random) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(state);
+  }
+  cursor.use(position);
+  torch::jit::drop(*stack, arguments);
+  const bool again = is_needed_again(store);
+  for (c10::IValue& value : (*result)->values) {
+    stack->push_back(again ? alias_of(value) : std::move(value));
+  }
+  if (!again) result->reset();
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+struct Kernel {
+  const Op* op;
+  c10::OperatorHandle handle;
+  size_t arguments, returns;
+
+  Kernel(const Op* o, const c10::OperatorHandle& h)
+      : op(o),
+        handle(h),
+        arguments(h.schema().arguments().size()),
+        returns(h.schema().returns().size()) {}
+
+  // Returns the innermost region from `f` on that sees this call, or null.
+  Frame* watching(Frame* f, const at::Tensor* cast) const {
+    if (!f || f->depth > 1) return nullptr;
+    if (cast && cast->requires_grad() && cast->is_leaf()) return nullptr;
+    while (f && f->is_idle()) f = next(f);
+    return f;
+  }
+  static Frame* next(Frame* f) { return f->outer && f->outer->depth == 0 ? f->outer : nullptr; }
+
+  void call(Frame* f, c10::DispatchKeySet below, torch::jit::Stack* stack) const {
+    while (f && f->is_idle()) f = next(f);
+    if (!f) return handle.redispatchBoxed(below, stack);
+    const Run run = [&] { call(next(f), below, stack); };
+    try {
+      if (!f->store->policy->ops.count(op)) {  // what may lie on the bytes of a saved result
+        run();
+        if (!f->cursor && !f->is_idle()) note_shared(f->store->log, *stack, returns);
+      } else if (f->cursor) {
+        replay(*f->store, *f->cursor, op, stack, arguments, run);
+      } else {
+        record(*f->store, op, stack, arguments, returns, run);
+      }
+    } catch (const PythonError&) {
+      throw std::runtime_error(message_of_python());
+    }
+  }
+};
+
+inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
+  return keys & c10::after_ADInplaceOrView_keyset;
+}
+
+struct Boxed final : c10::OperatorKernel {  // of any op
+  Kernel kernel;
+  explicit Boxed(Kernel k) : kernel(std::move(k)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    Frame* f = nullptr;
+    if (top_frame) {
+      const c10::IValue& first = (*stack)[stack->size() - kernel.arguments];
+      f = kernel.watching(top_frame, kernel.op->is_cast ? &first.toTensor() : nullptr);
+    }
+    f ? kernel.call(f, keys_below(keys), stack) : op.redispatchBoxed(keys_below(keys), stack);
+  }
+};
+
+// Of an op whose signature is known here: where no region runs it costs no boxes.
+template <class Known, class Signature = typename Known::schema>
+struct Typed;
+
+template <class Known, class R, class... A>
+struct Typed<Known, R(A...)> {
+  static inline std::optional<Kernel> kernel;
+
+  static R call(c10::DispatchKeySet keys, A... given) {
+    Frame* f = C10_LIKELY(!top_frame) ? nullptr : kernel->watching(top_frame, nullptr);
+    if (!f) return Known::redispatch(keys_below(keys), given...);
+    torch::jit::Stack stack = c10::impl::boxArgs<A...>(given...);
+    kernel->call(f, keys_below(keys), &stack);
+    return c10::impl::PopResult<R>::call(stack);
+  }
+
+  static torch::CppFunction make(Kernel made) {
+    kernel = std::move(made);
+    return torch::CppFunction(TORCH_FN(call));
+  }
+};
+
+}  // namespace storage_ops

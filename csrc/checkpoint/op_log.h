@@ -1,0 +1,300 @@
+// The ops of one forward with the results that a policy saves, and where a recompute is in them.
+// storage_ops/checkpoint/saved/matching.py has the same log and cursor in Python, and says why they
+// work as they do. Its functions write the errors of both.
+#pragma once
+#include "descriptions.h"
+// Python.h, which it includes, comes first.
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace storage_ops {
+
+// Functions of Python that `setup_results` was given.
+struct Texts {
+  PyObject *difference, *failure, *modified, *end, *follow, *top_hooks, *origin;
+};
+
+inline Texts texts;
+
+struct WithGil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithGil() { PyGILState_Release(state); }
+};
+
+// Takes the error of Python that is set.
+inline std::string message_of_python() {
+  const WithGil gil;
+  PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
+  PyErr_Fetch(&kind, &error, &trace);
+  const Ref kinds(kind), errors(error), traces(trace);
+  const Ref text(error ? PyObject_Str(error) : nullptr);
+  Py_ssize_t size = 0;
+  const char* found = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
+  PyErr_Clear();
+  return found ? std::string(found, static_cast<size_t>(size)) : "an error of Python";
+}
+
+// ---- ops --------------------------------------------------------------------------------------
+
+struct Op {
+  std::string name;  // the dispatcher's
+  bool counts = true;
+  bool is_composite = false;  // it is made of other ops, which count instead of it
+  bool is_of_library = false;
+  bool is_collective = false;  // one that may write into its arguments
+  bool is_cast = false;
+  bool draws = false;
+  bool has_kernel = false;  // of ours
+};
+
+template <typename F>
+void for_tensors(const c10::IValue& value, F&& f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) f(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& each : value.toListRef()) for_tensors(each, f);
+  }
+}
+
+inline bool is_plain(const at::Tensor& t) { return is_plain(t.unsafeGetTensorImpl()); }
+
+inline c10::StorageImpl* key_of(const at::Tensor& t) { return t.storage().unsafeGetStorageImpl(); }
+
+// ---- the arguments of a call --------------------------------------------------------------------
+
+using Call = c10::SmallVector<int64_t, 32>;
+
+inline int64_t hash_of(const std::string& text) {
+  return static_cast<int64_t>(std::hash<std::string>()(text));
+}
+
+// Where a tensor comes from: a node, by its name, a parameter, or a leaf.
+inline int64_t origin_of(const at::Tensor& t) {  // with the GIL
+  const at::TensorBase base = t.is_view() ? t._base() : at::TensorBase(t);
+  if (const auto& node = base.grad_fn()) {
+    static std::unordered_map<const void*, int64_t> of_types;  // guarded by the GIL
+    const auto& type = typeid(*node);
+    if (std::strstr(type.name(), "PyNode")) return hash_of(node->name());
+    auto found = of_types.find(&type);
+    if (found == of_types.end()) found = of_types.emplace(&type, hash_of(node->name())).first;
+    return found->second;
+  }
+  const Ref root = owned(THPVariable_Wrap(base));
+  if (is_parameter(root.get())) return reinterpret_cast<int64_t>(root.get());
+  if (!base.requires_grad()) return 0;
+  const Ref name = owned(PyObject_CallFunctionObjArgs(texts.origin, root.get(), nullptr));
+  if (name.get() == Py_None) return 1;
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(name.get(), &size);
+  if (!text) throw PythonError();
+  return hash_of(std::string(text, static_cast<size_t>(size)));
+}
+
+inline void describe_value(const c10::IValue& value, Call& found) {
+  if (value.isTensor()) {
+    const at::Tensor& t = value.toTensor();
+    if (!t.defined() || t.is_nested() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      return;  // Python describes calls with those from the next forward on
+    }
+    found.push_back(-t.dim() - 1);
+    found.append(t.sizes().begin(), t.sizes().end());
+    found.push_back(static_cast<int64_t>(t.scalar_type()));
+    found.push_back(origin_of(t));
+  } else if (value.isInt()) {
+    found.push_back(value.toInt());
+  } else if (value.isBool()) {
+    found.push_back(value.toBool());
+  } else if (value.isDouble()) {
+    const double number = value.toDouble();
+    int64_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    found.push_back(bits);
+  } else if (value.isString()) {
+    found.push_back(hash_of(value.toStringRef()));
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) describe_value(each, found);
+  }
+}
+
+inline std::unique_ptr<Call> describe_call(const torch::jit::Stack& stack, size_t arguments) {
+  const WithGil gil;
+  auto found = std::make_unique<Call>();
+  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) describe_value(stack[i], *found);
+  return found;
+}
+
+// ---- what is saved ------------------------------------------------------------------------------
+
+// The same bytes and version counter, without history and without a dispatch.
+inline at::Tensor alias_of(const at::Tensor& t) {
+  // Where modes of Python are active, shallow_copy_and_detach would ask them for aten.detach.
+  c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);
+  auto* impl = t.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+}
+
+inline c10::IValue alias_of(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? alias_of(value.toTensor()) : value;
+  if (!value.isTensorList()) return value;
+  c10::List<at::Tensor> copy;
+  for (const c10::IValue& each : value.toListRef()) copy.push_back(alias_of(each.toTensor()));
+  return copy;
+}
+
+struct Result {
+  std::vector<c10::IValue> values;
+  // All tensors on the same bytes and their versions. What aten._unsafe_view returns has its own.
+  c10::SmallVector<std::pair<at::Tensor, int64_t>, 3> versions;
+  std::vector<std::pair<at::Generator, at::Tensor>> random;  // the numbers that were next after it
+
+  void watch(const at::Tensor& t) { versions.emplace_back(t, t._version()); }
+  bool is_modified() const {
+    return std::any_of(versions.begin(), versions.end(),
+                       [](const auto& each) { return each.first._version() != each.second; });
+  }
+};
+
+struct Event {
+  const Op* op = nullptr;  // null: autograd saves a tensor
+  std::unique_ptr<Call> call;
+  std::unique_ptr<Result> result;
+};
+
+inline const Op end_of_forward;  // the last event
+
+struct Log {
+  std::string region;
+  std::vector<Event> events;
+  std::unordered_set<const Op*> names;  // of which results are saved
+  std::unordered_map<c10::StorageImpl*, Result*> on_storage;
+  bool is_complete = false;
+
+  size_t add(const Op* op) {
+    events.emplace_back().op = op;
+    return events.size() - 1;
+  }
+};
+
+// ---- a recompute --------------------------------------------------------------------------------
+
+class Cursor {
+ public:
+  std::string difference;  // a sentence on the first op that differs
+  std::string error;       // of a callback, which must not raise it
+
+  explicit Cursor(Log& log) : log_(log) {}
+
+  // Returns the position of a call if a result may be saved there, or -1.
+  int64_t find(const Op* op, const Call* call) {
+    if (in_step_ && log_.events[at_].op == op) {
+      const auto& before = log_.events[at_].call;
+      if (!before || !call || *before == *call) return static_cast<int64_t>(at_++);
+    }
+    if (in_step_) lose_step(op->name);
+    if (!call || !log_.names.count(op)) return -1;
+    std::vector<size_t> fitting;
+    for (size_t i = at_; i < log_.events.size(); ++i) {
+      const Event& each = log_.events[i];
+      if (each.op == op && (!each.call || *each.call == *call)) fitting.push_back(i);
+    }
+    if (fitting.empty()) fail("has no result", op->name);
+    if (fitting.size() > 1 || !log_.events[fitting[0]].call) return -1;
+    at_ = fitting[0] + 1;
+    in_step_ = true;
+    return static_cast<int64_t>(fitting[0]);
+  }
+
+  // Returns true if a call of this op needs a description.
+  bool asks(const Op* op) const { return log_.names.count(op) > 0; }
+
+  void use(int64_t position) { handed_out_ = position; }
+
+  void see_saved_tensor() {
+    if (!in_step_) return;
+    if (log_.events[at_].op == nullptr) {
+      ++at_;
+    } else {
+      lose_step("");
+    }
+  }
+
+  [[noreturn]] void fail_modified(const std::string& op) const {
+    throw std::runtime_error(text(texts.modified, "ss", log_.region.c_str(), op.c_str()));
+  }
+
+  // Throws the error of a callback.
+  void raise_error() {
+    if (!error.empty()) throw std::runtime_error(std::exchange(error, ""));
+  }
+
+ private:
+  void lose_step(const std::string& name) {
+    in_step_ = false;
+    if (difference.empty()) difference = describe_difference(name);
+    const int64_t used = std::exchange(handed_out_, -1);
+    if (used < 0) return;
+    for (size_t i = static_cast<size_t>(used); i < at_; ++i) {
+      if (is_last_of_its_kind(i)) return;
+    }
+    fail("may be of another call", log_.events[static_cast<size_t>(used)].op->name);
+  }
+
+  bool is_last_of_its_kind(size_t at) const {
+    const Event& event = log_.events[at];
+    for (size_t i = at + 1; i < log_.events.size(); ++i) {
+      const Event& other = log_.events[i];
+      if (other.op == event.op && (!event.call || !other.call || *event.call == *other.call)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::string describe_difference(const std::string& name) const {
+    Py_ssize_t before = 0;
+    for (size_t i = 0; i < at_; ++i) before += log_.events[i].op != nullptr;
+    const char* expected = nullptr;
+    for (size_t i = at_; i < log_.events.size() && !expected; ++i) {
+      const Op* op = log_.events[i].op;
+      if (op && op != &end_of_forward) expected = op->name.c_str();
+    }
+    return text(texts.difference, "nzs", before, expected, name.c_str());
+  }
+
+  [[noreturn]] void fail(const char* why, const std::string& op) const {
+    throw std::runtime_error(
+        text(texts.failure, "ssss", log_.region.c_str(), difference.c_str(), why, op.c_str()));
+  }
+
+  template <typename... A>
+  static std::string text(PyObject* function, const char* format, A... arguments) {
+    const WithGil gil;
+    const Ref made = owned(PyObject_CallFunction(function, format, arguments...));
+    Py_ssize_t size = 0;
+    const char* found = PyUnicode_AsUTF8AndSize(made.get(), &size);
+    if (!found) throw PythonError();
+    return std::string(found, static_cast<size_t>(size));
+  }
+
+  Log& log_;
+  size_t at_ = 0;
+  bool in_step_ = true;
+  int64_t handed_out_ = -1;
+};
+
+}  // namespace storage_ops

@@ -1,0 +1,99 @@
+// Objects of Python in C++, with the stable ABI of CPython.
+#pragma once
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+// Python.h comes first.
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <utility>
+
+namespace storage_ops {
+
+// A reference to a Python object.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* owned) : object_(owned) {}
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+
+  static Ref to(PyObject* borrowed) {
+    Py_INCREF(borrowed);
+    return Ref(borrowed);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// A Python error is set. The functions that CPython calls return null then.
+struct PythonError : std::exception {};
+
+inline Ref owned(PyObject* result) {
+  if (!result) throw PythonError();
+  return Ref(result);
+}
+
+// Runs a function that CPython called, with C++ errors turned into Python's.
+template <typename F>
+PyObject* guarded(F&& run) {
+  try {
+    return run();
+  } catch (const PythonError&) {
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+inline PyObject* none() { return Ref::to(Py_None).release(); }
+
+// ---- types ------------------------------------------------------------------------------------
+
+template <typename T>
+struct Object {
+  PyObject_HEAD T* held;
+};
+
+template <typename T>
+T& held(PyObject* self) {
+  return *reinterpret_cast<Object<T>*>(self)->held;
+}
+
+template <typename T>
+PyObject* make(PyTypeObject* type, T*& made) {
+  const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+  PyObject* self = allocate(type, 0);
+  if (self) made = reinterpret_cast<Object<T>*>(self)->held = new T;
+  return self;
+}
+
+template <typename T>
+void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object<T>*>(self)->held;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+template <typename F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+inline PyTypeObject* type_of(const char* name, int size, unsigned flags, PyType_Slot* slots) {
+  PyType_Spec spec{name, size, 0, Py_TPFLAGS_DEFAULT | flags, slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+}  // namespace storage_ops

@@ -1,0 +1,363 @@
+// The results that a selective policy saves in one region, without Python code for each op.
+// storage_ops/checkpoint/selective/selective.py has the same two contexts in Python.
+#include "saved_results.h"
+
+#include "kept_ops.h"
+
+namespace storage_ops {
+namespace {
+
+PyTypeObject *policy_type = nullptr, *context_type = nullptr;
+
+struct Results {
+  Store store;
+};
+
+// What is active in the forward of a region, or in a recompute.
+struct Context {
+  Ref results;
+  bool is_recompute = false, is_pushed = false;
+  Frame frame;
+  Ref hooks;  // that tell of saved tensors, where the hooks of the region are Python's
+  std::string difference;
+};
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+using Make = torch::CppFunction (*)(Kernel);
+
+const std::unordered_map<std::string, Make>& typed_kernels() {
+  static const std::unordered_map<std::string, Make> made = {
+      {"aten::mm", Typed<at::_ops::mm>::make},
+      {"aten::addmm", Typed<at::_ops::addmm>::make},
+      {"aten::bmm", Typed<at::_ops::bmm>::make},
+      {"aten::_unsafe_view", Typed<at::_ops::_unsafe_view>::make},
+      {"aten::_scaled_dot_product_flash_attention",
+       Typed<at::_ops::_scaled_dot_product_flash_attention>::make},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu",
+       Typed<at::_ops::_scaled_dot_product_flash_attention_for_cpu>::make},
+  };
+  return made;
+}
+
+bool is_functional(const c10::FunctionSchema& schema) {
+  const auto aliases = [](const c10::Argument& each) { return each.alias_info() != nullptr; };
+  const auto &given = schema.arguments(), &made = schema.returns();
+  return std::none_of(given.begin(), given.end(), aliases) &&
+         std::none_of(made.begin(), made.end(), aliases);
+}
+
+// Returns false for an op that a kernel of ours cannot see.
+bool add_kernel(Op* op, const c10::OperatorHandle& handle) {
+  if (op->has_kernel) return true;
+  if (op->is_composite || op->is_collective || !is_functional(handle.schema()) ||
+      handle.hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView)) {
+    return false;
+  }
+  static auto* libraries = new std::vector<std::unique_ptr<torch::Library>>;
+  const auto colon = op->name.find("::");
+  auto library = std::make_unique<torch::Library>(
+      torch::Library::IMPL, op->name.substr(0, colon),
+      std::make_optional(c10::DispatchKey::ADInplaceOrView), __FILE__, __LINE__);
+  Kernel kernel(op, handle);
+  const auto known = typed_kernels().find(op->name);
+  library->impl(op->name.substr(colon + 2).c_str(),
+                known != typed_kernels().end() ? known->second(std::move(kernel))
+                                               : torch::CppFunction::makeFromBoxedFunctor(
+                                                     std::make_unique<Boxed>(std::move(kernel))));
+  libraries->push_back(std::move(library));
+  op->has_kernel = true;
+  return true;
+}
+
+std::optional<c10::OperatorHandle> handle_of(const std::string& name) {
+  const auto dot = name.find('.');
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
+}
+
+// policy(names of ops, k): a policy, or None where a kernel cannot see one of its ops
+PyObject* policy(PyObject*, PyObject* given) {
+  return guarded([&]() -> PyObject* {
+    PyObject* names = nullptr;
+    Py_ssize_t k = 1;
+    if (!PyArg_ParseTuple(given, "On", &names, &k)) return nullptr;
+    Policy* made = nullptr;
+    Ref object = owned(make(policy_type, made));
+    made->k = static_cast<size_t>(k);
+    for (Py_ssize_t i = 0; i < PyList_Size(names); ++i) {
+      const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(names, i), nullptr);
+      if (!name) return nullptr;
+      const auto handle = handle_of(name);
+      Op* op = handle ? ops().of(*handle) : nullptr;
+      if (!op || !add_kernel(op, *handle)) return none();
+      made->ops.insert(op);
+    }
+    std::vector<std::string> seen = {"aten::_unsafe_view"};
+    {
+      const std::lock_guard<std::mutex> lock(ops().mutex);
+      for (const auto& [name, op] : ops().by_name) {
+        if (op->is_of_library && !op->has_kernel) seen.push_back(name);
+      }
+    }
+    for (const std::string& name : seen) {  // whose outputs may lie on the bytes of a saved result
+      const auto handle = handle_of(name);
+      if (handle) add_kernel(ops().of(*handle), *handle);
+    }
+    return object.release();
+  });
+}
+
+PyObject* needs_python(PyObject* self, PyObject* region) {
+  const char* name = PyUnicode_AsUTF8AndSize(region, nullptr);
+  return name ? PyBool_FromLong(held<Policy>(self).needs_python(name)) : nullptr;
+}
+
+PyObject* ops_of_libraries(PyObject*, PyObject*) {
+  const std::lock_guard<std::mutex> lock(ops().mutex);
+  return PyLong_FromSize_t(ops().of_libraries);
+}
+
+PyObject* leave_to_python(PyObject*, PyObject*) {
+  abandon_all(true);
+  return none();
+}
+
+// ---- contexts -----------------------------------------------------------------------------------
+
+thread_local at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+
+void push(Frame& frame) {
+  if (!top_frame) {
+    callback = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(op_begins, op_ends).scopes({at::RecordScope::FUNCTION}));
+  }
+  frame.outer = top_frame;
+  top_frame = &frame;
+}
+
+void pop(Frame& frame) {
+  Frame** at = &top_frame;
+  while (*at && *at != &frame) at = &(*at)->outer;
+  if (*at) *at = frame.outer;
+  if (!top_frame && callback != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(std::exchange(callback, at::INVALID_CALLBACK_HANDLE));
+  }
+}
+
+void note_saved_tensor(Frame& frame, bool is_plain) {
+  if (!is_plain) abandon_all(true);  // Python knows the ops of such tensors
+  if (frame.is_idle()) return;
+  if (!frame.cursor) {
+    frame.store->log.add(nullptr);
+  } else {
+    frame.cursor->raise_error();
+    frame.cursor->see_saved_tensor();
+  }
+}
+
+PyObject* note(PyObject* self, PyObject* t) {
+  return guarded([&] {
+    note_saved_tensor(held<Context>(self).frame, plain_tensor(t).defined());
+    return none();
+  });
+}
+
+PyMethodDef note_def{"note", note, METH_O, "Note that autograd saves a tensor."};
+
+PyObject* enter(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    auto& context = held<Context>(self);
+    Store& store = held<Results>(context.results.get()).store;
+    context.frame = Frame();
+    context.frame.store = &store;
+    if (context.is_recompute) {
+      context.difference.clear();
+      if (!store.log.is_complete) {
+        store.is_repeating = true;
+        return Ref::to(self).release();
+      }
+      context.frame.cursor = std::make_unique<Cursor>(store.log);
+    }
+    const Ref hooks = owned(PyObject_CallFunctionObjArgs(texts.top_hooks, Py_False, nullptr));
+    if (hooks.get() != Py_None) {
+      PyObject* pack = PyTuple_GetItem(hooks.get(), 0);
+      context.frame.hooks = self_of_hook(pack);
+      if (!context.frame.hooks) {
+        const Ref noting = owned(PyCFunction_NewEx(&note_def, self, nullptr));
+        context.hooks =
+            owned(PyObject_CallFunctionObjArgs(texts.follow, noting.get(), hooks.get(), nullptr));
+      }
+    }
+    push(context.frame);
+    context.is_pushed = true;
+    return Ref::to(self).release();
+  });
+}
+
+PyObject* names_of(const std::vector<const Op*>& found) {
+  Ref made = owned(PyList_New(0));
+  for (const Op* op : found) {
+    const Ref name = owned(PyUnicode_FromString(op->name.c_str()));
+    if (PyList_Append(made.get(), name.get()) < 0) throw PythonError();
+  }
+  return made.release();
+}
+
+// Ends the log of a forward; results that it has modified are dropped.
+PyObject* finish(Store& store) {
+  Log& log = store.log;
+  log.on_storage.clear();
+  log.is_complete = true;
+  if (store.is_abandoned) return none();
+  std::vector<const Op*> modified, all;
+  size_t results = 0;
+  for (Event& each : log.events) {
+    results += each.result != nullptr;
+    if (each.result && each.result->is_modified()) {
+      modified.push_back(each.op);
+      each.result.reset();
+    }
+  }
+  if (results == 0) {
+    for (const Event& each : log.events) {
+      if (each.op) all.push_back(each.op);
+    }
+  }
+  log.add(&end_of_forward);
+  const Ref names(names_of(all)), lost(names_of(modified));
+  return PyObject_CallFunction(texts.end, "sOO", log.region.c_str(), names.get(), lost.get());
+}
+
+PyObject* leave(PyObject* self, PyObject* given) {
+  return guarded([&]() -> PyObject* {
+    auto& context = held<Context>(self);
+    PyObject* kind = PyTuple_GetItem(given, 0);
+    Store& store = *context.frame.store;
+    if (context.is_recompute) store.is_repeating = false;
+    if (std::exchange(context.is_pushed, false)) pop(context.frame);
+    if (context.hooks) {
+      const Ref hooks = std::move(context.hooks);
+      const Ref method = owned(PyObject_GetAttrString(hooks.get(), "__exit__"));
+      owned(PyObject_CallObject(method.get(), given));
+    }
+    if (!context.is_recompute) return kind == Py_None ? finish(store) : none();
+    const auto cursor = std::move(context.frame.cursor);
+    if (cursor) {
+      context.difference = cursor->difference;
+      if (kind == Py_None || kind == names.stop) cursor->raise_error();
+    }
+    return none();
+  });
+}
+
+PyObject* difference(PyObject* self, void*) {
+  const auto& context = held<Context>(self);
+  const auto& cursor = context.frame.cursor;
+  return PyUnicode_FromString((cursor ? cursor->difference : context.difference).c_str());
+}
+
+void destroy_context(PyObject* self) {
+  auto& context = held<Context>(self);
+  if (context.is_pushed) pop(context.frame);
+  destroy<Context>(self);
+}
+
+PyObject* context_for(PyObject* self, bool is_recompute) {
+  return guarded([&] {
+    Context* made = nullptr;
+    Ref object = owned(make(context_type, made));
+    made->results = Ref::to(self);
+    made->is_recompute = is_recompute;
+    return object.release();
+  });
+}
+
+PyObject* forward(PyObject* self, PyObject*) { return context_for(self, false); }
+PyObject* recompute(PyObject* self, PyObject*) { return context_for(self, true); }
+
+PyObject* new_results(PyTypeObject* type, PyObject* given, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* policy = nullptr;
+    const char* region = nullptr;
+    int preserves_random = 1;
+    if (!PyArg_ParseTuple(given, "O!sp", policy_type, &policy, &region, &preserves_random)) {
+      return nullptr;
+    }
+    Results* made = nullptr;
+    Ref object = owned(make(type, made));
+    made->store.policy_object = Ref::to(policy);
+    made->store.policy = &held<Policy>(policy);
+    made->store.preserves_random = preserves_random != 0;
+    made->store.log.region = region;
+    return object.release();
+  });
+}
+
+// setup_results(difference, failure, modified, end, follow, top_hooks, origin, ignored)
+PyObject* setup_results(PyObject*, PyObject* given) {
+  Texts found;
+  PyObject* ignored = nullptr;
+  if (!PyArg_ParseTuple(given, "OOOOOOOO", &found.difference, &found.failure, &found.modified,
+                        &found.end, &found.follow, &found.top_hooks, &found.origin, &ignored)) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < PyList_Size(ignored); ++i) {
+    const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(ignored, i), nullptr);
+    if (!name) return nullptr;
+    ops().ignored.insert(name);
+  }
+  Py_INCREF(given);  // as long as the process runs
+  texts = found;
+  return none();
+}
+
+PyMethodDef functions[] = {{"setup_results", setup_results, METH_VARARGS, nullptr},
+                           {"policy", policy, METH_VARARGS, nullptr},
+                           {"leave_to_python", leave_to_python, METH_NOARGS, nullptr},
+                           {"ops_of_libraries", ops_of_libraries, METH_NOARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef policy_methods[] = {{"needs_python", needs_python, METH_O, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef results_methods[] = {{"forward", forward, METH_NOARGS, nullptr},
+                                 {"recompute", recompute, METH_NOARGS, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef context_methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
+                                 {"__exit__", leave, METH_VARARGS, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef context_members[] = {{"difference", difference, nullptr, nullptr, nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+}  // namespace
+
+void note_saved_tensor(PyObject* hooks, bool is_plain) {
+  if (top_frame && top_frame->hooks == hooks) note_saved_tensor(*top_frame, is_plain);
+}
+
+bool add_results(PyObject* module) {
+  PyType_Slot of_policy[] = {
+      {Py_tp_dealloc, slot(destroy<Policy>)}, {Py_tp_methods, policy_methods}, {0, nullptr}};
+  PyType_Slot of_results[] = {{Py_tp_new, slot(new_results)},
+                              {Py_tp_dealloc, slot(destroy<Results>)},
+                              {Py_tp_methods, results_methods},
+                              {0, nullptr}};
+  PyType_Slot of_context[] = {{Py_tp_dealloc, slot(destroy_context)},
+                              {Py_tp_methods, context_methods},
+                              {Py_tp_getset, context_members},
+                              {0, nullptr}};
+  policy_type = type_of("storage_ops._saved_tensors.Policy", sizeof(Object<Policy>),
+                        Py_TPFLAGS_DISALLOW_INSTANTIATION, of_policy);
+  context_type = type_of("storage_ops._saved_tensors.Context", sizeof(Object<Context>),
+                         Py_TPFLAGS_DISALLOW_INSTANTIATION, of_context);
+  PyTypeObject* results =
+      type_of("storage_ops._saved_tensors.SavedResults", sizeof(Object<Results>), 0, of_results);
+  if (!policy_type || !context_type || !results) return false;
+  return PyModule_AddFunctions(module, functions) == 0 &&
+         PyModule_AddObject(module, "SavedResults", reinterpret_cast<PyObject*>(results)) == 0;
+}
+
+}  // namespace storage_ops

@@ -1,0 +1,154 @@
+"""Policies that are sets of ops, followed without Python code for each op.
+
+The library of saved tensors has kernels for the ops of such a policy (`csrc/checkpoint/kept_ops.h`)
+and logs all other ops. It does what the modes of `selective` do, with the errors and warnings of
+both in Python. The modes remain for policies that look at calls, for higher-order ops, for tensors
+of subclasses, inside of other modes, and where there is no library.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from storage_ops import _library
+from storage_ops._callers import warn_caller
+from storage_ops.checkpoint.saved.matching import (
+    ORIGIN,
+    describe_difference,
+    describe_failure,
+    describe_modified,
+)
+from storage_ops.checkpoint.selective import offload
+from storage_ops.checkpoint.selective.policies import Policy, ops_saved
+from storage_ops.foundation.op_names import name_of, readable
+
+# By policy: the number of ops of libraries that were known, and the policy of the library or None.
+_made: Any = weakref.WeakKeyDictionary()
+
+
+def contexts(policy: Policy, region: str, preserve_rng_state: bool) -> tuple[Any, Any] | None:
+    """Return the pair of contexts for a region; None if Python has to follow the policy.
+
+    Args:
+        policy: the policy.
+        region: what warnings and errors call the region.
+        preserve_rng_state: whether ops after a saved one draw the numbers of the forward.
+    """
+    if _native is None or torch._C._len_torch_dispatch_stack():
+        return None
+    made = _native_policy(policy)
+    if made is None or made.needs_python(region):
+        return None
+    results = _native.SavedResults(made, region, preserve_rng_state)
+    return results.forward(), results.recompute()
+
+
+def _native_policy(policy: Policy) -> Any:
+    known = _native.ops_of_libraries()
+    try:
+        number, made = _made.get(policy, (-1, None))
+    except TypeError:  # a policy of a user without a hash, or without weak references
+        return None
+    if number != known:
+        ops = ops_saved(policy)
+        made = None if ops is None else _native.policy(sorted(ops.names), ops.k)
+        _made[policy] = _native.ops_of_libraries(), made
+    return made
+
+
+def leave_to_python() -> None:
+    """Save nothing in the regions that run, because a mode of Python begins inside of them.
+
+    The kernels see an op before every mode. But a mode inside of a region must see it first.
+    """
+    if _native is not None:
+        _native.leave_to_python()
+
+
+def noting(
+    note: Callable[[Tensor], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> saved_tensors_hooks:
+    """Return hooks that call `note` before each tensor that the given hooks pack."""
+
+    def pack_and_note(t: Tensor) -> Any:
+        note(t)
+        return pack(t)
+
+    # The name tells regions inside that an enclosing checkpoint saves nothing of theirs.
+    pack_and_note.__module__ = getattr(pack, "__module__", "")
+    return saved_tensors_hooks(pack_and_note, unpack)
+
+
+def warn_of_nothing(region: str, calls: dict[str, int]) -> None:
+    """Warn that a policy saves nothing in a region.
+
+    Args:
+        region: its name.
+        calls: how often each op was called there.
+    """
+    if calls:
+        ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
+        warn_caller(
+            f"the policy of the selective checkpoint saves nothing in {region}, which is "
+            f"recomputed as a whole; its ops are {', '.join(ran)}"
+        )
+
+
+def warn_of_modified(region: str, names: Iterable[str]) -> None:
+    """Warn that results of these ops are modified in a region, so that they are not saved."""
+    ops = ", ".join(sorted(map(readable, set(names))))
+    warn_caller(
+        f"{region} modifies in place what the policy of its selective checkpoint "
+        f"saves: results of {ops} are recomputed instead"
+    )
+
+
+def _end(region: str, unsaved: list[str], modified: list[str]) -> None:
+    """End the forward of a region.
+
+    Args:
+        region: its name.
+        unsaved: the ops that ran, if no result was saved.
+        modified: the ops whose results were modified in the region.
+    """
+    warn_of_nothing(region, Counter(unsaved))
+    offload.region_ended()
+    if modified:
+        warn_of_modified(region, modified)
+
+
+def _follow(note: Callable[[Tensor], None], hooks: tuple[Any, Any]) -> saved_tensors_hooks:
+    """Call `note` before each tensor that hooks of Python pack."""
+    following = noting(note, *hooks)
+    following.__enter__()
+    return following
+
+
+def _origin(t: Tensor) -> str | None:
+    """Return the name of the node that a leaf stands for; None for another leaf."""
+    name: str | None = vars(t).get(ORIGIN)
+    return name
+
+
+def _set_up() -> Any:
+    """Return the module of the library, or None without one."""
+    native: Any = sys.modules.get(_library.SAVED_TENSORS)
+    if native is not None:
+        native.setup_results(
+            describe_difference, describe_failure, describe_modified, _end, _follow,
+            torch._C._autograd._top_saved_tensors_default_hooks, _origin,
+            sorted(map(name_of, SAC_IGNORED_OPS)),
+        )  # fmt: skip
+    return native
+
+
+_native = _set_up()

@@ -1,0 +1,58 @@
+"""`--autocast`: forward and loss in torch.autocast, as trainers with mixed precision run them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from storage_ops.loss.planning.plan import dtype_name
+
+_DTYPES = "bfloat16", "float16"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --autocast."""
+    parser.add_argument(
+        "--autocast",
+        metavar="DTYPE",
+        help="bf16 or fp16: forward and loss run in torch.autocast, and --dtype is fp32 by default",
+    )
+
+
+def block(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Return the block around a simulation, whose forward and loss run in it.
+
+    Raises:
+        ValueError: autocast has no such dtype.
+    """
+    if args.autocast is None:
+        return contextlib.nullcontext()
+    import torch
+
+    name = dtype_name(args.autocast)
+    if name not in _DTYPES:
+        raise ValueError(f"--autocast is {args.autocast}; expected bf16 or fp16")
+    # Fake tensors of the CPU stand for those of a GPU.
+    return torch.autocast("cpu", getattr(torch, name))
+
+
+@contextlib.contextmanager
+def without_bytes(args: argparse.Namespace) -> Iterator[None]:
+    """Make tensors without bytes in a with block, on a device that autocast knows."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if args.autocast is None:
+        with torch.device("meta"):
+            yield
+    else:
+        with FakeTensorMode(), torch.device("cpu"):
+            yield
+
+
+def dtype_of_parameters(args: argparse.Namespace, default: str) -> str:
+    """Return --dtype by its name in torch; its default is fp32 with autocast."""
+    return dtype_name(args.dtype or (default if args.autocast is None else "fp32"))

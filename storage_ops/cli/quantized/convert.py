@@ -1,0 +1,79 @@
+"""Put quantized layers in place of a model's own, as transformers' `from_pretrained` does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from storage_ops.cli.quantized.experts import projections_of, quantize_experts
+from storage_ops.cli.quantized.layers import linear_of
+from storage_ops.cli.quantized.schemes import Scheme
+
+
+def quantize(model: Any, scheme: Scheme) -> None:
+    """Quantize the weights of a model of transformers on the meta device, which freezes them.
+
+    The output layer, tied weights and what the scheme skips keep their weights.
+
+    Raises:
+        ValueError: the scheme is for weights that the model does not have.
+    """
+    from transformers.quantizers.base import HfQuantizer
+
+    # Its rule, and the modules of the config that lists some, in which case the rule is off.
+    skipped = HfQuantizer.get_modules_to_not_convert(
+        model, None if scheme.skipped is None else list(scheme.skipped), model._keep_in_fp32_modules
+    )
+    count = 0
+    for name, module in list(model.named_modules()):
+        if not _is_converted(name, skipped):
+            continue
+        if _takes_linear(module, scheme):
+            model.set_submodule(name, linear_of(module, scheme))
+        elif _takes_experts(name, module, scheme):
+            quantize_experts(module, scheme)
+        else:
+            continue
+        count += 1
+    if not count:
+        kind = "experts of GPT-OSS" if scheme.name == "mxfp4" else "linear layers to quantize"
+        raise ValueError(
+            f"--quantize is {scheme.name}; expected another, since {type(model).__name__} has no "
+            f"{kind}"
+        )
+
+
+def unquantized_experts(model: nn.Module) -> str | None:
+    """Return the class of the model's first experts whose weights are floating-point, if any."""
+    for module in model.modules():
+        names = projections_of(module)
+        if names and module._parameters[names[0]].dtype.itemsize > 1:  # type: ignore[union-attr]
+            return type(module).__name__
+    return None
+
+
+def _takes_linear(module: nn.Module, scheme: Scheme) -> bool:
+    if scheme.name == "mxfp4":
+        return False
+    is_conv1d = type(module).__name__ == "Conv1D" and scheme.name != "fp8"
+    return type(module) is nn.Linear or is_conv1d
+
+
+def _takes_experts(name: str, module: nn.Module, scheme: Scheme) -> bool:
+    if not projections_of(module):
+        return False
+    is_of_gpt_oss = type(module).__name__ == "GptOssExperts"
+    return is_of_gpt_oss if scheme.name == "mxfp4" else scheme.name == "fp8"
+
+
+def _is_converted(name: str, skipped: Sequence[str]) -> bool:
+    """Return False for a module that a pattern names, or that is inside of one, or ends so."""
+    parts = name.split(".")
+    outer = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return not any(
+        name.endswith(pattern) or any(re.fullmatch(pattern.rstrip("."), each) for each in outer)
+        for pattern in skipped
+    )

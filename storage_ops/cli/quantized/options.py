@@ -1,0 +1,84 @@
+"""The options that say how weights are stored and which adapters are trained; without torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+NAMES = ("none", "nf4", "nf4-double", "int8", "fp8", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters to train.
+
+    Attributes:
+        rank: of their products.
+        modules: names of the layers that get one; "all-linear", or None for PEFT's choice.
+        dropout: probability that an input of an adapter is left out.
+    """
+
+    rank: int
+    modules: str | list[str] | None
+    dropout: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--quantize",
+        choices=NAMES,
+        help="how the weights of the frozen base are stored (default: as the config says)",
+    )
+    parser.add_argument(
+        "--lora",
+        metavar="R[:MODULES]",
+        help="train adapters of rank R alone, by PEFT, on modules such as q_proj,v_proj or "
+        "all-linear (default: PEFT's for the model)",
+    )
+    parser.add_argument(
+        "--lora-dropout", type=float, default=0.0, metavar="P", help="of the adapters (default: 0)"
+    )
+    parser.add_argument(
+        "--prepare-kbit-training",
+        action="store_true",
+        help="as PEFT's prepare_model_for_kbit_training: gradient checkpointing, and float32 for "
+        "what is not quantized",
+    )
+
+
+def refuse_with_function(args: argparse.Namespace) -> None:
+    """Raise if an option is given that a model of `--model` has no use for.
+
+    Raises:
+        ValueError: an option is for models of transformers.
+    """
+    for name in ("quantize", "lora", "lora_dropout", "prepare_kbit_training"):
+        if value := getattr(args, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; expected none with --model, whose "
+                "function can return a model with adapters or quantized layers"
+            )
+
+
+def lora_of(args: argparse.Namespace) -> Lora | None:
+    """Return what `--lora` asks for; None if it is not given.
+
+    Raises:
+        ValueError: a rank, a name or a probability is wrong.
+    """
+    if args.lora is None:
+        if args.lora_dropout:
+            raise ValueError(f"--lora-dropout is {args.lora_dropout}; expected --lora with it")
+        return None
+    rank, colon, names = args.lora.partition(":")
+    modules = names.split(",")
+    if not rank.isdecimal() or int(rank) < 1 or (colon and not all(modules)):
+        raise ValueError(
+            f"--lora is {args.lora}; expected a rank of 1 or more, or a rank and modules, such as "
+            "16:q_proj,v_proj or 16:all-linear"
+        )
+    if not 0 <= args.lora_dropout < 1:
+        raise ValueError(f"--lora-dropout is {args.lora_dropout}; expected at least 0, less than 1")
+    chosen = names if names == "all-linear" else modules if colon else None
+    return Lora(int(rank), chosen, args.lora_dropout)

@@ -1,0 +1,205 @@
+"""`--gpus`: one rank of several, on torch's process group that needs no others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from storage_ops.simulate.will_it_fit import FitReport
+
+_WHOLE = "embedding_rowwise"
+_SHARDS = "fsdp2", "ddp", "zero3"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --gpus, --shard and --tensor-parallel."""
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="ranks; --batch is that of each (default: 1)"
+    )
+    parser.add_argument(
+        "--shard",
+        choices=_SHARDS,
+        default="fsdp2",
+        help="what the ranks do with the model (default: fsdp2)",
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="K", help="ranks that share each layer"
+    )
+
+
+@contextlib.contextmanager
+def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
+    """Make a model that of one rank, inside a with block that has a process group.
+
+    Raises:
+        ValueError: an option is wrong, or the model has no plan for tensor parallelism.
+    """
+    _check(args)
+    if args.gpus == 1:
+        yield
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.gpus)
+    try:
+        shape = args.gpus // args.tensor_parallel, args.tensor_parallel
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        if shape[1] > 1:
+            _parallelize(model, mesh["tensor"])
+        if shape[0] > 1 and args.shard == "fsdp2":
+            _shard(model, mesh["data"])
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("gpus", "tensor_parallel"):
+        value = getattr(args, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    if args.gpus % args.tensor_parallel:
+        raise ValueError(
+            f"--tensor-parallel is {args.tensor_parallel}; expected a divisor of --gpus, "
+            f"{args.gpus}"
+        )
+    if args.shard == "zero3":
+        raise ValueError(
+            "--shard is zero3, which is not simulated; expected fsdp2, which also shards "
+            "parameters, gradients and optimizer state. DeepSpeed adds float32 copies of 16-bit "
+            "parameters and buffers of the sizes in its config"
+        )
+    plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
+    draws = args.plot is not None or getattr(args, "html", None) is not None
+    is_spread = args.tensor_parallel > 1
+    if args.gpus > 1 and args.shard == "ddp" and (plans or draws or is_spread):
+        raise ValueError(
+            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing, a picture or "
+            "--tensor-parallel. DDP takes what one GPU takes, and buckets that are as large as "
+            "all gradients"
+        )
+    if is_spread and plans:
+        raise ValueError(
+            f"--tensor-parallel is {args.tensor_parallel}; expected none with fit or "
+            "--gradient-checkpointing, which plan no layers of DTensors"
+        )
+    if args.gpus > 1 and args.autocast is not None:
+        raise ValueError(
+            f"--autocast is {args.autocast}; expected none with --gpus {args.gpus}, since shards "
+            "of fake tensors are not simulated"
+        )
+
+
+def _shard(model: nn.Module, mesh: Any) -> None:
+    """Shard each layer of a list of layers, and the rest with the model."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    outermost: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in outermost)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and name and not is_inside:
+            outermost.append(name)
+    for name in outermost:
+        for layer in model.get_submodule(name).children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _parallelize(model: nn.Module, mesh: Any) -> None:
+    """Spread layers as the plan of their transformers class says.
+
+    Raises:
+        ValueError: there is no plan, or torch has no such style.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    known = {
+        "colwise": ColwiseParallel(), "rowwise": RowwiseParallel(), "colwise_rep": gathered,
+        "colwise_gather_output": gathered,
+    }  # fmt: skip
+    styles: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    kind = type(model).__name__
+    if not styles:
+        raise ValueError(
+            f"--tensor-parallel is {mesh.size()}, and {kind} has no plan for it; expected a model "
+            "of transformers with base_model_tp_plan"
+        )
+    unknown = sorted(set(styles.values()) - known.keys() - {_WHOLE})
+    if unknown:
+        raise ValueError(
+            f"--tensor-parallel is {mesh.size()}, and the plan of {kind} has {', '.join(unknown)}; "
+            f"expected only {', '.join(known)}"
+        )
+    _check_heads(model, mesh.size())
+    whole = _embedded(model)
+    plan = {
+        name: known[style]
+        for name, module in model.named_modules()
+        for pattern, style in styles.items()
+        if fnmatch.fnmatchcase(name, pattern) and not whole & set(module.parameters())
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def _embedded(model: nn.Module) -> set[Tensor]:
+    """Return the weights of embeddings, which every rank has whole, also where a head is tied.
+
+    torch's gradient of a spread embedding is whole, so optimizers refuse to step with it.
+    """
+    from torch import nn
+
+    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    config: Any = model.config
+    text = config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        number = getattr(text, name, None)
+        if number is not None and number % ranks:
+            raise ValueError(
+                f"--tensor-parallel is {ranks}; expected a divisor of the config's {name}, {number}"
+            )
+
+
+def bucket_bytes(args: argparse.Namespace, model: nn.Module) -> int:
+    """Return the bytes of the buckets of DDP, which copy all gradients; otherwise 0."""
+    if args.shard != "ddp" or args.gpus == 1:
+        return 0
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * p.itemsize for p in trained)
+
+
+def with_buckets(report: FitReport, nbytes: int) -> FitReport:
+    """Return a report with the buckets of DDP, which are there during the whole step."""
+    from storage_ops.simulate.step import BUCKETS
+
+    if not nbytes:
+        return report
+    step = report.step
+    owners = dict(sorted([*step.by_owner.items(), (BUCKETS, nbytes)], key=lambda item: -item[1]))
+    step = dataclasses.replace(
+        step, peak_bytes=step.peak_bytes + nbytes, kept_bytes=step.kept_bytes + nbytes,
+        by_owner=owners,
+    )  # fmt: skip
+    peak = step.peak_bytes
+    return dataclasses.replace(
+        report, fits=peak <= report.budget_bytes, peak_bytes=peak, by_owner=owners, step=step
+    )

@@ -1,0 +1,52 @@
+"""`will-it-fit --serve`: whether a model of transformers fits that generates, not trains."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from storage_ops.cli import output
+from storage_ops.quantities import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_OF_TRAINING = (
+    "accumulate", "autocast", "gpus", "gradient_checkpointing", "html", "model", "optimizer",
+    "plot",
+)  # fmt: skip
+
+
+def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    """Refuse options that have no meaning without a training step.
+
+    Raises:
+        ValueError: one is given.
+    """
+    for name in _OF_TRAINING:
+        value = getattr(args, name)
+        if value != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            given = "given" if value is True else value
+            raise ValueError(f"{flag} is {given}; expected none with --serve, which trains nothing")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Print what generation takes; return 0 if it fits, 1 if not."""
+    from storage_ops.cli.workload import workload
+    from storage_ops.simulate.serve import simulate_serving
+    from storage_ops.simulate.will_it_fit import verdict
+
+    budget = parse_bytes(args.budget, "--budget")
+    step = workload(args)
+    labels = ("labels", "start_positions", "end_positions")
+    inputs = {name: t for name, t in step.batch.items() if name not in labels}
+    report = simulate_serving(step.model.eval(), inputs, args.device)
+    fits = report.peak_bytes <= budget
+    if args.json:
+        names = ("peak_bytes", "prefill_bytes", "decode_bytes", "cache_bytes", "by_owner")
+        facts = {name: getattr(report, name) for name in names}
+        output.print_json({"fits": fits, "budget_bytes": budget, "device": args.device} | facts)
+    else:
+        console.print(report.table(verdict(report.peak_bytes, budget, args.device)))
+    return 0 if fits else 1

@@ -1,0 +1,206 @@
+"""Simulate a model of transformers that generates: the prompt, then one token."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.foundation.ledger import Ledger
+from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, WORKSPACES, by_kind
+from storage_ops.progress import say, showing
+from storage_ops.quantities import Tabular, readable
+from storage_ops.simulate.captured import Captured
+from storage_ops.simulate.estimate import call_simulated, note_roles, settle, simulating
+from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.step import is_gpu
+from storage_ops.simulate.values.assume import Assumption
+
+if TYPE_CHECKING:
+    from storage_ops.tables import Grid
+
+FULL, SLIDING, LATENT = (
+    "KV cache of full attention", "KV cache of sliding windows", "KV cache of latents",
+)  # fmt: skip
+STATES = "states of linear attention and state spaces"
+_STATES = "conv_states", "recurrent_states"
+_NAMES = "cache", "past_key_values", "cache_params"  # from transformers 5.20 on, and before
+
+
+@dataclass(frozen=True)
+class ServingEstimate(Tabular):
+    """What generation takes in plain PyTorch; prints as a table.
+
+    Attributes:
+        peak_bytes: highest level of everything on the device.
+        prefill_bytes: highest level while the prompt is processed.
+        decode_bytes: highest level while the next token is.
+        cache_bytes: what the cache holds after the prompt, by kind of layer.
+        by_owner: bytes at the peak by their owner, most first.
+        tokens: of the prompt.
+    """
+
+    peak_bytes: int
+    prefill_bytes: int
+    decode_bytes: int
+    cache_bytes: dict[str, int]
+    by_owner: dict[str, int] = field(repr=False)
+    tokens: int
+
+    def table(self, title: str) -> Grid:
+        """Return a table of what is in memory at the peak."""
+        from storage_ops.tables import Grid
+
+        cache = ", ".join(f"{name} {readable(n)}" for name, n in self.cache_bytes.items())
+        peaks = (self.prefill_bytes, self.decode_bytes)
+        prefill, decode = (readable(peak, up=True) for peak in peaks)
+        return Grid(
+            title,
+            ("owner", "bytes", "of peak"),
+            [
+                (owner, readable(nbytes), f"{nbytes / self.peak_bytes:.1%}")
+                for owner, nbytes in by_kind(self.by_owner).items()
+            ],
+            f"at the peak; without the CUDA context\nafter {self.tokens} tokens: {cache}\n"
+            f"peak of the prompt {prefill}, of the next token {decode}\n"
+            "in plain PyTorch, as generate() of transformers; an engine with a paged cache differs",
+            words=("owner",),
+            optional=("of peak",),
+        )
+
+    def __rich__(self) -> Grid:
+        return self.table(f"peak {readable(self.peak_bytes, up=True)}")
+
+
+def simulate_serving(
+    model: nn.Module, inputs: dict[str, Tensor], device: str | torch.device | None
+) -> ServingEstimate:
+    """Simulate a prompt and the next token of a model that generates.
+
+    The cache is the one that the model makes, so its sizes come from the model's own code.
+
+    Args:
+        model: of transformers.
+        inputs: keyword arguments of its forward for the prompt; the last one has the tokens.
+        device: as of `simulate_step`.
+
+    Raises:
+        ValueError: the model has no cache.
+    """
+    takes = inspect.signature(model.forward).parameters
+    name = next((name for name in _NAMES if name in takes), None)
+    if name is None or "use_cache" not in takes:
+        raise ValueError(
+            f"the model is a {type(model).__name__}, which has no cache; expected one that "
+            "generates text"
+        )
+    on_gpu, rates = is_gpu(model, [inputs], device), rates_for(device, model)
+    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    held = Captured(model, (), inputs)
+    roles: dict[Any, str] = {}
+    cache_bytes: Counter[str] = Counter()
+    events = 0  # when the prompt was processed
+
+    def around(
+        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
+        say(name or type(module).__name__)
+        with ledger.call(name):
+            return call(*args, **kwargs)
+
+    def generate(simulation: Simulation, prompt: dict[str, Any]) -> None:
+        nonlocal events
+        options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in takes:
+            options["logits_to_keep"] = 1
+        output = model(**prompt, **options)
+        cache = getattr(output, name, None)
+        if cache is None:
+            raise ValueError(f"{type(model).__name__} returned no {name}; expected a cache")
+        for kind, tensors in _by_kind(cache, model):
+            _note(cache_bytes, roles, kind, tensors, simulation)
+        following = _following(prompt, output)
+        del output
+        events = len(ledger.events)
+        model(**following, **options, **{name: cache})
+        for kind, tensors in _by_kind(cache, model):
+            note_roles(roles, kind, tensors, simulation)
+
+    alone, told = ONE_AT_A_TIME, showing("simulating generation")
+    simulated = simulating(ledger, held, (), inputs, Assumption(None), on_gpu, rates)
+    calls = around_calls(model, around)
+    with alone, told, calls, simulated as (simulation, _, prompt), torch.no_grad():
+        note_roles(roles, PARAMETERS, model.parameters(), simulation)
+        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        note_roles(roles, BATCH, tree_leaves(prompt), simulation)
+        call_simulated(generate, (simulation, prompt), {})
+        if simulation.multiplies:
+            workspaces = keep_workspaces(ledger, workspace_bytes(device, model), threads=1)
+            roles |= dict.fromkeys(workspaces, WORKSPACES)
+        levels = ledger.levels()
+        settled = settle(ledger, roles)
+    return ServingEstimate(
+        settled["peak_bytes"], max(levels[: events + 1]), max(levels[events:]), dict(cache_bytes),
+        settled["by_owner"], next(reversed(inputs.values())).shape[1],
+    )  # fmt: skip
+
+
+def _note(
+    cache_bytes: Counter[str], roles: dict[Any, str], kind: str, tensors: list[Tensor],
+    simulation: Simulation,
+) -> None:  # fmt: skip
+    """Note the blocks of the tensors of one kind, and count those that are new."""
+    for t in tensors:
+        new = [block for block in simulation.blocks_of(t) if block not in roles]
+        cache_bytes[kind] += sum(block.nbytes for block in new)
+    note_roles(roles, kind, tensors, simulation)
+
+
+def _by_kind(cache: Any, model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the kinds of layers of a cache, each with tensors that one layer holds."""
+    parts = [
+        getattr(cache, name)
+        for name in ("self_attention_cache", "cross_attention_cache")
+        if hasattr(cache, name)
+    ]
+    config: Any = model.config
+    latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None)
+    for part in parts or [cache]:
+        for layer in getattr(part, "layers", [part]):
+            values = dict(vars(layer))
+            states = [values.pop(name, None) for name in _STATES]
+            keys = values.get("keys")
+            if isinstance(keys, Tensor):
+                is_latent = latent is not None and keys.shape[-1] == latent
+                is_sliding = getattr(layer, "is_sliding", False)
+                kind = LATENT if is_latent else SLIDING if is_sliding else FULL
+                yield kind, _numbers(values)
+            else:
+                states.append(values)
+            yield STATES, _numbers(states)
+
+
+def _numbers(values: object) -> list[Tensor]:
+    """Return the tensors of floating-point numbers; a layer also has counts."""
+    found = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return [t for t in found if t.is_floating_point()]
+
+
+def _following(prompt: dict[str, Any], output: Any) -> dict[str, Any]:
+    """Return the arguments for the next token: the last input with one token for each sequence."""
+    last = next(reversed(prompt))
+    inputs: dict[str, Any] = {last: prompt[last][:, -1:]}
+    encoded = getattr(output, "encoder_last_hidden_state", None)
+    if encoded is not None:
+        inputs["encoder_outputs"] = (encoded,)
+    return inputs

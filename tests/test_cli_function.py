@@ -1,0 +1,148 @@
+"""`--model FILE.py:FUNCTION` of `will-it-fit` and `fit`."""
+
+import json
+
+import pytest
+
+from storage_ops.cli import main
+
+pytestmark = pytest.mark.in_turn
+
+FILE = """
+import torch
+from dataclasses import dataclass
+from torch import nn
+from torch.nn import functional as F
+from beside import WIDTH
+
+@dataclass
+class Sizes:
+    layers: int = 3
+
+def alone():
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(Sizes().layers)]
+    return nn.Sequential(*layers), torch.empty(512, WIDTH)
+
+def sized(batch=2, seq=8):
+    model, _ = alone()
+    labels = torch.zeros(batch, seq, dtype=torch.int64)
+    def loss(out):
+        return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+    return model, torch.empty(batch, seq, WIDTH), loss
+
+def needs(batch):
+    return sized(batch)
+
+def other(width):
+    return alone()
+
+def number():
+    return 3
+
+def without_batch():
+    return alone()[:1]
+
+def text():
+    return alone()[0], "x"
+
+def no_loss():
+    return *alone(), 3
+
+def fails():
+    return alone(1)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "beside.py").write_text("WIDTH = 64")
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
+
+
+def answer(command, capsys):
+    assert main([*command, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_model_and_a_batch(file, capsys):
+    command = ["will-it-fit", "--model", f"{file}:alone", "--optimizer", "none"]
+    owners = answer(command, capsys)["by_owner"]
+    assert owners["parameters"] == 3 * (64 * 64 + 64 + 64) * 4 and owners["batch"] == 512 * 64 * 4
+    owners = answer([*command, "--dtype", "bf16"], capsys)["by_owner"]
+    assert owners["batch"] == 512 * 64 * 2
+
+
+def test_options_become_arguments_that_the_function_has(file, capsys):
+    batches = [
+        answer(["will-it-fit", "--model", f"{file}:sized", *options], capsys)["by_owner"]["batch"]
+        for options in ([], ["--batch", "16", "--seq", "64"])
+    ]
+    assert batches[1] == 64 * batches[0]
+
+
+def test_fit_takes_the_loss(file, capsys):
+    command = ["fit", "--model", f"{file}:sized", "--batch", "64", "--seq", "64"]
+    facts = answer([*command, "--budget", "1GiB"], capsys)
+    assert facts["model"] == "Sequential" and facts["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("size", ["batch", "seq"])
+def test_find_calls_the_function_for_each_size(size, file, capsys):
+    """Its loss has labels of the same size."""
+    command = ["fit", "--model", f"{file}:sized", "--budget", "66MiB"]
+    facts = answer([*command, "--find", size], capsys)
+    assert facts["found"] >= facts["kept"]["size"] > 1
+    assert main([*command, f"--{size}", str(facts["found"])]) == 0
+    assert main([*command, f"--{size}", str(facts["found"] + 1)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        ("nothing", [], "has no function nothing: its functions are alone, sized, needs,"),
+        ("number", [], "which returned int; expected (model, batch) or (model, batch, loss)"),
+        ("without_batch", [], "which returned tuple (Sequential)"),
+        ("text", [], "which returned a batch that is a str; expected a tensor"),
+        ("no_loss", [], "which returned a loss that is a int; expected a function"),
+        ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
+        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1};"),
+        ("other", [], "which needs an argument width; expected a function without arguments"),
+        ("needs", [], "--batch is missing;"),
+        ("alone", ["--batch", "2"], "--batch is 2; expected none, since"),
+        ("alone", ["--batch", "0"], "--batch is 0; expected 1 or more"),
+    ],
+)
+def test_complaints(function, options, said, file, capsys):
+    for command in ("will-it-fit", "fit"):
+        assert main([command, "--model", f"{file}:{function}", *options]) == 2
+        out, err = capsys.readouterr()
+        assert said in err and not out and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("spelled", "said"),
+    [
+        ("mine.py", "expected a file and a function: FILE.py:FUNCTION"),
+        ("mine:f", "expected a file and a function: FILE.py:FUNCTION"),
+        ("no.py:f", "there is no file no.py"),
+        ("broken.py:f", "whose file raised NameError: name 'x' is not defined"),
+    ],
+)
+def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("x")
+    assert main(["will-it-fit", "--model", spelled]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_find_needs_an_argument_of_that_name(file, capsys):
+    assert main(["fit", "--model", f"{file}:alone", "--find", "batch"]) == 2
+    assert "--find is batch; expected device, since" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])
+def test_one_of_both_is_given(which, capsys):
+    with pytest.raises(SystemExit):
+        main(["will-it-fit", *which])
+    assert "--hf-config" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""`--gpus`, `--shard` and `--tensor-parallel` of `will-it-fit` and `fit`."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from storage_ops.cli import main
+from storage_ops.memory import simulate_step
+
+from . import hf_config
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.in_turn,
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed"),
+]
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 256}
+PARAMETERS = 4 * (4 * (64 * 64 * 1.5 * 2 + 3 * 64 * 192 + 128) + 2 * 256 * 64 + 64)
+
+
+@pytest.fixture
+def options(tmp_path):
+    path = hf_config.written(tmp_path, **SIZES)
+    return ["--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32", "--json"]
+
+
+def facts_of(command, capsys):
+    assert main(command) == 0, capsys.readouterr().err
+    assert not dist.is_initialized()
+    return json.loads(capsys.readouterr().out)
+
+
+def owners(options, capsys, *more):
+    return facts_of(["will-it-fit", *options, *more], capsys)["by_owner"]
+
+
+def test_shards_of_fsdp2(options, capsys):
+    found = owners(options, capsys, "--gpus", "4")
+    # Shards of norms are rounded up to 512 bytes.
+    assert found["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
+    assert found["optimizer state"] == pytest.approx(PARAMETERS / 2, rel=0.1)
+    assert found["gathered parameters"] > 0
+    assert owners(options, capsys)["parameters"] == pytest.approx(PARAMETERS, rel=0.01)
+
+
+def test_replicas_of_ddp_are_as_torch_makes_them(tmp_path, capsys):
+    """With real parameters, which torch's own needs."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def f():\n    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), "
+        "torch.empty(8, 256)\n"
+    )
+    options = ["will-it-fit", "--model", f"{tmp_path}/mine.py:f", "--gpus", "4", "--json"]
+    facts = facts_of([*options, "--shard", "ddp"], capsys)
+    assert sum(facts["by_owner"].values()) == facts["peak_bytes"]
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        layers = [torch.nn.Linear(256, 256) for _ in range(2)]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+        step = simulate_step(model, torch.empty(8, 256), optimizer=torch.optim.AdamW, device="h100")
+    finally:
+        dist.destroy_process_group()
+    assert facts["by_owner"]["gradient buckets"] == step.by_owner["gradient buckets"]
+    assert facts["peak_bytes"] == pytest.approx(step.peak_bytes, abs=4096)
+
+
+def test_tensor_parallelism(options, capsys):
+    """Embeddings and norms are whole; with FSDP2 over it, they are sharded too."""
+    spread = 4 * (4 * (64 * 64 * 1.5 * 2 + 3 * 64 * 192) + 256 * 64)
+    found = owners(options, capsys, "--gpus", "2", "--tensor-parallel", "2")
+    assert found["parameters"] == pytest.approx(PARAMETERS - spread / 2, rel=0.02)
+    found = owners(options, capsys, "--gpus", "4", "--tensor-parallel", "2")
+    assert found["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
+
+
+def test_fit_plans_for_one_rank(options, capsys):
+    command = ["fit", *options, "--gpus", "4"]
+    none = facts_of([*command, "--budget", "1GiB"], capsys)["peak_bytes"]
+    budget = str(none - 1000)
+    plan = facts_of([*command, "--budget", budget], capsys)
+    assert plan["peak_bytes"] < none and plan["actions"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--gpus", "0"], "--gpus is 0; expected 1 or more"),
+        (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3; expected a divisor"),
+        (["--gpus", "8", "--tensor-parallel", "8"], "num_attention_heads, 4"),
+        (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated; expected"),
+        (["--gpus", "2", "--autocast", "bf16"], "--autocast is bf16; expected none with --gpus 2"),
+        (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp; expected fsdp2"),
+        (
+            ["--gpus", "4", "--shard", "ddp", "--tensor-parallel", "2"],
+            "--shard is ddp; expected fsdp2",
+        ),
+    ],
+)
+def test_complaints(options, given, said, capsys):
+    assert main(["will-it-fit", *options, *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_what_does_not_fit_is_told_what_fit_plans(options, capsys):
+    """A command that fit would refuse is not printed."""
+    options = [name for name in options if name != "--json"]
+    budget = ["--budget", "68MiB", "--optimizer", "none", "--gpus", "4"]
+    assert main(["will-it-fit", *options, *budget, "--tensor-parallel", "2"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fit plans for one rank of --shard fsdp2" in shown
+
+
+def test_models_without_a_plan(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef f():\n return torch.nn.Linear(8, 8), torch.empty(4, 8)\n"
+    )
+    model = ["--model", f"{tmp_path}/mine.py:f", "--gpus", "2"]
+    assert main(["will-it-fit", *model, "--tensor-parallel", "2"]) == 2
+    assert "Linear has no plan for it" in capsys.readouterr().err
+    assert main(["fit", *model, "--shard", "ddp"]) == 2
+    assert "--shard is ddp; expected fsdp2 with fit" in capsys.readouterr().err
+    assert main(["fit", *model, "--tensor-parallel", "2"]) == 2
+    assert "--tensor-parallel is 2; expected none with fit" in capsys.readouterr().err
