@@ -20,25 +20,29 @@ if TYPE_CHECKING:
 
     from storage_ops.fitting.largest import Largest
 
-HELP = "what to recompute so that a training step of a model fits into a GPU"
+HELP = "choose what to recompute so that a training step of a model fits into a GPU"
+EXAMPLE = "--hf-config config.json --batch 2 --seq 8192 --budget 76GiB --save fit.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    parser.add_argument(
+    search = parser.add_argument_group("the plan")
+    search.add_argument(
         "--actions",
         nargs="*",
-        help="keep, output_discard, selective, full, offload, tile, linear_cross_entropy",
+        help="actions that a plan may use: keep, output_discard, selective, full, offload, tile, "
+        "linear_cross_entropy",
     )
-    parser.add_argument(
+    search.add_argument(
         "--find",
         choices=("batch", "seq", "device"),
         help="find the largest --batch or --seq that fits, or the cheapest --device",
     )
-    parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
-    output.add_json(parser)
-    parser.add_argument("--plot", type=Path, help="draw time against peak into this file")
+    written = parser.add_argument_group("the output")
+    written.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
+    output.add_json(written)
+    written.add_argument("--plot", type=Path, help="draw time against peak into this file")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
