@@ -21,7 +21,7 @@ from benchmarks.report.rows import (
     time_of,
     unit_of,
 )
-from benchmarks.report.sizes import SIZES, spelled_out
+from benchmarks.report.sizes import SIZES, spelled_out, without_names
 from storage_ops.loss.planning import plan, planner
 from storage_ops.loss.planning.devices import GPUS
 from storage_ops.quantities import MIB, readable
@@ -33,7 +33,7 @@ TRADEOFF = "time against peak memory"
 
 def machine(result: Result) -> str:
     """Return the hardware and the torch version of a result, with its note."""
-    note = f" ({result['note']})" if result.get("note") else ""
+    note = f" ({without_names(result['note'])})" if result.get("note") else ""
     return f"On {result['hardware']}, torch {result['torch']}{note}"
 
 

@@ -4,7 +4,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.path import Path
 from rich.console import Console
 
-from benchmarks.report import markdown, pictures
+from benchmarks.report import markdown, pictures, sizes
 from benchmarks.report import rows as rows_of
 
 HEAD = {
@@ -142,6 +142,12 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
     pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
     both, memory = (image.imread(tmp_path / f"{name}.png") for name in ("both", "memory"))
     assert both.shape[0] == memory.shape[0] and both.shape[1] > memory.shape[1]
+
+
+def test_pages_have_sizes_in_place_of_short_names():
+    assert sizes.spelled_out("S1 float32 focal") == "2048 x 768 x 50257, fp32 focal"
+    assert sizes.spelled_out("GPT") == "GPT"
+    assert sizes.without_names("five rounds, S1 seven") == "five rounds, 2048 x 768 x 50257 seven"
 
 
 def test_what_is_ours():
