@@ -33,12 +33,12 @@ REFERENCE = {
 }
 DEFINED_IN = {"storage_ops.graph.regions": "storage_ops.foundation.regions"}
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
-PICTURES = re.compile(r'<img [^>]*?src="([^"#:]+)[^>]*>')
+IMAGE = re.compile(r'<img [^>]*?src="([^"#:]+)[^>]*>')
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 # The README has a picture for light and one for dark pages. The site has a switch between both,
 # which pictures follow if their addresses end with Material's marks.
-PICTURE = re.compile(
+README_PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
 )
 BY_SCHEME = r"![\2](\3#only-light)![\2](\1#only-dark)"
@@ -69,7 +69,7 @@ def on_files(files, config):
 
 def _written(name):
     """Return a page of the root with links from there, and with a picture for each scheme."""
-    return ABSOLUTE.sub("", PICTURE.sub(BY_SCHEME, (ROOT / name).read_text()))
+    return ABSOLUTE.sub("", README_PICTURE.sub(BY_SCHEME, (ROOT / name).read_text()))
 
 
 def on_page_content(html, page, config, files: Files):
@@ -78,10 +78,10 @@ def on_page_content(html, page, config, files: Files):
 
     def marked(match):
         address = posixpath.normpath(posixpath.join("/", page.url, match[1])).lstrip("/")
-        drawn = next(f for f in (docs / address, ROOT / address) if f.is_file())
-        return f'<img class="wide"{match[0][4:]}' if _is_wide(drawn) else match[0]
+        found = [f for f in (docs / address, ROOT / address) if f.is_file()]  # none: mkdocs warns
+        return f'<img class="wide"{match[0][4:]}' if any(map(_is_wide, found)) else match[0]
 
-    return PICTURES.sub(marked, html)
+    return IMAGE.sub(marked, html)
 
 
 def _is_wide(path):

@@ -181,7 +181,7 @@ def _spread_labels(figure: Figure) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes in figure.axes:
         marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
-        pixels = figure.dpi / 72 / 2  # of half a point
+        pixels = figure.dpi / 72 / 2  # in half a point: the size of a marker is its width
         taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for line in marked
                  for r in [pixels * line.get_markersize()]
                  for x, y in axes.transData.transform(line.get_xydata())]  # fmt: skip

@@ -13,7 +13,7 @@ from storage_ops.cli.model_function import takes
 from storage_ops.cli.workload import Workload, longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
-from storage_ops.quantities import parse_bytes, readable
+from storage_ops.quantities import parse_bytes, readable, unit_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -147,20 +147,23 @@ def _check_find(args: argparse.Namespace) -> None:
 def _draw(path: Path, search: Any, plan: Any) -> None:
     from matplotlib.figure import Figure
 
+    from storage_ops.measure.plot import PALETTE
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    gib = 1 << 30
+    axes.set_prop_cycle(color=PALETTE)
     points = search.curve()
-    peaks = [peak / gib for peak, _ in points]
+    unit, size = unit_of(max(plan.budget, *(peak for peak, _ in points)))
+    peaks = [peak / size for peak, _ in points]
     axes.step(peaks, [s * 1e3 for _, s in points], where="post", label="fit")
     for name, (peak, seconds) in plan.totals.items():
-        axes.plot(peak / gib, seconds * 1e3, "o", label=name)
-    axes.plot(plan.peak_bytes / gib, plan.seconds * 1e3, "*", markersize=14, label="this plan")
+        axes.plot(peak / size, seconds * 1e3, "o", label=name)
+    axes.plot(plan.peak_bytes / size, plan.seconds * 1e3, "*", markersize=14, label="this plan")
     budget, peak = readable(plan.budget), readable(plan.peak_bytes, up=True)
-    axes.axvline(plan.budget / gib, color="gray", linestyle=":", label=f"budget {budget}")
+    axes.axvline(plan.budget / size, color="gray", linestyle=":", label=f"budget {budget}")
     model = plan.as_dict()["model"]
     axes.set_title(f"Fit of {model} on {plan.device}: peak {peak} of {budget}", fontsize="medium")
-    axes.set_xlabel("peak of a step, GiB")
-    axes.set_ylabel(f"added to a step, ms (predicted for {plan.device})")
+    axes.set_xlabel(f"peak of a step ({unit})")
+    axes.set_ylabel(f"time added to a step (ms, predicted for {plan.device})")
     axes.legend()
     figure.savefig(path)
