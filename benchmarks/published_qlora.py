@@ -1,8 +1,8 @@
 """Estimated peaks of QLoRA steps against those that fms-acceleration published for an A100.
 
 Its benchmarks (scripts/benchmarks in foundation-model-stack/fms-acceleration) train with TRL's
-SFTTrainer in bfloat16 under autocast: transformers' gradient checkpointing, 4-bit bases with
-quantized statistics, adapters of rank 16 with dropout 0.1 on the projections of attention, AdamW.
+SFTTrainer in bfloat16 under autocast. They use transformers' gradient checkpointing, AdamW, 4-bit
+bases with quantized statistics, and adapters of rank 16 and dropout 0.1 on attention projections.
 Each case is rebuilt with the installed transformers and PEFT, and the loss of the version that was
 measured. What their environments had besides is not simulated: flash attention by its own package,
 which keeps the same tensors.

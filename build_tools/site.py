@@ -7,6 +7,7 @@ docstrings.
 """
 
 import ast
+import posixpath
 import re
 from pathlib import Path
 
@@ -32,8 +33,15 @@ REFERENCE = {
 }
 DEFINED_IN = {"storage_ops.graph.regions": "storage_ops.foundation.regions"}
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
+IMAGE = re.compile(r'<img [^>]*?src="([^"#:]+)[^>]*>')
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+# The README has a picture for light and one for dark pages. The site has a switch between both,
+# which pictures follow if their addresses end with Material's marks.
+README_PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
+BY_SCHEME = r"![\2](\3#only-light)![\2](\1#only-dark)"
 # PyPI shows the README, whose links to files and pictures are absolute.
 ABSOLUTE = re.compile(rf"(?<=\]\(){re.escape(_URL[1])}/(?:blob|raw)/main/")
 
@@ -41,7 +49,7 @@ ABSOLUTE = re.compile(rf"(?<=\]\(){re.escape(_URL[1])}/(?:blob|raw)/main/")
 def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
-    written = {name: ABSOLUTE.sub("", (ROOT / name).read_text()) for name in PAGES}
+    written = {name: _written(name) for name in PAGES}
     documents = files.documentation_pages()
     pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
     texts = {**written, **pages}
@@ -57,6 +65,28 @@ def on_files(files, config):
             files.append(File.generated(config, path, abs_src_path=str(where)))
     files.append(File.generated(config, "reference.md", content=_reference()))
     return files
+
+
+def _written(name):
+    """Return a page of the root with links from there, and with a picture for each scheme."""
+    return ABSOLUTE.sub("", README_PICTURE.sub(BY_SCHEME, (ROOT / name).read_text()))
+
+
+def on_page_content(html, page, config, files: Files):
+    """Mark pictures whose letters are too small for a phone, which `site.css` does not shrink."""
+    docs = Path(config.docs_dir)
+
+    def marked(match):
+        address = posixpath.normpath(posixpath.join("/", page.url, match[1])).lstrip("/")
+        found = [f for f in (docs / address, ROOT / address) if f.is_file()]  # none: mkdocs warns
+        return f'<img class="wide"{match[0][4:]}' if any(map(_is_wide, found)) else match[0]
+
+    return IMAGE.sub(marked, html)
+
+
+def _is_wide(path):
+    """Return True if a picture has several panels: a drawing, or a PNG of over 1000 pixels."""
+    return path.suffix == ".svg" or int.from_bytes(path.read_bytes()[16:20], "big") > 1000
 
 
 def on_page_markdown(markdown, page, config, files: Files):

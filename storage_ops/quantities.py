@@ -10,6 +10,7 @@ from fractions import Fraction
 from storage_ops.optional import required
 
 WIDTH = 110  # characters of a table where there is no terminal: as many as a page of the docs shows
+MIB = 1 << 20
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
 _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORECASE)
@@ -24,9 +25,6 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
 
     Raises:
         TypeError, ValueError: the value is not a number of bytes. The error names the argument.
-
-    Raises:
-        TypeError, ValueError: it stands for none; names the argument.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(
@@ -60,6 +58,11 @@ def readable(count: int, up: bool = False) -> str:
     # In whole numbers, for a float would round the count.
     scaled = -(-count * scale // unit) if up else (2 * count * scale + unit) // (2 * unit)
     return f"{scaled / scale:.15g} {('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
+
+
+def unit_of(most: float) -> tuple[str, int]:
+    """Return the unit of an axis or a table up to `most` bytes, and its size in bytes."""
+    return ("GiB", 1 << 30) if most > 10_000 * MIB else ("MiB", MIB)
 
 
 def metric(value: float, unit: str) -> str:

@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,21 @@ def test_plan_for_cuda_is_for_the_gpu_that_torch_finds(capsys, monkeypatch):
     monkeypatch.setattr("storage_ops.loss.planning.plan.default_device", lambda: "a100")
     assert cli.main([*PLAN[:-2], "--device", "cuda"]) == 0
     assert "rates              A100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_groups_explained_options_and_ends_with_an_example(capsys, name):
+    with pytest.raises(SystemExit) as left:
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    example = f"example:\n  python -m storage_ops {name} {cli.COMMANDS[name].EXAMPLE}\n"
+    assert left.value.code == 0 and text.endswith(example)
+    parser = argparse.ArgumentParser()
+    cli.COMMANDS[name].add_arguments(parser)
+    parser.parse_args(shlex.split(cli.COMMANDS[name].EXAMPLE))
+    ungrouped = parser._optionals._group_actions + parser._positionals._group_actions
+    assert [action.dest for action in ungrouped] == ["help"]
+    assert all(action.help for action in parser._actions)
 
 
 def test_every_command_and_function_predicts_for_one_gpu():

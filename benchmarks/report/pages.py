@@ -7,23 +7,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks._harness import RESULTS, ROOT
-from benchmarks.linear_cross_entropy import GPU_SHAPES, SHAPES
+from benchmarks.linear_cross_entropy import GPU_SHAPES
 from benchmarks.report.kept import kept, results_of
 from benchmarks.report.markdown import table, table_of_rows
-from benchmarks.report.rows import PEAK, Result, Row, at, shapes, time_of
+from benchmarks.report.rows import (
+    IN_MIB,
+    PEAK,
+    Result,
+    Row,
+    at,
+    in_readable_units,
+    shapes,
+    time_of,
+    unit_of,
+)
+from benchmarks.report.sizes import SIZES, spelled_out, without_names
 from storage_ops.loss.planning import plan, planner
 from storage_ops.loss.planning.devices import GPUS
-from storage_ops.quantities import readable
+from storage_ops.quantities import MIB, readable
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SECTION = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TRADEOFF = "time against peak memory"
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def machine(result: Result) -> str:
     """Return the hardware and the torch version of a result, with its note."""
-    note = f" ({result['note']})" if result.get("note") else ""
+    note = f" ({without_names(result['note'])})" if result.get("note") else ""
     return f"On {result['hardware']}, torch {result['torch']}{note}"
 
 
@@ -48,12 +58,13 @@ def picture(name: str, shows: str) -> str:
     return f"\n![{shows}]({link(path)})\n" if path else ""
 
 
-def point(row: Row | None) -> str:
-    """Return time and memory in one cell."""
+def point(row: Row | None, unit: str, size: float) -> str:
+    """Return time and memory in one cell, in a unit of `size` MiB."""
     if row is None:
         return ""
     column = time_of(row)
-    return f"{row[column]:.2f}, {row[PEAK]:.0f} MiB" if column else ""
+    digits = 0 if size == 1 else 1
+    return f"{row[column]:.2f}, {row[PEAK] / size:.{digits}f} {unit}" if column else ""
 
 
 HALF = "storage_ops, with the loss, 51%"  # a plan for half the memory
@@ -87,9 +98,9 @@ def headline() -> str:
     """Return the first figures of the README."""
     plain, ours = on_gpu("carried_plans", "Llama, 2 x 8192 tokens", "none", HALF)
     return (
-        f"A training step of a Llama with 1.5 billion parameters takes **{ours[PEAK] / 1024:.0f} "
-        f"GiB instead of {plain[PEAK] / 1024:.0f} GiB** on an H200, in {ours['time / none']:.2f} "
-        "of the time.\n"
+        f"A training step of a Llama with 1.5 billion parameters needs **{ours[PEAK] / 1024:.0f} "
+        f"GiB instead of {plain[PEAK] / 1024:.0f} GiB** on an H200, and takes "
+        f"{ours['time / none']:.2f} times as long.\n"
     )
 
 
@@ -101,9 +112,10 @@ def gains() -> str:
         column = time_of(plain) or ""
         for row in others:
             ratio = row[column] / plain[column]
-            peaks = [f"{each[PEAK] / 1024:.1f} GiB" for each in (plain, row)]
+            peaks = [f"{each[PEAK] / 1024:.1f}" for each in (plain, row)]
             lines.append([names[row["case"]], *peaks, f"{ratio:.2f}"])
-    titles = ["one training step on an H200, bfloat16", "plain peak", "peak", "time / plain"]
+    titles = ["one training step on an H200, bfloat16", "plain peak (GiB)", "peak (GiB)",
+              "time / plain"]  # fmt: skip
     return table(titles, lines)
 
 
@@ -159,12 +171,12 @@ def linear_cross_entropy() -> str:
     text = ""
     for result in results_of("linear_cross_entropy"):
         lines = []
+        unit = unit_of(result["rows"])
         for shape, rows in shapes(result).items():
-            name, _, dtype = shape.rpartition(" ")
-            sizes = (SHAPES | GPU_SHAPES).get(name)
-            if sizes:
-                label = f"{' x '.join(map(str, sizes))}, {SHORT[dtype]}"
-                lines.append([label, *(point(at(rows, case)) for case in columns.values())])
+            name, *dtype = shape.split()
+            if name in SIZES and len(dtype) == 1:  # without those beside one peer alone
+                cells = (point(at(rows, case), *unit) for case in columns.values())
+                lines.append([spelled_out(shape), *cells])
         text += source(result) + table(["tokens x D x classes", *columns], lines) + "\n"
     return text.removesuffix("\n") + picture("linear_cross_entropy.png", TRADEOFF)
 
@@ -176,7 +188,7 @@ def train_gpt() -> str:
         for shape, rows in shapes(result).items():
             shown = ("case", PEAK, "peak / plain", "time / plain", "tokens / s", "loss apart")
             some = [{key: row[key] for key in shown if key in row} for row in rows]
-            text += f"{shape}. " + source(result) + table_of_rows(some) + "\n"
+            text += f"{shape}. " + source(result) + table_of_rows(in_readable_units(some)) + "\n"
     return text.removesuffix("\n") + picture("train_gpt-memory.png", "memory over one step")
 
 
@@ -184,12 +196,14 @@ def gradient_tolerance(part: str) -> str:
     """Return errors on real logits, or losses of training runs."""
     text = ""
     for result in results_of(f"gradient_tolerance_{part}"):
-        lists = ("losses", "shares")
-        rows = [
-            {k: f"{v:.1e}" if "error" in k else v for k, v in row.items() if k not in lists}
-            for row in result["rows"]
-        ]
-        text += source(result) + table_of_rows(rows) + "\n"
+        lists = ("losses", "shares", "shape")
+        text += source(result)
+        for shape, rows in shapes(result).items():
+            shown = [
+                {k: f"{v:.1e}" if "error" in k else v for k, v in row.items() if k not in lists}
+                for row in rows
+            ]
+            text += f"**{shape}**\n\n" + table_of_rows(shown) + "\n"
     shows = "losses of training runs, and the share of the classes that their gradients multiply"
     return text.removesuffix("\n") + picture(f"gradient_tolerance_{part}.png", shows)
 
@@ -202,7 +216,7 @@ def columns_of(stem: str, shown: tuple[str, ...]) -> str:
     text = ""
     for result in results_of(stem):
         rows = [{key: row[key] for key in shown if key in row} for row in result["rows"]]
-        text += source(result) + table_of_rows(rows) + "\n"
+        text += source(result) + table_of_rows(in_readable_units(rows)) + "\n"
     return text.removesuffix("\n")
 
 
@@ -212,7 +226,11 @@ def published_peaks() -> str:
              "because of")  # fmt: skip
     text = ""
     for result in results_of("published_peaks"):  # simulated: the same on any hardware
-        rows = [{"source": row["shape"], **{key: row.get(key, "") for key in shown[1:]}}
+        # From 40 MiB to 80 GiB, so each figure has its own unit.
+        rows = [{"source": row["shape"],
+                 **{key.removesuffix(f" {IN_MIB}"):
+                    readable(round(row[key] * MIB)) if key.endswith(IN_MIB) else row.get(key, "")
+                    for key in shown[1:]}}
                 for row in result["rows"]]  # fmt: skip
         text = source(result) + table_of_rows(rows)
     return text
@@ -223,8 +241,9 @@ def by_shape(stem: str) -> str:
     text = ""
     for result in results_of(stem):
         found = shapes(result)
+        unit = unit_of(result["rows"])
         cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-        lines = [[shape, *(point(at(rows, case)) for case in cases)]
+        lines = [[spelled_out(shape), *(point(at(rows, case), *unit) for case in cases)]
                  for shape, rows in found.items()]  # fmt: skip
         grid = [["", *cases], *lines]
         if len(cases) > len(found):

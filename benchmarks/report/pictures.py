@@ -1,42 +1,70 @@
 """Pictures of benchmark results.
 
-Their background is opaque and nearly white, so that they read the same on a light and a dark page.
-Colours are Okabe and Ito's, told apart without colour vision, and every peer has its own marker.
+Their background is opaque, so that they read the same on a light and a dark page. Memory over time,
+which the README begins with, is drawn for a dark page as well. Colours are Okabe and Ito's, told
+apart without colour vision, and every peer has its own marker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.path import Path as Curve
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from benchmarks.report.rows import PEAK, Result, Row, curve_of, is_ours, points, shapes, time_of
+from benchmarks.report.rows import (
+    PEAK,
+    Result,
+    Row,
+    curve_of,
+    is_ours,
+    points,
+    shapes,
+    time_of,
+    unit_of,
+)  # fmt: skip
+from benchmarks.report.sizes import spelled_out
 from storage_ops.cli.demo import picture
 from storage_ops.measure.measurement import Measurement, Sample
+from storage_ops.quantities import MIB
 
 Point = tuple[str, float, float]
-_MIB = 1 << 20
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
+
+
+class Page(NamedTuple):
+    """Colours of a picture for a light or a dark page."""
+
+    paper: str
+    ink: str
+    grid: str
+
+
+LIGHT, DARK = Page(PAPER, INK, "#dddddd"), Page("#1e2129", "#e2e4e9", "#3a3f4b")
 COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 FLOOR = "_"  # a line across the panel, not a point
-# Where a label may stand: the offset from its point, in points.
-PLACES = [(6, 3), (-6, 3), (6, -9), (-6, -9)]
+# Where a label may stand: the offset from its point, in points, the nearest first.
+PLACES = [(dx * far, dy * far) for far in (1, 1.6, 2.4) for dx, dy in
+          ((7, 6), (-7, 6), (7, -7), (-7, -7), (9, 0), (-9, 0), (0, 10), (0, -10))]  # fmt: skip
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
 def draw(out: Path, result: Result) -> list[Path]:
-    """Draw all pictures of a result into a folder."""
+    """Draw all pictures of a result into a folder. Return those for a light page."""
     panels = {shape: rows for shape, rows in shapes(result).items() if _has_both(rows)}
     drawn = []
     if panels:
-        drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
+        # One panel is small, with large letters, because people also read it on a phone.
+        with rc_context({"font.size": 12} if len(panels) == 1 else {}):
+            drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
     curved = ([row for row in rows if curve_of(row)] for rows in shapes(result).values())
     curves = next(filter(None, curved), [])  # of one shape, for others take other memory
     if len(curves) > 2:  # before and after, of all cases that there are
@@ -46,7 +74,8 @@ def draw(out: Path, result: Result) -> list[Path]:
     if trained:
         drawn.append(_save(_training(trained), out / f"{result['stem']}.png"))
     if curves:
-        drawn.append(_save(_timelines(curves), out / f"{result['stem']}-memory.png"))
+        drawn.append(_save(_timelines(curves, LIGHT), out / f"{result['stem']}-memory.png"))
+        _save(_timelines(curves, DARK), out / f"{result['stem']}-memory-dark.png", DARK.paper)
     return drawn
 
 
@@ -58,8 +87,8 @@ def demo(path: Path, result: Result) -> None:
 
 
 def _measured(row: Row) -> Measurement:
-    samples = [Sample(seconds, round(mib * _MIB)) for seconds, mib in curve_of(row)]
-    return Measurement(round(row[PEAK] * _MIB), samples[-1].nbytes, samples)
+    samples = [Sample(seconds, round(mib * MIB)) for seconds, mib in curve_of(row)]
+    return Measurement(round(row[PEAK] * MIB), samples[-1].nbytes, samples)
 
 
 def _has_both(rows: list[Row]) -> bool:
@@ -69,9 +98,9 @@ def _has_both(rows: list[Row]) -> bool:
     return len({is_ours(case) for case, _, _ in found}) == 2 and max(sizes) > 1.1 * min(sizes)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _save(figure: Figure, path: Path, paper: str = PAPER) -> Path:
     # No version of matplotlib inside, so that the same results give the same file.
-    figure.savefig(path, facecolor=PAPER, metadata={"Software": None})
+    figure.savefig(path, facecolor=paper, metadata={"Software": None})
     return path
 
 
@@ -87,12 +116,12 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
     styles = dict.fromkeys(floors, (INK, FLOOR))
     styles |= {case: (COLORS[k % len(COLORS)], MARKERS[k % len(MARKERS)])
                for k, case in enumerate(c for c in peers if c not in floors)}  # fmt: skip
-    width, height = (7.5, 4.6) if wide == 1 else (5.4 * wide, 3.7 * tall + 0.9)
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    width, height = (6.4, 4.6) if wide == 1 else (5.4 * wide, 3.7 * tall + 0.9)
+    figure = Figure(figsize=(width, height), dpi=150 if wide == 1 else 110, layout="constrained")
     grid = figure.subplots(tall, wide, squeeze=False)
     for axes, (shape, rows) in zip(grid.flat, panels.items(), strict=False):
         _panel(axes, found[shape], styles)
-        axes.set_title(shape, fontsize="medium", color=INK)
+        axes.set_title(spelled_out(shape), fontsize="medium", color=INK)
         axes.set_ylabel(next(filter(None, map(time_of, rows)), ""))
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -109,6 +138,8 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
 def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -> None:
     """Draw one shape."""
     _dress(axes)
+    unit, size = unit_of({PEAK: mib} for _, mib, _ in found)
+    found = [(case, mib / size, time) for case, mib, time in found]
     for case, mib, time in found:
         if case in styles:
             color, marker = styles[case]
@@ -121,9 +152,9 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
     axes.plot([p[1] for p in front], [p[2] for p in front], color=OURS, lw=1.6, zorder=1)
     axes.plot([p[1] for p in ours], [p[2] for p in ours], "o", color=OURS, ms=6, mec=INK, mew=0.5)
     for case, mib, time in ours if len(ours) < 8 else front:
-        label = case.replace("storage_ops, ", "").replace(" budget", "")
-        axes.annotate(label, (mib, time), (6, 3), textcoords="offset points",
-                      fontsize="x-small", color=OURS)  # fmt: skip
+        if len(ours) > 1:  # the legend names one alone
+            axes.annotate(_label(case), (mib, time), PLACES[0], textcoords="offset points",
+                          va="center", fontsize="small", color=OURS)  # fmt: skip
     sizes = [mib for case, mib, _ in found if styles.get(case, ("", ""))[1] != FLOOR]
     if max(sizes) > 3 * min(sizes):
         axes.set_xscale("log", base=2)
@@ -134,26 +165,36 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12, y=0.18)
-    axes.set_xlabel("peak memory (MiB)")
+    axes.set_xlabel(f"peak memory ({unit})")
+
+
+def _label(case: str) -> str:
+    """Return the name of one of our cases without the words that its neighbours share."""
+    for words in ("storage_ops, ", " budget", "fit for ", " of the way to none"):
+        case = case.replace(words, "")
+    return case
 
 
 def _spread_labels(figure: Figure) -> None:
-    """Move labels so that they cover neither a point nor one another, or leave them out."""
+    """Move labels so that they cover no point, line or other label, or leave them out."""
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes in figure.axes:
         marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
-        taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for line in marked
+        pixels = figure.dpi / 72 / 2  # in half a point: the size of a marker is its width
+        taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for line in marked
+                 for r in [pixels * line.get_markersize()]
                  for x, y in axes.transData.transform(line.get_xydata())]  # fmt: skip
-        taken += [line.get_window_extent(renderer).padded(2) for line in axes.lines
-                  if line.get_linestyle() == "--"]  # fmt: skip
+        curves = [Curve(line.get_transform().transform(line.get_xydata())) for line in axes.lines
+                  if line.get_linestyle() != "None"]  # fmt: skip
         for label in list(axes.texts):
             for x, y in PLACES:
                 label.xyann = x, y  # type: ignore[attr-defined]
-                label.set_horizontalalignment("left" if x > 0 else "right")
+                label.set_horizontalalignment("left" if x > 0 else "right" if x else "center")
                 box = label.get_window_extent(renderer)
                 inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-                if inside and not any(box.overlaps(other) for other in taken):
+                apart = not any(box.overlaps(other) for other in taken)
+                if inside and apart and not any(c.intersects_bbox(box, False) for c in curves):
                     taken.append(box)
                     break
             else:
@@ -169,14 +210,14 @@ def _front(ours: list[Point]) -> Iterator[Point]:
             yield point
 
 
-def _timelines(curves: list[Row]) -> Figure:
+def _timelines(curves: list[Row], page: Page) -> Figure:
     """Draw memory over one step, a curve per row."""
     # Small, with large letters, because people also read it on a phone.
     figure = Figure(figsize=(6.4, 3.8), dpi=150, layout="constrained")
     axes = figure.subplots()
-    _dress(axes)
-    most = max(mib for row in curves for _, mib in curve_of(row))
-    unit, size, digits = ("GiB", 1024, 1) if most > 10_000 else ("MiB", 1, 0)
+    _dress(axes, page)
+    unit, size = unit_of({PEAK: mib} for row in curves for _, mib in curve_of(row))
+    digits = 0 if size == 1 else 1
     for row, color in zip(curves, ("#d55e00", OURS, *COLORS), strict=False):
         at, mib = zip(*curve_of(row), strict=True)
         share: Any = [100 * a / (at[-1] or 1) for a in at]
@@ -189,13 +230,15 @@ def _timelines(curves: list[Row]) -> Figure:
     axes.tick_params(labelsize=11)
     axes.set_xlabel("share of the step (%)", fontsize=12)
     axes.set_ylabel(f"memory ({unit})", fontsize=12)
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK, fontsize=11)
+    figure.legend(
+        loc="outside upper center", ncols=2, frameon=False, labelcolor=page.ink, fontsize=11
+    )
     return figure
 
 
 def _training(rows: list[Row]) -> Figure:
     """Draw losses and shares of classes over the steps of training runs, as means of 20 steps."""
-    figure = Figure(figsize=(7.0, 5.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(6.4, 5.6), dpi=150, layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
     styles = (INK, *COLORS)
     for row, color in zip(rows, styles, strict=False):
@@ -210,15 +253,19 @@ def _training(rows: list[Row]) -> Figure:
     panels[1].set_ylim(0, 1.05)
     panels[1].set_xlabel("step")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False,
-                  labelcolor=INK, fontsize="small")  # fmt: skip
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False,
+                  labelcolor=INK)  # fmt: skip
     return figure
 
 
-def _dress(axes: Axes) -> None:
-    axes.set_facecolor(PAPER)
-    axes.grid(color="#dddddd", lw=0.7)
+def _dress(axes: Axes, page: Page = LIGHT) -> None:
+    axes.set_facecolor(page.paper)
+    axes.grid(color=page.grid, lw=0.7)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize="small")
+    axes.tick_params(colors=page.ink, labelsize="small")
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(page.ink)
+    for spine in axes.spines.values():
+        spine.set_color(page.ink)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -11,9 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from storage_ops import quantities
+from storage_ops.quantities import MIB
+
 Result = dict[str, Any]
 Row = dict[str, Any]
-PEAK = "peak (MiB)"
+IN_MIB = "(MiB)"  # how the name of a memory column ends
+PEAK = f"peak {IN_MIB}"
 # Cases are ours by how they begin, or by a part that a training job has, as in "compile+all".
 OURS = ("storage_ops", "discard")
 OUR_FEATURES = {
@@ -75,6 +79,29 @@ def points(rows: list[Row]) -> list[tuple[str, float, float]]:
         if column and isinstance(row.get(PEAK), float) and isinstance(row[column], float):
             found.append((row["case"], row[PEAK], row[column]))
     return found
+
+
+def unit_of(rows: Iterable[Row]) -> tuple[str, float]:
+    """Return the unit for the memory columns of rows together, and how many MiB it has."""
+    sizes = (value for row in rows for key, value in row.items() if key.endswith(IN_MIB))
+    most = max((size for size in sizes if isinstance(size, (int, float))), default=0)
+    unit, size = quantities.unit_of(most * MIB)
+    return unit, size / MIB
+
+
+def in_readable_units(rows: list[Row]) -> list[Row]:
+    """Return rows whose memory columns are in GiB, with four digits, if one exceeds 10,000 MiB."""
+    unit, size = unit_of(rows)
+    if size == 1:
+        return rows
+
+    def cell(key: str, value: Any) -> tuple[str, Any]:
+        if not key.endswith(IN_MIB):
+            return key, value
+        number = isinstance(value, (int, float))
+        return key.replace("MiB", unit), float(f"{value / size:.4g}") if number else value
+
+    return [dict(cell(key, value) for key, value in row.items()) for row in rows]
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
 """`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
-Each command is a module here with `HELP`, `add_arguments(parser)` and `run(args, console)`, which
-returns the exit code. It is 0 for an answer, and 1 where the answer is no or something does not
+Each command is a module here with `HELP`, an `EXAMPLE` that ends its --help,
+`add_arguments(parser)`, which groups the options, and `run(args, console)`, which returns the exit
+code. It is 0 for an answer, and 1 where the answer is no or something does not
 work here. It is 2, with one line, for wrong arguments and all else that prevents an answer.
 `python -X dev` shows the traceback. It is 141, as a shell says of a broken pipe, where the reader
 of the output went away. Commands share `output.py` and `workload.py`, which makes the step of
@@ -39,7 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=storage_ops.__version__)
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        command.add_arguments(parsers.add_parser(name, help=command.HELP))
+        command.add_arguments(
+            parsers.add_parser(
+                name,
+                help=command.HELP,
+                description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
+                epilog=f"example:\n  python -m storage_ops {name} {command.EXAMPLE}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
     try:
         try:
             args = parser.parse_args(argv)

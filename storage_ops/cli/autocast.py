@@ -13,7 +13,7 @@ from storage_ops.loss.planning.plan import dtype_name
 _DTYPES = "bfloat16", "float16"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare --autocast."""
     parser.add_argument(
         "--autocast",

@@ -21,14 +21,19 @@ Unpack the source archive of version {version}, or clone the repository, and run
   make build && .venv/bin/python -m storage_ops bench"""
 
 HELP = "measure every part against its peers, and report"
+EXAMPLE = "--quick"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("parts", nargs="*", metavar="part", help="benchmarks (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: minutes")
-    output.add_json(parser)
-    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for results")
+    which = parser.add_argument_group("the benchmarks")
+    which.add_argument("parts", nargs="*", metavar="part", help="benchmarks (default: all)")
+    which.add_argument("--quick", action="store_true", help="small shapes and few rounds: minutes")
+    written = parser.add_argument_group("the output")
+    output.add_json(written)
+    written.add_argument(
+        "--out", type=Path, default=Path("bench-report"), help="folder for results"
+    )
 
 
 def source_tree() -> Path | None:

@@ -13,32 +13,36 @@ from storage_ops.cli.model_function import takes
 from storage_ops.cli.workload import Workload, longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
-from storage_ops.quantities import parse_bytes, readable
+from storage_ops.quantities import parse_bytes, readable, unit_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from storage_ops.fitting.largest import Largest
 
-HELP = "what to recompute so that a training step of a model fits into a GPU"
+HELP = "choose what to recompute so that a training step of a model fits into a GPU"
+EXAMPLE = "--hf-config config.json --batch 2 --seq 8192 --budget 76GiB --save fit.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    parser.add_argument(
+    search = parser.add_argument_group("the plan")
+    search.add_argument(
         "--actions",
         nargs="*",
-        help="keep, output_discard, selective, full, offload, tile, linear_cross_entropy",
+        help="actions that a plan may use: keep, output_discard, selective, full, offload, tile, "
+        "linear_cross_entropy",
     )
-    parser.add_argument(
+    search.add_argument(
         "--find",
         choices=("batch", "seq", "device"),
         help="find the largest --batch or --seq that fits, or the cheapest --device",
     )
-    parser.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
-    output.add_json(parser)
-    parser.add_argument("--plot", type=Path, help="draw time against peak into this file")
+    written = parser.add_argument_group("the output")
+    written.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
+    output.add_json(written)
+    written.add_argument("--plot", type=Path, help="draw time against peak into this file")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -143,20 +147,23 @@ def _check_find(args: argparse.Namespace) -> None:
 def _draw(path: Path, search: Any, plan: Any) -> None:
     from matplotlib.figure import Figure
 
+    from storage_ops.measure.plot import PALETTE
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    gib = 1 << 30
+    axes.set_prop_cycle(color=PALETTE)
     points = search.curve()
-    peaks = [peak / gib for peak, _ in points]
+    unit, size = unit_of(max(plan.budget, *(peak for peak, _ in points)))
+    peaks = [peak / size for peak, _ in points]
     axes.step(peaks, [s * 1e3 for _, s in points], where="post", label="fit")
     for name, (peak, seconds) in plan.totals.items():
-        axes.plot(peak / gib, seconds * 1e3, "o", label=name)
-    axes.plot(plan.peak_bytes / gib, plan.seconds * 1e3, "*", markersize=14, label="this plan")
+        axes.plot(peak / size, seconds * 1e3, "o", label=name)
+    axes.plot(plan.peak_bytes / size, plan.seconds * 1e3, "*", markersize=14, label="this plan")
     budget, peak = readable(plan.budget), readable(plan.peak_bytes, up=True)
-    axes.axvline(plan.budget / gib, color="gray", linestyle=":", label=f"budget {budget}")
+    axes.axvline(plan.budget / size, color="gray", linestyle=":", label=f"budget {budget}")
     model = plan.as_dict()["model"]
     axes.set_title(f"Fit of {model} on {plan.device}: peak {peak} of {budget}", fontsize="medium")
-    axes.set_xlabel("peak of a step, GiB")
-    axes.set_ylabel(f"added to a step, ms (predicted for {plan.device})")
+    axes.set_xlabel(f"peak of a step ({unit})")
+    axes.set_ylabel(f"time added to a step (ms, predicted for {plan.device})")
     axes.legend()
     figure.savefig(path)

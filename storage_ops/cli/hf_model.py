@@ -24,7 +24,7 @@ BUDGET = "80GiB"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say which step of which model."""
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--hf-config",
         type=Path,
@@ -35,33 +35,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:FUNCTION",
         help="a function that returns (model, batch) or (model, batch, loss)",
     )
-    parser.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
-    parser.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
-    parser.add_argument(
+    step = parser.add_argument_group("the training step")
+    step.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
+    step.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
+    step.add_argument(
         "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
     )
-    parser.add_argument(
+    step.add_argument(
         "--labels",
         choices=("tokens", "sequences", "none"),
         help="what labels are for (default: by the class in architectures)",
     )
-    parser.add_argument(
+    step.add_argument(
         "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
     )
-    parser.add_argument(
-        "--dtype", help="of the parameters (default: bf16; with --model, what the function makes)"
+    step.add_argument(
+        "--dtype",
+        help="dtype of the parameters (default: bf16; with --model, what the function makes)",
     )
-    autocast.add_arguments(parser)
-    parser.add_argument(
+    autocast.add_arguments(step)
+    step.add_argument(
         "--optimizer",
         default="adamw",
         help="none, a class of torch.optim, or one of bitsandbytes such as adamw8bit, lion or "
         "paged-adamw8bit (default: adamw)",
     )
-    options.add_arguments(parser)
-    parser.add_argument("--budget", default=BUDGET, help=f"such as 70GiB (default: {BUDGET})")
-    ranks.add_arguments(parser)
-    output.add_device(parser)
+    options.add_arguments(parser.add_argument_group("quantized weights and adapters"))
+    devices = parser.add_argument_group("the devices")
+    devices.add_argument(
+        "--budget",
+        default=BUDGET,
+        help=f"usable memory of a device, such as 70GiB (default: {BUDGET})",
+    )
+    ranks.add_arguments(devices)
+    output.add_device(devices)
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:

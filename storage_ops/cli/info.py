@@ -14,12 +14,13 @@ from storage_ops import _library
 from storage_ops.cli import output
 from storage_ops.tables import Grid
 
-HELP = "versions, libraries and paths in use"
+HELP = "show versions, libraries and paths in use, and what does not work"
+EXAMPLE = "--json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    output.add_json(parser)
+    output.add_json(parser.add_argument_group("the output"))
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -16,12 +16,12 @@ from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES
 from storage_ops.optional import check_drawable
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """Declare --json."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: argparse._ActionsContainer) -> None:
     """Declare --device."""
     parser.add_argument(
         "--device",

@@ -21,7 +21,8 @@ from storage_ops.loss.planning.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
 from storage_ops.tables import Grid
 
-HELP = "how linear cross-entropy will use a memory budget"
+HELP = "show how linear cross-entropy will use a memory budget"
+EXAMPLE = "--tokens 8192 --hidden 4096 --vocab 128256 --budget 400MiB"
 COLORS: dict[str, str] = {
     schedule.TOKEN_CHUNKED: "green",
     schedule.VOCAB_SLICED: "cyan",
@@ -31,26 +32,40 @@ COLORS: dict[str, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    for name in ("tokens", "hidden", "vocab"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--dtype", default="bfloat16", help="bf16, fp16, fp32 or fp64")
-    parser.add_argument("--budget", help="scratch memory, such as 400MiB (default: the loss's own)")
-    parser.add_argument(
-        "--grads", nargs="*", default=["input", "weight"], help="input, weight, bias, or nothing"
+    loss = parser.add_argument_group("the loss")
+    sizes = {
+        "tokens": "rows of the input",
+        "hidden": "hidden size: columns of the input and of the weight",
+        "vocab": "classes: rows of the weight",
+    }
+    for name, meaning in sizes.items():
+        loss.add_argument(f"--{name}", type=int, required=True, help=meaning)
+    loss.add_argument("--dtype", default="bfloat16", help="bf16, fp16, fp32 or fp64")
+    loss.add_argument(
+        "--grads",
+        nargs="*",
+        default=["input", "weight"],
+        help="gradients to compute: input, weight, bias, or nothing",
     )
-    parser.add_argument("--reduction", default="mean", help="mean, sum or none")
-    parser.add_argument("--accumulate-dtype", help="of the sums of 16-bit gradients")
-    parser.add_argument("--logits-dtype", help="of the tiles: that of --dtype, or fp32")
-    parser.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
-    parser.add_argument(
+    loss.add_argument("--reduction", default="mean", help="mean, sum or none")
+    loss.add_argument("--max-valid", type=int, help="the most tokens that are not ignored")
+    loss.add_argument(
         "--gradient-tolerance", type=float, default=0.0, metavar="P",
         help="probability that each token may leave out of its gradient",
     )  # fmt: skip
-    parser.add_argument(
-        "--share", type=float, help="with it, the expected part of the classes that is multiplied"
+    loss.add_argument(
+        "--share",
+        type=float,
+        help="expected part of the classes that is multiplied with --gradient-tolerance",
     )
-    output.add_device(parser)
-    output.add_json(parser)
+    of_plan = parser.add_argument_group("the plan")
+    of_plan.add_argument(
+        "--budget", help="scratch memory, such as 400MiB (default: the loss's own)"
+    )
+    of_plan.add_argument("--accumulate-dtype", help="dtype of the sums of 16-bit gradients")
+    of_plan.add_argument("--logits-dtype", help="dtype of the tiles: that of --dtype, or fp32")
+    output.add_device(of_plan)
+    output.add_json(parser.add_argument_group("the output"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,13 @@ _WHOLE = "embedding_rowwise"
 _SHARDS = "fsdp2", "ddp", "zero3"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare --gpus, --shard and --tensor-parallel."""
     parser.add_argument(
-        "--gpus", type=int, default=1, help="ranks; --batch is that of each (default: 1)"
+        "--gpus",
+        type=int,
+        default=1,
+        help="number of ranks, each with --batch sequences (default: 1)",
     )
     parser.add_argument(
         "--shard",

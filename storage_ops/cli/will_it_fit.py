@@ -14,22 +14,27 @@ from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, 
 from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
-HELP = "whether a training step of a model fits into a GPU"
+HELP = "tell whether a training step of a model fits into a GPU"
+EXAMPLE = "--hf-config config.json --batch 4 --seq 8192 --budget 70GiB --device h100"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    output.add_json(parser)
-    parser.add_argument("--plot", type=Path, help="draw memory over the step into this file")
-    parser.add_argument("--html", type=Path, help="write one page with the answer into this file")
-    parser.add_argument(
-        "--serve", action="store_true", help="of generating text in plain PyTorch, not of training"
+    written = parser.add_argument_group("the output")
+    output.add_json(written)
+    written.add_argument("--plot", type=Path, help="draw memory over the step into this file")
+    written.add_argument("--html", type=Path, help="write one page with the answer into this file")
+    question = parser.add_argument_group("other questions")
+    question.add_argument(
+        "--serve",
+        action="store_true",
+        help="tell whether generating text in plain PyTorch fits, instead of training",
     )
-    parser.add_argument(
+    question.add_argument(
         "--gradient-checkpointing",
         action="store_true",
-        help="with that of transformers, beside a step that keeps all, and a plan of fit",
+        help="compare the gradient checkpointing of transformers with a plan of fit",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from storage_ops.measure.plot import MIB, PALETTE, Stack, budget_label, stack_of, top_of
+from storage_ops.measure.plot import PALETTE, Stack, budget_label, stack_of, top_of
 from storage_ops.quantities import readable
 
 if TYPE_CHECKING:
@@ -52,29 +52,31 @@ def _picture(stack: Stack, budget: int) -> str:
     def x(share: float) -> str:
         return f"{_LEFT + share / 100 * (right - _LEFT):.1f}"
 
-    def y(mib: float) -> str:
-        return f"{height * (1 - mib / top):.1f}"
+    def y(level: float) -> str:
+        return f"{height * (1 - level / top):.1f}"
 
     lines = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><title>{escape(stack.title)}</title>'
     ]
     below = [0.0] * len(stack.moments)
     for (owner, area), colour in zip(stack.areas.items(), PALETTE, strict=False):
-        above = [low + mib for low, mib in zip(below, area, strict=True)]
+        above = [low + more for low, more in zip(below, area, strict=True)]
         points = _steps(stack.moments, above) + _steps(stack.moments, below)[::-1]
-        path = " ".join(f"{x(share)},{y(mib)}" for share, mib in points)
+        path = " ".join(f"{x(share)},{y(level)}" for share, level in points)
         lines.append(f'<polygon points="{path}" fill="{colour}"><title>{escape(owner)}</title>')
         lines.append("</polygon>")
         below = above
     for part in range(5):
-        mib = top * part / 4
-        label = readable(int(mib * MIB))
-        lines.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{y(mib)}" y2="{y(mib)}"/>')
+        level = top * part / 4
+        label = readable(int(level * stack.size))
         lines.append(
-            f'<text x="{_LEFT - 6}" y="{y(mib)}" dy="1em" text-anchor="end">{label}</text>'
+            f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{y(level)}" y2="{y(level)}"/>'
         )
-    if budget / MIB <= top:
-        at = y(budget / MIB)
+        lines.append(
+            f'<text x="{_LEFT - 6}" y="{y(level)}" dy="1em" text-anchor="end">{label}</text>'
+        )
+    if budget / stack.size <= top:
+        at = y(budget / stack.size)
         lines.append(f'<line class="budget" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
     words = f"allocations and releases of the step, in order; {budget_label(stack, budget)}"
     lines.append(f'<text x="{_LEFT}" y="{_HEIGHT - 4}">{escape(words)}</text></svg>')

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from storage_ops.measure.owners import BUFFERS, GRADIENTS, PARAMETERS, STATE, kind_of
 from storage_ops.optional import check_drawable
-from storage_ops.quantities import readable
+from storage_ops.quantities import readable, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from storage_ops.measure.measurement import Life, Measurement
 
-MIB = 1 << 20
 _COLOURS = 7  # owners that have one of their own
 _OTHERS = "others"
 _LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
@@ -36,7 +35,8 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
 
     Args:
         axes: where to draw. x is the share of the block's time in per cent, so that blocks of
-            different length can be compared. y is MiB above the level at entry.
+            different length can be compared. y is MiB above the level at entry, or GiB if a peak
+            exceeds 10,000 MiB.
         measurements: label -> measurement.
 
     Example:
@@ -45,15 +45,17 @@ def plot_timelines(axes: Axes, measurements: Mapping[str, Measurement]) -> None:
         ...     _ = torch.empty(1 << 20)
         >>> storage_ops.memory.plot_timelines(axes, {"one tensor": m})
     """
+    unit, size = unit_of(max((m.peak_bytes for m in measurements.values()), default=0))
     for label, measurement in measurements.items():
         timeline = measurement.timeline
         length = timeline[-1].seconds if timeline else 0.0
         x = [100 * sample.seconds / (length or 1.0) for sample in timeline]
-        y = [sample.nbytes / MIB for sample in timeline]
-        peak = f"peak {measurement.peak_bytes / MIB:.0f} MiB"
+        y = [sample.nbytes / size for sample in timeline]
+        digits = 1 if unit == "GiB" else 0
+        peak = f"peak {measurement.peak_bytes / size:.{digits}f} {unit}"
         axes.step(x, y, where="post", label=f"{label} ({peak})")
     axes.set_xlabel("share of the step (%)")
-    axes.set_ylabel("MiB above the level at entry")
+    axes.set_ylabel(f"{unit} above the level at entry")
     axes.legend(loc="upper right", fontsize="small")
 
 
@@ -80,12 +82,17 @@ def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | N
 
 @dataclass(frozen=True)
 class Stack:
-    """Stacked areas: MiB of each owner at some moments, in per cent of all changes."""
+    """Stacked areas: memory of each owner at some moments, in per cent of all changes.
+
+    Areas and the peak are in `unit`, which has `size` bytes.
+    """
 
     title: str
     moments: list[float]
     areas: dict[str, list[float]]
     peak: float
+    unit: str
+    size: int
 
 
 def stack_of(measurement: Measurement) -> Stack:
@@ -93,6 +100,7 @@ def stack_of(measurement: Measurement) -> Stack:
     lives, timeline = measurement.lives, measurement.timeline
     levels = [sample.nbytes for sample in timeline]
     peak = max(range(len(levels)), key=levels.__getitem__)
+    unit, size = unit_of(levels[peak])
     kinds = {owner: kind_of(owner) or "not known" for owner in {life.owner for life in lives}}
     shown = _largest(lives, kinds, peak)
     steps: list[Counter[str]] = [Counter() for _ in range(len(levels) + 1)]
@@ -110,9 +118,9 @@ def stack_of(measurement: Measurement) -> Stack:
         now.update(steps[at])
         if at in wanted:
             for owner, area in areas.items():
-                area.append(now[owner] / MIB)
+                area.append(now[owner] / size)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
-    return Stack(title_of(measurement), shares, areas, levels[peak] / MIB)
+    return Stack(title_of(measurement), shares, areas, levels[peak] / size, unit, size)
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
@@ -141,7 +149,7 @@ def _moments(levels: list[int]) -> list[int]:
 
 def _is_far(stack: Stack, budget: int) -> bool:
     """Return True if the areas would be flat below a line at the budget."""
-    return budget / MIB > _FAR * stack.peak
+    return budget / stack.size > _FAR * stack.peak
 
 
 def budget_label(stack: Stack, budget: int) -> str:
@@ -150,8 +158,8 @@ def budget_label(stack: Stack, budget: int) -> str:
 
 
 def top_of(stack: Stack, budget: int) -> float:
-    """Return the upper end of the axis, in MiB: above the peak, and above a budget that is near."""
-    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / MIB))
+    """Return the upper end of the axis: above the peak, and above a budget that is near."""
+    return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / stack.size))
 
 
 def _image(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> None:
@@ -163,11 +171,13 @@ def _image(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> No
         stack.moments, *stack.areas.values(), labels=list(stack.areas), colors=PALETTE, step="post"
     )
     axes.set(
-        title=stack.title, ylabel="MiB", xlabel="share of allocations and releases (%)",
+        title=stack.title, ylabel=stack.unit, xlabel="share of allocations and releases (%)",
         xlim=(0, 100),
     )  # fmt: skip
     if budget is not None:
-        axes.axhline(budget / MIB, color="black", linestyle="--", label=budget_label(stack, budget))
+        axes.axhline(
+            budget / stack.size, color="black", linestyle="--", label=budget_label(stack, budget)
+        )
         axes.set_ylim(0, top_of(stack, budget))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
@@ -184,15 +194,16 @@ def _page(stack: Stack, path: str | os.PathLike[str], budget: int | None) -> Non
     for (owner, area), colour in zip(stack.areas.items(), PALETTE, strict=False):
         figure.add_scatter(
             x=stack.moments, y=area, name=owner, stackgroup="all", mode="lines", fillcolor=colour,
-            line={"width": 0, "shape": "hv", "color": colour}, hovertemplate="%{y:,.1f} MiB",
+            line={"width": 0, "shape": "hv", "color": colour},
+            hovertemplate=f"%{{y:,.1f}} {stack.unit}",
         )  # fmt: skip
     figure.update_layout(
-        title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title="MiB",
+        title=stack.title, template="plotly_white", hovermode="x unified", yaxis_title=stack.unit,
         xaxis_title="share of allocations and releases (%)", legend_traceorder="reversed",
     )  # fmt: skip
     if budget is not None:
         label = budget_label(stack, budget)
-        figure.add_hline(y=budget / MIB, line_dash="dash", annotation_text=label)
+        figure.add_hline(y=budget / stack.size, line_dash="dash", annotation_text=label)
         figure.add_scatter(x=[None], y=[None], name=label, mode="lines", line_dash="dash")
         figure.update_yaxes(range=[0, top_of(stack, budget)])
     figure.write_html(path)

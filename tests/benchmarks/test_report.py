@@ -1,8 +1,10 @@
 import pytest
 from matplotlib import image
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.path import Path
 from rich.console import Console
 
-from benchmarks.report import markdown, pictures
+from benchmarks.report import markdown, pictures, sizes
 from benchmarks.report import rows as rows_of
 
 HEAD = {
@@ -75,15 +77,52 @@ def test_pictures_are_opaque_and_light(result, tmp_path):
         assert corner.min() > 0.95 and pixels[..., :3].min() < 0.3
 
 
+def test_memory_is_drawn_for_a_dark_page_too(result, tmp_path):
+    result["rows"][5]["timeline"] = [[0.0, 1.0], [0.5, 9.0], [1.0, 2.0]]
+    pictures.draw(tmp_path, result)
+    pixels = image.imread(tmp_path / "loss-memory-dark.png")[..., :3]
+    assert pixels[2, 2].max() < 0.2 and pixels.max() > 0.85
+
+
+def test_labels_cover_no_line_and_no_point():
+    cases = [(f"storage_ops, fit for {k}% of the way to none", 20_000.0 - 1000 * k, 1 + k * k / 50)
+             for k in range(6)]  # fmt: skip
+    rows = [row("S", case, time, mib) for case, mib, time in cases] + [row("S", "none", 1, 21e3)]
+    figure = pictures._tradeoffs({"S": [{**r, "time / floor": float(r["time / floor"])}
+                                        for r in rows]})  # fmt: skip
+    axes = figure.axes[0]
+    assert axes.get_xlabel() == "peak memory (GiB)" and max(axes.lines[0].get_xdata()) < 21
+    assert "3%" in [text.get_text() for text in axes.texts]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for text in axes.texts:
+        box = text.get_window_extent(renderer)
+        for line in axes.lines:
+            places = axes.transData.transform(line.get_xydata())
+            drawn = line.get_linestyle() != "None"
+            assert not (drawn and Path(places).intersects_bbox(box, filled=False))
+            assert not any(box.contains(x, y) for x, y in places)
+
+
+def test_large_sizes_of_a_page_are_in_gib():
+    rows = [{"case": "a", "peak (MiB)": 20_480.0, "budget (MiB)": ""},
+            {"case": "b", "peak (MiB)": 512.0}]  # fmt: skip
+    assert rows_of.in_readable_units(rows) == [
+        {"case": "a", "peak (GiB)": 20.0, "budget (GiB)": ""}, {"case": "b", "peak (GiB)": 0.5},
+    ]  # fmt: skip
+    assert rows_of.in_readable_units(rows[1:]) == rows[1:]
+
+
 def test_of_many_curves_two_of_one_shape_are_drawn(result, monkeypatch):
     rows = [row("S", case, 1.0, mib, memory=[[0, mib], [1, 0]]) for case, mib in
             (("plain", 9.0), ("compile", 8.0), ("all", 3.0), ("compile+all", 2.0))]  # fmt: skip
     rows.append(row("T", "all", 1.0, 1.0, memory=[[0, 1.0], [1, 0]]))
     seen = []
-    monkeypatch.setattr(pictures, "_timelines", seen.extend)
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: path)
+    monkeypatch.setattr(pictures, "_timelines", lambda curves, page: seen.append((curves, page)))
+    monkeypatch.setattr(pictures, "_save", lambda figure, path, *paper: path)
     pictures.draw(pictures.Path(), {**result, "rows": rows})
-    assert [(r["shape"], r["case"]) for r in seen] == [("S", "plain"), ("S", "compile+all")]
+    assert [page for _, page in seen] == [pictures.LIGHT, pictures.DARK]
+    for curves, _ in seen:
+        assert [(r["shape"], r["case"]) for r in curves] == [("S", "plain"), ("S", "compile+all")]
 
 
 def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
@@ -91,7 +130,10 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
              "timeline": [[0.0, 1.0], [0.5, mib], [1.0, 2.0]]}
             for case, mib in (("plain PyTorch", 9.0), ("storage_ops", 4.0))]  # fmt: skip
     seen = []
-    monkeypatch.setattr(pictures.picture, "plot_timelines", lambda axes, runs: seen.append(runs))
+    drawn = pictures.picture.plot_timelines
+    monkeypatch.setattr(
+        pictures.picture, "plot_timelines", lambda *given: (seen.append(given[1]), drawn(*given))
+    )
     pictures.demo(tmp_path / "both.png", {**HEAD, "rows": rows})
     assert [m.peak_bytes >> 20 for m in seen[0].values()] == [9, 4]
     assert [s.nbytes >> 20 for s in seen[0]["storage_ops"].timeline] == [1, 4, 2]
@@ -100,6 +142,12 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
     pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
     both, memory = (image.imread(tmp_path / f"{name}.png") for name in ("both", "memory"))
     assert both.shape[0] == memory.shape[0] and both.shape[1] > memory.shape[1]
+
+
+def test_pages_have_sizes_in_place_of_short_names():
+    assert sizes.spelled_out("S1 float32 focal") == "2048 x 768 x 50257, fp32 focal"
+    assert sizes.spelled_out("GPT") == "GPT"
+    assert sizes.without_names("five rounds, S1 seven") == "five rounds, 2048 x 768 x 50257 seven"
 
 
 def test_what_is_ours():

@@ -135,7 +135,12 @@ def test_timelines_are_drawn():
     so.memory.plot_timelines(axes, {"one": m, "none": so.memory.Measurement(0, 0)})
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["one (peak 4 MiB)", "none (peak 0 MiB)"] and t.nbytes == 4 * MIB
-    assert max(axes.lines[0].get_ydata()) == 4
+    assert max(axes.lines[0].get_ydata()) == 4 and axes.get_ylabel().startswith("MiB ")
+    axes.clear()
+    large = so.memory.Measurement(24 << 30, 0, [so.memory.Sample(0.0, 24 << 30)])
+    so.memory.plot_timelines(axes, {"large": large})
+    assert axes.get_legend().get_texts()[0].get_text() == "large (peak 24.0 GiB)"
+    assert list(axes.lines[0].get_ydata()) == [24] and axes.get_ylabel().startswith("GiB ")
     pyplot.close(figure)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,6 +181,19 @@ def test_actions_are_named_by_digest():
             _, uses, action = line.partition("uses: ")
             if uses and not action.startswith("./"):
                 assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
+
+
+def test_the_site_knows_wide_pictures_and_both_of_the_readme(tmp_path):
+    site = pytest.importorskip("build_tools.site")
+    text = site._written("README.md")
+    light, dark = re.findall(r"!\[[^]]+\]\(([^)#]+)#only-(?:light|dark)\)", text)
+    assert dark == light.replace(".png", "-dark.png") and "<picture>" not in text
+    assert all((site.ROOT / path).is_file() for path in (light, dark))
+    (tmp_path / "a.svg").touch()
+    page, config = SimpleNamespace(url="deep/"), SimpleNamespace(docs_dir=str(tmp_path))
+    html = f'<img alt="a" src="../a.svg"><img alt="b" src="../{light}">'
+    marked = site.on_page_content(html, page, config, None)
+    assert marked == html.replace('<img alt="a"', '<img class="wide" alt="a"')
 
 
 def test_docstrings_have_an_entry_for_each_name_and_error():

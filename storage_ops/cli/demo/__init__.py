@@ -15,20 +15,26 @@ from storage_ops.cli import output
 from storage_ops.optional import required
 
 HELP = "train a small GPT with and without storage_ops"
+EXAMPLE = "--steps 8 --plot demo.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
+    training = parser.add_argument_group("the training")
+    training.add_argument(
         "--text", type=Path, help="a text file (default: Python's standard library)"
     )
-    parser.add_argument("--preset", default="tiny", help="tiny, mini or gpt2-small")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
-    parser.add_argument("--seed", type=int, default=0)
-    output.add_json(parser)
-    parser.add_argument(
-        "--plot", type=Path, default=Path("demo.png"), help="where the picture goes"
+    training.add_argument("--preset", default="tiny", help="tiny, mini or gpt2-small")
+    training.add_argument("--device", default="cpu", help="cpu or cuda")
+    training.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
+    training.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
+    written = parser.add_argument_group("the output")
+    output.add_json(written)
+    written.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("demo.png"),
+        help="draw into this file (default: demo.png)",
     )
 
 

@@ -15,7 +15,7 @@ from storage_ops.cli import output
 from storage_ops.cli.demo import corpus, picture
 from storage_ops.cli.demo.model import PRESETS
 from storage_ops.cli.demo.train import TrainingRun, train
-from storage_ops.measure.plot import MIB
+from storage_ops.quantities import MIB
 from storage_ops.tables import Grid
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from storage_ops.measure.measurement import Measurement
-from storage_ops.measure.plot import plot_timelines
-from storage_ops.quantities import readable
+from storage_ops.measure.plot import PALETTE, plot_timelines
 
 
 def draw(
@@ -21,21 +20,33 @@ def draw(
         losses: label -> the loss of every step; none leaves their half of the picture out.
         memory: label -> the memory of one step.
     """
-    figure = Figure(figsize=(11 if losses else 7, 4.2), dpi=130, layout="constrained")
+    # Small, with large letters, because people also read it on a phone.
+    figure = Figure(figsize=(11 if losses else 6.4, 4), dpi=150, layout="constrained")
     *left, right = figure.subplots(1, 2 if losses else 1, squeeze=False)[0]
+    for axes in (*left, right):
+        axes.set_prop_cycle(color=PALETTE)
+        axes.tick_params(labelsize=11)
+        for label in (axes.xaxis.label, axes.yaxis.label):
+            label.set_size(12)
     for axes in left:
         for k, (label, values) in enumerate(losses.items()):
             # The first lies under the others, wider than they are, so that equal curves are seen.
             axes.plot(values, alpha=1 if k else 0.4, linewidth=1.2 if k else 4, label=label)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
-        axes.legend()
-        axes.set_title("Training loss")
+        axes.legend(loc="upper right", frameon=False)
     plot_timelines(right, memory)
-    word = "peaks" if len(memory) > 1 else "peak"
-    peaks = ", ".join(readable(m.peak_bytes, up=True) for m in memory.values())
-    devices = {f"on {m.device}: " for m in memory.values() if m.device}  # of kept results, none
-    right.set_title(f"Memory over one training step of the GPT\n{''.join(devices)}{word} {peaks}")
+    devices = {f" on {m.device}" for m in memory.values() if m.device}  # of kept results, none
+    right.set_xlabel(f"share of a training step{''.join(devices)} (%)")
+    # The legend stands above the curves, which are as high as the axes.
+    right.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=2,
+        frameon=False,
+        columnspacing=1,
+        fontsize=11,
+    )
     right.set_ylim(bottom=0)
     for axes in figure.axes:
         axes.grid(alpha=0.25)

@@ -23,7 +23,7 @@ class Lora:
     dropout: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare the options."""
     parser.add_argument(
         "--quantize",
@@ -37,13 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "all-linear (default: PEFT's for the model)",
     )
     parser.add_argument(
-        "--lora-dropout", type=float, default=0.0, metavar="P", help="of the adapters (default: 0)"
+        "--lora-dropout",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="dropout of the adapters (default: 0)",
     )
     parser.add_argument(
         "--prepare-kbit-training",
         action="store_true",
-        help="as PEFT's prepare_model_for_kbit_training: gradient checkpointing, and float32 for "
-        "what is not quantized",
+        help="do as PEFT's prepare_model_for_kbit_training: gradient checkpointing, and float32 "
+        "for parameters that are not quantized",
     )
 
 

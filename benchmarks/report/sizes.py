@@ -1,0 +1,30 @@
+"""The sizes behind the short names of shapes, such as S1, which results have."""
+
+import re
+
+from benchmarks import head, linear_cross_entropy
+
+SIZES = (
+    linear_cross_entropy.SHAPES | linear_cross_entropy.GPU_SHAPES | head.SHAPES | head.GPU_SHAPES
+)
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+_NAMES = re.compile(rf"\b(?:{'|'.join(SIZES)})\b")
+
+
+def spelled_out(shape: str) -> str:
+    """Return a shape such as "S1 float32" with sizes in place of its short name."""
+    name, _, rest = shape.partition(" ")
+    if name not in SIZES:
+        return shape
+    for dtype, short in SHORT.items():
+        rest = rest.replace(dtype, short)
+    return f"{_sizes(name)}, {rest}"
+
+
+def without_names(note: str) -> str:
+    """Return a note with sizes in place of the short names of shapes."""
+    return _NAMES.sub(lambda found: _sizes(found[0]), note)
+
+
+def _sizes(name: str) -> str:
+    return " x ".join(map(str, SIZES[name]))
