@@ -8,11 +8,16 @@ from storage_ops.memory import Measurement, Sample
 MIB = 1 << 20
 
 
-def test_titles(monkeypatch, tmp_path):
-    titles = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: titles.extend(x.get_title() for x in self.axes)
-    )
+def texts_of(figure):
+    return [
+        (axes.get_xlabel(), [text.get_text() for text in axes.get_legend().get_texts()])
+        for axes in figure.axes
+    ]
+
+
+def test_labels(monkeypatch, tmp_path):
+    texts = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: texts.append(texts_of(self)))
     samples = [Sample(0.0, 0), Sample(1.0, 3 * MIB)]
     runs = {
         label: Measurement(peak * MIB, 0, samples, device="cpu")
@@ -20,8 +25,8 @@ def test_titles(monkeypatch, tmp_path):
     }
     picture.draw(tmp_path / "a.png", {"plain": [1.0]}, runs)
     picture.draw(tmp_path / "a.png", {}, {"kept": Measurement(MIB, 0, samples)})
-    assert titles == [
-        "Training loss",
-        "Memory over one training step of the GPT\non cpu: peaks 3 MiB, 2 MiB",
-        "Memory over one training step of the GPT\npeak 1 MiB",
+    of_step = "share of a training step on cpu (%)", ["plain (peak 3 MiB)", "ours (peak 2 MiB)"]
+    assert texts == [
+        [("step", ["plain"]), of_step],
+        [("share of a training step (%)", ["kept (peak 1 MiB)"])],
     ]

@@ -60,7 +60,10 @@ def _replaced(module: object, name: str, kernel: Callable[..., Any]) -> Iterator
     original = getattr(module, name)
 
     def function(*args: object, **kwargs: object) -> Any:
-        return (kernel if _is_simulated() else original)(*args, **kwargs)
+        # Dynamo takes a call of the original into its graph, but cannot look at modes.
+        if torch.compiler.is_compiling() or not _is_simulated():
+            return original(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     setattr(module, name, function)
     try:
