@@ -200,7 +200,8 @@ def test_the_examples_of_a_page_run(name, run_examples):
 NOT_PROSE = re.compile(
     r"```.*?```|<!-- results.*?<!-- end -->|<!--.*?-->|^---\n.*?\n---\n", flags=re.DOTALL
 )
-SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Terms):$")
+SECTIONS = "Args|Attributes|Returns|Raises|Yields|Terms"
+SECTION = re.compile(rf"({SECTIONS}):$")
 
 
 def prose(text):
@@ -255,6 +256,15 @@ def test_no_sentence_is_longer_than_30_words():
         for path in written
     }
     assert {name: sentences for name, sentences in long.items() if sentences} == {}
+
+
+def test_sections_of_docstrings_begin_on_lines_of_their_own():
+    joined = {
+        str(path.relative_to(ROOT)): re.findall(rf"(?m)^ *(?:{SECTIONS}): \S.*", text)
+        for path in files(".py")
+        for text in ["\n".join(prose_of(path))]
+    }
+    assert {name: lines for name, lines in joined.items() if lines} == {}
 
 
 def test_every_public_name_has_an_example():

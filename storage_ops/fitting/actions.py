@@ -32,13 +32,17 @@ _SHARES = (1 / 4, 1 / 16, 1 / 64)
 class Action:
     """An action for a layer, or for the loss of the model.
 
-    Attributes: mode: "keep", "full", "selective" or "output_discard". For a layer with heads, a
-    compiled loss, or a whole model of transformers, "linear_cross_entropy". saved: calls of ops to
-    save with mode "selective": (op, number of the call). offloaded: those of them that are saved in
-    host memory. discarded: names of modules in the layer, with mode "output_discard". tiled: names
-    of modules in the layer that run in tiles. tiles: the number of tiles. memory_budget: bytes, or
-    None, with mode "linear_cross_entropy". patched: with mode "linear_cross_entropy", whether the
-    model of transformers is patched already, so that only the budget of its loss is chosen.
+    Attributes:
+        mode: "keep", "full", "selective" or "output_discard". For a layer with heads, a compiled
+            loss, or a whole model of transformers, "linear_cross_entropy".
+        saved: calls of ops to save with mode "selective": (op, number of the call).
+        offloaded: those of them that are saved in host memory.
+        discarded: names of modules in the layer, with mode "output_discard".
+        tiled: names of modules in the layer that run in tiles.
+        tiles: the number of tiles.
+        memory_budget: bytes, or None, with mode "linear_cross_entropy".
+        patched: with mode "linear_cross_entropy", whether the model of transformers is patched
+            already, so that only the budget of its loss is chosen.
     """
 
     mode: str

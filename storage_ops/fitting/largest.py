@@ -64,7 +64,7 @@ class Found(Generic[SizeT]):
 
 @dataclass(frozen=True)
 class Largest(Tabular, Generic[SizeT]):
-    """What `find_largest` found; prints as a table.
+    """The answer of `find_largest`; prints as a table.
 
     Attributes:
         kept: the largest size with which a step fits that recomputes nothing, and its step. None

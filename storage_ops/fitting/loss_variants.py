@@ -23,11 +23,13 @@ Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
 class LossVariant:
     """A step with one loss, with or without results in host memory.
 
-    Attributes: loss: the action for the loss of the model. recording: the recording of the step
-    without its layers. costs: costs of the actions for each call of a layer. problem: the effects
-    of actions on each call. away: the most bytes that a call has in host memory. At every moment
-    one more call than computed may have its bytes on the device: they leave late and come back
-    early.
+    Attributes:
+        loss: the action for the loss of the model.
+        recording: the recording of the step without its layers.
+        costs: costs of the actions for each call of a layer.
+        problem: the effects of actions on each call.
+        away: the most bytes that a call has in host memory. At every moment one more call than
+            computed may have its bytes on the device: they leave late and come back early.
     """
 
     loss: Action

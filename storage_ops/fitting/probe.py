@@ -28,12 +28,15 @@ from storage_ops.simulate.values.assume import Assumption
 class Cost:
     """The cost of a call of a layer, besides its inputs.
 
-    Attributes: kept: bytes between forward and backward, without the outputs. Negative if an input
-    is freed. forward, backward: bytes at the highest level of each. They include the outputs, and
-    the gradients that backward starts from. seconds: seconds of all its ops, forward and backward,
-    of Python code for the action, and of waiting for copies between the device and host memory.
-    forward_seconds: seconds of its forward, in which copies can hide. away: bytes in host memory
-    between forward and backward.
+    Attributes:
+        kept: bytes between forward and backward, without the outputs. Negative if an input is
+            freed.
+        forward, backward: bytes at the highest level of each. They include the outputs, and the
+            gradients that backward starts from.
+        seconds: seconds of all its ops, forward and backward, of Python code for the action, and of
+            waiting for copies between the device and host memory.
+        forward_seconds: seconds of its forward, in which copies can hide.
+        away: bytes in host memory between forward and backward.
     """
 
     kept: int

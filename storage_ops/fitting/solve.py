@@ -19,9 +19,11 @@ _ASSIGNMENTS = 64  # of actions to layers that run several times in a step
 class Option:
     """The effect of an action on one call.
 
-    Attributes: kept: bytes between forward and backward. highest: bytes at the highest level while
-    the call runs, forward and backward, with the bytes outside of layers at that time. seconds:
-    seconds added to the step.
+    Attributes:
+        kept: bytes between forward and backward.
+        highest: bytes at the highest level while the call runs, forward and backward, with the
+            bytes outside of layers at that time.
+        seconds: seconds added to the step.
     """
 
     kept: int

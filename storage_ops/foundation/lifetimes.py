@@ -19,10 +19,13 @@ from storage_ops.foundation.ledger import Block, Ledger
 class Moment:
     """The effect of one node on memory.
 
-    Attributes: name: the name of the node. makes: bytes of each block that the node allocates.
-    reads: blocks that must still exist. A block without later readers ends after this moment.
-    scratch: bytes that the node holds while it runs. overwrites: blocks that the result may reuse.
-    One is reused if it ends here and has the total size of `makes`.
+    Attributes:
+        name: the name of the node.
+        makes: bytes of each block that the node allocates.
+        reads: blocks that must still exist. A block without later readers ends after this moment.
+        scratch: bytes that the node holds while it runs.
+        overwrites: blocks that the result may reuse. One is reused if it ends here and has the
+            total size of `makes`.
     """
 
     name: str

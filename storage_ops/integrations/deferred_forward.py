@@ -185,8 +185,9 @@ class Origin:
     def use(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
         """Return a function's result for hidden states, with the layer as it was in the call.
 
-        Raises: RuntimeError: the forward has returned the logits, and the weight was freed since.
-        Or one of the layer's tensors was modified.
+        Raises:
+            RuntimeError: the forward has returned the logits, and the weight was freed since. Or
+                one of the layer's tensors was modified.
 
         Raises:
             RuntimeError: the forward has returned the logits, and the weight was freed since; or a

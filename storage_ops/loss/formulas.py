@@ -76,10 +76,10 @@ def upstream_of(
     lse: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """Rows of upstream gradient for the row kernel: target, spread, lse, entropy, square.
+    """Return the upstream gradients of the row kernel: target, spread, lse, entropy, square.
 
-    Args: gradients with respect to each token's reduced loss, nll, lse and entropy: 0-dimensional
-    or (n,).
+    The arguments are gradients with respect to each token's reduced loss, nll, lse and entropy,
+    0-dimensional or (n,).
     """
     zero = torch.zeros((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
     loss = zero if loss is None else loss

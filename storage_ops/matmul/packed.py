@@ -30,8 +30,9 @@ class Packed(Matmul):
     any amount of memory, up to several MB in AMX, under every budget. In float32, torch's products
     are Intel's, which are slower on processors of other makers.
 
-    Attributes: rounds: results in 16 bits are formed directly. Otherwise they are rounded from
-    float32 slices.
+    Attributes:
+        rounds: results in 16 bits are formed directly. Otherwise they are rounded from float32
+            slices.
     """
 
     rounds: bool = False

@@ -63,16 +63,21 @@ class Estimate(InLines, Measurement):
 
     Printing it lists the blocks in memory at the peak.
 
-    Attributes: peak_bytes: highest level. kept_bytes: level when the call has returned and its
-    result is still held. timeline: the level after every allocation and release. The seconds are
-    those of the simulation, not of a GPU. input_bytes: the arguments and every other tensor that
-    existed before the call, such as parameters, gradients and the state of an optimizer. at_peak:
-    the blocks in memory at the peak, largest first. by_owner: bytes at the peak by their owner,
-    largest first: "parameters", "buffers", "gradients", "optimizer state", "inputs" and
-    "temporaries". "activations of " has the name of the innermost module whose call allocated them
-    and returned before they were freed. sent_bytes: bytes that one rank of several sends to the
-    others, by the name of the collective, as ring algorithms send them. For n bytes in all on R
-    ranks that is 2 n (R - 1) / R for an all_reduce and n (R - 1) / R for the others.
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level when the call has returned and its result is still held.
+        timeline: the level after every allocation and release. The seconds are those of the
+            simulation, not of a GPU.
+        input_bytes: the arguments and every other tensor that existed before the call, such as
+            parameters, gradients and the state of an optimizer.
+        at_peak: the blocks in memory at the peak, largest first.
+        by_owner: bytes at the peak by their owner, largest first: "parameters", "buffers",
+            "gradients", "optimizer state", "inputs" and "temporaries". "activations of " has the
+            name of the innermost module whose call allocated them and returned before they were
+            freed.
+        sent_bytes: bytes that one rank of several sends to the others, by the name of the
+            collective, as ring algorithms send them. For n bytes in all on R ranks that is
+            2 n (R - 1) / R for an all_reduce and n (R - 1) / R for the others.
     """
 
     input_bytes: int = 0

@@ -201,10 +201,11 @@ def _is_of_python(cls: type) -> bool:
 class ModuleKind:
     """The representation of a module in comparisons.
 
-    Attributes: group: the modules that differ from it in numbers and strings only. values, spots:
-    numbers and strings of the module and its submodules, and their places. can_be_replayed: whether
-    nothing else observes its results: no hook of a parameter, and no other module with one of its
-    parameters.
+    Attributes:
+        group: the modules that differ from it in numbers and strings only.
+        values, spots: numbers and strings of the module and its submodules, and their places.
+        can_be_replayed: whether nothing else observes its results: no hook of a parameter, and no
+            other module with one of its parameters.
     """
 
     group: Group
@@ -216,9 +217,10 @@ class ModuleKind:
 class Group:
     """Modules that are equal except for numbers and strings.
 
-    Attributes: members: their kinds. is_by_value: whether these numbers and strings must be equal
-    in layers that do the same, because a layer used one in a way that has no answer for other
-    values.
+    Attributes:
+        members: their kinds.
+        is_by_value: whether these numbers and strings must be equal in layers that do the same,
+            because a layer used one in a way that has no answer for other values.
     """
 
     def __init__(self) -> None:
@@ -240,9 +242,10 @@ class Group:
 class Kinds:
     """Decides which modules are equal.
 
-    Attributes: of: the kind of a module by its id. Modules that cannot be compared are missing.
-    sharded: the numbers of FSDP's hooks by the id of an FSDP2 module. The part below these hooks
-    can be replayed, but modules around it cannot.
+    Attributes:
+        of: the kind of a module by its id. Modules that cannot be compared are missing.
+        sharded: the numbers of FSDP's hooks by the id of an FSDP2 module. The part below these
+            hooks can be replayed, but modules around it cannot.
     """
 
     def __init__(self, *roots: nn.Module) -> None:

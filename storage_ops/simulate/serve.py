@@ -39,13 +39,13 @@ _NAMES = "cache", "past_key_values", "cache_params"  # from transformers 5.20 on
 
 @dataclass(frozen=True)
 class ServingEstimate(Tabular):
-    """What generation takes in plain PyTorch; prints as a table.
+    """The memory that generation takes in plain PyTorch; prints as a table.
 
     Attributes:
         peak_bytes: highest level of everything on the device.
         prefill_bytes: highest level while the prompt is processed.
-        decode_bytes: highest level while the next token is.
-        cache_bytes: what the cache holds after the prompt, by kind of layer.
+        decode_bytes: highest level while the next token is computed.
+        cache_bytes: bytes of the cache after the prompt, by kind of layer.
         by_owner: bytes at the peak by their owner, most first.
         tokens: of the prompt.
     """

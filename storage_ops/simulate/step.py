@@ -76,15 +76,19 @@ class _How(NamedTuple):
 class StepEstimate(Tabular, Measurement):
     """The memory of one training step, with everything on the device. Prints as a table.
 
-    Attributes: peak_bytes: highest level. kept_bytes: level after the optimizer's step: parameters,
-    gradients and state. timeline: the level after every allocation and release. The seconds are
-    those of the simulation. by_owner: bytes at the peak by their owner, largest first. Their sum is
-    `peak_bytes`. Owners are "parameters", "buffers", "gradients", "optimizer state", "batch" and
-    "temporaries". A known GPU has "workspaces of cuBLAS". FSDP2 has "gathered parameters" and
-    "gradients to reduce", and DDP "gradient buckets". "activations of " has the name of the
-    innermost module whose call allocated them and returned before they were freed. at_peak: the
-    blocks at the peak, largest first. sent_bytes: bytes that this rank sends to others in the step,
-    as in `Estimate`. batch: the index of this batch in the given list, or 0 without a list.
+    Attributes:
+        peak_bytes: highest level.
+        kept_bytes: level after the optimizer's step: parameters, gradients and state.
+        timeline: the level after every allocation and release. The seconds are those of the
+            simulation.
+        by_owner: bytes at the peak by their owner, largest first. Their sum is `peak_bytes`. Owners
+            are "parameters", "buffers", "gradients", "optimizer state", "batch" and "temporaries".
+            A known GPU has "workspaces of cuBLAS". FSDP2 has "gathered parameters" and "gradients
+            to reduce", and DDP "gradient buckets". "activations of " has the name of the innermost
+            module whose call allocated them and returned before they were freed.
+        at_peak: the blocks at the peak, largest first.
+        sent_bytes: bytes that this rank sends to others in the step, as in `Estimate`.
+        batch: the index of this batch in the given list, or 0 without a list.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)

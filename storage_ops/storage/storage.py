@@ -224,11 +224,13 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
         allow_external: whether `dst` may lose bytes that other code may use, as in
             `discard_storage`.
 
-    Raises: TypeError: an argument is not a tensor. RuntimeError: dtypes or devices differ, or `src`
-    is too small or discarded. Or `dst` would read elements that `src` does not have, or has at
-    another index. Or `src` got the bytes of `dst` later than `dst` did. Or other code may use the
-    bytes of `dst`. Or vmap batches them along different dimensions. Or `discard_storage` does not
-    take an argument. Nothing has changed.
+    Raises:
+        TypeError: an argument is not a tensor.
+        RuntimeError: dtypes or devices differ, or `src` is too small or discarded. Or `dst` would
+            read elements that `src` does not have, or has at another index. Or `src` got the bytes
+            of `dst` later than `dst` did. Or other code may use the bytes of `dst`. Or vmap batches
+            them along different dimensions. Or `discard_storage` does not take an argument. Nothing
+            has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)

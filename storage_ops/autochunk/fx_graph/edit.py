@@ -21,10 +21,12 @@ _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.flo
 class Calls:
     """Adds calls to a graph, each with the value that it would have.
 
-    Attributes: like: a node of the graph, or a source of its facts. Values are made in its mode of
-    fake tensors, and get its place in the user's code. before: the node before which calls are
-    added. By default it is where the graph adds nodes now. key: the key of values in the nodes'
-    meta.
+    Attributes:
+        like: a node of the graph, or a source of its facts. Values are made in its mode of fake
+            tensors, and get its place in the user's code.
+        before: the node before which calls are added. By default it is where the graph adds nodes
+            now.
+        key: the key of values in the nodes' meta.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from storage_ops import _library
 
 
 class Noted:
-    """What is noted of some parameters."""
+    """Versions of parameters, and which of them were frozen, at one moment."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         """Note the versions of `parameters`, and which of them need a gradient."""

@@ -41,9 +41,12 @@ INSIDE, INPUT, OUTPUT, GRAD_OUT, GRAD_IN, PARAMETER = (
 class BlockSlot:
     """A block of a recording.
 
-    Attributes: role: its owner. number: the number of the input, output or parameter. block: the
-    block in the first call. call: the name, below the module's, of the call that allocated it and
-    that it outlived, or None.
+    Attributes:
+        role: its owner.
+        number: the number of the input, output or parameter.
+        block: the block in the first call.
+        call: the name, below the module's, of the call that allocated it and that it outlived, or
+            None.
     """
 
     role: str
@@ -153,8 +156,9 @@ def record(
 ) -> Recording:  # fmt: skip
     """Run a call by itself and record its effect on the ledger.
 
-    Args: accumulate: keep the existing gradients of its parameters, and let it add to them.
-    Otherwise it creates all of them.
+    Args:
+        accumulate: keep the existing gradients of its parameters, and let it add to them. Otherwise
+            it creates all of them.
 
     Raises:
         NotComparable: the call has another effect, such as keeping a tensor.

@@ -64,9 +64,11 @@ class Variants(Generic[T]):
     ) -> tuple[Variant, T | None]:
         """Run a layer and remember its result.
 
-        Args: kind, key: as in `find`, which has no result for them. run: runs the layer. If it does
-        not run the layer's backward, it adds the tensors from which the backward is reached to a
-        list. If it raises, it leaves no trace. If it raises `NotComparable`, None is remembered.
+        Args:
+            kind, key: as in `find`, which has no result for them.
+            run: runs the layer. If it does not run the layer's backward, it adds the tensors from
+                which the backward is reached to a list. If it raises, it leaves no trace. If it
+                raises `NotComparable`, None is remembered.
         """
         group, result = kind.group, None
         watched = group.watched

@@ -147,8 +147,10 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
     Yield the module to call. Modules of FSDP inside the layer gather their parameters, and reduce
     gradients, as they do in the model.
 
-    Args: layer: the layer. gathered: a whole tensor for each parameter that FSDP gathers before the
-    layer runs, by name. These are the parameters of the layer inside the block.
+    Args:
+        layer: the layer.
+        gathered: a whole tensor for each parameter that FSDP gathers before the layer runs, by
+            name. These are the parameters of the layer inside the block.
     """
     around = [state for state in states_in([layer]) if state._modules == (layer,)]
     inner = [state for state in states_in(list(layer.modules())) if state not in around]
