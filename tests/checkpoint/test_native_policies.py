@@ -22,18 +22,12 @@ from storage_ops.checkpoint.selective import native
 from storage_ops.checkpoint.selective import policies as rules
 
 from .blocks import Model, Ops, assert_same, make_input, step
+from .paths import both_paths
 
 needs_library = pytest.mark.skipif(native._native is None, reason="no library for this torch")
 
 
-@pytest.fixture(params=["C++", "Python"])
-def path(request, monkeypatch):
-    """Run a test with the kernels, where they are, and without them."""
-    if request.param == "Python":
-        monkeypatch.setattr(native, "_native", None)
-    elif native._native is None:
-        pytest.skip("there is no library for this torch")
-    return request.param
+path = both_paths(native)
 
 
 def fresh(*ops):

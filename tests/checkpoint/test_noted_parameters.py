@@ -1,19 +1,13 @@
 """What a region notes of parameters is the same in the library and in Python."""
 
-import pytest
 import torch
 from torch import nn
 
 from storage_ops.checkpoint.state import parameters
 
+from .paths import both_paths
 
-@pytest.fixture(params=["C++", "Python"])
-def path(request, monkeypatch):
-    if request.param == "Python":
-        monkeypatch.setattr(parameters, "_native", None)
-    elif parameters._native is None:
-        pytest.skip("there is no library for this torch")
-    return request.param
+path = both_paths(parameters)
 
 
 def test_writes_and_frozen_parameters(path):

@@ -12,17 +12,9 @@ import storage_ops as so
 from storage_ops.checkpoint.saved import saved_tensors
 from storage_ops.checkpoint.saved.saved import Saved
 
-PATHS = ["C++", "Python"]
+from .paths import both_paths
 
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    """Run a test with the library, where it is, and without it."""
-    if request.param == "Python":
-        monkeypatch.setattr(saved_tensors, "_native", None)
-    elif saved_tensors._native is None:
-        pytest.skip("there is no library for this torch")
-    return request.param
+path = both_paths(saved_tensors)
 
 
 def test_the_path_is_the_one_of_info(path):

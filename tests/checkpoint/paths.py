@@ -1,0 +1,20 @@
+"""Tests of what a library does that Python does without it."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def both_paths(module: ModuleType) -> Any:
+    """Return a fixture that runs a test with the library that `module` calls, and without it."""
+
+    @pytest.fixture(params=["C++", "Python"])
+    def path(request, monkeypatch):
+        if request.param == "Python":
+            monkeypatch.setattr(module, "_native", None)
+        elif module._native is None:
+            pytest.skip("there is no library for this torch")
+        return request.param
+
+    return path
