@@ -6,9 +6,12 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from storage_ops.loss.planning.plan import dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = "bfloat16", "float16"
 
@@ -53,6 +56,23 @@ def without_bytes(args: argparse.Namespace) -> Iterator[None]:
             yield
 
 
-def dtype_of_parameters(args: argparse.Namespace, default: str) -> str:
-    """Return --dtype by its name in torch; its default is fp32 with autocast."""
-    return dtype_name(args.dtype or (default if args.autocast is None else "fp32"))
+def dtype_of_parameters(args: argparse.Namespace, default: str) -> torch.dtype:
+    """Return --dtype; without it `default`, or fp32 with autocast."""
+    import torch
+
+    name = dtype_name(args.dtype or (default if args.autocast is None else "fp32"))
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make a dtype torch's default in a with block."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

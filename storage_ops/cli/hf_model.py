@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 BUDGET = "80GiB"
@@ -87,18 +84,6 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     return words
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    import torch
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model on the meta device, in training mode, and a batch for it.
 
@@ -107,7 +92,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     """
     import torch
 
-    dtype = getattr(torch, autocast.dtype_of_parameters(args, "bf16"))
+    dtype = autocast.dtype_of_parameters(args, "bf16")
     transformers = required("transformers", "--hf-config")
     # It writes the traceback of an op's error, which is reported in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -123,7 +108,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
         # As from_pretrained: parameters are made in the dtype, and what is computed for buffers is
         # in float32.
-        with torch.device("meta"), _default_dtype(dtype):
+        with torch.device("meta"), autocast.default_dtype(dtype):
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except Exception as error:  # a config's own code may raise anything
         raise ValueError(

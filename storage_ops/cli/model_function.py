@@ -39,18 +39,14 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
 
     function = _function(args.model)
     given = _sizes(function, args)
-    dtype = getattr(torch, autocast.dtype_of_parameters(args, "fp32"))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    dtype = autocast.dtype_of_parameters(args, "fp32")
     try:
-        with autocast.without_bytes(args):
+        with autocast.without_bytes(args), autocast.default_dtype(dtype):
             made = function(**given)
     except Exception as error:  # the caller's own code may raise anything
         raise ValueError(
             f"--model is {args.model}, which raised {_place(error, function)}; {_EXPECTED}"
         ) from error
-    finally:
-        torch.set_default_dtype(before)
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise ValueError(f"--model is {args.model}, which returned {_kind(made)}; {_EXPECTED}")
     model, batch, loss = (*made, None)[:3]

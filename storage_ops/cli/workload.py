@@ -35,14 +35,7 @@ def workload(args: argparse.Namespace) -> Workload:
     if args.model is not None:
         options.refuse_with_function(args)
         return Workload(*model_function.call(args))
-    model, batch = hf_model.model_and_batch(args)
-    if args.autocast is None:
-        return Workload(model, batch)
-    from storage_ops.simulate.fakes import FakesOfCPU
-
-    fakes = FakesOfCPU()
-    fakes.module(model)
-    return Workload(model, fakes.batch(batch))
+    return _of_transformers(args, *hf_model.model_and_batch(args))
 
 
 def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) -> Workload:
@@ -52,12 +45,19 @@ def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) 
         return Workload(model, *model_function.call(changed)[1:])
     from storage_ops.cli import hf_batch
 
-    batch = hf_batch.batch_for(model, changed)
+    return _of_transformers(args, model, hf_batch.batch_for(model, changed))
+
+
+def _of_transformers(args: argparse.Namespace, model: nn.Module, batch: Any) -> Workload:
+    """Return the step of a model of transformers; with autocast on fake tensors of the CPU."""
     if args.autocast is None:
         return Workload(model, batch)
     from storage_ops.simulate.fakes import FakesOfCPU
 
-    return Workload(model, FakesOfCPU().batch(batch))
+    fakes = FakesOfCPU()
+    if next(model.parameters()).is_meta:
+        fakes.module(model)
+    return Workload(model, fakes.batch(batch))
 
 
 def longest(args: argparse.Namespace, step: Workload) -> int | None:

@@ -212,7 +212,9 @@ class DivergenceRows(RowFunction):
                 own = upstream if len(upstream) == 1 else upstream[part]
                 rows.store(z, own, scale, tile[part])
 
-    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+    def mass_sums(
+        self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
+    ) -> None:
         """See `RowFunction`; a class weighs the gradient of the token's divergence."""
         upstream = self.upstream.expand(self._head.tokens.count)[step.rows].abs()
         weight = torch.where(upstream == 0, 0, upstream.reciprocal())

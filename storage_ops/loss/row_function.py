@@ -74,14 +74,16 @@ class CrossEntropyRows(RowFunction):
             picked.write(step, tile, products, self.upstream)
         return None if before is None else before - self.state[0, step.rows]
 
-    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+    def mass_sums(
+        self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
+    ) -> None:
         """See `RowFunction`; a class weighs its probability, and in all its gradient."""
         call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
         ignored = self._head.tokens.target[step.rows] == call.ignore_index
         lse = (shift + total.log()).masked_fill_(ignored, math.inf)
         bias = None if self.bias is None else self.bias[step.classes]
         of_gradient = buckets is None
-        weight = self.factors(step).abs() if of_gradient else None
+        weight = factors.abs() if factors is not None and of_gradient else None
         _OPS._tile_sums(
             out, tile, lse, weight, bias, buckets, call.softcap, call.logit_scale, slope=of_gradient
         )

@@ -25,7 +25,7 @@ from storage_ops.checkpoint.state.unchanged import unchanged
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.planning.devices import Rates, standing_for
-from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.calls import ONE_AT_A_TIME, Around, around_calls
 from storage_ops.measure.measurement import Life, Measurement, Sample
 from storage_ops.measure.owners import (
     BUFFERS,
@@ -174,18 +174,11 @@ def estimate(
     held = Captured(fn, args, kwargs)
     roles: dict[Block, str] = {}
 
-    def around(
-        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> Any:
-        say(name or type(module).__name__)
-        with ledger.call(name):
-            return call(*args, **kwargs)
-
     simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing("estimate"))
         for root in held.roots:
-            stack.enter_context(around_calls(root, around))
+            stack.enter_context(around_calls(root, noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
         for root in held.roots:
             note_roles(roles, PARAMETERS, root.parameters(), simulation)
@@ -206,6 +199,19 @@ def estimate(
 
 
 register_estimator(estimate)
+
+
+def noting(ledger: Ledger) -> Around:
+    """Return a function for `around_calls` that notes calls in the ledger and shows them."""
+
+    def around(
+        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
+        say(name or type(module).__name__)
+        with ledger.call(name):
+            return call(*args, **kwargs)
+
+    return around
 
 
 def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.foundation.ledger import Ledger
-from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, WORKSPACES, by_kind
-from storage_ops.progress import say, showing
+from storage_ops.progress import showing
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.captured import Captured
-from storage_ops.simulate.estimate import call_simulated, note_roles, settle, simulating
+from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.rates import rates_for
@@ -111,13 +110,6 @@ def simulate_serving(
     cache_bytes: Counter[str] = Counter()
     events = 0  # when the prompt was processed
 
-    def around(
-        module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> Any:
-        say(name or type(module).__name__)
-        with ledger.call(name):
-            return call(*args, **kwargs)
-
     def generate(simulation: Simulation, prompt: dict[str, Any]) -> None:
         nonlocal events
         options: dict[str, Any] = {"use_cache": True}
@@ -138,7 +130,7 @@ def simulate_serving(
 
     alone, told = ONE_AT_A_TIME, showing("simulating generation")
     simulated = simulating(ledger, held, (), inputs, Assumption(None), on_gpu, rates)
-    calls = around_calls(model, around)
+    calls = around_calls(model, noting(ledger))
     with alone, told, calls, simulated as (simulation, _, prompt), torch.no_grad():
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
         note_roles(roles, BUFFERS, model.buffers(), simulation)

@@ -70,13 +70,16 @@ class RowFunction(ABC):
         """
 
     @abstractmethod
-    def mass_sums(self, step: Step, tile: Tensor, out: Tensor, buckets: Tensor | None) -> None:
+    def mass_sums(
+        self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
+    ) -> None:
         """Add up what the classes of a tile weigh for its tokens; see `selection`.
 
         Ignored tokens weigh 0. With `factors`, the sum of a class is that of its absolute gradient.
 
         Args:
             step, tile: the tile of logits; with `selects_by_gradient` that of their gradient.
+            factors: those of the rows.
             out: gets the sum of each class, or with `buckets` those of each token by bucket.
             buckets: (classes,) uint8, the bucket of each class of the tile, or None.
         """
@@ -264,15 +267,15 @@ class Run(Generic[Rows]):
 
     def _select(self, step: Step, tile: Tensor) -> Selection | None:
         """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
-        head = self.head
+        head, factors = self.head, self.rows.factors(step)
         found = select(
-            functools.partial(self.rows.mass_sums, step, tile),
+            functools.partial(self.rows.mass_sums, step, tile, factors),
             self.rows.needed_classes(step),
             tile.shape,
             self.rows.state,
             head.call.gradient_tolerance * tile.shape[1] / head.vocabulary,
             head.call.max_classes,
-            self.rows.factors(step),
+            factors,
         )
         if found is None:  # nor does it for tokens of the same batch
             self._selects = False

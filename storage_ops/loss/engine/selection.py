@@ -199,16 +199,16 @@ def multiply(
     """
     x, at_once = x[chosen.tokens], gathered_classes(matmul.cuda)
     flat, count, margins = chosen.flat, len(x), chosen.margins
-    total = dz.new_zeros(0, x.shape[1], dtype=arithmetic(dz.dtype))
+    like = dz.new_empty(0, dtype=arithmetic(dz.dtype))
     if margins is not None:
         # Each token's part of what is left out of a bucket, and its average input and weight.
         whole = margins.left.abs().sum(0)
         shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
-        inputs, weights = total.new_zeros(2, len(whole), x.shape[1])
+        inputs, weights = like.new_zeros(2, len(whole), x.shape[1])
         matmul.weight_gradient(shares, x, inputs, False)
     # The rest of the classes: those of flat tokens, and what others leave out as one more token.
     rows = x[:flat] if margins is None else torch.cat((x[:flat], inputs[-1:].to(x.dtype)))
-    sums = total.new_zeros(rows.shape)
+    sums = like.new_zeros(rows.shape)
     for part in slices(len(w), at_once) if len(rows) else ():
         piece = dz.new_empty(len(rows), part.stop - part.start)
         piece[:flat] = dz[chosen.tokens[:flat], part]
@@ -236,7 +236,7 @@ def multiply(
             matmul.input_gradient(piece, weight, into_input[:needed], True)
         del weight
         if into_weight is not None:
-            product = total.new_empty(len(classes), x.shape[1])
+            product = like.new_empty(len(classes), x.shape[1])
             matmul.weight_gradient(piece, x[:needed], product, False)
             if others is not None:
                 product.addr_(column, inputs[k])
