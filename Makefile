@@ -22,9 +22,9 @@ test: $(READY)  ## run the tests; where CI is set, a share of those that come in
 test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
 
-# timm, diffusers and torch-geometric are needed for this page alone.
+# timm, torchvision, diffusers and torch-geometric are needed for this page alone.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
-	$(PIP) diffusers timm torch-geometric
+	$(PIP) diffusers timm torchvision torch-geometric
 	$(BIN)/python -m benchmarks.measured_programs
 
 # transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.

@@ -60,6 +60,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 TIMM = ("resnet18", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "efficientnet_b0")
+TORCHVISION = ("resnet18", "mobilenet_v3_small", "swin_t", "densenet121")
 # Classes of diffusers with arguments; each takes an image and a time.
 DIFFUSERS: dict[str, dict[str, Any]] = {
     "UNet2DModel": {
@@ -134,10 +135,13 @@ def programs() -> list[Program]:
     for name, (config, sizes) in IMAGES.items():
         make = lambda n=name, c=config, s=sizes: _of_config(n, c, s)  # noqa: E731
         found.append(Program("transformers", name, make, lambda: _pictures(64), _own_loss))
+    images = lambda: {"x": torch.randn(2, 3, 224, 224)}  # noqa: E731
     for name in TIMM:
         make = lambda n=name: _called("timm", "create_model", n, num_classes=10)  # noqa: E731
-        images = lambda: {"x": torch.randn(2, 3, 224, 224)}  # noqa: E731
         found.append(Program("timm", name, make, images, _square))
+    for name in TORCHVISION:
+        make = lambda n=name: _called("torchvision.models", n, num_classes=10)  # noqa: E731
+        found.append(Program("torchvision", name, make, images, _square))
     for name, sizes in DIFFUSERS.items():
         make = lambda n=name, s=sizes: _called("diffusers", n, **s)  # noqa: E731
         found.append(Program("diffusers", name, make, _noisy, _square))
