@@ -119,12 +119,12 @@ at::CPUGeneratorImpl* cpu_generator() {
 PyObject* random_state(PyObject*, PyObject*) {
   return guarded([&] {
     at::CPUGeneratorImpl* generator = cpu_generator();
+    std::unique_lock<std::mutex> lock(generator->mutex_);
+    RandomState now{generator->engine(), generator->next_float_normal_sample(),
+                    generator->next_double_normal_sample()};
+    lock.unlock();
     RandomState* made = nullptr;
-    Ref object = owned(make(random_type, made));
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    *made = {generator->engine(), generator->next_float_normal_sample(),
-             generator->next_double_normal_sample()};
-    return object.release();
+    return make(random_type, made, std::move(now));
   });
 }
 

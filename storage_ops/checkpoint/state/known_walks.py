@@ -2,9 +2,9 @@
 
 A step calls the same layers again and again, and mostly finds around them what the last step found.
 The first walk notes each container and object that it reads. The library of saved tensors compares
-these reads with what is there now, and takes what a walk would return. A walk is known only if what
-it finds follows from what the library can compare: code, modules, plain values and lists of them,
-but no tensors except parameters and buffers, and no hooks.
+these reads with what is there now, and takes what a walk would return. The library
+can compare code, modules, plain values and containers of them. A walk that finds hooks, or tensors
+besides parameters and buffers, is never known.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Found:
 _known: dict[tuple[int, ...], _Known] = {}
 
 
-def roots_of(fn: Callable[..., Any], given: Iterable[Any]) -> list[Any] | None:
+def roots_of(fn: Callable[..., Any], given: list[Any]) -> list[Any] | None:
     """Return the functions and modules that a walk begins with; None if it cannot be known.
 
     Args:
@@ -208,11 +208,12 @@ def roots_of(fn: Callable[..., Any], given: Iterable[Any]) -> list[Any] | None:
     """
     if _native is None:
         return None
-    if any(kind_of(type(value)) != PLAIN for value in given):
+    if given and any(kind_of(type(value)) != PLAIN for value in given):
         return None
-    found, stack = list[Any](), list[Any]([fn])
+    found: list[Any] = []
+    stack: list[Any] = [fn]
     while stack:
-        value: Any = stack.pop()
+        value = stack.pop()
         kind = kind_of(type(value))
         if kind in (FUNCTION, MODULE):
             found.append(value)
