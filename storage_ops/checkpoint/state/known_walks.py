@@ -9,6 +9,7 @@ besides parameters and buffers, is never known.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict
@@ -91,6 +92,8 @@ class Reads:
 
     def add_partial(self, call: Any) -> None:
         """Note the function and the arguments of a `functools.partial`."""
+        if type(call) is not functools.partial:  # a subclass may run code for an attribute
+            self.give_up()
         self._add(_ATTRIBUTES, call, ("func", "args", "keywords"))
         self.add_container(call.args, False)
         self.add_container(call.keywords, False)
@@ -111,6 +114,8 @@ class Reads:
         """Note the attributes, the parameters, the buffers and the submodules of a module."""
         if "forward" in vars(module) or not isinstance(module._parameters, dict):
             self.give_up()
+        if any(isinstance(value, Tensor) for value in vars(module).values()):
+            self.give_up()  # with its graph
         self.add_object(module)
         for held in (module._modules, module._parameters, module._buffers):
             self.add_container(held, True)
