@@ -201,6 +201,93 @@ def test_a_change_after_the_forward(change, monkeypatch):
     assert all(map(same, *found))
 
 
+class Writes(nn.Module):
+    """A module whose forward changes what the next one reads."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 4), change
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+        self.count, self.rates, self.options = 1, [0.5], {"scale": 1.0}
+        self.changes = False
+
+    def forward(self, x):
+        h = self.layer(x) * self.count * sum(self.rates) * sum(self.options.values()) + self.mean
+        h = h if self.last is None else h + self.last
+        if self.changes:
+            self.change(self)
+        return h.sin()
+
+
+def count(module):
+    module.count += 1
+
+
+def replace_a_buffer(module):
+    module.mean = module.mean + 1
+
+
+def write_a_buffer(module):
+    module.mean += 1
+
+
+def fill_a_buffer(module):
+    module.last = torch.ones(4) if module.last is None else None
+
+
+def append(module):
+    module.rates.append(2.0)
+
+
+def set_an_item(module):
+    module.options["scale"] += 1.0
+
+
+def add_an_attribute(module):
+    module.extra = 1
+
+
+def change_the_mode(module):
+    module.layer.train(not module.layer.training)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        count, replace_a_buffer, write_a_buffer, fill_a_buffer, append, set_an_item,
+        add_an_attribute, change_the_mode,
+    ],
+)  # fmt: skip
+def test_a_change_by_the_forward(path, change):
+    """It happens once, and each recompute finds what its forward found."""
+    torch.manual_seed(0)
+    plain, fn = Writes(change), so.CheckpointWrapper(Writes(change))
+    fn.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 4, requires_grad=True)
+    for _ in range(CALLS):
+        fn(x).sum().backward()
+    fn.zero_grad()
+    plain.changes = fn.changes = True  # a number, so the walk is known still
+    for _ in range(CALLS):
+        found = []
+        for call in (plain, fn):
+            leaf = x.detach().requires_grad_()
+            y = call(leaf)
+            y.sum().backward()
+            state = (
+                call.count,
+                call.rates,
+                call.options,
+                call.layer.training,
+                hasattr(call, "extra"),
+            )
+            found.append(
+                [y.detach(), leaf.grad, call.layer.weight.grad, call.mean, call.last, state]
+            )
+        assert all(map(same, *found))
+
+
 def test_walks_are_known():
     if known_walks._native is None:
         pytest.skip("there is no library for this torch")

@@ -91,11 +91,11 @@ class Effects:
 
     def finish(self) -> None:
         """Let go of what the forward has left alone."""
-        self._running = False
         if self._cached:
             self._cached = {key: remembered(value) for key, value in self._cached.items()}
         if self._held is not None or not self.are_places_unchanged():
             self._holders().finish()
+        self._running = False
         self._written = self._find_written()
         if self._written:
             self._noted.note_versions()
