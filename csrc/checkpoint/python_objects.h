@@ -70,12 +70,11 @@ T& held(PyObject* self) {
   return *reinterpret_cast<Object<T>*>(self)->held;
 }
 
-template <typename T, typename... Values>
-PyObject* make(PyTypeObject* type, T*& made, Values&&... values) {
+template <typename T>
+PyObject* make(PyTypeObject* type, T*& made) {
   const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   PyObject* self = allocate(type, 0);
-  if (self)
-    made = reinterpret_cast<Object<T>*>(self)->held = new T{std::forward<Values>(values)...};
+  if (self) made = reinterpret_cast<Object<T>*>(self)->held = new T;
   return self;
 }
 

@@ -3,14 +3,11 @@
 #include "descriptions.h"
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DefaultDtype.h>
 
-#include <mutex>
-#include <optional>
 #include <vector>
 
 namespace storage_ops {
@@ -103,46 +100,7 @@ PyObject* settings(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(all);
 }
 
-// The random numbers that the default generator of the CPU draws next.
-struct RandomState {
-  at::mt19937 engine;
-  std::optional<float> normal;  // of a pair of which one was drawn
-  std::optional<double> normal_double;
-};
-
-PyTypeObject* random_type = nullptr;
-
-at::CPUGeneratorImpl* cpu_generator() {
-  return at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-}
-
-PyObject* random_state(PyObject*, PyObject*) {
-  return guarded([&] {
-    at::CPUGeneratorImpl* generator = cpu_generator();
-    std::unique_lock<std::mutex> lock(generator->mutex_);
-    RandomState now{generator->engine(), generator->next_float_normal_sample(),
-                    generator->next_double_normal_sample()};
-    lock.unlock();
-    RandomState* made = nullptr;
-    return make(random_type, made, std::move(now));
-  });
-}
-
-PyObject* set_random_state(PyObject*, PyObject* state) {
-  return guarded([&] {
-    const auto& found = held<RandomState>(state);
-    at::CPUGeneratorImpl* generator = cpu_generator();
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    generator->set_engine(found.engine);
-    generator->set_next_float_normal_sample(found.normal);
-    generator->set_next_double_normal_sample(found.normal_double);
-    return none();
-  });
-}
-
 PyMethodDef functions[] = {{"settings", settings, METH_NOARGS, nullptr},
-                           {"random_state", random_state, METH_NOARGS, nullptr},
-                           {"set_random_state", set_random_state, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -165,11 +123,8 @@ bool add_state(PyObject* module) {
                          {Py_tp_dealloc, slot(destroy<Parameters>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  PyType_Slot random[] = {{Py_tp_dealloc, slot(destroy<RandomState>)}, {0, nullptr}};
   noted_type = type_of("storage_ops._saved_tensors.Noted", sizeof(Object<Parameters>), 0, slots);
-  random_type = type_of("storage_ops._saved_tensors.RandomState", sizeof(Object<RandomState>),
-                        Py_TPFLAGS_DISALLOW_INSTANTIATION, random);
-  return noted_type && random_type && PyModule_AddFunctions(module, functions) == 0 &&
+  return noted_type && PyModule_AddFunctions(module, functions) == 0 &&
          PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(noted_type)) == 0;
 }
 

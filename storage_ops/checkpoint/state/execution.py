@@ -82,28 +82,18 @@ def _accessors(source: object) -> State:
 def rng_of(device: torch.device) -> State:
     """Return functions that get and set the state of a device's default generator."""
     if device.type == "cpu":
-        return _state_of_cpu, _set_state_of_cpu
+        return _state_of_cpu, torch.default_generator.set_state
     library = torch.get_device_module(device)
     put = functools.partial(library.set_rng_state, device=device)
     return functools.partial(library.get_rng_state, device), put
 
 
-def _state_of_cpu() -> Any:
-    """Return the state of the default generator: of the library, in an eighth of the time."""
-    if _native is not None and not torch._C._len_torch_dispatch_stack():
-        return _native.random_state()
+def _state_of_cpu() -> Tensor:
     state = torch.default_generator.get_state()
-    # A simulation of `storage_ops.memory` counts the bytes.
-    for mode in _get_current_dispatch_mode_stack():
-        getattr(mode, "note_random_state", lambda _: None)(state)
+    if torch._C._len_torch_dispatch_stack():  # a simulation of `storage_ops.memory` counts it
+        for mode in _get_current_dispatch_mode_stack():
+            getattr(mode, "note_random_state", lambda _: None)(state)
     return state
-
-
-def _set_state_of_cpu(state: Any) -> None:
-    if isinstance(state, Tensor):
-        torch.default_generator.set_state(state)
-    else:
-        _native.set_random_state(state)
 
 
 _RNG_OF_CPU = rng_of(torch.device("cpu"))
