@@ -1,6 +1,7 @@
 // What the choice of classes for a gradient needs of a tile on a GPU: sums of its probabilities or
-// of its numbers, and some of its rows and columns. Always added up in the same order, so that two
-// runs give the same bits.
+// of its numbers, some of its rows and columns, or their gradient, and the way of products back to
+// the rows of the weight's gradient. Sums are always added up in the same order, so that two runs
+// give the same bits.
 #include <algorithm>
 
 #include "launch.cuh"
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kGatherThreads)
 }
 
 void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
-  check_gathered(out, tile, rows, columns);
+  check_gathered("_gather_tile", out, tile, rows, columns);
   if (out.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tile.get_device_index());
   const Gathered g{tile.stride(0),
@@ -161,9 +162,97 @@ void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
   });
 }
 
+// A block has a row of `out`.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_gradient_kernel(const __grid_constant__ GatheredGradient<T, A> g) {
+  const auto& tile = g.probabilities.tile;
+  const int64_t row = g.row[blockIdx.x];
+  if (row < 0 || row >= tile.rows) return;
+  const bool ignored = g.ignores(row);
+  for (int64_t j = threadIdx.x; j < g.width; j += blockDim.x) {
+    const int64_t column = g.column[j];
+    if (column < 0 || column >= tile.columns) continue;
+    const A z = tile.logit(tile.logits[row * tile.stride + column], column);
+    g.out[blockIdx.x * g.width + j] = static_cast<T>(ignored ? A(0) : g.number(z, row, column));
+  }
+}
+
+void gather_gradient(Tensor out, Tensor tile, Tensor rows, Tensor columns, Tensor lse,
+                     Tensor factor, Tensor target, Tensor hit, std::optional<Tensor> bias,
+                     double softcap, double logit_scale) {
+  check_gathered_gradient(out, tile, rows, columns, lse, factor, target, hit, bias);
+  if (out.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(tile.get_device_index());
+  for_dtypes("_gather_gradient: tile", tile, [&](auto number, auto arithmetic) {
+    using T = decltype(number);
+    using A = decltype(arithmetic);
+    const auto g = gathered_gradient<T, A>(out, tile, rows, columns, lse, factor, target, hit, bias,
+                                           softcap, logit_scale);
+    launch(gather_gradient_kernel<T, A>, static_cast<unsigned>(g.height), kGatherThreads,
+           current_stream(tile), g);
+  });
+}
+
+// Rows of `part` that are added to those of `out` at `row`, or copied there. None appears twice.
+template <typename T, typename P>
+struct PutRows {
+  T* out;
+  const P* part;
+  const int64_t* row;
+  int64_t count, width, stride, rows;
+  bool add;
+};
+
+// A block has a row of `part`.
+template <typename A, typename T, typename P>
+__global__ void __launch_bounds__(kGatherThreads)
+    put_rows_kernel(const __grid_constant__ PutRows<T, P> a) {
+  const int64_t row = a.row[blockIdx.x];
+  if (row < 0 || row >= a.rows) return;
+  const P* part = a.part + blockIdx.x * a.width;
+  const auto sum = [&](int64_t column, auto& numbers) {
+    constexpr int n = std::extent_v<std::remove_reference_t<decltype(numbers)>>;
+    A more[n];
+    load(part + column, more);
+#pragma unroll
+    for (int k = 0; k < n; ++k) numbers[k] = a.add ? numbers[k] + more[k] : more[k];
+  };
+  for_pieces<A, kReadWrite, 2, kForwards>(a.out + row * a.stride, a.width, sum);
+}
+
+void put_rows(Tensor out, Tensor rows, Tensor part, bool add) {
+  check_put_rows(out, rows, part);
+  if (part.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  for_dtypes("_put_rows: out", out, [&](auto number, auto arithmetic) {
+    using T = decltype(number);
+    using A = decltype(arithmetic);
+    const auto put = [&](const auto* from) {
+      using P = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
+      const PutRows<T, P> a{static_cast<T*>(out.mutable_data_ptr()),
+                            from,
+                            static_cast<const int64_t*>(rows.const_data_ptr()),
+                            part.size(0),
+                            part.size(1),
+                            out.stride(0),
+                            out.size(0),
+                            add};
+      launch(put_rows_kernel<A, T, P>, static_cast<unsigned>(a.count), kGatherThreads,
+             current_stream(out), a);
+    };
+    if (part.scalar_type() == out.scalar_type())
+      put(static_cast<const T*>(part.const_data_ptr()));
+    else
+      put(static_cast<const A*>(part.const_data_ptr()));
+  });
+}
+
 }  // namespace storage_ops::kernels
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CUDA, m) {
   m.impl("_tile_sums", TORCH_BOX(&storage_ops::kernels::tile_sums));
   m.impl("_gather_tile", TORCH_BOX(&storage_ops::kernels::gather_tile));
+  m.impl("_gather_gradient", TORCH_BOX(&storage_ops::kernels::gather_gradient));
+  m.impl("_put_rows", TORCH_BOX(&storage_ops::kernels::put_rows));
 }

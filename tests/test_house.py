@@ -34,6 +34,8 @@ REFERENCES = {
     "_cross_entropy_rows": "cross_entropy_rows",
     "_tile_sums": "tile_sums",
     "_gather_tile": "gather_tile",
+    "_gather_gradient": "gather_gradient",
+    "_put_rows": "put_rows",
     "_chunked_span": "chunked_span",
     "_divergence_rows": "divergence_rows",
     "_product": "product",

@@ -1,4 +1,5 @@
-// The arguments of _tile_sums and _gather_tile on a CPU and on a GPU, and their checks.
+// The arguments of _tile_sums, and of the ops that gather from a tile or add to some rows of a
+// matrix, on a CPU and on a GPU, and their checks.
 #pragma once
 
 #include "cross_entropy_rows.h"
@@ -30,11 +31,11 @@ struct Summed {
   }
 };
 
-inline void check_each(const char* name, const std::optional<Tensor>& t, int64_t size,
-                       ScalarType dtype) {
+inline void check_each(const char* op, const char* name, const std::optional<Tensor>& t,
+                       int64_t size, ScalarType dtype) {
   STORAGE_OPS_CHECK(!t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == dtype &&
                            t->is_contiguous()),
-                    "_tile_sums: ", name, " must be contiguous, of ", size, " elements");
+                    op, ": ", name, " must be contiguous, of ", size, " elements");
 }
 
 inline void check_tile(const char* op, const Tensor& tile) {
@@ -42,23 +43,29 @@ inline void check_tile(const char* op, const Tensor& tile) {
                     ": tile must be a matrix with contiguous rows");
 }
 
+inline void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& tile) {
+  const ScalarType wide = arithmetic_of(tile);
+  check_each(op, "bias", bias, tile.size(1), bias ? bias->scalar_type() : wide);
+  STORAGE_OPS_CHECK(
+      !bias || bias->scalar_type() == wide || bias->scalar_type() == tile.scalar_type(), op,
+      ": bias must have the dtype of the tile or of the arithmetic");
+}
+
 inline void check_sums(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
                        const std::optional<Tensor>& row_weight, const std::optional<Tensor>& bias,
                        const std::optional<Tensor>& bucket) {
-  check_tile("_tile_sums", tile);
+  constexpr const char* kOp = "_tile_sums";
+  check_tile(kOp, tile);
   const int64_t rows = tile.size(0), columns = tile.size(1);
   const ScalarType wide = arithmetic_of(tile);
-  check_each("lse", lse, rows, wide);
-  check_each("row_weight", row_weight, rows, wide);
-  check_each("bucket", bucket, columns, ScalarType::Byte);
-  check_each("bias", bias, columns, bias ? bias->scalar_type() : wide);
-  STORAGE_OPS_CHECK(
-      !bias || bias->scalar_type() == wide || bias->scalar_type() == tile.scalar_type(),
-      "_tile_sums: bias must have the dtype of the tile or of the arithmetic");
+  check_each(kOp, "lse", lse, rows, wide);
+  check_each(kOp, "row_weight", row_weight, rows, wide);
+  check_each(kOp, "bucket", bucket, columns, ScalarType::Byte);
+  check_bias(kOp, bias, tile);
   const bool fits = bucket ? out.dim() == 2 && out.size(0) == rows && out.size(1) <= kBuckets
                            : out.dim() == 1 && out.size(0) == columns;
-  STORAGE_OPS_CHECK(fits && out.is_contiguous() && out.scalar_type() == wide,
-                    "_tile_sums: out must be (columns,), or (rows, up to ", kBuckets,
+  STORAGE_OPS_CHECK(fits && out.is_contiguous() && out.scalar_type() == wide, kOp,
+                    ": out must be (columns,), or (rows, up to ", kBuckets,
                     ") with buckets, contiguous and in the dtype of the arithmetic");
 }
 
@@ -87,19 +94,87 @@ Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<T
   return s;
 }
 
-inline void check_gathered(const Tensor& out, const Tensor& tile, const Tensor& rows,
-                           const Tensor& columns) {
-  constexpr const char* kOp = "_gather_tile";
-  check_tile(kOp, tile);
+inline void check_places(const char* op, const char* name, const Tensor& places, int64_t count) {
+  STORAGE_OPS_CHECK(places.dim() == 1 && places.scalar_type() == ScalarType::Long &&
+                        places.is_contiguous() && places.size(0) == count,
+                    op, ": ", name, " must be contiguous int64, of ", count, " elements");
+}
+
+inline void check_gathered(const char* op, const Tensor& out, const Tensor& tile,
+                           const Tensor& rows, const Tensor& columns) {
+  check_tile(op, tile);
   STORAGE_OPS_CHECK(
-      out.dim() == 2 && out.is_contiguous() && out.scalar_type() == tile.scalar_type(), kOp,
+      out.dim() == 2 && out.is_contiguous() && out.scalar_type() == tile.scalar_type(), op,
       ": out must be a contiguous matrix in the dtype of the tile");
-  for (int dim = 0; dim < 2; ++dim) {
-    const Tensor& places = dim == 0 ? rows : columns;
-    STORAGE_OPS_CHECK(places.dim() == 1 && places.scalar_type() == ScalarType::Long &&
-                          places.is_contiguous() && places.size(0) == out.size(dim),
-                      kOp, ": rows and columns must be contiguous int64, one for each of out's");
+  check_places(op, "rows", rows, out.size(0));
+  check_places(op, "columns", columns, out.size(1));
+}
+
+// The gradient of cross-entropy with respect to products, for some rows and columns of a tile.
+template <typename T, typename A>
+struct GatheredGradient {
+  Summed<T, A> probabilities;  // times the factor of their row, and the slope of the soft-cap
+  const int64_t *row, *column;
+  const int64_t* target;  // the column of each row's target, or a number that no column has
+  const A* hit;           // what is subtracted there, times the slope
+  T* out;                 // (height, width)
+  int64_t height, width;
+
+  // A token that is ignored has no gradient, whatever its logits are.
+  STORAGE_OPS_INLINE bool ignores(int64_t i) const {
+    return probabilities.lse[i] == std::numeric_limits<A>::infinity();
   }
+
+  STORAGE_OPS_INLINE A number(A logit, int64_t i, int64_t j) const {
+    const A hit_here = j == target[i] ? hit[i] : A(0);
+    const A capped = logit * probabilities.tile.transform.inverse_softcap;
+    return probabilities.number(logit, i) - hit_here * (1 - capped * capped);
+  }
+};
+
+template <typename T, typename A>
+GatheredGradient<T, A> gathered_gradient(const Tensor& out, const Tensor& tile, const Tensor& rows,
+                                         const Tensor& columns, const Tensor& lse,
+                                         const Tensor& factor, const Tensor& target,
+                                         const Tensor& hit, const std::optional<Tensor>& bias,
+                                         double softcap, double logit_scale) {
+  GatheredGradient<T, A> g{};
+  g.probabilities =
+      summed<T, A>(hit, tile, lse, factor, bias, std::nullopt, softcap, logit_scale, false, true);
+  g.row = static_cast<const int64_t*>(rows.const_data_ptr());
+  g.column = static_cast<const int64_t*>(columns.const_data_ptr());
+  g.target = static_cast<const int64_t*>(target.const_data_ptr());
+  g.hit = static_cast<const A*>(hit.const_data_ptr());
+  g.out = static_cast<T*>(out.mutable_data_ptr());
+  g.height = out.size(0);
+  g.width = out.size(1);
+  return g;
+}
+
+inline void check_gathered_gradient(const Tensor& out, const Tensor& tile, const Tensor& rows,
+                                    const Tensor& columns, const Tensor& lse, const Tensor& factor,
+                                    const Tensor& target, const Tensor& hit,
+                                    const std::optional<Tensor>& bias) {
+  constexpr const char* kOp = "_gather_gradient";
+  check_gathered(kOp, out, tile, rows, columns);
+  const int64_t height = tile.size(0);
+  const ScalarType wide = arithmetic_of(tile);
+  check_places(kOp, "target", target, height);
+  check_each(kOp, "lse", lse, height, wide);
+  check_each(kOp, "factor", factor, height, wide);
+  check_each(kOp, "hit", hit, height, wide);
+  check_bias(kOp, bias, tile);
+}
+
+inline void check_put_rows(const Tensor& out, const Tensor& rows, const Tensor& part) {
+  constexpr const char* kOp = "_put_rows";
+  STORAGE_OPS_CHECK(out.dim() == 2 && (out.stride(1) == 1 || out.size(1) < 2), kOp,
+                    ": out must be a matrix with contiguous rows");
+  STORAGE_OPS_CHECK(
+      part.dim() == 2 && part.is_contiguous() && part.size(1) == out.size(1) &&
+          (part.scalar_type() == out.scalar_type() || part.scalar_type() == arithmetic_of(out)),
+      kOp, ": part must be contiguous, as wide as out, in its dtype or that of the arithmetic");
+  check_places(kOp, "rows", rows, part.size(0));
 }
 
 }  // namespace storage_ops

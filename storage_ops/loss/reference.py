@@ -327,3 +327,52 @@ def tile_sums(
 def gather_tile(out: Tensor, tile: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Copy some rows and columns of a tile: out[i, j] = tile[rows[i], columns[j]]."""
     out.copy_(tile[rows.unsqueeze(1), columns])
+
+
+def gather_gradient(
+    out: Tensor,
+    tile: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    lse: Tensor,
+    factor: Tensor,
+    target: Tensor,
+    hit: Tensor,
+    bias: Tensor | None,
+    softcap: float,
+    logit_scale: float,
+) -> None:
+    """Compute the gradient of cross-entropy for some rows and columns of a tile of products.
+
+    With p the probabilities and s the slope of the soft-cap at row r = rows[i], column c =
+    columns[j], out[i, j] = s (p factor[r] - hit[r] [c == target[r]]).
+
+    Args:
+        out: (n, m) in the dtype of the tile.
+        tile: (rows, columns) products.
+        rows, columns: (n,) and (m,), which of them.
+        lse: (rows,) of the logits; +inf for rows whose gradient is 0, whatever their logits are.
+        factor: (rows,) what the gradient has of each probability.
+        target: (rows,) the column of the row's target, or a number that no column has.
+        hit: (rows,) what the gradient has of the target, besides.
+        bias: (columns,) or None.
+        softcap, logit_scale: see `logits_of`.
+    """
+    some = None if bias is None else bias.to(lse.dtype)[columns]
+    for part in slices(len(rows), plain_rows(len(rows), len(columns))):
+        own = rows[part].unsqueeze(1)
+        z = logits_of(tile[own, columns].to(lse.dtype), some, softcap, logit_scale)
+        total = lse[own]
+        result = (z - total).exp_().mul_(factor[own])
+        result -= torch.where(columns == target[own], hit[own], 0)
+        if softcap:
+            result *= slope_of(z, softcap, 1.0)
+        out[part] = result.masked_fill_(total == torch.inf, 0)
+
+
+def put_rows(out: Tensor, rows: Tensor, part: Tensor, add: bool) -> None:
+    """Add rows to those of a matrix, or copy them there: out[rows[i]] += part[i].
+
+    No row appears twice. The sum is rounded once, to the dtype of `out`.
+    """
+    out[rows] = (out[rows].to(part.dtype) + part if add else part).to(out.dtype)

@@ -78,15 +78,34 @@ class CrossEntropyRows(RowFunction):
         self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
     ) -> None:
         """See `RowFunction`; a class weighs its probability, and in all its gradient."""
-        call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
-        ignored = self._head.tokens.target[step.rows] == call.ignore_index
-        lse = (shift + total.log()).masked_fill_(ignored, math.inf)
+        call = self._head.call
         bias = None if self.bias is None else self.bias[step.classes]
         of_gradient = buckets is None
         weight = factors.abs() if factors is not None and of_gradient else None
         _OPS._tile_sums(
-            out, tile, lse, weight, bias, buckets, call.softcap, call.logit_scale, slope=of_gradient
-        )
+            out, tile, self._lse(step.rows), weight, bias, buckets, call.softcap, call.logit_scale,
+            slope=of_gradient,
+        )  # fmt: skip
+
+    def gather_gradient(
+        self, step: Step, tile: Tensor, out: Tensor, tokens: Tensor, classes: Tensor
+    ) -> None:
+        """See `RowFunction`."""
+        head, call, rows = self._head, self._head.call, step.rows
+        target = head.tokens.target[rows]
+        hit = self._upstream(1)[0].expand(head.tokens.count)[rows] * call.logit_scale
+        _OPS._gather_gradient(
+            out, tile, tokens, classes, self._lse(rows), self.factors(step),
+            target - (head.first_class + step.classes.start),
+            hit, None if self.bias is None else self.bias[step.classes],
+            call.softcap, call.logit_scale,
+        )  # fmt: skip
+
+    def _lse(self, rows: slice) -> Tensor:
+        """Return log sum exp of the logits of some rows, and +inf where the target is ignored."""
+        shift, total = self.state[0, rows], self.state[1, rows]
+        ignored = self._head.tokens.target[rows] == self._head.call.ignore_index
+        return (shift + total.log()).masked_fill_(ignored, math.inf)
 
     def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""

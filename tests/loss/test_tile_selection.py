@@ -76,6 +76,51 @@ def test_what_is_gathered(dtype):
         assert out.equal(tile[rows][:, columns])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("bias", [None, "wide", "own"])
+def test_gradients_that_are_gathered(bias, softcap, dtype):
+    wide, height, width, scale = wide_of(dtype), 40, 2300, 1.3
+    tile = (torch.randn(height, width + 13) * 2).to(dtype)[:, :width]
+    tile[5, 3] = torch.nan
+    offset = None
+    if bias is not None:
+        offset = torch.randn(width).to(wide if bias == "wide" else dtype)
+    z = (tile.double() + (0 if offset is None else offset.double())) * scale
+    z = softcap * (z / softcap).tanh() if softcap else z
+    lse, factor, hit = z.logsumexp(1), torch.randn(height).double(), torch.rand(height).double()
+    ignored = torch.tensor([5, 7])  # one of them with a nan
+    lse[ignored] = torch.inf
+    target = torch.randint(-3, width + 3, (height,))  # of other tiles, too
+    expected = (z - lse.unsqueeze(1)).exp() * factor.unsqueeze(1)
+    expected -= torch.where(torch.arange(width) == target.unsqueeze(1), hit.unsqueeze(1), 0)
+    expected *= (1 - (z / softcap).square()) if softcap else 1
+    expected[ignored] = 0
+    numbers = (lse.to(wide), factor.to(wide), target, hit.to(wide), offset, softcap, scale)
+    rtol = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, torch.finfo(dtype).eps)
+    for count, some in [(0, 5), (1, 1), (40, 2300), (13, 1025)]:
+        rows, columns = torch.randperm(height)[:count], torch.randperm(width)[:some]
+        out = torch.full((count, some), torch.nan, dtype=dtype)
+        OPS._gather_gradient(out, tile, rows, columns, *numbers)
+        torch.testing.assert_close(
+            out.double(), expected[rows][:, columns], rtol=rtol, atol=rtol * 0.1
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("width", [1, 8, 1030])
+def test_rows_that_are_put(width, add, dtype):
+    for of in {dtype, wide_of(dtype)}:
+        out = torch.randn(20, width + 3).to(dtype)[:, 1 : width + 1]
+        part = torch.randn(7, width).to(of)
+        rows = torch.randperm(20)[:7]
+        expected = out.double()
+        expected[rows] = part.double() + (expected[rows] if add else 0)
+        OPS._put_rows(out, rows, part, add)
+        assert out.equal(expected.to(wide_of(dtype)).to(dtype))
+
+
 def test_nan_stays_in_its_row_and_column():
     tile = torch.randn(4, 50)
     tile[2, 7] = torch.nan
@@ -95,4 +140,13 @@ def test_out_of_range_is_refused():
         )
     with pytest.raises(RuntimeError, match="columns must be from 0 to 3"):
         OPS._gather_tile(out, tile, torch.arange(3), torch.tensor([0, 4]))
+    each, zeros = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    for rows, columns, text in [
+        (torch.arange(3), torch.tensor([-1, 0]), "columns must be from 0 to 3"),
+        (torch.tensor([0, 3, 1]), torch.arange(2), "rows must be from 0 to 2"),
+    ]:
+        with pytest.raises(RuntimeError, match=text):
+            OPS._gather_gradient(out, tile, rows, columns, each, each, zeros, each, None, 0.0, 1.0)
+    with pytest.raises(RuntimeError, match="rows must be from 0 to 2"):
+        OPS._put_rows(out, torch.tensor([3]), torch.zeros(1, 2), True)
     assert out.eq(7).all()

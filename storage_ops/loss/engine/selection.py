@@ -55,6 +55,9 @@ GATHERING = {"cpu": 96, "cuda": 400}
 
 # Adds up the masses of a tile: of each class, or of each token by bucket.
 MassSums = Callable[[Tensor, Tensor | None], None]
+# Computes the gradient with respect to the logits of some tokens and classes of a tile, in the
+# dtype of the products' operands, and so many rows more without values.
+Pieces = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -180,70 +183,109 @@ def select(
 def multiply(
     chosen: Selection,
     matmul: Matmul,
-    dz: Tensor,
+    piece_of: Pieces,
     x: Tensor,
     w: Tensor,
     into_input: Tensor | None,
     into_weight: Tensor | None,
+    add: bool,
 ) -> None:
     """Multiply the gradient of a tile with what was chosen.
 
     Args:
         chosen: for this tile.
         matmul: who multiplies.
-        dz: (rows, classes) the gradient with respect to the logits.
-        x, w: (rows, D) and (classes, D), in the dtype of dz.
+        piece_of: computes the gradient with respect to some logits.
+        x, w: (rows, D) and (classes, D).
         into_input: (rows, D) zeros in the dtype of the arithmetic, that get the input's gradient in
             the order of `chosen.tokens`.
-        into_weight: (classes, D) that the weight's gradient is added to.
+        into_weight: (classes, D) that the weight's gradient is added to, or written to.
+        add: `into_weight` has values.
     """
-    x, at_once = x[chosen.tokens], gathered_classes(matmul.cuda)
-    flat, count, margins = chosen.flat, len(x), chosen.margins
-    like = dz.new_empty(0, dtype=arithmetic(dz.dtype))
+    count, margins, at_once = len(x), chosen.margins, gathered_classes(matmul.cuda)
+    wide = arithmetic(x.dtype)
+    ordered = x.new_empty(count + 1, x.shape[1])
+    ordered[:count], x = x[chosen.tokens], ordered
     if margins is not None:
         # Each token's part of what is left out of a bucket, and its average input and weight.
         whole = margins.left.abs().sum(0)
         shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
-        inputs, weights = like.new_zeros(2, len(whole), x.shape[1])
-        matmul.weight_gradient(shares, x, inputs, False)
-    # The rest of the classes: those of flat tokens, and what others leave out as one more token.
-    rows = x[:flat] if margins is None else torch.cat((x[:flat], inputs[-1:].to(x.dtype)))
-    sums = like.new_zeros(rows.shape)
-    for part in slices(len(w), at_once) if len(rows) else ():
-        piece = dz.new_empty(len(rows), part.stop - part.start)
-        piece[:flat] = dz[chosen.tokens[:flat], part]
+        inputs, weights = x.new_zeros(2, len(whole), x.shape[1], dtype=wide)
+        matmul.weight_gradient(shares, x[:count], inputs, False)
+    sums = _multiply_rest(
+        chosen, matmul, piece_of, x, w, None if margins is None else inputs[-1], into_weight, add
+    )
+    if margins is not None:
+        weights[-1] = sums[-1]
+    if into_input is not None:
+        into_input[: chosen.flat] = sums[: chosen.flat]
+    del sums
+    for k, place in chosen.pieces(at_once):
+        needed, classes = chosen.counts[k], chosen.classes[place]
+        others = int(margins is not None and needed < count)
+        weight, piece = (
+            w.index_select(0, classes),
+            piece_of(chosen.tokens[:needed], classes, others),
+        )
+        if margins is not None and others:
+            # What others leave out is that of one more token. Later buckets have fewer tokens.
+            x[needed] = inputs[k]
+            piece[needed] = column = margins.column(classes, piece[:needed])
+            weights[k] += column.to(w.dtype) @ weight
+        if into_input is not None:
+            matmul.input_gradient(piece[:needed], weight, into_input[:needed], True)
+        del weight
+        if into_weight is not None:
+            product = x.new_empty(
+                len(classes), x.shape[1], dtype=wide if add else into_weight.dtype
+            )
+            matmul.weight_gradient(piece, x[: len(piece)], product, False)
+            _OPS._put_rows(into_weight, classes, product, add)
+            del product
+        del piece
+    if margins is not None and into_input is not None:
+        matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+
+
+def _multiply_rest(
+    chosen: Selection,
+    matmul: Matmul,
+    piece_of: Pieces,
+    x: Tensor,
+    w: Tensor,
+    average: Tensor | None,
+    into_weight: Tensor | None,
+    add: bool,
+) -> Tensor:
+    """Multiply flat tokens with the classes that are not gathered.
+
+    Args:
+        chosen, matmul, piece_of, w, into_weight, add: see `multiply`.
+        x: (rows, D) the tokens' inputs, by need.
+        average: (D,) the input of what the other tokens leave out of these classes, or None.
+
+    Returns:
+        (flat tokens, D) their input gradient; with `average` one row more: the weight of what the
+        others leave out.
+    """
+    flat, margins = chosen.flat, chosen.margins
+    rows = x[:flat] if average is None else torch.cat((x[:flat], average.to(x.dtype).unsqueeze(0)))
+    sums = x.new_zeros(rows.shape, dtype=arithmetic(x.dtype))
+    if not len(rows):
+        if into_weight is not None and not add:
+            into_weight.zero_()
+        return sums
+    for part in slices(len(w), gathered_classes(matmul.cuda)):
+        classes = torch.arange(part.start, part.stop, device=w.device)
+        piece = piece_of(chosen.tokens[:flat], classes, len(rows) - flat)
         if margins is not None:
             piece[flat] = margins.column(part, piece[:flat])
         piece.masked_fill_(chosen.buckets[part] < len(chosen.counts), 0)
         matmul.input_gradient(piece, w[part], sums, True)
         if into_weight is not None:
-            matmul.weight_gradient(piece, rows, into_weight[part], True)
+            matmul.weight_gradient(piece, rows, into_weight[part], add)
         del piece
-    if margins is not None:
-        weights[-1] = sums[flat]
-    if into_input is not None:
-        into_input[:flat] = sums[:flat]
-    del rows, sums
-    for k, place in chosen.pieces(at_once):
-        needed, classes = chosen.counts[k], chosen.classes[place]
-        others = margins if needed < count else None
-        weight, piece = w[classes], dz.new_empty(needed, len(classes))
-        _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
-        if others is not None:
-            column = others.column(classes, piece)
-            weights[k] += column.to(w.dtype) @ weight
-        if into_input is not None:
-            matmul.input_gradient(piece, weight, into_input[:needed], True)
-        del weight
-        if into_weight is not None:
-            product = like.new_empty(len(classes), x.shape[1])
-            matmul.weight_gradient(piece, x[:needed], product, False)
-            if others is not None:
-                product.addr_(column, inputs[k])
-            into_weight.index_add_(0, classes, product.to(into_weight.dtype))
-            del product
-    if margins is not None and into_input is not None:
-        matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+    return sums
 
 
 def _cheapest(

@@ -79,10 +79,11 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
     It is the same problem if it takes longer to select them than the products that are saved.
     """
     saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
-    # A tile is read for its statistics, and twice for its masses. The part of it that is used is
-    # copied and added up: two reads and a write.
-    touched = (3 + 3 * share) * p.logit_bytes
-    return replace(p, multiplied=share) if saved > touched / rates.bandwidth else p
+    selected = replace(p, multiplied=share)
+    # Every logit is read twice for the masses. The used part is gathered and added up: two reads
+    # and a write. Without selection, a tile's gradient is written once.
+    touched = (2 + 3 * share - selected.gathers_gradient) * p.logit_bytes
+    return selected if saved > touched / rates.bandwidth else p
 
 
 def gathered_classes(cuda: bool) -> int:
@@ -109,11 +110,11 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
     # Inputs in their order by need, and their gradient; averages of what each bucket leaves out.
-    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + 2 * item))
+    sums = d * ((rows + 1) * item + rows * wide + BUCKETS * (2 * wide + 2 * item))
     flat = flat_tokens(rows) + 1
-    rest = flat * (d * (item + wide) + gathered * item)
-    # A gathered piece, its classes, and then the gradient of their weights.
-    piece = gathered * (rows * item + d * (wide + item * (item < wide)))
+    rest = flat * (d * (item + wide) + gathered * p.logit_bytes) + 8 * gathered
+    # A gathered piece, and the weights of its classes or their gradient.
+    piece = gathered * ((rows + 1) * p.logit_bytes + d * wide)
     added = rows * d * wide  # the gradient of the input that other tiles gave before
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
     return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
@@ -200,7 +201,8 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             gathered = min(gathered_classes(m.cuda), classes)
             size = max(
                 m.scratch_bytes(Kind.INPUT, rows, gathered, d, True) * with_input,
-                m.scratch_bytes(Kind.WEIGHT, rows, gathered, d, True) * with_weight,
+                m.scratch_bytes(Kind.WEIGHT, rows + 1, gathered, d, True) * with_weight,
+                m.scratch_bytes(Kind.WEIGHT, rows + 1, gathered, d, False) * with_weight,
             )
             most = max(most, selection_bytes(p, rows, classes) + size)
         if adds & WEIGHT and with_bias:
@@ -243,13 +245,16 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
             products.append((Kind.WEIGHT, used, wide_weight, read, classes * weight_sum))
         # The row kernel writes the gradient over the logits.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
+        if selects and not p.selects_late:  # statistics are finished before classes are selected
+            passes = int(phases & UPDATE > 0) + 2 * (not p.gathers_gradient)
         touched = float(passes * logits)
         if adds and p.wide_logits:  # rounded to other memory, and copied back
             touched += logits + 3 * tile
-        if selects:  # see `selecting`; rows of the weight and of its gradient are copied, too
-            touched += (
-                (2 + (phases & UPDATE > 0)) * logits + 3 * used * rows * item + 5 * used * d * item
-            )
+        if selects:  # see `selecting`; rows of the weight are copied, and their gradients
+            wide = 4 if p.mixed else item
+            rounded = item if chunks < 2 else wide  # the dtype of a product that is added
+            rows_bytes = 2 * item + 2 * rounded + (item if chunks < 2 else 2 * wide)
+            touched += 2 * logits + 3 * used * rows * p.logit_bytes + used * d * rows_bytes
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched
