@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kGatherThreads)
     const int64_t column = g.column[j];
     if (column < 0 || column >= tile.columns) continue;
     const A z = tile.logit(tile.logits[row * tile.stride + column], column);
-    g.out[blockIdx.x * g.width + j] = static_cast<T>(ignored ? A(0) : g.number(z, row, column));
+    const A number = column == g.target[row] ? g.target_number(z, row) : g.number(z, row);
+    g.out[blockIdx.x * g.width + j] = static_cast<T>(ignored ? A(0) : number);
   }
 }
 

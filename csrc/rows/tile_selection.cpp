@@ -125,7 +125,7 @@ template <typename T, typename A>
 STORAGE_OPS_INLINE void gather_block(const GatheredGradient<T, A>& g, int64_t i, int64_t begin,
                                      int64_t n) {
   const auto& tile = g.probabilities.tile;
-  const int64_t row = g.row[i];
+  const int64_t row = g.row[i], target = g.target[row];
   const int64_t* column = g.column + begin;
   T* out = g.out + i * g.width + begin;
   if (g.ignores(row)) {
@@ -135,15 +135,25 @@ STORAGE_OPS_INLINE void gather_block(const GatheredGradient<T, A>& g, int64_t i,
   Block<T> products;
   Block<A> z;
   const T* from = tile.logits + row * tile.stride;
+  int64_t hit = -1;  // where the target is
   for (int64_t j = 0; j < n; ++j) products.values[j] = from[column[j]];
+  for (int64_t j = 0; j < n; ++j) hit = column[j] == target ? j : hit;
   widen(products.values, z.values, n);
   if (tile.bias != nullptr)
     for (int64_t j = 0; j < n; ++j) z.values[j] += static_cast<A>(tile.bias[column[j]]);
   if (tile.wide_bias != nullptr)
     for (int64_t j = 0; j < n; ++j) z.values[j] += tile.wide_bias[column[j]];
+  const auto transform = tile.transform;
+  if (transform.softcap != 0) {
 #pragma omp simd
-  for (int64_t j = 0; j < n; ++j)
-    z.values[j] = g.number(tile.transform.logit(z.values[j]), row, column[j]);
+    for (int64_t j = 0; j < n; ++j) z.values[j] = transform.logit(z.values[j]);
+  } else if (transform.scale != 1) {
+    for (int64_t j = 0; j < n; ++j) z.values[j] *= transform.scale;
+  }
+  const A logit = hit < 0 ? A(0) : z.values[hit];
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) z.values[j] = g.number(z.values[j], row);
+  if (hit >= 0) z.values[hit] = g.target_number(logit, row);
   narrow(z.values, out, n);
 }
 

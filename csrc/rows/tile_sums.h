@@ -125,10 +125,12 @@ struct GatheredGradient {
     return probabilities.lse[i] == std::numeric_limits<A>::infinity();
   }
 
-  STORAGE_OPS_INLINE A number(A logit, int64_t i, int64_t j) const {
-    const A hit_here = j == target[i] ? hit[i] : A(0);
+  // Of a class that is not the target.
+  STORAGE_OPS_INLINE A number(A logit, int64_t i) const { return probabilities.number(logit, i); }
+
+  STORAGE_OPS_INLINE A target_number(A logit, int64_t i) const {
     const A capped = logit * probabilities.tile.transform.inverse_softcap;
-    return probabilities.number(logit, i) - hit_here * (1 - capped * capped);
+    return number(logit, i) - hit[i] * (1 - capped * capped);
   }
 };
 

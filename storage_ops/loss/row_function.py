@@ -13,7 +13,7 @@ from storage_ops.loss import formulas
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
-from storage_ops.loss.engine.sums import Sums
+from storage_ops.loss.engine.sums import Gather, Sums
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
@@ -87,19 +87,21 @@ class CrossEntropyRows(RowFunction):
             slope=of_gradient,
         )  # fmt: skip
 
-    def gather_gradient(
-        self, step: Step, tile: Tensor, out: Tensor, tokens: Tensor, classes: Tensor
-    ) -> None:
+    def gather_gradient(self, step: Step, tile: Tensor) -> Gather:
         """See `RowFunction`."""
         head, call, rows = self._head, self._head.call, step.rows
-        target = head.tokens.target[rows]
+        lse, factors = self._lse(rows), self.factors(step)
+        target = head.tokens.target[rows] - (head.first_class + step.classes.start)
         hit = self._upstream(1)[0].expand(head.tokens.count)[rows] * call.logit_scale
-        _OPS._gather_gradient(
-            out, tile, tokens, classes, self._lse(rows), self.factors(step),
-            target - (head.first_class + step.classes.start),
-            hit, None if self.bias is None else self.bias[step.classes],
-            call.softcap, call.logit_scale,
-        )  # fmt: skip
+        bias = None if self.bias is None else self.bias[step.classes]
+
+        def gather(out: Tensor, tokens: Tensor, classes: Tensor) -> None:
+            _OPS._gather_gradient(
+                out, tile, tokens, classes, lse, factors, target, hit, bias, call.softcap,
+                call.logit_scale,
+            )  # fmt: skip
+
+        return gather
 
     def _lse(self, rows: slice) -> Tensor:
         """Return log sum exp of the logits of some rows, and +inf where the target is ignored."""

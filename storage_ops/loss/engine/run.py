@@ -93,17 +93,10 @@ class RowFunction(ABC):
         """
         return None
 
-    def gather_gradient(
-        self, step: Step, tile: Tensor, out: Tensor, tokens: Tensor, classes: Tensor
-    ) -> None:
-        """Compute the gradient with respect to some logits of a tile, which stays as it is.
+    def gather_gradient(self, step: Step, tile: Tensor) -> Gather:
+        """Return a function of the gradient with respect to some logits of a tile.
 
-        Only a row function that does not select by gradient has it.
-
-        Args:
-            step, tile: the tile of logits.
-            out: (tokens, classes) gets the gradient, in the dtype of the tile.
-            tokens, classes: rows and columns of the tile.
+        The tile stays as it is. Only a row function that does not select by gradient has it.
         """
         raise NotImplementedError
 
@@ -273,7 +266,7 @@ class Run(Generic[Rows]):
             selection = self._select(step, tile)
             if selection is not None and not (step.adds & WEIGHT and self.sums.bias is not None):
                 # Only what is multiplied is computed. The bias has a gradient of every class.
-                gather = functools.partial(self.rows.gather_gradient, step, tile)
+                gather = self.rows.gather_gradient(step, tile)
                 step = step._replace(phases=0)
         if step.phases:
             change = self.rows.work(step, tile)

@@ -17,7 +17,7 @@ from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, sl
 
 _OPS = torch.ops.storage_ops
 
-# Computes the gradient of some tokens and classes of a tile: out (tokens, classes), then both.
+# Computes the gradient with respect to logits of a tile: out (n, m), tokens (n,), classes (m,).
 Gather = Callable[[Tensor, Tensor, Tensor], None]
 
 
