@@ -62,10 +62,10 @@ SCHEMAS: dict[str, str] = {
         "Tensor? bucket, float softcap, float logit_scale, bool absolute=False, "
         "bool slope=False) -> ()"
     ),
-    "_gather_tile": "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns) -> ()",
     "_gather_gradient": (
-        "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns, Tensor lse, Tensor factor, "
-        "Tensor target, Tensor hit, Tensor? bias, float softcap, float logit_scale) -> ()"
+        "(Tensor(a!) out, Tensor(b!)? sums, Tensor tile, Tensor tokens, Tensor start, "
+        "Tensor count, Tensor? lse, Tensor? factor, Tensor? target, Tensor? hit, Tensor? bias, "
+        "float softcap, float logit_scale) -> ()"
     ),
     "_put_rows": "(Tensor(a!) out, Tensor rows, Tensor part, bool add) -> ()",
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",

@@ -33,7 +33,6 @@ REFERENCES = {
     "_record_stream": "storage_of",
     "_cross_entropy_rows": "cross_entropy_rows",
     "_tile_sums": "tile_sums",
-    "_gather_tile": "gather_tile",
     "_gather_gradient": "gather_gradient",
     "_put_rows": "put_rows",
     "_chunked_span": "chunked_span",

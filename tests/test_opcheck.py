@@ -160,15 +160,14 @@ CASES = {
             0.5,
         ),
     ],
-    "_gather_tile": [
-        (torch.empty(3, 2), torch.randn(5, 7), torch.tensor([4, 0, 0]), torch.tensor([6, 1])),
-    ],
     "_gather_gradient": [
         (
-            torch.empty(3, 2),
+            torch.empty(8),
+            torch.empty(7),
             torch.randn(5, 7),
-            torch.tensor([4, 0, 0]),
-            torch.tensor([6, 1]),
+            torch.tensor([4, 0, 1]),
+            torch.tensor([0, -1, 2, -1, -1, -1, 5]),
+            torch.tensor([2, 1, 3, 0, 0, 0, 3]),
             torch.rand(5) + 3,
             torch.randn(5),
             torch.tensor([6, 0, -1, 2, 9]),

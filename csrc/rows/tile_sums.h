@@ -1,5 +1,5 @@
-// The arguments of _tile_sums, and of the ops that gather from a tile or add to some rows of a
-// matrix, on a CPU and on a GPU, and their checks.
+// The arguments of _tile_sums, _gather_gradient and _put_rows on a CPU and on a GPU, and their
+// checks.
 #pragma once
 
 #include "cross_entropy_rows.h"
@@ -100,72 +100,95 @@ inline void check_places(const char* op, const char* name, const Tensor& places,
                     op, ": ", name, " must be contiguous int64, of ", count, " elements");
 }
 
-inline void check_gathered(const char* op, const Tensor& out, const Tensor& tile,
-                           const Tensor& rows, const Tensor& columns) {
-  check_tile(op, tile);
-  STORAGE_OPS_CHECK(
-      out.dim() == 2 && out.is_contiguous() && out.scalar_type() == tile.scalar_type(), op,
-      ": out must be a contiguous matrix in the dtype of the tile");
-  check_places(op, "rows", rows, out.size(0));
-  check_places(op, "columns", columns, out.size(1));
-}
-
-// The gradient of cross-entropy with respect to products, for some rows and columns of a tile.
-template <typename T, typename A>
+// Gradients with respect to numbers of a tile, by class: out[start[c] + i] is that of class c and
+// token[i], for i < count[c]. A class whose start is negative has none.
+template <typename T, typename O, typename A>
 struct GatheredGradient {
-  Summed<T, A> probabilities;  // times the factor of their row, and the slope of the soft-cap
-  const int64_t *row, *column;
-  const int64_t* target;  // the column of each row's target, or a number that no column has
+  // Without lse, the tile has gradients already. Its row_weight is what the gradient has of each
+  // probability.
+  Summed<T, A> numbers;
+  const int64_t *token, *start, *count;
+  const int64_t* target;  // the class of each row's target, or a number that no class has
   const A* hit;           // what is subtracted there, times the slope
-  T* out;                 // (height, width)
-  int64_t height, width;
+  O* out;
+  A* sums;  // (columns,) absolute gradients without targets' parts, added up; nullptr: not needed
+  int64_t tokens;
 
-  // A token that is ignored has no gradient, whatever its logits are.
-  STORAGE_OPS_INLINE bool ignores(int64_t i) const {
-    return probabilities.lse[i] == std::numeric_limits<A>::infinity();
+  // Of a class that is no target. A token that is ignored has none, whatever its logits are.
+  STORAGE_OPS_INLINE A number(A logit, A lse, A factor) const {
+    const A p = exponential(logit - lse) * factor;
+    const A capped = logit * numbers.tile.transform.inverse_softcap;
+    return lse == std::numeric_limits<A>::infinity() ? A(0) : p * (1 - capped * capped);
   }
 
-  // Of a class that is not the target.
-  STORAGE_OPS_INLINE A number(A logit, int64_t i) const { return probabilities.number(logit, i); }
-
-  STORAGE_OPS_INLINE A target_number(A logit, int64_t i) const {
-    const A capped = logit * probabilities.tile.transform.inverse_softcap;
-    return number(logit, i) - hit[i] * (1 - capped * capped);
+  STORAGE_OPS_INLINE A target_number(A logit, int64_t row) const {
+    const A lse = numbers.lse[row], capped = logit * numbers.tile.transform.inverse_softcap;
+    const bool ignored = lse == std::numeric_limits<A>::infinity();
+    const A part = ignored ? A(0) : hit[row] * (1 - capped * capped);
+    return number(logit, lse, numbers.row_weight[row]) - part;
   }
 };
 
-template <typename T, typename A>
-GatheredGradient<T, A> gathered_gradient(const Tensor& out, const Tensor& tile, const Tensor& rows,
-                                         const Tensor& columns, const Tensor& lse,
-                                         const Tensor& factor, const Tensor& target,
-                                         const Tensor& hit, const std::optional<Tensor>& bias,
-                                         double softcap, double logit_scale) {
-  GatheredGradient<T, A> g{};
-  g.probabilities =
-      summed<T, A>(hit, tile, lse, factor, bias, std::nullopt, softcap, logit_scale, false, true);
-  g.row = static_cast<const int64_t*>(rows.const_data_ptr());
-  g.column = static_cast<const int64_t*>(columns.const_data_ptr());
-  g.target = static_cast<const int64_t*>(target.const_data_ptr());
-  g.hit = static_cast<const A*>(hit.const_data_ptr());
-  g.out = static_cast<T*>(out.mutable_data_ptr());
-  g.height = out.size(0);
-  g.width = out.size(1);
+// The tensor arguments of _gather_gradient.
+struct GatherTensors {
+  Tensor out;
+  std::optional<Tensor> sums;
+  Tensor tile, tokens, start, count;
+  std::optional<Tensor> lse, factor, target, hit, bias;
+};
+
+inline void check_gathered(const GatherTensors& t) {
+  constexpr const char* kOp = "_gather_gradient";
+  check_tile(kOp, t.tile);
+  const int64_t rows = t.tile.size(0), columns = t.tile.size(1);
+  const ScalarType wide = arithmetic_of(t.tile), dtype = t.out.scalar_type();
+  const bool narrower = t.tile.scalar_type() == ScalarType::Float &&
+                        (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
+  STORAGE_OPS_CHECK(
+      t.out.dim() == 1 && t.out.is_contiguous() && (dtype == t.tile.scalar_type() || narrower), kOp,
+      ": out must be contiguous, in the dtype of the tile or in 16 bits");
+  check_places(kOp, "tokens", t.tokens, t.tokens.dim() == 1 ? t.tokens.size(0) : -1);
+  check_places(kOp, "start", t.start, columns);
+  check_places(kOp, "count", t.count, columns);
+  check_each(kOp, "sums", t.sums, columns, wide);
+  const bool logits = t.lse.has_value();
+  STORAGE_OPS_CHECK(logits == t.factor.has_value() && logits == t.target.has_value() &&
+                        logits == t.hit.has_value(),
+                    kOp, ": lse, factor, target and hit must be given together");
+  check_each(kOp, "lse", t.lse, rows, wide);
+  check_each(kOp, "factor", t.factor, rows, wide);
+  check_each(kOp, "hit", t.hit, rows, wide);
+  if (t.target) check_places(kOp, "target", *t.target, rows);
+  check_bias(kOp, t.bias, t.tile);
+}
+
+template <typename T, typename O, typename A>
+GatheredGradient<T, O, A> gathered_gradient(const GatherTensors& t, double softcap,
+                                            double logit_scale) {
+  GatheredGradient<T, O, A> g{};
+  g.numbers = summed<T, A>(t.out, t.tile, t.lse, t.factor, t.bias, std::nullopt, softcap,
+                           logit_scale, false, false);
+  g.token = static_cast<const int64_t*>(t.tokens.const_data_ptr());
+  g.start = static_cast<const int64_t*>(t.start.const_data_ptr());
+  g.count = static_cast<const int64_t*>(t.count.const_data_ptr());
+  g.target = pointer<int64_t>(t.target);
+  g.hit = pointer<A>(t.hit);
+  g.out = static_cast<O*>(t.out.mutable_data_ptr());
+  g.sums = t.sums ? static_cast<A*>(t.sums->mutable_data_ptr()) : nullptr;
+  g.tokens = t.tokens.size(0);
   return g;
 }
 
-inline void check_gathered_gradient(const Tensor& out, const Tensor& tile, const Tensor& rows,
-                                    const Tensor& columns, const Tensor& lse, const Tensor& factor,
-                                    const Tensor& target, const Tensor& hit,
-                                    const std::optional<Tensor>& bias) {
-  constexpr const char* kOp = "_gather_gradient";
-  check_gathered(kOp, out, tile, rows, columns);
-  const int64_t height = tile.size(0);
-  const ScalarType wide = arithmetic_of(tile);
-  check_places(kOp, "target", target, height);
-  check_each(kOp, "lse", lse, height, wide);
-  check_each(kOp, "factor", factor, height, wide);
-  check_each(kOp, "hit", hit, height, wide);
-  check_bias(kOp, bias, tile);
+// Calls `body` with numbers in the types of the tile, of `out` and of the arithmetic.
+template <typename Body>
+void for_gathered_dtypes(const GatherTensors& t, Body body) {
+  for_dtypes("_gather_gradient: tile", t.tile, [&](auto number, auto arithmetic) {
+    if constexpr (std::is_same_v<decltype(number), float>) {
+      if (t.out.scalar_type() == ScalarType::BFloat16) return body(number, BFloat16(), arithmetic);
+      if (t.out.scalar_type() == ScalarType::Half) return body(number, Half(), arithmetic);
+    }
+    body(number, number, arithmetic);
+  });
 }
 
 inline void check_put_rows(const Tensor& out, const Tensor& rows, const Tensor& part) {

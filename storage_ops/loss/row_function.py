@@ -13,7 +13,8 @@ from storage_ops.loss import formulas
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
-from storage_ops.loss.engine.sums import Gather, Sums
+from storage_ops.loss.engine.selection import Gather
+from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.cost import PIECE, STATE_ROWS
@@ -95,9 +96,9 @@ class CrossEntropyRows(RowFunction):
         hit = self._upstream(1)[0].expand(head.tokens.count)[rows] * call.logit_scale
         bias = None if self.bias is None else self.bias[step.classes]
 
-        def gather(out: Tensor, tokens: Tensor, classes: Tensor) -> None:
+        def gather(out: Tensor, sums: Tensor | None, *places: Tensor) -> None:
             _OPS._gather_gradient(
-                out, tile, tokens, classes, lse, factors, target, hit, bias, call.softcap,
+                out, sums, tile, *places, lse, factors, target, hit, bias, call.softcap,
                 call.logit_scale,
             )  # fmt: skip
 

@@ -6,10 +6,10 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 import storage_ops
 from storage_ops import losses
+from storage_ops.loss import reference
 from storage_ops.loss.engine import selection, sums
 from storage_ops.loss.planning import cost
 from storage_ops.matmul import of
@@ -117,19 +117,19 @@ def test_what_is_left_out_is_the_product_of_its_margins():
     for add in (False, True):
         into_input, into_weight = torch.zeros_like(x), torch.ones_like(w)
         selection.multiply(
-            chosen, of(torch.float64, "cpu", 2), pieces(dz), x, w, into_input, into_weight, add
+            chosen, of(torch.float64, "cpu", 2), gathers(dz), x, w, into_input, into_weight, add
         )
         torch.testing.assert_close(into_input, (approximated @ w)[chosen.tokens])
         torch.testing.assert_close(into_weight, add + approximated.T @ x)
 
 
-def pieces(dz):
-    """What gives `multiply` the parts of a gradient, with rows of nan for what it fills in."""
+def gathers(dz):
+    """What gives `multiply` the parts of a gradient."""
 
-    def piece(tokens, classes, more):
-        return F.pad(dz[tokens][:, classes], (0, 0, 0, more), value=torch.nan)
+    def gather(out, kept, *places):
+        reference.gather_gradient(out, kept, dz, *places, *(None,) * 5, 0.0, 1.0)
 
-    return piece
+    return gather
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,12 @@ def test_margins_are_those_of_the_gradient(monkeypatch, given, reduction):
     given = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     seen, multiply = [], sums.multiply
 
-    def checked(chosen, matmul, piece_of, x, w, *args):
-        dz = piece_of(torch.arange(len(x)), torch.arange(len(w)), 0)
-        inner = chosen.buckets > 0  # without targets
-        signs = torch.empty_like(chosen.margins.signs).index_copy_(
-            0, chosen.tokens, chosen.margins.signs
-        )
-        columns = (dz * signs.unsqueeze(1)).sum(0)
+    def checked(chosen, matmul, gather, x, w, *args):
+        every, places = torch.arange(len(x)), torch.arange(len(w)) * len(x)
+        dz = torch.empty(len(w) * len(x), dtype=x.dtype)
+        gather(dz, None, every, places, torch.full_like(places, len(x)))
+        dz, inner = dz.view(len(w), len(x)).t(), chosen.buckets > 0  # without targets
+        columns = dz.abs().sum(0)
         torch.testing.assert_close(chosen.margins.columns[inner], columns[inner])
         if "softcap" not in given:  # whose slopes are in the columns alone
             used, buckets = len(chosen.counts), chosen.buckets.long()
@@ -164,7 +163,7 @@ def test_margins_are_those_of_the_gradient(monkeypatch, given, reduction):
             expected.index_add_(1, buckets.clamp(max=used), left)
             torch.testing.assert_close(chosen.margins.left, expected[chosen.tokens])
         seen.append(len(dz))
-        multiply(chosen, matmul, piece_of, x, w, *args)
+        multiply(chosen, matmul, gather, x, w, *args)
 
     monkeypatch.setattr(sums, "multiply", checked)
     loss, lse = storage_ops.linear_cross_entropy(

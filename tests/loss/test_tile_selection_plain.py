@@ -11,7 +11,6 @@ from . import test_tile_selection as native
 
 PLAIN = SimpleNamespace(
     _tile_sums=reference.tile_sums,
-    _gather_tile=reference.gather_tile,
     _gather_gradient=reference.gather_gradient,
     _put_rows=reference.put_rows,
 )

@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from storage_ops.loss.engine.head import Head
 from storage_ops.loss.engine.kept import free
 from storage_ops.loss.engine.ranks import traced
-from storage_ops.loss.engine.selection import Selection, select
-from storage_ops.loss.engine.sums import Gather, Sums
+from storage_ops.loss.engine.selection import Gather, Selection, select
+from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.planning.problem import padded
 from storage_ops.loss.planning.schedule import (
     GRADIENT,

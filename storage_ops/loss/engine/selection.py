@@ -35,15 +35,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.planning.cost import BUCKETS, flat_tokens, gathered_classes
+from storage_ops.loss.planning.cost import (
+    BUCKETS,
+    flat_tokens,
+    gathered_classes,
+    gathered_numbers,
+    padded_tokens,
+)
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
@@ -55,9 +61,9 @@ GATHERING = {"cpu": 96, "cuda": 400}
 
 # Adds up the masses of a tile: of each class, or of each token by bucket.
 MassSums = Callable[[Tensor, Tensor | None], None]
-# Computes the gradient with respect to the logits of some tokens and classes of a tile, in the
-# dtype of the products' operands, and so many rows more without values.
-Pieces = Callable[[Tensor, Tensor, int], Tensor]
+# Computes the gradient with respect to logits of a tile: out, sums, tokens, start and count, as
+# `reference.gather_gradient` has them.
+Gather = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -67,22 +73,18 @@ class Margins:
     Attributes:
         left: (rows, gathered buckets + 1) what each token leaves out of each gathered bucket and of
             the rest. Tokens are in the order of `Selection.tokens`.
-        signs: (rows,) the sign of each token's gradient.
         columns: (classes,) the sum of the absolute gradient of each class, of all tokens.
     """
 
     left: Tensor
-    signs: Tensor
     columns: Tensor
 
     def column(self, classes: slice | Tensor, kept: Tensor) -> Tensor:
-        """Return the absolute gradient of classes, without that of the first tokens, `kept`.
+        """Return the absolute gradient of classes, without `kept`, which some tokens have.
 
         It is 0 where a token with a nan has all of them in its own.
         """
-        own = self.columns.new_empty(kept.shape[1])
-        _OPS._tile_sums(own, kept, None, self.signs[: len(kept)], None, None, 0.0, 1.0)
-        return (self.columns[classes] - own).nan_to_num_(0.0, 0.0, 0.0)
+        return (self.columns[classes] - kept[classes]).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,56 @@ class Selection:
     dropped: Tensor
     margins: Margins | None
 
-    def pieces(self, at_once: int) -> list[tuple[int, slice]]:
-        """Return the bucket and the place among `classes` of so many that are gathered at once."""
-        ends = enumerate(itertools.pairwise(self.bounds))
-        gathered = list(ends)[: len(self.counts)]
-        return [(k, part) for k, (a, b) in gathered for part in slices(b, at_once, a)]
+    def pieces(self, classes: int, numbers: int) -> Iterator[list[Piece]]:
+        """Yield the pieces of the gathered buckets, in lists of what is gathered at a time.
+
+        Args:
+            classes: the most of a piece.
+            numbers: the most of a list, or one piece.
+        """
+        found: list[Piece] = []
+        for k, count in enumerate(self.counts):
+            for place in slices(self.bounds[k + 1], classes, self.bounds[k]):
+                begin = found[-1].end if found else 0
+                piece = Piece(k, place, count, begin)
+                if found and piece.end > numbers:
+                    yield found
+                    piece, found = replace(piece, begin=0), []
+                found.append(piece)
+        if found:
+            yield found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bucket, with the gradient of the tokens that need it.
+
+    Attributes:
+        bucket: its number.
+        place: of its classes among `Selection.classes`.
+        count: how many tokens need it.
+        begin: where its gradient begins among those that are gathered at a time.
+    """
+
+    bucket: int
+    place: slice
+    count: int
+    begin: int
+
+    @property
+    def stride(self) -> int:
+        """Return the distance between the gradients of two classes: one token more, aligned."""
+        return padded_tokens(self.count)
+
+    @property
+    def end(self) -> int:
+        """Return where its gradient ends."""
+        width: int = self.place.stop - self.place.start
+        return self.begin + width * self.stride
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return its gradient, (classes, count + 1), of those that are gathered at a time."""
+        return numbers[self.begin : self.end].view(-1, self.stride)[:, : self.count + 1]
 
 
 def select(
@@ -176,14 +223,14 @@ def select(
         left = torch.cat((held[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(1)
         left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
         left.nan_to_num_(0.0, 0.0, 0.0)
-        margins = Margins(left[tokens], factors.sign()[tokens], columns)
+        margins = Margins(left[tokens], columns)
     return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
 def multiply(
     chosen: Selection,
     matmul: Matmul,
-    piece_of: Pieces,
+    gather: Gather,
     x: Tensor,
     w: Tensor,
     into_input: Tensor | None,
@@ -195,15 +242,14 @@ def multiply(
     Args:
         chosen: for this tile.
         matmul: who multiplies.
-        piece_of: computes the gradient with respect to some logits.
+        gather: computes the gradient with respect to some logits.
         x, w: (rows, D) and (classes, D).
         into_input: (rows, D) zeros in the dtype of the arithmetic, that get the input's gradient in
             the order of `chosen.tokens`.
         into_weight: (classes, D) that the weight's gradient is added to, or written to.
         add: `into_weight` has values.
     """
-    count, margins, at_once = len(x), chosen.margins, gathered_classes(matmul.cuda)
-    wide = arithmetic(x.dtype)
+    count, margins, wide = len(x), chosen.margins, arithmetic(x.dtype)
     ordered = x.new_empty(count + 1, x.shape[1])
     ordered[:count], x = x[chosen.tokens], ordered
     if margins is not None:
@@ -212,45 +258,61 @@ def multiply(
         shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
         inputs, weights = x.new_zeros(2, len(whole), x.shape[1], dtype=wide)
         matmul.weight_gradient(shares, x[:count], inputs, False)
-    sums = _multiply_rest(
-        chosen, matmul, piece_of, x, w, None if margins is None else inputs[-1], into_weight, add
-    )
+    average = None if margins is None else inputs[-1]
+    sums = _multiply_rest(chosen, matmul, gather, x, w, average, into_weight, add)
     if margins is not None:
         weights[-1] = sums[-1]
     if into_input is not None:
         into_input[: chosen.flat] = sums[: chosen.flat]
     del sums
-    for k, place in chosen.pieces(at_once):
-        needed, classes = chosen.counts[k], chosen.classes[place]
-        others = int(margins is not None and needed < count)
-        weight, piece = (
-            w.index_select(0, classes),
-            piece_of(chosen.tokens[:needed], classes, others),
-        )
-        if margins is not None and others:
-            # What others leave out is that of one more token. Later buckets have fewer tokens.
-            x[needed] = inputs[k]
-            piece[needed] = column = margins.column(classes, piece[:needed])
-            weights[k] += column.to(w.dtype) @ weight
-        if into_input is not None:
-            matmul.input_gradient(piece[:needed], weight, into_input[:needed], True)
-        del weight
-        if into_weight is not None:
-            product = x.new_empty(
-                len(classes), x.shape[1], dtype=wide if add else into_weight.dtype
-            )
-            matmul.weight_gradient(piece, x[: len(piece)], product, False)
-            _OPS._put_rows(into_weight, classes, product, add)
-            del product
-        del piece
+    room = gathered_numbers(matmul.cuda, count, len(w))
+    for pieces in chosen.pieces(gathered_classes(matmul.cuda), room):
+        numbers, kept = _gathered(chosen, pieces, gather, x, len(w))
+        for piece in pieces:
+            classes, gradient = chosen.classes[piece.place], piece.of(numbers)
+            weight, needed = w.index_select(0, classes), piece.count
+            if margins is not None and kept is not None and needed < count:
+                # What others leave out is that of one more token. Later buckets have fewer tokens.
+                x[needed] = inputs[piece.bucket]
+                column = margins.column(classes, kept)
+                weights[piece.bucket] += column.to(w.dtype) @ weight
+                gradient[:, needed] = column
+                used = needed + 1
+            else:
+                used = needed
+            if into_input is not None:
+                matmul.input_gradient(gradient[:, :needed].t(), weight, into_input[:needed], True)
+            del weight
+            if into_weight is not None:
+                dtype = wide if add else into_weight.dtype
+                product = x.new_empty(len(classes), x.shape[1], dtype=dtype)
+                matmul.weight_gradient(gradient[:, :used].t(), x[:used], product, False)
+                _OPS._put_rows(into_weight, classes, product, add)
+                del product
     if margins is not None and into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+
+
+def _gathered(
+    chosen: Selection, pieces: list[Piece], gather: Gather, x: Tensor, classes: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of some pieces, and the sum of each class; None without margins."""
+    start = torch.full((classes,), -1, device=x.device)
+    count = torch.zeros_like(start)
+    for piece in pieces:
+        of = chosen.classes[piece.place]
+        start[of] = torch.arange(piece.begin, piece.end, piece.stride, device=x.device)
+        count[of] = piece.count
+    numbers = x.new_empty(pieces[-1].end)
+    kept = None if chosen.margins is None else torch.empty_like(chosen.margins.columns)
+    gather(numbers, kept, chosen.tokens, start, count)
+    return numbers, kept
 
 
 def _multiply_rest(
     chosen: Selection,
     matmul: Matmul,
-    piece_of: Pieces,
+    gather: Gather,
     x: Tensor,
     w: Tensor,
     average: Tensor | None,
@@ -260,7 +322,7 @@ def _multiply_rest(
     """Multiply flat tokens with the classes that are not gathered.
 
     Args:
-        chosen, matmul, piece_of, w, into_weight, add: see `multiply`.
+        chosen, matmul, gather, w, into_weight, add: see `multiply`.
         x: (rows, D) the tokens' inputs, by need.
         average: (D,) the input of what the other tokens leave out of these classes, or None.
 
@@ -268,23 +330,30 @@ def _multiply_rest(
         (flat tokens, D) their input gradient; with `average` one row more: the weight of what the
         others leave out.
     """
-    flat, margins = chosen.flat, chosen.margins
+    flat, margins, used = chosen.flat, chosen.margins, len(chosen.counts)
     rows = x[:flat] if average is None else torch.cat((x[:flat], average.to(x.dtype).unsqueeze(0)))
     sums = x.new_zeros(rows.shape, dtype=arithmetic(x.dtype))
     if not len(rows):
         if into_weight is not None and not add:
             into_weight.zero_()
         return sums
+    rest, stride = chosen.buckets >= used, padded_tokens(flat)
+    kept = None if margins is None else torch.empty_like(margins.columns)
     for part in slices(len(w), gathered_classes(matmul.cuda)):
-        classes = torch.arange(part.start, part.stop, device=w.device)
-        piece = piece_of(chosen.tokens[:flat], classes, len(rows) - flat)
-        if margins is not None:
-            piece[flat] = margins.column(part, piece[:flat])
-        piece.masked_fill_(chosen.buckets[part] < len(chosen.counts), 0)
-        matmul.input_gradient(piece, w[part], sums, True)
+        width = part.stop - part.start
+        start = torch.full((len(w),), -1, device=w.device)
+        start[part] = torch.arange(0, width * stride, stride, device=w.device)
+        start.masked_fill_(~rest, -1)
+        numbers = x.new_zeros(width, stride)
+        gather(numbers.view(-1), kept, chosen.tokens, start, torch.full_like(start, flat))
+        gradient = numbers[:, : len(rows)]
+        if margins is not None and kept is not None:
+            gradient[:, flat] = margins.column(part, kept)
+            gradient[:, flat].masked_fill_(~rest[part], 0)
+        matmul.input_gradient(gradient.t(), w[part], sums, True)
         if into_weight is not None:
-            matmul.weight_gradient(piece, rows, into_weight[part], add)
-        del piece
+            matmul.weight_gradient(gradient.t(), rows, into_weight[part], add)
+        del numbers, gradient
     return sums
 
 

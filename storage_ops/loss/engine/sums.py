@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +9,12 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.engine.head import Head
-from storage_ops.loss.engine.selection import Selection, multiply
+from storage_ops.loss.engine.selection import Gather, Selection, multiply
 from storage_ops.loss.planning.cost import narrowed_rows, plain_rows
 from storage_ops.loss.planning.devices import on_gpu
 from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, slices
 
 _OPS = torch.ops.storage_ops
-
-# Computes the gradient with respect to logits of a tile: out (n, m), tokens (n,), classes (m,).
-Gather = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Sums:
@@ -119,15 +115,10 @@ class Sums:
             part = x.new_zeros(x.shape, dtype=arithmetic(x.dtype))
         total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
 
-        def piece(tokens: Tensor, classes: Tensor, more: int) -> Tensor:
-            made = dz.new_empty(len(tokens) + more, len(classes))
-            if gather is None:
-                _OPS._gather_tile(made[: len(tokens)], dz, tokens, classes)
-            else:
-                gather(made[: len(tokens)], tokens, classes)
-            return _narrowed(made, x.dtype)
+        def copied(out: Tensor, kept: Tensor | None, *places: Tensor) -> None:
+            _OPS._gather_gradient(out, kept, dz, *places, *(None,) * 5, 0.0, 1.0)
 
-        multiply(selection, self._matmul, piece, x, w, part, total, again)
+        multiply(selection, self._matmul, gather or copied, x, w, part, total, again)
         if part is not None:
             self._put(step, part, selection.tokens)
         if total is not None:

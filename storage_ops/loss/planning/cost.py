@@ -31,6 +31,7 @@ GROUP = 32  # logits of which the largest is found first
 TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copies of it
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 BUCKETS = 16  # of classes that a token's gradient is multiplied with, or leaves out
+ALIGNED = 8  # 16-bit numbers that a GPU reads at a time
 EXPECTED = 0.4  # of all classes, multiplied with each token's gradient, of a trained model
 
 
@@ -94,6 +95,24 @@ def gathered_classes(cuda: bool) -> int:
     return 4096 if cuda else 1024
 
 
+def gathered_numbers(cuda: bool, rows: int, classes: int) -> int:
+    """Return how many numbers of the gradient of a tile are gathered at a time, or one piece.
+
+    The tile is read for each such time. On a GPU that is once for the expected share of it. On a
+    CPU, which has small budgets, memory for more tokens in a tile gains more.
+    """
+    share = EXPECTED if cuda else 1 / 8
+    return max(gathered_classes(cuda) * padded_tokens(rows), int(share * rows * classes))
+
+
+def padded_tokens(count: int) -> int:
+    """Return the distance between the gradients of two classes for so many tokens and one more.
+
+    They begin where a GPU reads 16 bytes at a time.
+    """
+    return -(-(count + 1) // ALIGNED) * ALIGNED
+
+
 def flat_tokens(rows: int) -> int:
     """Return how many tokens of a tile may be multiplied with all of its classes in place."""
     return rows // 2
@@ -104,17 +123,20 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
 
     The scratch of products is not counted.
     """
-    wide, item, d = p.arithmetic, p.itemsize, p.hidden
-    gathered = min(gathered_classes(p.matmul.cuda), classes)
+    wide, item, d, cuda = p.arithmetic, p.itemsize, p.hidden, p.matmul.cuda
+    gathered = min(gathered_classes(cuda), classes)
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
     # Inputs in their order by need, and their gradient; averages of what each bucket leaves out.
     sums = d * ((rows + 1) * item + rows * wide + BUCKETS * (2 * wide + 2 * item))
+    # Gathered gradients, where those of each class lie and what they add up to.
+    places = classes * (3 * 8 + wide)
     flat = flat_tokens(rows) + 1
-    rest = flat * (d * (item + wide) + gathered * p.logit_bytes) + 8 * gathered
-    # A gathered piece, and the weights of its classes or their gradient.
-    piece = gathered * ((rows + 1) * p.logit_bytes + d * wide)
+    rest = flat * d * (item + wide) + gathered * padded_tokens(flat) * item + places
+    # And the weights of the classes of a piece, or their gradient.
+    numbers = min(gathered_numbers(cuda, rows, classes), classes * padded_tokens(rows))
+    piece = numbers * item + gathered * d * wide + places
     added = rows * d * wide  # the gradient of the input that other tiles gave before
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
     return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
