@@ -19,14 +19,18 @@ out classes of which a token has next to nothing:
 * A token *needs* the shortest prefix of buckets beyond which it has no more mass than it may leave
   out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
-  the few that need more than is worth that, are multiplied with all other classes in place.
+  the few that need more than is worth that, are multiplied with all other classes where they are.
+* Of cross-entropy, only the part of the gradient that is multiplied is computed, from the logits.
+  It is written class by class, each as a run of tokens by need, for several buckets at a time: a
+  gather of single classes of a row would read a sector of memory for each number.
 * The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
   columns where all tokens have one sign, and its products with weight and input are thin. Each
   token then has one average class for the classes that it leaves out of a bucket, so it loses no
   probability. A divergence leaves them out for good: a token has gradients of both signs.
-* r and c need no pass over the gradient. They are the masses times a *factor* for each token, which
-  is what its gradient has of each probability: 1 / tokens for a mean.
+* r and c of all tokens need no pass over the gradient. They are the masses times a *factor* for
+  each token, which is what its gradient has of each probability: 1 / tokens for a mean. The part of
+  c that is multiplied is added up when it is gathered.
 
 If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """

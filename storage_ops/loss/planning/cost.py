@@ -81,9 +81,9 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
     """
     saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
     selected = replace(p, multiplied=share)
-    # Every logit is read twice for the masses. The used part is gathered and added up: two reads
-    # and a write. Without selection, a tile's gradient is written once.
-    touched = (2 + 3 * share - selected.gathers_gradient) * p.logit_bytes
+    # Every logit is read twice for the masses, and once to gather the used part, which is written
+    # and read. Without selection, a tile's gradient is written once.
+    touched = (3 + share - selected.gathers_gradient) * p.logit_bytes
     return selected if saved > touched / rates.bandwidth else p
 
 
@@ -276,7 +276,8 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
             wide = 4 if p.mixed else item
             rounded = item if chunks < 2 else wide  # the dtype of a product that is added
             rows_bytes = 2 * item + 2 * rounded + (item if chunks < 2 else 2 * wide)
-            touched += 2 * logits + 3 * used * rows * p.logit_bytes + used * d * rows_bytes
+            times_read = 2 + parts(used * rows, gathered_numbers(m.cuda, rows, classes))
+            touched += times_read * logits + used * (rows * item + d * rows_bytes)
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched
