@@ -147,16 +147,17 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
   const auto& tile = g.numbers.tile;
   const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * kOwn;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kGatherColumns;
-  const int columns = min(static_cast<int64_t>(kGatherColumns), tile.columns - first);
+  const int64_t left = tile.columns - first;
+  const int columns = left < kGatherColumns ? static_cast<int>(left) : kGatherColumns;
   if (threadIdx.x < kGatherColumns) {
-    const bool inside = threadIdx.x < columns;
+    const bool inside = static_cast<int>(threadIdx.x) < columns;
     const int64_t start = inside ? g.start[first + threadIdx.x] : -1;
     scratch.start[threadIdx.x] = start;
     scratch.count[threadIdx.x] = start < 0 ? 0 : g.count[first + threadIdx.x];
   }
   __syncthreads();
   int64_t most = 0;
-  for (int c = 0; c < columns; ++c) most = max(most, scratch.count[c]);
+  for (int c = 0; c < columns; ++c) most = most < scratch.count[c] ? scratch.count[c] : most;
   A sums[kOwn] = {};
   for (int64_t begin = 0, half = 0; begin < most; begin += kTokens, half = 1 - half) {
     auto& numbers = scratch.numbers[half];
