@@ -51,7 +51,7 @@ def _page():
             for kind, message in _messages(ast.parse(path.read_text())):
                 if len(re.findall(r"\w+", message)) > 2:
                     found[message].add(kind)
-        parts.append(f"## {title}\n\nThe page for this part is [here]({about}).\n")
+        parts.append(f"## {title}\n\nDocumentation: [{title}]({about}).\n")
         for message, kinds in sorted(found.items()):
             anchor = f"{package}-{re.sub(r'[^a-z0-9]+', '-', message.lower()).strip('-')[:80]}"
             shown = message.replace("`", "'")
