@@ -81,7 +81,8 @@ def test_several_panels_have_a_narrow_picture(result, tmp_path):
     other = [{**r, "shape": "another"} for r in result["rows"]]
     drawn = pictures.draw(tmp_path, {**result, "rows": result["rows"] + other})
     assert [path.name for path in drawn] == ["loss.png"]  # a report shows the wide one
-    wide, narrow = (image.imread(tmp_path / f"loss{end}.png").shape for end in ("", pictures.NARROW))
+    paths = drawn[0], tmp_path / f"loss{pictures.NARROW}.png"
+    wide, narrow = (image.imread(path).shape for path in paths)
     assert narrow[0] > narrow[1] and narrow[1] < wide[1] / 2 < 600
 
 
