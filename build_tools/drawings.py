@@ -69,7 +69,14 @@ def _box(axes, x, y, width, text, color=PAPER):
 
 def discarding(figure, is_narrow):
     """Draw four blocks whose wide activation is kept, checkpointed, or freed."""
-    plot_timelines(figure.subplots(), _of_blocks())
+    _curves(figure.subplots(), _of_blocks(), is_narrow)
+
+
+def _curves(axes, measured, is_narrow):
+    """Draw memory over a step, with the legend above the curves."""
+    plot_timelines(axes, measured)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=1 if is_narrow else 3,
+                frameon=False)  # fmt: skip
 
 
 @functools.cache
@@ -124,7 +131,7 @@ def schedules(figure, is_narrow):
 
 def chunks(figure, is_narrow):
     """Draw a focal loss, as it is written and in eight chunks."""
-    plot_timelines(figure.subplots(), _of_focal_losses())
+    _curves(figure.subplots(), _of_focal_losses(), is_narrow)
 
 
 @functools.cache
@@ -153,7 +160,7 @@ def _of_focal_losses():
 
 
 # The heights of the pictures and of their narrow variants, in inches.
-HEIGHTS = {storage: (3, 7), discarding: (3, 3), schedules: (2.4, 6), chunks: (3, 3)}
+HEIGHTS = {storage: (3, 7), discarding: (3, 3.4), schedules: (2.4, 6), chunks: (3, 3.4)}
 
 
 def main() -> None:
