@@ -26,9 +26,9 @@ PARTS = {
 HEAD = """\
 # Errors by message
 
-Every message that the package raises, with "…" where it names what it found: search this page for
-the words around a number or name. After "expected" each says what would have been right. Messages
-of installing are [elsewhere](installing.md#troubleshooting).
+What does this message mean? This page lists every message that the package raises. "…" stands for
+a value, so search for the words around it. The words after "expected" say which value is right.
+Messages of the installation are on [another page](installing.md#troubleshooting).
 """
 # Helpers that put a message together of an argument, what it is and what was expected.
 _WRONG = {"wrong", "_wrong"}
@@ -51,7 +51,7 @@ def _page():
             for kind, message in _messages(ast.parse(path.read_text())):
                 if len(re.findall(r"\w+", message)) > 2:
                     found[message].add(kind)
-        parts.append(f"## {title}\n\n[{title}]({about}) explains what they are about.\n")
+        parts.append(f"## {title}\n\nDocumentation: [{title}]({about}).\n")
         for message, kinds in sorted(found.items()):
             anchor = f"{package}-{re.sub(r'[^a-z0-9]+', '-', message.lower()).strip('-')[:80]}"
             shown = message.replace("`", "'")

@@ -183,17 +183,25 @@ def test_actions_are_named_by_digest():
                 assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
 
 
-def test_the_site_knows_wide_pictures_and_both_of_the_readme(tmp_path):
+def test_the_site_shows_both_pictures_of_the_readme():
     site = pytest.importorskip("build_tools.site")
     text = site._written("README.md")
     light, dark = re.findall(r"!\[[^]]+\]\(([^)#]+)#only-(?:light|dark)\)", text)
     assert dark == light.replace(".png", "-dark.png") and "<picture>" not in text
     assert all((site.ROOT / path).is_file() for path in (light, dark))
-    (tmp_path / "a.svg").touch()
+
+
+def test_the_site_shows_narrow_pictures_on_a_phone(tmp_path):
+    site = pytest.importorskip("build_tools.site")
+    for name in ("a.svg", "a-narrow.svg", "b.png"):
+        (tmp_path / name).touch()
     page, config = SimpleNamespace(url="deep/"), SimpleNamespace(docs_dir=str(tmp_path))
-    html = f'<img alt="a" src="../a.svg"><img alt="b" src="../{light}">'
-    marked = site.on_page_content(html, page, config, None)
-    assert marked == html.replace('<img alt="a"', '<img class="wide" alt="a"')
+    html = '<img alt="a" src="../a.svg"><img alt="b" src="../b.png">'
+    shown = site.on_page_content(html, page, config, None)
+    source = f'<source media="{site.PHONE}" srcset="../a-narrow.svg">'
+    first, second = re.findall("<img[^>]*>", html)
+    assert shown == f"<picture>{source}{first}</picture>{second}"
+    assert site.PHONE in (site.ROOT / "docs/site.css").read_text()
 
 
 def test_docstrings_have_an_entry_for_each_name_and_error():
