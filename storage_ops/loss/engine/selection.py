@@ -124,28 +124,28 @@ class Selection:
             classes: the most of a piece.
             numbers: the most of a list, or one piece.
         """
-        found: list[Piece] = []
+        together: list[Piece] = []
         for k, count in enumerate(self.counts):
             for place in slices(self.bounds[k + 1], classes, self.bounds[k]):
-                begin = found[-1].end if found else 0
+                begin = together[-1].end if together else 0
                 piece = Piece(k, place, count, begin)
-                if found and piece.end > numbers:
-                    yield found
-                    piece, found = replace(piece, begin=0), []
-                found.append(piece)
-        if found:
-            yield found
+                if together and piece.end > numbers:
+                    yield together
+                    piece, together = replace(piece, begin=0), []
+                together.append(piece)
+        if together:
+            yield together
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a bucket, with the gradient of the tokens that need it.
+    """A part of a bucket, and where the gradient of the tokens that need it is written.
 
     Attributes:
-        bucket: its number.
-        place: of its classes among `Selection.classes`.
-        count: how many tokens need it.
-        begin: where its gradient begins among those that are gathered at a time.
+        bucket: the number of the bucket.
+        place: where the classes of the piece are in `Selection.classes`.
+        count: how many tokens need the bucket.
+        begin: where the gradient of the piece begins in the memory of a gather.
     """
 
     bucket: int
@@ -160,12 +160,12 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Return where its gradient ends."""
+        """Return where the gradient of the piece ends."""
         width: int = self.place.stop - self.place.start
         return self.begin + width * self.stride
 
     def of(self, numbers: Tensor) -> Tensor:
-        """Return its gradient, (classes, count + 1), of those that are gathered at a time."""
+        """Return the gradient of the piece, (classes, count + 1), from the memory of a gather."""
         return numbers[self.begin : self.end].view(-1, self.stride)[:, : self.count + 1]
 
 
