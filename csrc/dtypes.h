@@ -23,7 +23,7 @@ void for_dtypes(const char* name, const Tensor& t, Body body) {
     case ScalarType::Half:
       return body(Half(0.0f), float());
     default:
-      fail(name, " must be float64, float32, bfloat16 or float16");
+      fail(name, " must be float64, float32, bfloat16 or float16.");
   }
 }
 

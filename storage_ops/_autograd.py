@@ -24,14 +24,14 @@ from storage_ops import _schemas
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
-_INSTEAD = "use a loss of torch.nn.functional.linear(...), whose logits are in memory,"
+_INSTEAD = "Use a loss of torch.nn.functional.linear(...), whose logits are in memory,"
 _NOT_TWICE = (
-    "linear_cross_entropy or linear_kl_div: its gradient was differentiated; double backward is "
-    f"not supported, {_INSTEAD} where you need it"
+    "linear_cross_entropy or linear_kl_div: the gradient was differentiated, and double backward "
+    f"is not supported. {_INSTEAD} where you need it."
 )
 NOT_FORWARD = (
-    "linear_cross_entropy or linear_kl_div: an argument carries a tangent; forward-mode AD is not "
-    f"supported, {_INSTEAD} for it"
+    "linear_cross_entropy or linear_kl_div: an argument carries a tangent, and forward-mode AD is "
+    f"not supported. {_INSTEAD} for it."
 )
 
 

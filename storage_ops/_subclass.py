@@ -67,8 +67,8 @@ class Replaced(nn.Module):
             _change(module, cls.over)
         except TypeError as error:
             raise TypeError(
-                f"the class of {original.__name__} cannot change: {error}; expected an "
-                "ordinary subclass of torch.nn.Module"
+                f"The class of {original.__name__} cannot change: {error}. Expected an ordinary "
+                "subclass of torch.nn.Module."
             ) from error
 
     @classmethod

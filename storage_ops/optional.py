@@ -44,7 +44,7 @@ def required(package: str, user: str) -> Any:
                 f"{user} needs {name}, which is not installed. Run: {pip}", name=name
             ) from None
         raise ImportError(
-            f"{user} needs {name}, which is installed and does not import: {error}", name=name
+            f"{user} needs {name}, which is installed, but its import fails: {error}", name=name
         ) from error
     check_version(name, user)
     return module

@@ -87,7 +87,7 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
     }
     const auto fits = [&](uint8_t b) { return b < s.buckets; };
     STORAGE_OPS_CHECK(std::all_of(s.bucket, s.bucket + columns, fits),
-                      "_tile_sums: bucket must be from 0 to ", s.buckets - 1);
+                      "_tile_sums: `bucket` must be from 0 to ", s.buckets - 1, ".");
     torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) sum_buckets(s, i);
     });
@@ -107,8 +107,8 @@ void gather_rows(T* out, const T* tile, int64_t stride, const int64_t* rows, con
 void check_places(const char* name, const Tensor& places, int64_t stop) {
   const auto* each = static_cast<const int64_t*>(places.const_data_ptr());
   const auto fits = [&](int64_t k) { return 0 <= k && k < stop; };
-  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), "_gather_tile: ", name,
-                    " must be from 0 to ", stop - 1);
+  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), "_gather_tile: `", name,
+                    "` must be from 0 to ", stop - 1, ".");
 }
 
 // out[i, j] = tile[rows[i], columns[j]]

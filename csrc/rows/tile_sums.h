@@ -34,12 +34,12 @@ inline void check_each(const char* name, const std::optional<Tensor>& t, int64_t
                        ScalarType dtype) {
   STORAGE_OPS_CHECK(!t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == dtype &&
                            t->is_contiguous()),
-                    "_tile_sums: ", name, " must be contiguous, of ", size, " elements");
+                    "_tile_sums: `", name, "` must be contiguous, of ", size, " elements.");
 }
 
 inline void check_tile(const char* op, const Tensor& tile) {
   STORAGE_OPS_CHECK(tile.dim() == 2 && (tile.stride(1) == 1 || tile.size(1) < 2), op,
-                    ": tile must be a matrix with contiguous rows");
+                    ": `tile` must be a matrix with contiguous rows.");
 }
 
 inline void check_sums(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
@@ -54,12 +54,12 @@ inline void check_sums(const Tensor& out, const Tensor& tile, const std::optiona
   check_each("bias", bias, columns, bias ? bias->scalar_type() : wide);
   STORAGE_OPS_CHECK(
       !bias || bias->scalar_type() == wide || bias->scalar_type() == tile.scalar_type(),
-      "_tile_sums: bias must have the dtype of the tile or of the arithmetic");
+      "_tile_sums: `bias` must have the dtype of the tile or of the arithmetic.");
   const bool fits = bucket ? out.dim() == 2 && out.size(0) == rows && out.size(1) <= kBuckets
                            : out.dim() == 1 && out.size(0) == columns;
   STORAGE_OPS_CHECK(fits && out.is_contiguous() && out.scalar_type() == wide,
-                    "_tile_sums: out must be (columns,), or (rows, up to ", kBuckets,
-                    ") with buckets, contiguous and in the dtype of the arithmetic");
+                    "_tile_sums: `out` must be (columns,), or (rows, up to ", kBuckets,
+                    ") with buckets, contiguous and in the dtype of the arithmetic.");
 }
 
 template <typename T, typename A>
@@ -93,12 +93,13 @@ inline void check_gathered(const Tensor& out, const Tensor& tile, const Tensor& 
   check_tile(kOp, tile);
   STORAGE_OPS_CHECK(
       out.dim() == 2 && out.is_contiguous() && out.scalar_type() == tile.scalar_type(), kOp,
-      ": out must be a contiguous matrix in the dtype of the tile");
+      ": `out` must be a contiguous matrix in the dtype of the tile.");
   for (int dim = 0; dim < 2; ++dim) {
     const Tensor& places = dim == 0 ? rows : columns;
     STORAGE_OPS_CHECK(places.dim() == 1 && places.scalar_type() == ScalarType::Long &&
                           places.is_contiguous() && places.size(0) == out.size(dim),
-                      kOp, ": rows and columns must be contiguous int64, one for each of out's");
+                      kOp,
+                      ": `rows` and `columns` must be contiguous int64, of the sizes of `out`.");
   }
 }
 

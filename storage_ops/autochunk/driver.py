@@ -101,7 +101,7 @@ def chunk_graph(
         recognised: what it has become before autograd.
     """
     if in_body():
-        return Report(reason="it is a chunk itself")
+        return Report(reason="it is itself a chunk")
     connected = disconnect(graph)
     graph.eliminate_dead_code()
     report, undo = Report(), Undo(graph)
@@ -272,7 +272,7 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
     """Return why a graph without a product that is larger than its input is not chunked."""
     for node in graph.nodes:
         if name_of(node) == "aten.convolution.default" and numel(node) > numel(node.args[0]):
-            reason = "a convolution is no matrix product; use F.linear with the channels last"
+            reason = "a convolution is not a matrix product: use F.linear with the channels last"
             return describe(Conflict(reason, node))
     return "no matrix product is larger than its input"
 
@@ -284,5 +284,5 @@ def _check_saving(whole: int, in_chunks: int) -> None:
     """
     if in_chunks > whole:
         raise Conflict(
-            f"takes {readable(whole)} as a whole, less than in chunks, {readable(in_chunks)}"
+            f"takes {readable(whole)} as a whole, less than the {readable(in_chunks)} in chunks"
         )

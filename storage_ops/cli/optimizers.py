@@ -108,7 +108,7 @@ def optimizer_named(name: str, model: nn.Module) -> type[Optimizer] | None:
     kinds = _kinds()
     found = {_short(each): cls for each, cls in kinds.items()}.get(short)
     if found is None:
-        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(kinds)}")
+        raise ValueError(f"--optimizer is {name}. Expected none or one of {', '.join(kinds)}.")
     if found is not torch.optim.Muon:
         return found
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -118,9 +118,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
             raise ImportError(
-                "--device is cpu; a plan for it depends on the threads of torch and on the native "
-                "products, and torch is not imported here. Where it is installed, run: "
-                "python -m storage_ops plan"
+                "--device is cpu, and a plan for it depends on the threads of torch and on the "
+                "native products. torch is not imported here. Run `python -m storage_ops plan` "
+                "where torch is installed."
             )
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,

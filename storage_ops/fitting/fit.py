@@ -137,7 +137,7 @@ def fit(
         True
         >>> model = plan.apply()
     """
-    limit = parse_bytes(budget, "budget")
+    limit = parse_bytes(budget, "`budget`")
     with ONE_AT_A_TIME, showing("fit"):
         search = Search(model, batch, loss, optimizer, device, actions, accumulate, assume)
         return search.plan(limit)
@@ -162,13 +162,13 @@ class NothingFits(ValueError):
     ) -> None:
         """Name both budgets, the owners of the smallest one's bytes, and other remedies."""
         self.smallest_bytes = smallest
-        held = f". In memory at its peak are {owners_in_words(by_owner)}" if by_owner else ""
-        hint = held + (hint and f"; {hint}")
+        held = f" In memory at its peak are {owners_in_words(by_owner)}." if by_owner else ""
+        hint = held + (hint and f" {hint}")
         if budget < 4096:
-            hint += "; a number without a unit is one of bytes, expected such as '24GiB'"
+            hint += " A number without a unit is a number of bytes: pass text such as '24GiB'."
         super().__init__(
-            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
-            f"model and batch fits into is {readable(smallest, up=True)} ({smallest} bytes){hint}"
+            f"`budget` is {readable(budget)} ({budget} bytes), but the smallest that a step of "
+            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} bytes).{hint}"
         )
 
 
@@ -176,10 +176,10 @@ def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
-        raise TypeError(f"actions is {actions!r}; expected a list of {', '.join(NAMES)}")
+        raise TypeError(f"`actions` is {actions!r}. Expected a list of {', '.join(NAMES)}.")
     for name in actions:
         if name not in NAMES:
-            raise ValueError(f"actions has {name!r}; expected names among {', '.join(NAMES)}")
+            raise ValueError(f"`actions` has {name!r}. Expected names among {', '.join(NAMES)}.")
     return tuple(actions)
 
 
@@ -209,7 +209,7 @@ class Search:
         warn_of_eval_mode(model, "fit")
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
-            raise ValueError("batch is an empty list; expected at least one batch")
+            raise ValueError("`batch` is an empty list. Expected at least one batch.")
         for each in batches:
             arguments(each)
         self._model, self._batches = model, batches
@@ -231,8 +231,8 @@ class Search:
         has_heads = any(heads_in(unit.module) for unit in units)
         if self._replaces and heads_in(model) and not has_heads:
             raise ValueError(
-                f"actions has {LOSS!r}, and the LinearCrossEntropyLoss in the model stands in "
-                "several places or had its forward replaced; expected one with a place of its own"
+                f"`actions` has {LOSS!r}, but the LinearCrossEntropyLoss in the model is in "
+                "several places or had its forward replaced. Expected a loss module in one place."
             )
         # The layer whose action is that of the loss.
         self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
@@ -353,8 +353,8 @@ class Search:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
         if patching().is_patched(self._model):
-            return f"actions=[{names}] chooses the memory budget of the patched loss, too"
-        return f"actions=[{names}] does without the logits, {readable(logits)}"
+            return f"Pass actions=[{names}] to choose the memory budget of the patched loss too."
+        return f"Pass actions=[{names}] to do without the logits, {readable(logits)}."
 
     def _least(self) -> _Choice:
         """Return the choice with the lowest peak of all, as computed."""

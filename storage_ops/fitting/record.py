@@ -152,8 +152,8 @@ class _StandIn(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"fit: layer {call.unit.name} is differentiated with create_graph=True, and second "
-                "derivatives through a layer are not known; expected a model without them, or "
-                "will_it_fit with checkpoints chosen by hand"
+                "derivatives through a layer are not simulated. Select checkpoints by hand, and "
+                "check them with will_it_fit."
             )
         before = recorder.books.mark()
         given = [g for g in gradients if g is not None]
@@ -332,8 +332,8 @@ class Recorder:
             if refused:
                 raise RuntimeError(
                     f"fit: layer {unit.name} computes with a {type(refused[0]).__name__}, such as "
-                    "parallelize_module makes, with which no layer is simulated by itself; "
-                    "expected a model without, or will_it_fit with checkpoints chosen by hand"
+                    "parallelize_module makes, and no such layer is simulated by itself. Select "
+                    "checkpoints by hand, and check them with will_it_fit."
                 )
             autocast = tuple(
                 (kind, torch.get_autocast_dtype(kind))

@@ -166,7 +166,7 @@ def describe(names: str, **row: Unpack[Row]) -> None:
         full = name if "::" in name else f"aten::{name}"
         known = _rows.setdefault(full, {})
         if both := known.keys() & row.keys():
-            raise ValueError(f"describe: {full} has {sorted(both)} already; expected new facts")
+            raise ValueError(f"describe: {full} has {sorted(both)} already. Expected new facts.")
         known.update(row)
     _facts.clear()
 

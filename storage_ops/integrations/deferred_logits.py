@@ -170,22 +170,22 @@ class DeferredLogits(Tokens):
         run = self.origin.forward
         if run.labels is None:
             divergence = (
-                "Divergences of two models, as GKDTrainer of TRL computes them, are not supported; "
-                "storage_ops.linear_kl_div computes them from hidden states. "
+                "For divergences of two models, as GKDTrainer of TRL computes them, call "
+                "storage_ops.linear_kl_div, which takes hidden states. "
             )
             return Refused(
                 f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
-                "linear_cross_entropy cannot repeat without them; expected scaling by numbers, "
+                "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, "
                 "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
-                f"and gather of a class for each token. {divergence * self.normal}"
-                "formed() of them is the tensor, and "
-                'patch_causal_lm(model, logits="eval") does not defer it'
+                f"and gather of a class for each token. {divergence * self.normal}Call formed() of "
+                'them for the tensor, or patch_causal_lm(model, logits="eval"), which does not '
+                "defer it."
             )
         return Refused(
-            f"patch_causal_lm: {run.model} uses {what} on its logits, which "
-            "linear_cross_entropy cannot repeat without them; expected scaling by numbers, tanh "
-            "and torch.nn.functional.cross_entropy. storage_ops.unpatch_causal_lm(model) gives "
-            "the model its own loss back"
+            f"patch_causal_lm: {run.model} uses {what} on its logits, which linear_cross_entropy "
+            "cannot repeat without them. Expected scaling by numbers, tanh and "
+            "torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to give "
+            "the model its own loss back."
         )
 
     @classmethod
@@ -214,7 +214,10 @@ class DeferredLogits(Tokens):
         found = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
         name = getattr(func, "__name__", repr(func))
         if not found:  # inside a list, as in torch.stack
-            raise Refused(f"patch_causal_lm: {name} of logits that are not computed")
+            raise Refused(
+                f"patch_causal_lm: {name} gets a list with logits that are not computed. Call "
+                "formed() of them first."
+            )
         raise found[0]._error(f"the function {name!r}")
 
     def float(self) -> DeferredLogits:

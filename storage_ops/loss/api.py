@@ -334,9 +334,9 @@ def linear_cross_entropy(
     )
     if "dropped" in returns and any(needs) and not in_forward:
         raise ValueError(
-            "linear_cross_entropy: returns has 'dropped', and the gradients are made in the "
-            "backward; expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
-            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in returns"
+            "linear_cross_entropy: `returns` has 'dropped', but the gradients are computed in the "
+            "backward. Expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
+            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in `returns`."
         )
     if selected_ids is not None and shift:
         selected_ids = selected_ids[..., int(shift) :, :]

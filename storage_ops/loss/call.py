@@ -137,7 +137,7 @@ TOLERANCE = (
     Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
 )
 
-_NO_TENSOR = "a number, for it gets no gradient: multiply input by a scale that is learned"
+_NO_TENSOR = "a number, because it gets no gradient. Multiply the input by a learned scale"
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 
 RULES = (
@@ -160,7 +160,7 @@ RULES = (
     Rule(
         "plan",
         lambda plan: plan is None or hasattr(plan, "key"),
-        "what storage_ops.plan returns, or None",
+        "the result of storage_ops.plan, or None",
         TypeError,
     ),
 )

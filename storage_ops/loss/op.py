@@ -56,8 +56,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     if call.in_forward and (call.reduction == "none" or call.accumulate_into is not None):
         raise ValueError(
-            "linear_cross_entropy: early is True; expected False with reduction='none' or "
-            "accumulate_into, whose gradients are made in the backward"
+            "linear_cross_entropy: `early` is True. Expected False with reduction='none' or "
+            "accumulate_into, whose gradients are computed in the backward."
         )
     kept.make_room(call.input)
     run, input = run_of(call), call.input

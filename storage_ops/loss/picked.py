@@ -49,16 +49,17 @@ class Picked:
         k, size = self._call.top_k, self._vocabulary
         if k > size:
             raise ValueError(
-                f"linear_cross_entropy: top_k is {k}; expected at most {size}, the classes"
+                f"linear_cross_entropy: `top_k` is {k}. Expected at most {size}, the number of "
+                "classes."
             )
         if not (may_count(self._tokens.target) and may_count(self.ids)):
             return
         wrong = self.ids[self._wrong()]
         if len(wrong):
             raise RuntimeError(
-                f"linear_cross_entropy: selected_ids has {int(wrong[0])}, which is out of range; "
-                f"expected ignore_index ({self._call.ignore_index}) or a class index from 0 to "
-                f"{size - 1}"
+                f"linear_cross_entropy: `selected_ids` has {int(wrong[0])}, which is out of range. "
+                f"Expected ignore_index ({self._call.ignore_index}) or a class index from 0 to "
+                f"{size - 1}."
             )
 
     def _outside(self) -> Tensor:

@@ -139,7 +139,7 @@ def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
     """Split values of sequences into those of chosen and those of rejected completions."""
     if values.shape[0] % 2:
         rule = "an even number: the chosen ones, then the rejected ones"
-        raise wrong(loss, ValueError, "the number of sequences is", values.shape[0], rule)
+        raise wrong(loss, ValueError, "target has", f"{values.shape[0]} sequences", rule)
     chosen, rejected = values.tensor_split(2)
     return chosen, rejected
 

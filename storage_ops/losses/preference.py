@@ -18,6 +18,7 @@ from storage_ops.losses.pairs import (
     nll_of_chosen,
 )
 from storage_ops.losses.sequences import (
+    TINY,
     check_returns,
     check_tensor,
     check_values,
@@ -155,9 +156,9 @@ def dpo(
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     check_returns("dpo", return_logps, return_metrics)
-    within("dpo", "beta", beta, 1e-30)
+    within("dpo", "beta", beta, TINY)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    within("dpo", "discopop_tau", discopop_tau, 1e-30)
+    within("dpo", "discopop_tau", discopop_tau, TINY)
     within("dpo", "rpo_alpha", rpo_alpha, 0)
     if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
@@ -262,7 +263,7 @@ def kto(
         ... )
         >>> loss.backward()
     """
-    within("kto", "beta", beta, 1e-30)
+    within("kto", "beta", beta, TINY)
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)

@@ -11,8 +11,9 @@ from typing_extensions import Unpack
 
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.call import is_number
 from storage_ops.losses.options import KdOptions, SftOptions
-from storage_ops.losses.sequences import IGNORED, check_returns, separated, within, wrong
+from storage_ops.losses.sequences import IGNORED, check_returns, separated, wrong
 
 _OF_TOKENS = "nll", "entropy", "correct"  # what metrics are made of
 _LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
@@ -77,7 +78,13 @@ def sft(
         >>> loss.backward()
     """
     if "returns" in options:
-        raise wrong("sft", TypeError, "returns", "is given", "storage_ops.linear_cross_entropy")
+        raise wrong(
+            "sft",
+            TypeError,
+            "returns",
+            "is given",
+            "storage_ops.linear_cross_entropy for results per token",
+        )
     check_returns("sft", False, return_metrics)
     target = separated("sft", target, cu_seqlens, shift, ignore_index)
     call = functools.partial(
@@ -160,11 +167,14 @@ def kd(
         ... )
         >>> loss.backward()
     """
-    within("kd", "alpha", alpha, 0, 1 + 1e-12)
+    if not is_number(alpha) or not 0 <= alpha <= 1:
+        raise wrong("kd", ValueError, "alpha is", repr(alpha), "a number from 0 to 1")
     check_returns("kd", False, return_metrics)
     for name in ("reduction", "token_weight", "scale_by_temperature", "target_weight"):
         if name in options:
-            raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
+            raise wrong(
+                "kd", TypeError, name, "is given", "only options that the loss does not set itself"
+            )
     target = separated("kd", target, cu_seqlens, shift, ignore_index)
     own: dict[str, Any] = {
         "linear_bias": linear_bias,

@@ -87,15 +87,15 @@ class _Graphs:
                     compiled(tree_unflatten(like, tree))
             except torch._dynamo.exc.Unsupported as error:
                 raise RuntimeError(
-                    "loss is compiled by storage_ops in more than one graph, or not at all, and "
-                    "cannot be simulated as that; expected one that torch.compile takes with "
-                    "fullgraph=True, or the function itself, which is simulated op by op: "
-                    f"{str(error).strip().splitlines()[0]}"
+                    "`loss` is compiled by storage_ops in more than one graph, or not at all. Such "
+                    "a loss cannot be simulated. Pass a loss that torch.compile takes with "
+                    "fullgraph=True. Or pass the function itself, which is simulated op by op. The "
+                    f"error was: {str(error).strip().splitlines()[0]}"
                 ) from error
         if not found:
             raise RuntimeError(
-                "loss is compiled by storage_ops, and torch.compile is switched off or takes no "
-                "graph of it; expected the function itself, which is simulated op by op"
+                "`loss` is compiled by storage_ops, but torch.compile is switched off or produces "
+                "no graph of it. Pass the function itself, which is simulated op by op."
             )
         run, inputs = found
         places = {id(t): _Leaf(i) for i, t in enumerate(like) if isinstance(t, Tensor)}

@@ -171,9 +171,9 @@ class Simulation(TorchDispatchMode):
             old, new = self.twin(t), self.twin(value)
             if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise RuntimeError(
-                    f"estimate: fn sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
-                    f"{tuple(value.shape)} one of {value.dtype}; expected a plain tensor and one "
-                    "of its shape and dtype"
+                    f"estimate: `fn` sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
+                    f"{tuple(value.shape)} one of {value.dtype}. Expected a plain tensor and one "
+                    "of its shape and dtype."
                 )
             if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                 self._bytes.pop(t.untyped_storage()._cdata, None)
@@ -241,8 +241,8 @@ class Simulation(TorchDispatchMode):
     def _new_twin(self, t: Tensor) -> Tensor:
         if t.layout != torch.strided:
             raise TypeError(
-                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}; expected "
-                "plain strided tensors"
+                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}. Expected "
+                "plain strided tensors."
             )
         storage = t.untyped_storage()
         if storage._cdata not in self._bytes:
@@ -293,8 +293,8 @@ class Simulation(TorchDispatchMode):
     def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(t, FakeTensor) or t.is_meta:
             raise TypeError(
-                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}; expected a real "
-                "one, for others do not know how many elements they have"
+                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}. Expected a real "
+                "one, because others do not know how many elements they have."
             )
         with no_dispatch(), torch.no_grad():
             indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
@@ -474,8 +474,8 @@ def _check_layout(func: Overload, t: Tensor) -> None:
     if t.layout != torch.strided:
         here = Source.here(func, "nothing")
         raise RuntimeError(
-            f"estimate: fn calls {here.name} at {here.line}, which makes a tensor with layout "
-            f"{t.layout} that is not simulated; leave that part out of fn"
+            f"estimate: `fn` calls {here.name} at {here.line}, which makes a tensor with layout "
+            f"{t.layout} that is not simulated. Leave that part out of `fn`."
         )
 
 
@@ -484,6 +484,6 @@ def _check_device(func: Overload, device: torch.device | str | None) -> None:
         return
     if not (torch.device(device).type == "cuda" and torch.cuda.is_available()):
         raise RuntimeError(
-            f"estimate: {func} asks for device {device}, which this machine does not have; "
-            "expected the device of an argument, such as device=x.device"
+            f"estimate: {func} asks for device {device}, which this machine does not have. Use the "
+            "device of an argument, such as device=x.device."
         )

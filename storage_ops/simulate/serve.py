@@ -100,8 +100,8 @@ def simulate_serving(
     name = next((name for name in _NAMES if name in takes), None)
     if name is None or "use_cache" not in takes:
         raise ValueError(
-            f"the model is a {type(model).__name__}, which has no cache; expected one that "
-            "generates text"
+            f"`model` is a {type(model).__name__}, which has no cache. Expected a model that "
+            "generates text."
         )
     on_gpu, rates = is_gpu(model, [inputs], device), rates_for(device, model)
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
@@ -118,7 +118,7 @@ def simulate_serving(
         output = model(**prompt, **options)
         cache = getattr(output, name, None)
         if cache is None:
-            raise ValueError(f"{type(model).__name__} returned no {name}; expected a cache")
+            raise ValueError(f"{type(model).__name__} returned no {name}. Expected a cache.")
         for kind, tensors in _by_kind(cache, model):
             _note(cache_bytes, roles, kind, tensors, simulation)
         following = _following(prompt, output)

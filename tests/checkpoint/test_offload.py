@@ -376,7 +376,7 @@ def test_words_combine():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = torch.randn(4, requires_grad=True)
-        with pytest.raises(ValueError, match="expected a bool, 'offload', or"):
+        with pytest.raises(ValueError, match="Expected a bool, 'offload', or"):
             region(torch.sin, lambda *a, **k: "offlaod")(x)
 
 

@@ -92,7 +92,7 @@ def refused(rank):
     with pytest.raises(ValueError, match="valid_classes is 3"):
         so.linear_kl_div(x, w, t, tw, process_group=group, valid_classes=3)
     stored = torch.randn(2, 9, 4).log_softmax(-1), torch.arange(4).expand(2, 9, 4)
-    with pytest.raises(ValueError, match="process_group is given beside a stored teacher"):
+    with pytest.raises(ValueError, match="`process_group` is given together with a stored teacher"):
         so.linear_kl_div(x, w, teacher_topk=stored, process_group=group)
     with pytest.raises(TypeError, match="process_group is 3"):
         so.linear_kl_div(x, w, t, tw, process_group=3)

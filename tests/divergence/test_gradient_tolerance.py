@@ -204,9 +204,9 @@ def test_kd_takes_it(shares, alpha):
 @pytest.mark.parametrize(
     ("tolerance", "error", "message"),
     [
-        pytest.param(1.0, ValueError, "gradient_tolerance is 1.0; expected a pro", id="one"),
-        pytest.param(-0.1, ValueError, "gradient_tolerance is -0.1", id="negative"),
-        pytest.param("1e-3", TypeError, "gradient_tolerance is", id="text"),
+        pytest.param(1.0, ValueError, "`gradient_tolerance` is 1.0. Expected a pro", id="one"),
+        pytest.param(-0.1, ValueError, "`gradient_tolerance` is -0.1", id="negative"),
+        pytest.param("1e-3", TypeError, "`gradient_tolerance` is", id="text"),
     ],
 )
 def test_errors(tolerance, error, message):

@@ -297,7 +297,7 @@ def test_as_on_a_gpu_where_nobodymay_count(monkeypatch, shift, reduction, teache
         options["teacher_topk"] = stored(made, 4)
     expected = run(so.linear_kl_div, made, **options)
     count = int((weight[:, 1:] if shift else weight).count_nonzero())
-    with pytest.raises(RuntimeError, match=f"max_valid is {count - 1}"):
+    with pytest.raises(RuntimeError, match=f"`max_valid` is {count - 1}"):
         run(so.linear_kl_div, made, max_valid=count - 1, **options)
     monkeypatch.setattr(loss_tokens, "may_count", lambda target: False)
     for max_valid in (None, "sync", count, count + 2):

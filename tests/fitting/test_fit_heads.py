@@ -195,7 +195,7 @@ def test_the_loss_has_the_head(tmp_path):
     plan.undo()
     assert "memory_budget" not in head.options
     plan.save(tmp_path / "fit.json")
-    with pytest.raises(ValueError, match="loss is None; expected one like it"):
+    with pytest.raises(ValueError, match=r"`loss` is None\. Expected one like it"):
         storage_ops.load_fit(tmp_path / "fit.json", Body())
     with pytest.raises(ValueError, match="expected one like it"):
         other = loss_of(storage_ops.LinearCrossEntropyLoss(WIDTH, VOCAB, label_smoothing=0.1))

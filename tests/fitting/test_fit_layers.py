@@ -266,7 +266,7 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
             again.apply()
         assert simulate_step(model, x).peak_bytes == before == first.peak_bytes
     with pytest.raises(
-        ValueError, match=r"differs in: modules; expected one like the one that.*ted$"
+        ValueError, match=r"differs in: modules. Expected one like the one that.*ted$"
     ):
         storage_ops.load_fit(tmp_path / "plan.json", mlps()[:3].eval())
     first.undo()

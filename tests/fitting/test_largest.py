@@ -118,7 +118,7 @@ def test_most_limits_the_search():
 @pytest.mark.parametrize(
     ("make", "options", "error", "said"),
     [
-        refused(TypeError, "make_batch is a Tensor; expected a function", make_batch(1)),
+        refused(TypeError, "`make_batch` is a Tensor. Expected a function", make_batch(1)),
         refused(ValueError, "most is 0", make_batch, most=0),
         refused(ValueError, "most is True", make_batch, most=True),
         refused(ValueError, "takes no more memory", lambda _: make_batch(1), actions=[]),
@@ -169,10 +169,10 @@ def test_the_cheapest_gpu(command, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--find", "seq", "--seq", "8"], "--seq is 8; expected none with --find seq"),
-        (["--find", "device", "--device", "a100"], "--device is a100; expected none with --find"),
+        (["--find", "seq", "--seq", "8"], "--seq is 8. Expected none with --find seq"),
+        (["--find", "device", "--device", "a100"], "--device is a100. Expected none with --find"),
         (["--find", "batch"], "--seq is missing"),
-        (["--find", "batch", "--plot", "fit.png"], "--plot is fit.png; expected none with --find"),
+        (["--find", "batch", "--plot", "fit.png"], "--plot is fit.png. Expected none with --find"),
     ],
 )
 def test_complaints(command, options, said, capsys):

@@ -188,7 +188,7 @@ def test_neither_library_is_imported_with_the_package():
 
 def test_what_is_no_plan_is_refused():
     for make in (trainer_callback, lightning_callback):
-        with pytest.raises(TypeError, match="plan is 3"):
+        with pytest.raises(TypeError, match="`plan` is 3"):
             make(3)
 
 

@@ -89,10 +89,10 @@ def test_nan_stays_in_its_row_and_column():
 
 def test_out_of_range_is_refused():
     tile, out = torch.randn(3, 4), torch.full((3, 2), 7.0)
-    with pytest.raises(RuntimeError, match="bucket must be from 0 to 1"):
+    with pytest.raises(RuntimeError, match="`bucket` must be from 0 to 1"):
         OPS._tile_sums(
             out, tile, None, None, None, torch.tensor([0, 1, 2, 0], dtype=torch.uint8), 0.0, 1.0
         )
-    with pytest.raises(RuntimeError, match="columns must be from 0 to 3"):
+    with pytest.raises(RuntimeError, match="`columns` must be from 0 to 3"):
         OPS._gather_tile(out, tile, torch.arange(3), torch.tensor([0, 4]))
     assert out.eq(7).all()

@@ -63,7 +63,7 @@ def test_the_command_writes_it(tmp_path, capsys):
     assert main([*command, "--budget", "1MiB"]) == 1
     assert "alone are" in capsys.readouterr().out and "alone are" in out.read_text()
     assert main([*command[:-1], str(tmp_path / "no" / "step.html")]) == 2
-    assert "expected a file in a folder that exists" in capsys.readouterr().err
+    assert "Expected a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_a_step_without_a_budget_that_is_near():

@@ -211,4 +211,4 @@ def test_fit_and_a_function_with_labels_of_its_own(tmp_path, capsys):
 
 def test_other_dtypes(command, capsys):
     assert main([*command, "--autocast", "fp32"]) == 2
-    assert "--autocast is fp32; expected bf16 or fp16" in capsys.readouterr().err
+    assert "--autocast is fp32. Expected bf16 or fp16" in capsys.readouterr().err

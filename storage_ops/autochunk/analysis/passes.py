@@ -65,7 +65,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
             user = next(u for u in node.users if u not in span.layouts)
             if user.op == "output":
                 raise Conflict("is returned, or kept for a backward that is not in the graph", node)
-            raise Conflict("works on the whole of what should exist in chunks only", user)
+            raise Conflict("needs all tokens at once, but would exist in chunks only", user)
     result, late = Passes([]), set[fx.Node]()
     try:
         _scale(graph, span, result, tangents)
@@ -157,7 +157,7 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     if not used:
         return
     if len(used) > 1:
-        raise Conflict(f"{len(used)} upstream gradients meet in it", used[1])
+        raise Conflict(f"combines {len(used)} upstream gradients", used[1])
     (tangent,) = used
     if shape(tangent):
         sizes = tuple(shape(tangent))

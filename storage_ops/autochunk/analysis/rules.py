@@ -97,7 +97,7 @@ def _common(degrees: Iterable[Degree]) -> Degree:
     """Return the degree that all terms of a sum share."""
     found = {d for d in degrees if d is not None}
     if len(found) > 1:
-        raise Conflict("adds what grows with the upstream gradient to what does not")
+        raise Conflict("adds terms that grow differently with the upstream gradient")
     return found.pop() if found else None
 
 
@@ -138,9 +138,11 @@ def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
     given: Any = node.args[1]
     dims = [d for d, index in enumerate(given) if index is not None]
     if not all(given[d].meta["val"].dtype.is_signed for d in dims):
-        raise Conflict("is indexed by a mask: apply it to the hidden states, hidden[mask] @ weight")
+        raise Conflict(
+            "is indexed by a mask. Apply the mask to the hidden states: hidden[mask] @ weight"
+        )
     if not dims or dims[-1] - dims[0] + 1 != len(dims):
-        raise Conflict("indexes dimensions that are not side by side")
+        raise Conflict("indexes dimensions that are not adjacent")
     indices = [given[d] for d in dims]
     return range(dims[0], dims[-1] + 1), indices, max(len(shape(i)) for i in indices)
 

@@ -217,11 +217,11 @@ class _Propagation:
             except Regroup:
                 if must or not self.cut:
                     raise
-                log.debug("%s: read between two passes", node)
+                log.debug("%s: computed whole between two passes", node)
             except Conflict as conflict:
                 if must:
                     raise Conflict(str(conflict), conflict.node or node) from None
-                log.debug("%s: read between two passes, for it %s", node, conflict)
+                log.debug("%s: computed whole between two passes, because it %s", node, conflict)
 
     def refuse_output(self, node: fx.Node) -> None:
         for a in node.all_input_nodes:
@@ -233,7 +233,7 @@ class _Propagation:
         reads = self.needs(node, out)
         for _, layout in [(node, out), *reads]:
             if isinstance(layout, Rows) and not same(layout.outer, 1):
-                raise Conflict("has its tokens side by side several times", node)
+                raise Conflict("has several groups of tokens next to each other", node)
         for arg, layout in reads:
             self.take_results(node, arg, layout)
             inside = self.span.layouts.get(arg)
@@ -258,7 +258,7 @@ class _Propagation:
         if isinstance(layout, Rows):
             self.pull(arg, layout)
         if arg not in self.span.layouts:
-            raise Conflict("is one of several results of what is not in chunks", node)
+            raise Conflict("is one of several results of an op that is not in chunks", node)
 
     def pull(self, node: fx.Node, rows: Rows) -> None:
         """Evaluate a large value in chunks although no amplifier leads to it."""
@@ -269,7 +269,7 @@ class _Propagation:
         try:
             self.accept(node, rows)
         except Conflict as conflict:
-            log.debug("%s: read whole, for it %s", node, conflict)
+            log.debug("%s: computed whole, because it %s", node, conflict)
 
     def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
         """Return the layout of a node, from the layouts of its arguments."""
@@ -320,7 +320,7 @@ class _Propagation:
             for labels in each:
                 layout = read(node, arg, labels, found, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
-                    raise Conflict(f"reads {arg} in two ways", node)
+                    raise Conflict(f"reads {arg} with two layouts", node)
                 reads.append((arg, layout))
         return reads
 
@@ -385,7 +385,7 @@ def _propagate_along(
             if not same(
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):
-                raise Conflict("amplifies other tokens", found.node) from None
+                raise Conflict("is larger than its input, for other tokens", found.node) from None
             amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
         except Regroup as group:
             regrouped += 1
@@ -397,4 +397,4 @@ def _propagate_along(
                 raise Conflict(str(group)) from None
             else:
                 step = group.step
-    raise Conflict("needs chunks of ever larger groups", next(iter(amplifiers)))
+    raise Conflict("needs ever larger groups of tokens in a chunk", next(iter(amplifiers)))

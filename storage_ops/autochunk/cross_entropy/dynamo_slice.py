@@ -196,12 +196,12 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
     """
     nodes = _up_to_rows(gm.graph, product)
     if len(nodes) > MOST or any(map(_product, nodes[1:])):
-        raise Conflict("leads to more than a loss", product)
+        raise Conflict("computes more than a loss", product)
     known = set(nodes)
     ends = [n for n in nodes[1:] if any(user not in known for user in n.users)]
     run = NodeReplay(gm.graph, nodes)
     if not all(isinstance(_value(n), (Tensor, torch.SymInt)) for n in ends):
-        raise Conflict("leads to more than tensors", product)
+        raise Conflict("computes values that are not tensors", product)
     _check_unchanged(ends)
     graph = run.trace(ends)
     inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), run.inputs, strict=True))
@@ -224,7 +224,7 @@ class NodeReplay:
             run |= _of_integers(nodes, self.given)  # a mask again keeps another number of tokens
         for node in run:
             if _is_opaque(node):
-                raise Conflict("is no plain function", node)
+                raise Conflict("is not a plain function", node)
         last = max(map(order.index, nodes), default=0)
         run |= {n for n in order[:last] if n.op == "call_function" and _name(n) in _SCOPES}
         self.order = [n for n in order if n in run]
@@ -264,7 +264,7 @@ class NodeReplay:
 
         graph = traced(run, list(map(_value, self.inputs)), grads=False)
         if any(n.op not in ("placeholder", "call_function", "output") for n in graph.nodes):
-            raise Conflict("reads a tensor that is no input", ends[0] if ends else None)
+            raise Conflict("reads a tensor that is not an input", ends[0] if ends else None)
         decompose(graph, graph.nodes)
         graph.eliminate_dead_code()
         return graph
@@ -293,7 +293,7 @@ def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx
         if node.op == "call_function" and (
             node.is_impure() or torch.Tag.nondeterministic_seeded in tags
         ):
-            raise Conflict("changes something in place, or is random")
+            raise Conflict("changes a tensor in place, or is random")
     return graph
 
 
@@ -394,7 +394,7 @@ class Splice:
         for node in wanted.graph.nodes:
             if node in needed:
                 if is_product(node):
-                    raise Conflict("would be formed", node)
+                    raise Conflict("would be computed for all tokens at once", node)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
                 self.env[node] = self.call(node.target, *args, **kwargs)
         return self.env[wanted]

@@ -128,14 +128,14 @@ class Emitter:
         """Return the node of Dynamo's graph before which the rows exist and may have gradients."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
         if self.learns and self.is_shared():
-            raise Conflict("has a weight that another product has, too", forward.product)
+            raise Conflict("shares its weight with another product", forward.product)
         inside, position = set(forward.nodes), {node: i for i, node in enumerate(order)}
         first = min(position[u] for e in forward.ends for u in e.users if u not in inside)
         still = without_gradients(order) if self.learns else set()
         while order[first] in still:
             first -= 1
         if any(position[node] >= first for node in forward.inputs.values()):
-            raise Conflict("reads what is not there when the first of its rows is read")
+            raise Conflict("reads a tensor that is computed only after its first result is needed")
         found: fx.Node = order[first]
         return found
 
@@ -161,7 +161,7 @@ class Emitter:
         most = max(len(each.targets) for each in ranges)
         if per_token.dense:
             if spread:
-                raise Conflict("has distributions, and a sum over all classes")
+                raise Conflict("has probabilities as targets, and a sum over all classes")
             targets = [self.splice.copy(per_token.targets[0])]
         else:
             targets = [self.targets(ranges, k) for k in range(max(most, 1))]

@@ -97,7 +97,7 @@ class PerToken:
         self.body = Body(span, Builder(forward.graph, span.amplifiers, span.layouts))
         self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
         if self.body.ints or not isinstance(self.vocabulary, int):
-            raise Conflict("has classes without a number")
+            raise Conflict("has a symbolic number of classes")
         _check_analytic(self.body.graph)
         self.roles = [self._role(arg, layout) for arg, layout, _ in self.body.inputs]
 
@@ -117,7 +117,7 @@ class PerToken:
             if node in after and any(user not in layouts for user in node.users):
                 per_token = numel(node) * hint(self.vocabulary) == numel(self.amplifier)
                 if not isinstance(layouts[node], Rows) or not per_token:
-                    raise Conflict(f"{node} is no value per token")
+                    raise Conflict(f"{node} does not have one value per token")
                 rows.append(node)
         return rows
 
@@ -135,7 +135,7 @@ class PerToken:
         wide = bool(sizes) and same(sizes[-1], self.vocabulary) and value.is_floating_point()
         vector = isinstance(layout, Whole) and wide and all(same(s, 1) for s in sizes[:-1])
         if self.forward.learns(arg) or value.dtype == torch.bool:
-            raise Conflict(f"{arg} has a gradient, or is a mask")
+            raise Conflict(f"{arg} needs a gradient, or is a mask")
         if rows and not value.is_floating_point() and not self.dense:
             known = [k for k, t in enumerate(self.targets) if _alike(bare(t), bare(arg))]
             if known or len(self.targets) < _MOST:
@@ -143,13 +143,13 @@ class PerToken:
                 return f"target {known[0] if known else len(self.targets) - 1}"
         if rows and wide and len(sizes) == 2 and not self.targets:
             if not self.forward.is_given(arg):  # chunks make their part of them, the op needs all
-                raise Conflict(f"{arg} is made by the function itself", arg)
+                raise Conflict(f"{arg} is computed by the function itself", arg)
             self.targets.append(arg)
             return "probabilities"
         if vector and self.classes in (None, bare(arg)):
             self.classes = bare(arg)
             return "classes"
-        raise Conflict(f"{arg} is none of its inputs")
+        raise Conflict(f"{arg} is not an input that linear_cross_entropy has")
 
     def fit(self) -> None:
         """Find the terms of the rows. Raise Conflict if there are others."""
@@ -269,7 +269,7 @@ def _check_analytic(body: fx.Graph) -> None:
         if found.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
             found.add(node)
             if node.op == "call_function" and name not in _ANALYTIC:
-                raise Conflict(f"{name} of logits")
+                raise Conflict(f"applies {name} to the logits")
 
 
 def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
@@ -310,7 +310,7 @@ def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
     found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
     error = (basis @ found - got).norm()
     if not error <= 1e-9 * (got.norm() + 1e-30):
-        raise Conflict("has other values")
+        raise Conflict("is not the gradient of any known function of the logits")
     return [float(c) if abs(c) > 1e-9 else 0.0 for c in found]
 
 

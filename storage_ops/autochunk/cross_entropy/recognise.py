@@ -109,7 +109,7 @@ def _amplifier(forward: ForwardSlice) -> fx.Node:
     size = numel(forward.product)
     found: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
     if not found:
-        raise Conflict("is no matrix product", forward.product)
+        raise Conflict("is not a matrix product", forward.product)
     return found[0]
 
 
@@ -124,7 +124,7 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
             yield
     except Conflict as conflict:
         undo()
-        log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
+        log.debug("%s: not a linear cross-entropy, %s: %s", product, conflict.node, conflict)
     except Exception as error:
         undo()
         log.debug("%s: not recognised", product, exc_info=error)
@@ -192,6 +192,6 @@ def emit(
     try:
         reduction = _reduction_of(ranges)
     except Conflict as conflict:
-        log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
+        log.debug("%s: not a sum of cross-entropies, it %s", forward.product, conflict)
         return emitter.rows()
     return emitter.loss(reduction)

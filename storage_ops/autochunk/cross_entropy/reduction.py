@@ -46,9 +46,9 @@ class Reduction:
         self.per_token, self.label_smoothing, self.z_loss = per_token, 0.0, 0.0
         found = loss_of(per_token.forward)
         if found is None:
-            raise Conflict("leads to no loss")
+            raise Conflict("does not lead to a loss")
         if len(per_token.targets) != 1 or any(t.entropy or t.detached for t in per_token.terms):
-            raise Conflict("is no sum of cross-entropy and squares of lse")
+            raise Conflict("is not a sum of cross-entropy and squares of lse")
         self.loss, nodes = found
         self.ends = NodeReplay(per_token.forward.gm.graph, nodes, per_token.forward.ends)
         self.between = self._between()
@@ -57,11 +57,11 @@ class Reduction:
         self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
         for leaf in self.leaves:
             if learns(leaf):
-                raise Conflict("has a gradient", leaf)
+                raise Conflict("needs a gradient", leaf)
         self.graph = self._trace()
         for node in self.graph.nodes:
             if is_product(node) or numel(node) > _MOST:
-                raise Conflict("is too large for what follows a value per token", node)
+                raise Conflict("is too large to be computed from a value per token", node)
         self.inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
         self.weight: fx.Node = end[0]
@@ -137,11 +137,11 @@ class Reduction:
         smoothing, z_loss = found[0]
         for other, square in found:
             if abs(smoothing - other) > 1e-6 * smoothing or abs(z_loss - square) > 1e-6 * z_loss:
-                raise Conflict("has options that are no numbers")
+                raise Conflict("has options that are not numbers")
         if not 0 <= smoothing <= 1 or z_loss < 0:
-            raise Conflict("is no loss")
+            raise Conflict("is not a loss")
         if (smoothing or z_loss) and self._chooses():
-            raise Conflict("chooses among its tokens")
+            raise Conflict("selects some of its tokens")
         self.label_smoothing, self.z_loss = smoothing, z_loss
 
     def _draw(self, run: Callable[..., Any]) -> tuple[float, float] | None:
@@ -175,7 +175,7 @@ class Reduction:
             total = z_loss * (weight * values.square()).sum()
         total = total + torch.cat(pulled) @ torch.cat(flat)
         if not abs(loss - at_zero - total) <= 1e-6 * (abs(loss) + abs(total)):
-            raise Conflict("shows another loss than the one whose gradient follows")
+            raise Conflict("returns another loss than the one that is differentiated")
         return smoothing, z_loss
 
     def _chooses(self) -> bool:

@@ -424,7 +424,7 @@ class Mutations:
         end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
         for node, written in self.changes.items():
             if self.place[node] < end and written & bases:
-                raise Conflict("changes in place what is read in chunks", node)
+                raise Conflict("changes in place a tensor that is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
         """Raise Conflict if a reader has moved to the other side of an in-place change."""
@@ -438,7 +438,9 @@ class Mutations:
                     continue
                 before = self.place.get(node, -1) < self.place[change]  # the new ones came before
                 if before != (now[node] < now[change]):
-                    raise Conflict(f"would be read on the other side of {change}", node)
+                    raise Conflict(
+                        f"would be read on the other side of the in-place {change}", node
+                    )
 
 
 def _written(node: fx.Node) -> set[fx.Node]:

@@ -79,7 +79,7 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
             return None
         except Conflict as conflict:
             undo()
-            log.debug("%s: stays in one, %s: %s", product, conflict.node, conflict)
+            log.debug("%s: not split, %s: %s", product, conflict.node, conflict)
     return None
 
 
@@ -222,7 +222,7 @@ class _Parts:
                 **node.kwargs,
             )  # fmt: skip
         if not _has_sizes(made, sizes):
-            raise Conflict("is no range of its own value", node)
+            raise Conflict("is not a range of its own value", node)
         made.meta["stack_trace"] = node.meta.get("stack_trace")
         if node is self.tokens.product:
             self.products.append(made)
@@ -254,7 +254,7 @@ class _Parts:
         """Return all ranges of a value, side by side."""
         rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
         if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
-            raise Conflict("works on all of what should exist in ranges only", reader)
+            raise Conflict("needs all tokens at once, but would exist in ranges only", reader)
         if self.tokens.mask is not None and len(intervals) > 1:
             return self.put_back(node, rows)
         sizes, dim, places = _in_one_dimension(node, rows, [0, *(end for _, end in intervals)])
@@ -271,7 +271,7 @@ class _Parts:
         (begin, end), left_out = self.tokens.intervals(node)
         part, sizes = self.part(node, begin, end), shape(node)
         if self.part(node, *left_out) is not None:
-            raise Conflict("is read where a mask leaves tokens out", node)
+            raise Conflict("is read where a mask drops tokens", node)
         whole = self.zeros(node, self.seen(node, rows))
         if part is not None:
             part = self.reshaped(part, [*sizes[: rows.lo], end, *sizes[rows.hi :]])
@@ -282,7 +282,7 @@ class _Parts:
         """Return the sizes of a value with the dimensions of the mask for its tokens."""
         sizes, mask = shape(node), self.tokens.mask
         if mask is None or not same(rows.per * rows.outer, 1):
-            raise Conflict("keeps parts of groups", node)
+            raise Conflict("keeps parts of groups of tokens", node)
         return [*sizes[: rows.lo], *shape(mask), *sizes[rows.hi :]]
 
     def indices(self, rows: Rows) -> list[fx.Node | None]:
@@ -325,7 +325,7 @@ class _Parts:
         if not _is_all(node, rows, begin, end):
             if self.tokens.mask is not None:
                 if not same(begin, 0):
-                    raise Conflict("is read where a mask leaves tokens out", node)
+                    raise Conflict("is read where a mask drops tokens", node)
                 split = self.reshaped(node, self.seen(node, rows))
                 part = self.call(_ATEN.index.Tensor, split, self.indices(rows))
             else:

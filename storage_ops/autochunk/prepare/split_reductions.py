@@ -131,7 +131,7 @@ def _variance(
     correction: Any = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     if not isinstance(count, int):
-        raise Conflict("has a count without a number")
+        raise Conflict("divides by a symbolic number of elements")
     # A negative count, or none, is a division by zero, as in the op itself.
     found = call(_ATEN.div.Tensor, total, max(count - correction, 0))
     found = call(torch.ops.prims.convert_element_type.default, found, dtype)

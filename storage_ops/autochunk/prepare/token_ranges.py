@@ -185,7 +185,7 @@ class TokenRanges:
 
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):
-            raise Conflict("chooses along another dimension")
+            raise Conflict("selects along another dimension")
         if not links:
             raise Conflict("works on no tokens")
         inner = math.prod(shape(node)[dim + 1 : rows.hi])
@@ -220,7 +220,7 @@ class TokenRanges:
         for arg, each in labelled.args.items():
             layouts = [read(node, arg, row, labels, rows) for row in each]
             if any(not equal(x, layouts[0]) for x in layouts[1:]):
-                raise Conflict(f"reads {arg} in two ways", node)
+                raise Conflict(f"reads {arg} with two layouts", node)
             if isinstance(layouts[0], (Rows, Spread)):
                 found[arg] = layouts[0]
         return found
@@ -267,10 +267,10 @@ class TokenRanges:
                 continue
             known = less(0, new) and less(new, end) and all(less(new, p) for p in cuts[place:])
             if not known and self.mask is None:
-                raise Conflict("is cut into ranges whose order is not known", node)
+                raise Conflict("is split into ranges in an unknown order", node)
             cuts.insert(place, new)
         if len(cuts) >= _MOST:
-            raise Conflict(f"is cut into more than {_MOST} ranges", node)
+            raise Conflict(f"is split into more than {_MOST} ranges", node)
         return len(cuts) > before
 
 

@@ -142,7 +142,7 @@ class Body:
                 factor = self._int(self.builder.size(per))
                 found = self.graph.call_function(operator.mul, (found, factor))
             return found
-        raise Conflict("no input has rows")
+        raise Conflict("none of its inputs has a dimension of tokens")
 
     def _copy(self, node: fx.Node) -> None:
         rule, layout = rule_of(node), self.span.layouts[node]
@@ -151,7 +151,7 @@ class Body:
         def take(arg: fx.Node) -> Any:
             if not is_tensor(arg):
                 if not isinstance(arg.meta.get("val"), (int, torch.SymInt)):
-                    raise Conflict(f"reads {arg}, which is no tensor and no size", node)
+                    raise Conflict(f"reads {arg}, which is neither a tensor nor a size", node)
                 return self._int(arg)
             if self.span.reads_inside(arg, reads[arg]):
                 return self.env[arg]

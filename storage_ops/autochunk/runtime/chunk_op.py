@@ -95,7 +95,8 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
                 del ways[0]
                 if len(ways) == 1:
                     warnings.warn(
-                        f"storage_ops.autochunk: chunks run uncompiled, which failed: {error}",
+                        "storage_ops.autochunk: compiling a chunk failed, so chunks run "
+                        f"uncompiled: {error}",
                         stacklevel=2,
                     )
 

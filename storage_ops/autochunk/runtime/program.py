@@ -236,7 +236,10 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
         return {"float": item.hex()}  # exact, and inf and nan too
     if item is None or isinstance(item, (bool, int, str)):
         return item
-    raise TypeError(f"an argument of type {type(item).__name__} in a chunk")
+    raise TypeError(
+        f"A chunk has an argument of type {type(item).__name__}. Expected a node, a number, text, "
+        "None, a device, a dtype, or a container of them."
+    )
 
 
 def _decode(item: object, nodes: list[fx.Node]) -> Any:

@@ -148,8 +148,8 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
             names = _users(region, output, blocks)
             fail(
                 f"output {entry.index} of {region.name} is also saved by {names}, outside of "
-                "consumer(); every use that autograd saves must run inside of it before the "
-                "discard; nothing was freed"
+                "consumer(). Nothing was freed. Run every op that saves the output inside "
+                "consumer(), before the discard."
             )
         entry.is_referenced = True
 

@@ -199,14 +199,15 @@ class Region:
         for entry in freed:
             if entry.is_modified:
                 fail(
-                    f"output {entry.index} of {self.name} was modified in place after the region; "
-                    "the recompute could not restore it, nothing was freed"
+                    f"output {entry.index} of {self.name} was modified in place after the region, "
+                    "so the recompute could not restore it. Nothing was freed. Modify a clone "
+                    "instead."
                 )
         message = (
-            f"the output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
-            f"{guard.where()} and is read before the recompute; its consumers must run before the "
-            "discard, inside of consumer() or with a hook tensor whose gradient comes before every "
-            "other use in backward"
+            f"The output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
+            f"{guard.where()} and is read before the recompute. Run its consumers before the "
+            "discard, inside consumer(). Or pass a hook tensor whose gradient comes before every "
+            "other use in backward."
         )
         try:
             for entry in freed:
@@ -283,7 +284,7 @@ class Region:
             if self._fn is None:
                 fail(
                     f"the region {self.name} is needed in a second backward pass, but the first "
-                    "one freed it; use retain_graph=True"
+                    "one freed it. Pass retain_graph=True to the first."
                 )
             if self.producers:
                 for producer in self._freed_before():
@@ -367,8 +368,10 @@ class Region:
         """Return the difference that the logs of ops show, for an error."""
         noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
-            unknown = "" if self.options.debug else "; debug=True names the first op that differs"
-            return f"; {noted}" if noted else unknown
+            unknown = (
+                "" if self.options.debug else " Set debug=True to see the first op that differs."
+            )
+            return f" Difference: {noted}." if noted else unknown
         if stops:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)
@@ -381,12 +384,13 @@ class Region:
             if not isinstance(again, Tensor):
                 fail(
                     f"output {entry.index} of {self.name} was {first} in forward and is no tensor "
-                    "when it is recomputed"
+                    "when it is recomputed. The region must return the same outputs both times."
                 )
             if not first.is_like(Saved(again, self._checksums)):
                 fail(
                     f"output {entry.index} of {self.name} was {first} in forward and is "
-                    f"{Saved(again, self._checksums)} when it is recomputed"
+                    f"{Saved(again, self._checksums)} when it is recomputed. The region must "
+                    "return the same outputs both times."
                 )
         bound: set[int] = set()
         for entry in self._discarded:
@@ -459,8 +463,8 @@ class Region:
             return False
         if self._running:
             fail(
-                f"{self.name} has a backward pass of its own right after torch.rrelu in training, "
-                "whose noise cannot be repeated alone; expected another op in between"
+                f"{self.name} runs a backward pass of its own right after torch.rrelu in training, "
+                "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
 

@@ -93,7 +93,9 @@ class _Watched(Tensor):
         if not (ours or name == "__get__" or name in _HARMLESS):
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
-                    raise DiscardedTensorError(_messages.get(leaf, "a tensor was discarded"))
+                    raise DiscardedTensorError(
+                        _messages.get(leaf, "A tensor was discarded and has no bytes to read.")
+                    )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

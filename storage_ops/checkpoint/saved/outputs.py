@@ -159,8 +159,8 @@ class SavedTensor:
         if self.tensor._version != self.version:
             fail(
                 f"a tensor of shape {tuple(self.tensor.shape)} that a consumer has saved was "
-                f"modified in place: it is at version {self.tensor._version}, expected "
-                f"{self.version}"
+                f"modified in place. It is at version {self.tensor._version}, expected "
+                f"{self.version}. Modify a clone instead."
             )
         return self.tensor
 

@@ -98,8 +98,8 @@ def warn_of_nothing(region: str, calls: dict[str, int]) -> None:
     if calls:
         ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
         warn_caller(
-            f"the policy of the selective checkpoint saves nothing in {region}, which is "
-            f"recomputed as a whole; its ops are {', '.join(ran)}"
+            f"The policy of the selective checkpoint saves nothing in {region}, which is "
+            f"recomputed as a whole. Its ops are {', '.join(ran)}."
         )
 
 
@@ -107,8 +107,8 @@ def warn_of_modified(region: str, names: Iterable[str]) -> None:
     """Warn that results of these ops are modified in a region, so that they are not saved."""
     ops = ", ".join(sorted(map(readable, set(names))))
     warn_caller(
-        f"{region} modifies in place what the policy of its selective checkpoint "
-        f"saves: results of {ops} are recomputed instead"
+        f"{region} modifies in place tensors that the policy of its selective checkpoint saves. "
+        f"Results of {ops} are recomputed instead."
     )
 
 

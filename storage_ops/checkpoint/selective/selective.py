@@ -103,10 +103,10 @@ class _ForCompile:
         kept = saves_result(self.policy, ctx, op, args, kwargs)
         if kept == OFFLOAD:
             raise RuntimeError(
-                f"the policy of the selective checkpoint says 'offload' for "
-                f"{readable(name_of(op))} in {self.region}, which is compiled or traced: only "
-                "eager code brings bytes back from host memory; expected a policy that saves or "
-                "recomputes"
+                "The policy of the selective checkpoint says 'offload' for "
+                f"{readable(name_of(op))} in {self.region}, which is compiled or traced. Only "
+                "eager code brings bytes back from host memory. Use a policy that saves or "
+                "recomputes."
             )
         if kept:
             self.saves_any = True
@@ -131,8 +131,8 @@ def _ending(mode: type) -> type:
             names = ", ".join(map(readable, missing))
             warn_caller(
                 f"{decide.region} makes fewer calls of {names} where it is compiled than the "
-                "policy of its selective checkpoint saves: what it counts on is recomputed; "
-                "expected a policy for compiled code"
+                "policy of its selective checkpoint saves, so they are recomputed. Use a policy "
+                "for compiled code."
             )
 
     # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.

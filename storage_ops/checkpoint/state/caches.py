@@ -67,7 +67,7 @@ def warn_once(kind: str) -> None:
 @functools.cache
 def _warn_once(kind: str) -> None:
     warn_caller(
-        f"{kind} is checkpointed, and its model was called with use_cache=True: in training the "
-        "layer runs without the cache, as with gradient_checkpointing_enable(). use_cache=False "
-        "says so"
+        f"{kind} is checkpointed, and its model was called with use_cache=True. In training the "
+        "layer runs without the cache, as with gradient_checkpointing_enable(). Pass "
+        "use_cache=False."
     )

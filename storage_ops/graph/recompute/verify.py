@@ -26,8 +26,8 @@ def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
     unclear = [n.name for n in first.graph.nodes if n.meta.get(REPEATS, n.name) is None]
     if unclear:
         raise RuntimeError(
-            f"remat: cannot verify a graph that does not say whose numbers {', '.join(unclear)} "
-            "repeat; expected one of storage_ops.graph.trace_step"
+            "remat: cannot verify a graph that does not say whose random numbers "
+            f"{', '.join(unclear)} repeat. Expected a graph of storage_ops.graph.trace_step."
         )
     # A compiler's backend runs under modes that compute no values.
     with _disable_current_modes(), torch.random.fork_rng():
@@ -51,7 +51,7 @@ def _compare(first: fx.GraphModule, second: fx.GraphModule) -> None:
             difference = (one.double() - other.double()).abs().max().item()
             raise RuntimeError(
                 f"remat: {name} differs by {difference:.3g} from that of the graph without "
-                "recomputation; expected the same bits"
+                "recomputation. Expected the same bits."
             )
 
 

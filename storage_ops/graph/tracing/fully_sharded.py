@@ -82,8 +82,8 @@ def _check(name: str, module: Any) -> None:
         for what, has in unusual.items():
             if has:
                 raise ValueError(
-                    f"trace_step: {name} is an FSDPModule with {what}; expected one that averages "
-                    "the gradients of its parameters"
+                    f"trace_step: {name} is an FSDPModule with {what}. Expected one that averages "
+                    "the gradients of its parameters."
                 )
 
 

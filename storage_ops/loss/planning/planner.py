@@ -444,8 +444,8 @@ def choose(
     if not plans:
         least = smallest_budget(p, strategy, num_chunks)
         raise ValueError(
-            f"memory_budget is {budget} bytes; expected at least {least} "
+            f"`memory_budget` is {budget} bytes. Expected at least {least} "
             f"({readable(least, up=True)}) for {p.tokens} tokens, hidden size {p.hidden}, "
-            f"vocabulary {p.vocab} and {p.itemsize} bytes per element"
+            f"vocabulary {p.vocab} and {p.itemsize} bytes per element."
         )
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))

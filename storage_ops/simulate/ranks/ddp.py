@@ -68,8 +68,7 @@ def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -
     what = "mixed_precision" if ddp.mixed_precision is not None else what
     if what is not None:
         raise RuntimeError(
-            f"estimate: a DistributedDataParallel has {what}, which is not simulated; expected "
-            "one without"
+            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Remove it."
         )
     parameters = [p for p in ddp._module_parameters if p.requires_grad]
     ranks = ddp.process_group.size()

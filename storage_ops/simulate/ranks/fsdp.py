@@ -37,8 +37,8 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
     """
     if any(isinstance(m, _fsdp1()) for m in modules):
         raise RuntimeError(
-            "estimate: a module is a FullyShardedDataParallel (FSDP1), which is not simulated; "
-            "expected fully_shard (FSDP2)"
+            "estimate: a module is a FullyShardedDataParallel (FSDP1), which is not simulated. Use "
+            "fully_shard (FSDP2)."
         )
     states = states_in(modules)
     if not states:
@@ -73,8 +73,8 @@ def _refuse_fsdp(group: Any) -> None:
     what = f"the collective {own[0]}" if own else what
     if what is not None:
         raise RuntimeError(
-            f"estimate: a module of fully_shard has {what}, which is not simulated; expected "
-            "parameters on the device and torch's own collectives"
+            f"estimate: a module of fully_shard has {what}, which is not simulated. Expected "
+            "parameters on the device and torch's own collectives."
         )
 
 
