@@ -168,7 +168,8 @@ class NothingFits(ValueError):
             hint += " A number without a unit is a number of bytes: pass text such as '24GiB'."
         super().__init__(
             f"`budget` is {readable(budget)} ({budget} bytes), but the smallest that a step of "
-            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} bytes).{hint}"
+            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} "
+            f"bytes).{hint}"
         )
 
 
