@@ -110,8 +110,8 @@ def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> l
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         return []
-    given = [t for t in tensors if t is not None and t.requires_grad]
-    bases: list[Tensor] = [t._base if t._base is not None else t for t in given]
+    tracked = [t for t in tensors if t is not None and t.requires_grad]
+    bases: list[Tensor] = [t._base if t._base is not None else t for t in tracked]
     inputs = [t for t in bases if t.grad_fn is None or not t.grad_fn.next_functions]
     # A size that only the data tells may not be compared: it would be a guard.
     asked = [t for t in outputs if not any(type(n) is int and n == 0 for n in t.shape)]
@@ -125,11 +125,11 @@ def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
     the tensor that the caller asks for. Gradients that the forward has computed lead nowhere: the
     second derivative would be zero without an error.
     """
-    given = list(upstream)
-    first = next((i for i, g in enumerate(given) if g is not None), None)
+    gradients = list(upstream)
+    first = next((i for i, g in enumerate(gradients) if g is not None), None)
     if sources and first is not None:
-        given[first] = _OPS._connect(given[first], list(sources))
-    return given
+        gradients[first] = _OPS._connect(gradients[first], list(sources))
+    return gradients
 
 
 def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
@@ -231,8 +231,8 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
             ]
 
         if not info.batch_size:
-            made = _empty(op, in_dims, args)
-            return made, (0,) * len(made)
+            empty = _empty(op, in_dims, args)
+            return empty, (0,) * len(empty)
         results = [op(*one(index)) for index in range(info.batch_size)]
         stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
@@ -244,13 +244,13 @@ def _empty(
     op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """Return the results of an op for an empty batch. Tensors without memory give their shapes."""
-    given = list(args)
+    arguments = list(args)
     for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(a, Tensor):
             sizes = [n for d, n in enumerate(a.shape) if d != dim]
-            given[place] = a.new_empty(sizes, device="meta")
+            arguments[place] = a.new_empty(sizes, device="meta")
     like = next(a for a in args if isinstance(a, Tensor))
-    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*given))
+    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*arguments))
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,15 +28,15 @@ def users_place(
         at: the frame to begin at, going outwards, or the traceback of an exception.
         ignored: how the names of files begin that are not the caller's.
     """
-    found = None
+    place = None
     while at is not None:
         frame = at.tb_frame if isinstance(at, TracebackType) else at
         if not frame.f_code.co_filename.startswith(ignored):
-            found = frame, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
+            place = frame, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
             if isinstance(at, FrameType):
                 break
         at = at.tb_next if isinstance(at, TracebackType) else at.f_back
-    return found
+    return place
 
 
 def _installed() -> tuple[str, ...]:

@@ -38,10 +38,10 @@ _LAST = "joint_custom_post_pass"
 @contextmanager
 def collected() -> Iterator[list[Report]]:
     """Collect the reports on the graphs that are compiled inside the block."""
-    found: list[Report] = []
-    mark = _reports.set(found)
+    reports: list[Report] = []
+    mark = _reports.set(reports)
     try:
-        yield found
+        yield reports
     finally:
         _reports.reset(mark)
 
@@ -320,8 +320,8 @@ def backend(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    chosen, given = taken({} if options is None else options)
-    patches = {**(list_mode_options(mode) if mode else {}), **given}
+    chosen, inductor_options = taken({} if options is None else options)
+    patches = {**(list_mode_options(mode) if mode else {}), **inductor_options}
     visible = len(returned(gm.graph))
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()

@@ -175,9 +175,9 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
                 ValueError, "teacher_topk", "is given together with a teacher's tensors", rule
             )
         if call.ids.dtype not in INDICES or not call.log_probs.is_floating_point():
-            found = f"{call.log_probs.dtype} and {call.ids.dtype}"
+            dtypes = f"{call.log_probs.dtype} and {call.ids.dtype}"
             rule = "floating log-probabilities, and int64, int32 or uint8 class indices"
-            raise _wrong(TypeError, "teacher_topk is", found, rule)
+            raise _wrong(TypeError, "teacher_topk is", dtypes, rule)
         shapes = tuple(call.log_probs.shape), tuple(call.ids.shape)
         if shapes[0] != shapes[1] or shapes[0][:-1] != tokens or not 0 < shapes[0][-1] <= vocab:
             rule = f"{(*tokens, 'K')} for both, with K from 1 to {vocab}"

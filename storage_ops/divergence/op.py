@@ -85,8 +85,8 @@ def _second_pass(
     if given[0] is None:
         return (None,) * 3
     call = with_tensors(ctx.call, tensors)._replace(in_forward=False, grad_mask=tuple(needs))
-    made: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
-    return made
+    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
+    return gradients
 
 
 class _Differentiable(HeadFunction):

@@ -41,8 +41,8 @@ class Teacher:
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         if self.targets:
             copied = rows * padded(columns) * p.itemsize * (self.copied and any(p.grads))
-            made = cost.PLAIN_COPIES * p.arithmetic * cost.plain_elements(rows, columns)
-            size = copied + max(size, made * self.plain)
+            copy_bytes = cost.PLAIN_COPIES * p.arithmetic * cost.plain_elements(rows, columns)
+            size = copied + max(size, copy_bytes * self.plain)
         m = self.matmul
         if m is None:
             return size

@@ -78,7 +78,7 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
 
     Calls of one layer have the same actions.
     """
-    found: Costs = [[] for _ in costs_of_calls]
+    remaining: Costs = [[] for _ in costs_of_calls]
     for places in _places_of_layers(recording):
         known = [dict(costs_of_calls[place]) for place in places]
         actions = [action for action in known[0] if all(action in costs for costs in known)]
@@ -92,8 +92,8 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
             if action is actions[0] or not any(o != ours and all(map(le, o, ours)) for o in numbers)
         ]
         for place, costs in zip(places, known, strict=True):
-            found[place] = [(action, costs[action]) for action in best]
-    return found
+            remaining[place] = [(action, costs[action]) for action in best]
+    return remaining
 
 
 def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:

@@ -383,10 +383,10 @@ def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
     If "modules" differ, all other aspects do, too, so only "modules" is named. Fingerprints of
     layers cover all aspects, so layers are named only if nothing else differs.
     """
-    found = [name for name, value in now.items() if before.get(name) != value]
-    if "modules" in found:
+    names = [name for name, value in now.items() if before.get(name) != value]
+    if "modules" in names:
         return "modules"
-    return ", ".join([name for name in found if name != _LAYERS] or found)
+    return ", ".join([name for name in names if name != _LAYERS] or names)
 
 
 def _hint_of_mode(differs: str, model: nn.Module) -> str:

@@ -50,13 +50,13 @@ class Cost:
 def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
     """Return the gradient of each output. If some have none, shapes tell them apart."""
     left = list(likes)
-    found: list[Like | None] = []
+    gradients: list[Like | None] = []
     for t in outputs:
         like = next((like for like in left if like.shape == tuple(t.shape)), None)
         if like is not None:
             left.remove(like)
-        found.append(like)
-    return found
+        gradients.append(like)
+    return gradients
 
 
 class Probe:
@@ -138,11 +138,11 @@ class Probe:
         kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
         # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
         # what it forms them from until then.
-        held = max(kept, 0) if self._rates.fuses else 0
+        saved_bytes = max(kept, 0) if self._rates.fuses else 0
         return Cost(
             kept,
             max(levels[ready : after + 1]) - base,
-            max(levels[before:]) - base + held,
+            max(levels[before:]) - base + saved_bytes,
             times.seconds + python + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,
@@ -180,15 +180,17 @@ class Probe:
                 self._forward = times.seconds, times.count
                 marks.append(books.mark())
                 region_ended()  # the next one
-            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-            made = [t for t in made if id(t) not in inputs and t.requires_grad]
+            output_tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+            output_tensors = [t for t in output_tensors if id(t) not in inputs and t.requires_grad]
             lasting = [tree_leaves(outputs)[i] for i in call.lasting]
             self._lasting = {block for t in lasting for block in simulation.blocks_of(t)}
-            gradients = _gradients_of(made, call.gradients)
+            gradients = _gradients_of(output_tensors, call.gradients)
             last = None
-            if made:
-                last = leave(made, lambda: [None if g is None else g.make() for g in gradients])
-            del outputs, made, lasting, args, kwargs
+            if output_tensors:
+                last = leave(
+                    output_tensors, lambda: [None if g is None else g.make() for g in gradients]
+                )
+            del outputs, output_tensors, lasting, args, kwargs
             marks.append(books.mark())
             if last is not None:
                 run_backward(last)

@@ -63,10 +63,10 @@ class Like(TensorSpec):
 
     def make(self, simulation: Simulation | None = None) -> Tensor:
         """Create a tensor like it, without a history. Values are set inside a simulation."""
-        made = super().make()
+        tensor = super().make()
         if simulation is not None and self.known is not None:
-            simulation.values.assign(made, self.known)
-        return made
+            simulation.values.assign(tensor, self.known)
+        return tensor
 
 
 @dataclass
@@ -133,18 +133,18 @@ class _StandIn(torch.autograd.Function):
         ctx: Any, recorder: Recorder, call: LayerCall, outputs: Sequence[Like], *tensors: Tensor
     ) -> Any:
         ctx.recorder, ctx.call = recorder, call
-        given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
-        ctx.save_for_backward(*given)
-        ctx.given = len(given)
-        names = enumerate(_plain_parameters(call.unit.module), len(given))
+        inputs = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
+        ctx.save_for_backward(*inputs)
+        ctx.given = len(inputs)
+        names = enumerate(_plain_parameters(call.unit.module), len(inputs))
         ctx.fresh = {i for i, name in names if name in call.gathered}
         ctx.likes = [Like.of(t) for t in tensors]
-        made = [like.make(recorder.simulation) for like in outputs]
+        results = [like.make(recorder.simulation) for like in outputs]
         ctx.mark_non_differentiable(
-            *(t for t, like in zip(made, outputs, strict=True) if not like.needs_grad)
+            *(t for t, like in zip(results, outputs, strict=True) if not like.needs_grad)
         )
         ctx.set_materialize_grads(False)
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -156,22 +156,22 @@ class _StandIn(torch.autograd.Function):
                 "check them with will_it_fit."
             )
         before = recorder.books.mark()
-        given = [g for g in gradients if g is not None]
-        blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
-        call.gradients = tuple(map(Like.of, given))
+        upstream = [g for g in gradients if g is not None]
+        blocks = {block for g in upstream for block in recorder.simulation.blocks_of(g)}
+        call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
         if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
             fresh = ctx.fresh  # but for what FSDP has yet to reduce
             needed = [needs and (i < ctx.given or i in fresh) for i, needs in enumerate(needed)]
-        made = [
+        input_gradients = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
             for like, needs in zip(ctx.likes, needed, strict=True)
         ]
         for p in recorder.sharded_inside(call):
             p.grad = torch.empty_like(p) if p.grad is None else p.grad
         call.backward = before, recorder.books.mark()
-        return (None, None, None, *made)
+        return (None, None, None, *input_gradients)
 
 
 class Recorder:
@@ -298,15 +298,15 @@ class Recorder:
 
         They stay until the layer's own backward, also if all other code frees them earlier.
         """
-        levels, found = self.recording.levels, []
+        levels, lasting = self.recording.levels, []
         for number, block in call.saved.items():
             at = freed.get(block, len(levels))
             if call.backward is None or at < self.recording.turn:
                 continue
-            found.append(number)
+            lasting.append(number)
             for moment in range(at + 1, call.backward[0]):
                 levels[moment] += block.nbytes
-        return tuple(found)
+        return tuple(lasting)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
         """Return the trained parameters that FSDP gathers while the layer of a call runs."""
@@ -324,10 +324,10 @@ class Recorder:
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
-            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             every = dict(unit.module.named_parameters())
             inside = [p for p in every.values() if is_spread(p)]
-            refused = [t for t in given if is_wrapper(t)]
+            refused = [t for t in inputs if is_wrapper(t)]
             refused += [p for p in inside if id(p) not in self._sharded]
             if refused:
                 raise RuntimeError(
@@ -344,21 +344,21 @@ class Recorder:
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
             start = self.books.mark()
-            kind, found = self._run_once(
+            kind, run = self._run_once(
                 unit, (*settings, autocast, *gathered.items()),
-                lambda held: self._outputs_of(unit, plain, args, kwargs, given, held),
+                lambda held: self._outputs_of(unit, plain, args, kwargs, inputs, held),
             )  # fmt: skip
-            if found is None:
+            if run is None:
                 return plain(*args, **kwargs)
-            made, tree, saved = found
+            results, tree, saved = run
             call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
             blocks = self.simulation.blocks_of
-            call.inputs = [next(iter(blocks(t)), None) for t in given]
+            call.inputs = [next(iter(blocks(t)), None) for t in inputs]
             before = self._times.seconds
             # Autograd does not know of parameters that are gathered inside the layer.
             anchor = [torch.empty(0, requires_grad=True)] if self.sharded_inside(call) else []
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
-                self, call, [m for m in made if isinstance(m, Like)], *given,
+                self, call, [m for m in results if isinstance(m, Like)], *inputs,
                 *_plain_parameters(unit.module).values(), *anchor,
             ))  # fmt: skip
             self._times.seconds = before
@@ -367,10 +367,10 @@ class Recorder:
             values = [
                 next(new)
                 if isinstance(m, Like)
-                else given[m.number]
+                else inputs[m.number]
                 if isinstance(m, _Given)
                 else m
-                for m in made
+                for m in results
             ]
             call.saved = {i: block for i in saved for block in blocks(values[i])}
             return tree_unflatten(values, tree)
@@ -421,13 +421,13 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], _Outputs | None]:
         """Return the kind of a call, and the outputs of the first call of that kind."""
         kind = self._kinds.kind_of(unit.module)
-        found = self._outputs.find(kind, key)
-        if found is None:
+        known = self._outputs.find(kind, key)
+        if known is None:
             say(unit.name)
             before = self._times.seconds
-            found = self._outputs.run(kind, key, run)
+            known = self._outputs.run(kind, key, run)
             self._times.seconds = before
-        variant, outputs = found
+        variant, outputs = known
         return (kind.group, *key, variant), outputs
 
 

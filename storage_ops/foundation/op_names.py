@@ -62,8 +62,8 @@ def op_named(name: str) -> Overload | None:
     """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    return getattr(found, overload or "default", None)
+    op_packet = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(op_packet, overload or "default", None)
 
 
 @functools.cache
@@ -108,10 +108,10 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
     """
     if isinstance(ops, str):
         raise TypeError(f"`{field}` is the string {ops!r}. Expected a list of op names.")
-    found: set[str] = set()
+    names: set[str] = set()
     for op in ops:
-        found |= _resolve_one(op, field)
-    return frozenset(found)
+        names |= _resolve_one(op, field)
+    return frozenset(names)
 
 
 def _resolve_one(op: object, field: str) -> set[str]:
@@ -167,12 +167,12 @@ class _Overload(NamedTuple):
 def _overloads(packet: str) -> dict[str, _Overload]:
     """Return all overloads that the dispatcher has. TorchScript knows more."""
     known = set(all_names())
-    found = {}
+    by_overload = {}
     for schema in torch._C._jit_get_schemas_for_operator(packet):
         name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
         if name in known:
-            found[schema.overload_name or "default"] = _Overload(name, schema)
-    return found
+            by_overload[schema.overload_name or "default"] = _Overload(name, schema)
+    return by_overload
 
 
 def _similar(packet: str) -> str:

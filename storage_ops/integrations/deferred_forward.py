@@ -132,8 +132,8 @@ class Versions:
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         # A graph that is compiled repeats what it saw, and numbers of versions are not of it.
-        given = () if torch.compiler.is_compiling() else tensors
-        self._seen = [(t, t._version) for t in given if t is not None and not t.is_inference()]
+        watched = () if torch.compiler.is_compiling() else tensors
+        self._seen = [(t, t._version) for t in watched if t is not None and not t.is_inference()]
 
     def check(self) -> None:
         """Raise a RuntimeError if one of the tensors was written since."""

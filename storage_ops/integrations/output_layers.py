@@ -70,8 +70,8 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def head(hidden: Tensor) -> Tensor:
             origin.versions.check()
-            made: Tensor = original(layer, hidden)
-            return made
+            logits: Tensor = original(layer, hidden)
+            return logits
 
         return deferred.through(head)
 

@@ -62,13 +62,13 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return deferred(self, run, original, args, kwargs)
         weights = _weights(self, options.token_weights, labels, kwargs)
         run = Forward(name, options, labels, weights)
-        given = labels if weights is None else run.places
+        labels_or_places = labels if weights is None else run.places
         if len(args) > position:
-            args = (*args[:position], given, *args[position + 1 :])
+            args = (*args[:position], labels_or_places, *args[position + 1 :])
         else:
-            kwargs["labels"] = given
+            kwargs["labels"] = labels_or_places
         if shifted is not None:
-            kwargs["shift_labels"] = given
+            kwargs["shift_labels"] = labels_or_places
         outputs = deferred(self, run, original, args, kwargs)
         formed = options.logits == "always" or (options.logits != "never" and not self.training)
         return _finished(outputs, formed, run.results)
@@ -150,26 +150,26 @@ def _weights(
     """Return the weights of a call's tokens, and remove them from its keywords."""
     name = "token_weights" if weights is None else weights
     if isinstance(name, str):
-        given = kwargs.pop(name, None)
-        if weights is None and given is not None:  # transformers would take it and do nothing
+        weights_arg = kwargs.pop(name, None)
+        if weights is None and weights_arg is not None:  # transformers would take it and do nothing
             raise TypeError(
                 "patch_causal_lm: the model is called with `token_weights`, but was patched "
                 "without that keyword. Call storage_ops.patch_causal_lm(model, "
                 'token_weights="token_weights").'
             )
-        if weights is not None and given is None and model.training:
+        if weights is not None and weights_arg is None and model.training:
             raise ValueError(
                 f"patch_causal_lm: `token_weights` is {name!r}, and a call in training has no "
                 "keyword of that name. Put it into the batch, for which Trainer needs "
                 "remove_unused_columns=False."
             )
-        weights = given
+        weights = weights_arg
     if weights is None:
         return None
     if not isinstance(weights, Tensor) or weights.shape != labels.shape:
-        found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+        value = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
         raise ValueError(
-            f"patch_causal_lm: `token_weights` is {found}. Expected a tensor of the labels' shape, "
+            f"patch_causal_lm: `token_weights` is {value}. Expected a tensor of the labels' shape, "
             f"{tuple(labels.shape)}."
         )
     return weights
@@ -177,24 +177,24 @@ def _weights(
 
 def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
     """Return a model's outputs with results per token, and the logits removed or computed."""
-    found: list[tuple[DeferredLogits, Tensor]] = []
+    deferred_outputs: list[tuple[DeferredLogits, Tensor]] = []
 
     def one(value: object) -> Any:
         """Return the value or its replacement, also inside outputs of a part of the model."""
         if isinstance(value, DeferredLogits):
             if not formed:
                 return None
-            tensor = next((t for logits, t in found if logits is value), None)
+            tensor = next((t for logits, t in deferred_outputs if logits is value), None)
             if tensor is None:
                 tensor = value.formed()
-                found.append((value, tensor))
+                deferred_outputs.append((value, tensor))
             return tensor
         if type(value) is tuple:
             return tuple(one(v) for v in value)
         if isinstance(value, dict):
-            made = {k: one(v) for k, v in value.items()}
-            if any(made[k] is not v for k, v in value.items()):
-                return type(value)(**made)
+            items = {k: one(v) for k, v in value.items()}
+            if any(items[k] is not v for k, v in value.items()):
+                return type(value)(**items)
         return value
 
     outputs = one(outputs)

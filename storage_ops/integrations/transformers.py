@@ -166,7 +166,7 @@ def patch_causal_lm(
         >>> outputs.logits is None, outputs.nll.shape
         (True, torch.Size([2, 8]))
     """
-    given, model = model, _inner(model)
+    outer_model, model = model, _inner(model)
     name = type(model).__name__
     budget = budget_of(memory_budget, "patch_causal_lm")
     options = _options(returns, token_weights, label_smoothing, logits, budget, gradient_tolerance)
@@ -176,7 +176,7 @@ def patch_causal_lm(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}. Pass the "
                 f"same options ({options}), or call storage_ops.unpatch_causal_lm(model) first."
             )
-        return CausalLMPatch(given, applied=False)
+        return CausalLMPatch(outer_model, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: `model` is {name}, without get_output_embeddings(). Expected a "
@@ -215,7 +215,7 @@ def patch_causal_lm(
     except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
         raise
-    return CausalLMPatch(given, applied=True)
+    return CausalLMPatch(outer_model, applied=True)
 
 
 def _inner(model: object) -> Any:

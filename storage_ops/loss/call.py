@@ -183,8 +183,8 @@ def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) ->
     """Return a call with other tensors; without any, it keeps no memory."""
     kind: Any = type(call)
     names = _tensor_fields(kind)
-    given = (None,) * len(names) if tensors is None else tensors
-    changed: _Call = kind._replace(call, **dict(zip(names, given, strict=True)))
+    values = (None,) * len(names) if tensors is None else tensors
+    changed: _Call = kind._replace(call, **dict(zip(names, values, strict=True)))
     return changed
 
 
@@ -258,8 +258,8 @@ class Call(NamedTuple):
     @staticmethod
     def of_backward(args: Sequence[Any]) -> Call:
         """Return the call of which `for_backward` returned these arguments."""
-        given: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
-        return Call(*given)
+        call_args: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
+        return Call(*call_args)
 
 
 _INTO = Call._fields.index("accumulate_into")

@@ -39,8 +39,8 @@ def check_rules(op: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> Non
     for option, fits, expected, kind in rules:
         value = given[option]
         if not fits(value):
-            found = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise wrong(kind, f"{option} is", found, expected, op)
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise wrong(kind, f"{option} is", shown, expected, op)
 
 
 def check_tensors(op: str, given: Mapping[str, object], required: Collection[str]) -> None:
@@ -84,12 +84,12 @@ def check_group(op: str, process_group: Any) -> None:
 def check_layout(op: str, name: str, t: Tensor) -> None:
     """Raise a TypeError for a sparse or nested tensor, which no kernel takes."""
     if t.is_nested:
-        found, rule = "a nested tensor", "a dense one, such as the values() of a jagged tensor"
+        layout, rule = "a nested tensor", "a dense one, such as the values() of a jagged tensor"
     elif t.layout != torch.strided:
-        found, rule = f"a tensor of layout {t.layout}", "a dense one, such as its to_dense()"
+        layout, rule = f"a tensor of layout {t.layout}", "a dense one, such as its to_dense()"
     else:
         return
-    raise TypeError(f"{op}: `{name}` is {found}. Expected {rule}.")
+    raise TypeError(f"{op}: `{name}` is {layout}. Expected {rule}.")
 
 
 def class_indices(t: Tensor) -> Tensor:
@@ -282,8 +282,8 @@ def check_divisor(divisor: float | Tensor, reduction: str) -> None:
             raise wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
         return
     if divisor.dim() or divisor.is_complex():
-        found = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
-        raise wrong(ValueError, "divisor", found, "a real number of shape ()")
+        dtype_and_shape = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
+        raise wrong(ValueError, "divisor", dtype_and_shape, "a real number of shape ()")
     check_needs_none(OP, ("divisor", divisor))
 
 
@@ -330,9 +330,9 @@ def _check_picks(
         ("topk", "top_k", top_k),
     ):
         if (name in returns) != (value is not None):
-            found = "None" if value is None else "given"
+            shown = "None" if value is None else "given"
             rule = f"a value for it exactly if {name!r} is in returns"
-            raise wrong(ValueError, argument, f"is {found} and returns is {returns}", rule)
+            raise wrong(ValueError, argument, f"is {shown} and returns is {returns}", rule)
     if selected_ids is not None:
         if selected_ids.dtype not in INDICES:
             raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64, int32 or uint8")

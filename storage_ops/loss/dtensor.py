@@ -92,11 +92,11 @@ class _Meshed:
 
     def tokens(self, whole: bool = False) -> Placements:
         """Placements of what has a value per token; `whole`: as the op takes all but the input."""
-        found: Placements = []
+        placements: Placements = []
         for d, part in enumerate(self.parts):
             gathered = part is None or (whole and d == self.vocabulary)
-            found.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
-        return found
+            placements.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
+        return placements
 
     def classes(self) -> Placements:
         """Placements of what has a value per class."""

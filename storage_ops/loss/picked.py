@@ -82,8 +82,8 @@ class Picked:
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
                 rows = within(part, step.rows)
                 column, here = self._columns(step, part)
-                found = self._logits(step, tile[rows].gather(1, column), column)
-                self.logits[part] = torch.where(here, found, self.logits[part])
+                logits = self._logits(step, tile[rows].gather(1, column), column)
+                self.logits[part] = torch.where(here, logits, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
             for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, on_gpu(tile))):
                 value, column = self._largest(step, tile[within(part, step.rows)], k)
@@ -129,11 +129,11 @@ class Picked:
 
     def _take(self, rows: slice, values: Sequence[Tensor], ids: Sequence[Tensor]) -> None:
         """Keep the largest of some logits, and of equal ones those of the lowest classes."""
-        found, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
+        top_values, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
         order = classes.argsort(1)
-        found, classes = found.gather(1, order), classes.gather(1, order)
-        order = found.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
-        self.top[rows], self.top_ids[rows] = found.gather(1, order), classes.gather(1, order)
+        top_values, classes = top_values.gather(1, order), classes.gather(1, order)
+        order = top_values.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
+        self.top[rows], self.top_ids[rows] = top_values.gather(1, order), classes.gather(1, order)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
         """Return those of the given classes and of the largest, (n, K + k), and the latter's ids.
@@ -142,12 +142,14 @@ class Picked:
         classes.
         """
         shift, total, *_ = self._state.unbind(0)
-        given = self.logits
-        if given.shape[1]:
-            given = given - shift.unsqueeze(1) - total.log().unsqueeze(1)
-            given = given.masked_fill(self._outside(), 0).masked_fill(self._wrong(), torch.nan)
+        picked_logits = self.logits
+        if picked_logits.shape[1]:
+            picked_logits = picked_logits - shift.unsqueeze(1) - total.log().unsqueeze(1)
+            picked_logits = picked_logits.masked_fill(self._outside(), 0).masked_fill(
+                self._wrong(), torch.nan
+            )
         top, ids = self.top - shift.unsqueeze(1) - total.log().unsqueeze(1), self.top_ids
-        both = torch.cat((given, top), 1) if top.shape[1] else given
+        both = torch.cat((picked_logits, top), 1) if top.shape[1] else picked_logits
         if (valid := self._valid()) is not None:
             both, ids = torch.where(valid, both, 0), torch.where(valid, ids, -1)
         return both, ids
@@ -237,8 +239,8 @@ class Picked:
 def _of_groups(z: Tensor) -> Tensor:
     """Return the largest of each group of columns, the last of which may be smaller."""
     whole = z.shape[1] - z.shape[1] % GROUP
-    found, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
-    return torch.cat((found, last.amax(1, keepdim=True)), 1) if last.shape[1] else found
+    group_max, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
+    return torch.cat((group_max, last.amax(1, keepdim=True)), 1) if last.shape[1] else group_max
 
 
 def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -245,8 +245,8 @@ def grpo(
         scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
     )
     if return_metrics:
-        found = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
-        means = {name: _mean(scored, each) for name, each in found.items() if each is not None}
+        metrics = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
+        means = {name: _mean(scored, each) for name, each in metrics.items() if each is not None}
         frozen = {} if reference is None else {"ref_logps": reference}
         return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss

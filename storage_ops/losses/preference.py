@@ -286,9 +286,9 @@ def kto(
     loss = (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
     if not return_metrics:
         return loss
-    found = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
-    for name, values in tuple(found.items()):
-        found[name + "/chosen"] = (values * good).sum() / good.sum()
-        found[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
-    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return loss, found | {"kl": z} | ({} if reference is None else {"ref_logps": reference})
+    metrics = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
+    for name, values in tuple(metrics.items()):
+        metrics[name + "/chosen"] = (values * good).sum() / good.sum()
+        metrics[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return loss, metrics | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

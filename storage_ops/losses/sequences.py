@@ -126,11 +126,11 @@ def score(
         scored_target = torch.where(second_target == ignore_index, target, second_target)
         options["selected_ids"] = target.unsqueeze(-1)
         names.append("selected")
-    found = linear_cross_entropy(
+    scored = linear_cross_entropy(
         input, linear_weight, scored_target, shift=shift, ignore_index=ignore_index, returns=names,
         **options,
     )  # fmt: skip
-    results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    results = dict(zip(names, scored if len(names) > 1 else (scored,), strict=True))
     logps, mask = -results["nll"], _predicted(target, shift) != ignore_index
     second = second_mask = None
     if second_target is not None:
@@ -228,15 +228,15 @@ def _check_reference(
     loss: str, ref_input: Tensor, ref_weight: Tensor, ref_bias: Tensor | None
 ) -> None:
     """Raise the TypeError or ValueError that `score` would raise with names of the policy."""
-    given = {"ref_input": ref_input, "ref_weight": ref_weight}
-    for name, t in given.items():
+    reference = {"ref_input": ref_input, "ref_weight": ref_weight}
+    for name, t in reference.items():
         check_tensor(loss, name, t)
-    check_head(f"losses.{loss}", given)
+    check_head(f"losses.{loss}", reference)
     if ref_bias is not None:
         check_tensor(loss, "ref_bias", ref_bias)
         if ref_bias.shape != ref_weight.shape[:1]:
-            found, rule = tuple(ref_bias.shape), str(tuple(ref_weight.shape[:1]))
-            raise wrong(loss, ValueError, "ref_bias has shape", found, rule)
+            bias_shape, rule = tuple(ref_bias.shape), str(tuple(ref_weight.shape[:1]))
+            raise wrong(loss, ValueError, "ref_bias has shape", bias_shape, rule)
 
 
 def check_values(

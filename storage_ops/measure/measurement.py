@@ -62,21 +62,21 @@ def numbered(device: str | torch.device) -> torch.device:
         ValueError: that is no device, or there is none.
     """
     try:
-        found = torch.device(device)
+        device_found = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"`device` is {device!r}. Expected 'cpu' or a CUDA device.") from None
-    if found.type != "cuda":
-        return found
+    if device_found.type != "cuda":
+        return device_found
     if not torch.cuda.is_available():
         raise ValueError(f"`device` is {device!r}, but torch finds no GPU. Expected 'cpu'.")
-    if found.index is None:
+    if device_found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    if found.index >= torch.cuda.device_count():
+    if device_found.index >= torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise ValueError(
             f"`device` is {device!r}. Expected a number below {there}, the number of GPUs."
         )
-    return found
+    return device_found
 
 
 @dataclass

@@ -173,12 +173,12 @@ def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict
 
     Nodes that are left out have degree 0.
     """
-    found: dict[fx.Node, Degree] = {tangent: 1}
+    degrees: dict[fx.Node, Degree] = {tangent: 1}
 
     def degree(item: object) -> Degree:
         if is_zero(item):
             return None
-        return found.get(item, 0) if isinstance(item, fx.Node) else 0
+        return degrees.get(item, 0) if isinstance(item, fx.Node) else 0
 
     for node in graph.nodes:
         if node not in dependent or node is tangent:
@@ -186,7 +186,7 @@ def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict
         if not is_tensor(node):
             raise Conflict("depends on the upstream gradient", node)
         try:
-            found[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
+            degrees[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
         except Conflict as conflict:
             raise Conflict(str(conflict), conflict.node or node) from None
-    return found
+    return degrees

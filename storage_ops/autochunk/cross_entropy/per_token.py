@@ -214,8 +214,8 @@ class _Tokens:
         """Return the gradient of a number with respect to input and weight, flattened."""
         if not value.requires_grad:
             return torch.zeros(1)
-        found = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
-        return torch.cat([g.flatten() for g in found if g is not None])
+        gradients = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
+        return torch.cat([g.flatten() for g in gradients if g is not None])
 
 
 def _untransposed(node: Any) -> tuple[fx.Node, bool]:
@@ -263,11 +263,11 @@ def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
 
 def _check_analytic(body: fx.Graph) -> None:
     """Raise Conflict if random tokens cannot tell the function of the logits from another."""
-    found: set[fx.Node] = set()
+    after_product: set[fx.Node] = set()
     for node in body.nodes:
         name = short_name(node)
-        if found.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
-            found.add(node)
+        if after_product.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
+            after_product.add(node)
             if node.op == "call_function" and name not in _ANALYTIC:
                 raise Conflict(f"applies {name} to the logits")
 
@@ -307,11 +307,11 @@ def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
     """Return the numbers c with got = sum_i c_i terms_i. Raise Conflict if there are none."""
     basis = torch.stack(list(terms), 1)
     size = basis.norm(dim=0).clamp(min=1e-300)
-    found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
-    error = (basis @ found - got).norm()
+    coefficients = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
+    error = (basis @ coefficients - got).norm()
     if not error <= 1e-9 * (got.norm() + 1e-30):
         raise Conflict("is not the gradient of any known function of the logits")
-    return [float(c) if abs(c) > 1e-9 else 0.0 for c in found]
+    return [float(c) if abs(c) > 1e-9 else 0.0 for c in coefficients]
 
 
 def in_double(graph: fx.Graph) -> fx.GraphModule:

@@ -101,8 +101,8 @@ def ends(graph: fx.Graph) -> list[fx.Node]:
 
 def returned(graph: fx.Graph) -> list[Any]:
     """Return the values that a graph returns, one or several."""
-    (given,) = next(n for n in graph.nodes if n.op == "output").args
-    return list(given) if isinstance(given, (tuple, list)) else [given]
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def leading_to(
@@ -112,15 +112,15 @@ def leading_to(
 
     `replaced` maps a node to the node that takes its place.
     """
-    found = set(nodes)
-    stack = list(found)
+    before = set(nodes)
+    stack = list(before)
     while stack:
         for arg in stack.pop().all_input_nodes:
             now = (replaced or {}).get(arg, arg)
-            if now not in found:
-                found.add(now)
+            if now not in before:
+                before.add(now)
                 stack.append(now)
-    return found
+    return before
 
 
 def is_hinted(size: Size) -> bool:
@@ -178,12 +178,12 @@ def reached(
     starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
     """Return all direct and indirect users of nodes. Users that fail `through` end the search."""
-    found: set[fx.Node] = set()
+    after: set[fx.Node] = set()
     stack = list(starts)
     while stack:
         for user in stack.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in after:
+                after.add(user)
                 if through(user):
                     stack.append(user)
-    return found
+    return after

@@ -52,11 +52,11 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     done, waiting = [], [product]
     while waiting:
         each = waiting.pop(0)
-        found = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
-        if found is None:
+        rewritten = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
+        if rewritten is None:
             done.append(each)
         else:
-            waiting[:0] = found
+            waiting[:0] = rewritten
     return done
 
 
@@ -71,10 +71,10 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
             tokens = TokenRanges(graph, product, first, small, stacks)
             if not tokens.chosen:
                 return None
-            found = _Parts(graph, tokens).run()
+            rewritten = _Parts(graph, tokens).run()
             mutations.check_order(graph)
-            if not small or (len(found) == 1 and not _has_sizes(found[0], shape(product))):
-                return found
+            if not small or (len(rewritten) == 1 and not _has_sizes(rewritten[0], shape(product))):
+                return rewritten
             undo()  # all tokens are read
             return None
         except Conflict as conflict:
@@ -207,26 +207,26 @@ class _Parts:
             if left and _has_sizes(left, sizes) and left.meta["val"].dtype == like:
                 return left  # type: ignore[no-any-return]
         for arg in zeros:
-            given = reads[arg]
-            assert isinstance(given, Rows)
-            new[arg] = self.zeros(arg, self.sizes(arg, given, begin, end))
-        made = node
+            layout = reads[arg]
+            assert isinstance(layout, Rows)
+            new[arg] = self.zeros(arg, self.sizes(arg, layout, begin, end))
+        part_node = node
         if rule.labels is None:
             (source,) = new
-            made = self.reshaped(new[source], sizes)
+            part_node = self.reshaped(new[source], sizes)
         elif any(a is not value for a, value in new.items()) or not _has_sizes(node, sizes):
-            made = self.call(
+            part_node = self.call(
                 self.target(node),
                 *(self.numbers(sizes) if i == rule.sizes else fx.map_arg(a, lambda a: new.get(a, a))
                   for i, a in enumerate(node.args)),
                 **node.kwargs,
             )  # fmt: skip
-        if not _has_sizes(made, sizes):
+        if not _has_sizes(part_node, sizes):
             raise Conflict("is not a range of its own value", node)
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        part_node.meta["stack_trace"] = node.meta.get("stack_trace")
         if node is self.tokens.product:
-            self.products.append(made)
-        return made
+            self.products.append(part_node)
+        return part_node
 
     def target(self, node: fx.Node) -> Any:
         """Return the op to call for a range. A mean becomes a sum."""
@@ -263,8 +263,8 @@ class _Parts:
             part = self.part(node, begin, end)
             part = part or self.zeros(node, self.sizes(node, rows, begin, end))
             parts.append(self.reshaped(part, [*sizes[:dim], last - first, *sizes[dim + 1 :]]))
-        made = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
-        return self.reshaped(made, shape(node))
+        joined = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
+        return self.reshaped(joined, shape(node))
 
     def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
         """Return the tokens that a mask keeps at their places, between zeros."""
@@ -294,20 +294,20 @@ class _Parts:
         All ops that index with the mask then read these vectors.
         """
         call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
-        found = call(_ATEN.nonzero.default, (mask,))
+        places = call(_ATEN.nonzero.default, (mask,))
         with value.fake_mode:
-            found.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
-        vectors = [self.call(_ATEN.select.int, found, 1, i) for i in range(value.dim())]
+            places.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
+        vectors = [self.call(_ATEN.select.int, places, 1, i) for i in range(value.dim())]
         for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
-            given: Any = user.args[1]
-            each = (vectors if index is mask else [index] for index in given)
+            indices: Any = user.args[1]
+            each = (vectors if index is mask else [index] for index in indices)
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
         if symbols:  # a size known at run time only is known from this node on
             from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
 
             path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
-            found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
+            places.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
         return vectors
 
     def zeros(self, like: fx.Node, sizes: list[Size]) -> fx.Node:

@@ -155,13 +155,13 @@ def _can_replay(node: fx.Node) -> bool:
 
 def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of forwards: those where a backward pass begins, and their ancestors."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if _begins_backward(node):
-            found.update(node.all_input_nodes)
-        if node in found:
-            found.update(node.all_input_nodes)
-    return found
+            nodes.update(node.all_input_nodes)
+        if node in nodes:
+            nodes.update(node.all_input_nodes)
+    return nodes
 
 
 def _leads_past_gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -129,8 +129,8 @@ class Arguments:
         if is_traceable_wrapper_subclass(t):
             names, context = t.__tensor_flatten__()
             inner = {name: self._stand_in(getattr(t, name), frozenset()) for name in names}
-            made = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
-            return made.requires_grad_(t.requires_grad)
+            stand_in = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
+            return stand_in.requires_grad_(t.requires_grad)
         options: dict[str, Any] = {"static_shapes": True}
         if dynamic:
             from torch._dynamo.source import ConstantSource
@@ -200,12 +200,12 @@ class Arguments:
     def _check_attributes(self, place: int, t: Tensor) -> None:
         now = _attributes(t)
         for name, traced in self._attributes[place].items():
-            given = now.get(name)
-            plain = not isinstance(traced, Tensor) and type(given) is type(traced)
-            if given is not traced and not (plain and given == traced):
+            value_now = now.get(name)
+            plain = not isinstance(traced, Tensor) and type(value_now) is type(traced)
+            if value_now is not traced and not (plain and value_now == traced):
                 raise ValueError(
-                    f"traced step: {self._names[place]}.{name} is {given!r}. Expected {traced!r}, "
-                    "as when traced."
+                    f"traced step: {self._names[place]}.{name} is {value_now!r}. Expected "
+                    f"{traced!r}, as when traced."
                 )
 
 

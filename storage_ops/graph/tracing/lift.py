@@ -118,10 +118,10 @@ class Lift(TorchDispatchMode):
 
     def slot_of(self, t: Tensor) -> Slot:
         """Return the slot from which a tensor is read at each call."""
-        found = self._slots.get(id(t))
-        if found is None and _place_of(t) is not None:
-            found = self._slots_by_place.get(_place_of(t))
-        return found or Slot(_describe(t), lambda: t)
+        slot = self._slots.get(id(t))
+        if slot is None and _place_of(t) is not None:
+            slot = self._slots_by_place.get(_place_of(t))
+        return slot or Slot(_describe(t), lambda: t)
 
     def restore(self) -> None:
         """Undo changes of in-place ops to the real tensors in autograd: graphs and versions."""

@@ -336,8 +336,8 @@ def _nothing_left_behind(
 
     State that fn replaces (`_replaced`) is expected. Any other tensor that is left is an error.
     """
-    held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
-    before = [(name, holder, holder.copy()) for name, holder in held]
+    containers = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
+    before = [(name, holder, holder.copy()) for name, holder in containers]
     left: list[str] = []
     names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
     torch.clear_autocast_cache()
