@@ -108,8 +108,8 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
         ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1};"),
         ("other", [], "which needs an argument width. Expected a function without arguments"),
-        ("needs", [], "--batch is missing;"),
-        ("alone", ["--batch", "2"], "--batch is 2. Expected none, since"),
+        ("needs", [], "--batch is missing, and"),
+        ("alone", ["--batch", "2"], "--batch is 2, but"),
         ("alone", ["--batch", "0"], "--batch is 0. Expected 1 or more"),
     ],
 )
@@ -138,7 +138,7 @@ def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
 
 def test_find_needs_an_argument_of_that_name(file, capsys):
     assert main(["fit", "--model", f"{file}:alone", "--find", "batch"]) == 2
-    assert "--find is batch. Expected device, since" in capsys.readouterr().err
+    assert "--find is batch, but" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])

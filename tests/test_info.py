@@ -59,7 +59,7 @@ def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
     (tmp_path / "storage_ops/lib" / CPU).touch()
     assert _library.hidden() == tmp_path / "storage_ops"
     *_, last = storage_ops.info()["problems"]
-    assert f"what is installed is {tmp_path / 'storage_ops'}: start python in another" in last
+    assert f"installed package is {tmp_path / 'storage_ops'}. Start python in another" in last
 
 
 def test_what_was_chosen_is_no_problem():

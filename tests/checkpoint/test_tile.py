@@ -185,7 +185,7 @@ def test_budget_bounds_what_one_tile_takes():
             module(x).backward(g)
         assert m.peak_bytes <= fixed + storage_ops.quantities.parse_bytes(budget, "") * 1.05
     assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
-    with pytest.raises(ValueError, match="for one token, and budget is 1000 B"):
+    with pytest.raises(ValueError, match="for one token, and `budget` is 1000 B"):
         storage_ops.tile(Mlp(32, 256), budget=1000)(x)
 
 

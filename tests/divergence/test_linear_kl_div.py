@@ -89,7 +89,7 @@ def error(ours, expected):
 
 
 def smallest_budget(made, **options):
-    with pytest.raises(ValueError, match="expected at least") as complaint:
+    with pytest.raises(ValueError, match="Expected at least") as complaint:
         run(so.linear_kl_div, made, memory_budget=0, **options)
     return int(str(complaint.value).split("at least ")[1].split()[0])
 

@@ -100,7 +100,7 @@ def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, kind, 
         products = Aten(item, threads, upcasts=kind == "upcast" and item == 2)
     p = dataclasses.replace(p, matmul=products)
     budget = least = planner.smallest_budget(p)
-    with pytest.raises(ValueError, match=f"expected at least {least} "):
+    with pytest.raises(ValueError, match=f"Expected at least {least} "):
         planner.choose(p, least - 1, devices.named(device))
     whole = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
     # Where all logits wait, a wider last slice may divide the others into one more.

@@ -306,6 +306,6 @@ def _of_one_call(one: PerToken, other: PerToken) -> bool:
     """Return True if two PerTokens differ in their range of tokens only."""
     if one is other:
         return True
-    call_options = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)
+    heads = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)
              for h in (one, other)]  # fmt: skip
-    return call_options[0] == call_options[1] and not one.dense and not other.dense
+    return heads[0] == heads[1] and not one.dense and not other.dense
