@@ -159,7 +159,7 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     # A fake tensor represents one tensor in a simulation, but any tensor in a recorded graph.
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
-    # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
+    # The saved tensor and `storage` are two users. Batched upstream gradients need a new tensor.
     if (
         retained
         or batched(upstream)
@@ -209,13 +209,13 @@ def _is_in_grad() -> bool:
     return any(each.key() != TransformType.Vmap for each in transforms)
 
 
-# Dynamo calls it while it traces, and guards on the transforms.
+# Dynamo evaluates a function that is marked so while it traces, and guards on the transforms.
 _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_graph(apply: Callable[..., Any], call: object) -> Any:
     """Return `apply(call)`, for which torch.compile creates no graph."""
-    from storage_ops._without_graph import run  # imports Dynamo, which is at work then
+    from storage_ops._without_graph import run  # imports Dynamo, which runs at this point
 
     return run(apply, call)
 

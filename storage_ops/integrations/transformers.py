@@ -139,8 +139,8 @@ def patch_causal_lm(
             a plain output layer. Adapters of the output layer and fused heads of TRL stay exact.
 
     Returns:
-        A context manager that yields the model and calls `unpatch_causal_lm` at its end. It need
-        not be used as one.
+        A context manager that yields the model and calls `unpatch_causal_lm` at its end. The patch
+        is applied without a with block, too.
 
     Raises:
         TypeError: the model is of another kind, or there are token_weights for an encoder-decoder,
@@ -219,9 +219,7 @@ def patch_causal_lm(
 
 
 def _inner(model: object) -> Any:
-    """Return the model in a `PeftModel`, or in the result of torch.compile.
-
-    Others stay as they are.
+    """Return the model in a `PeftModel` or in the result of torch.compile; other models unchanged.
 
     A `PeftModel` adds its adapters to the model in it.
     """

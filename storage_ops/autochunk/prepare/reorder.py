@@ -1,4 +1,4 @@
-"""Reorders tokens where each of them is a few numbers.
+"""Reorders tokens while they are small, before an op makes them large.
 
 Mixup adds targets to the same targets in another order, `q.flip(0)` or `q[order]`. A chunk cannot
 take its part of such a tensor. But the op commutes with all ops that work on each token alone, so
@@ -30,7 +30,7 @@ def reorder_sources(graph: fx.Graph, amplifier: fx.Node, least: int) -> None:
 
     Args:
         amplifier: tensors that depend on it, or on a matrix product, keep their order.
-        least: elements of the largest tensor that is small.
+        least: tensors with more elements than this are large.
     """
     starts = [amplifier, *(n for n in graph.nodes if is_product(n))]
     after, moved = {*starts, *reached(starts)}, list[fx.Node]()
@@ -138,7 +138,7 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
 
 
 def _reordered(call: Calls, node: fx.Node, arg: fx.Node, dim: int) -> fx.Node:
-    """Return an argument in the order that an op makes, along one of its dimensions."""
+    """Return an argument, reordered along a dimension as op `node` reorders its input."""
     _, _, order = _order(node)
     if isinstance(order, fx.Node):
         return call(_ATEN.index.Tensor, arg, [*[None] * dim, order])
