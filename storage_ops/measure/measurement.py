@@ -62,21 +62,21 @@ def numbered(device: str | torch.device) -> torch.device:
         ValueError: that is no device, or there is none.
     """
     try:
-        device_found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"`device` is {device!r}. Expected 'cpu' or a CUDA device.") from None
-    if device_found.type != "cuda":
-        return device_found
+    if torch_device.type != "cuda":
+        return torch_device
     if not torch.cuda.is_available():
         raise ValueError(f"`device` is {device!r}, but torch finds no GPU. Expected 'cpu'.")
-    if device_found.index is None:
+    if torch_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    if device_found.index >= torch.cuda.device_count():
+    if torch_device.index >= torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise ValueError(
             f"`device` is {device!r}. Expected a number below {there}, the number of GPUs."
         )
-    return device_found
+    return torch_device
 
 
 @dataclass

@@ -171,23 +171,23 @@ def estimate(
         32
     """
     ledger = Ledger()
-    held = Captured(fn, args, kwargs)
+    captured = Captured(fn, args, kwargs)
     roles: dict[Block, str] = {}
 
-    simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
+    simulated = simulating(ledger, captured, args, kwargs, Assumption(assume))
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing("estimate"))
-        for root in held.roots:
+        for root in captured.roots:
             stack.enter_context(around_calls(root, noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
-        for root in held.roots:
+        for root in captured.roots:
             note_roles(roles, PARAMETERS, root.parameters(), simulation)
             note_roles(roles, BUFFERS, root.buffers(), simulation)
-        note_optimizers(roles, held, simulation)
+        note_optimizers(roles, captured, simulation)
         result = call_simulated(fn, args, kwargs)
-        for root in held.roots:
+        for root in captured.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
-        note_optimizers(roles, held, simulation)
+        note_optimizers(roles, captured, simulation)
         estimated = Estimate(
             sent_bytes=dict(simulation.sent),
             subject=getattr(fn, "__name__", type(fn).__name__),

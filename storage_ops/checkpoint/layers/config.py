@@ -200,10 +200,14 @@ class ActivationCheckpointConfig:
 
     def policies(self) -> list[Policy]:
         """Return the policy functions that `policy` names."""
-        given = self.policy
-        if given is None:
+        own_policy = self.policy
+        if own_policy is None:
             return []
-        items = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        items = (
+            own_policy
+            if isinstance(own_policy, Sequence) and not isinstance(own_policy, str)
+            else [own_policy]
+        )
         return [named_policy(item) for item in items]
 
     @staticmethod

@@ -61,7 +61,7 @@ def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tup
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear)
     }
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     for pattern in patterns:
         matching = [module for name, module in layers.items() if fnmatchcase(name, pattern)]
         if not matching:
@@ -70,8 +70,8 @@ def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tup
             raise ValueError(
                 f"`{field}` contains {pattern!r}, which matches the name of no linear layer.{hint}"
             )
-        found += [(module.in_features, module.out_features) for module in matching]
-    return found
+        shapes += [(module.in_features, module.out_features) for module in matching]
+    return shapes
 
 
 def qualified_name(name: str) -> str:

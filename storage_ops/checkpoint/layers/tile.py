@@ -211,16 +211,16 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
                 if out.requires_grad:
                     out.backward(gradient)
 
-        found = _estimators[0](step, piece, gradient, *fakes.values())
-    return int(found.peak_bytes - found.input_bytes)
+        estimate = _estimators[0](step, piece, gradient, *fakes.values())
+    return int(estimate.peak_bytes - estimate.input_bytes)
 
 
 def _fake(shape: Sequence[int], t: Tensor) -> Tensor:
-    made = torch.empty(shape, dtype=t.dtype, device=t.device)
+    fake = torch.empty(shape, dtype=t.dtype, device=t.device)
     if t.requires_grad:
-        made.requires_grad_()
-        made.grad = torch.empty_like(made)
-    return made
+        fake.requires_grad_()
+        fake.grad = torch.empty_like(fake)
+    return fake
 
 
 class Tiled(Replaced):

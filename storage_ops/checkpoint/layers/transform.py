@@ -109,7 +109,7 @@ def apply_activation_checkpoint(
                 f"the same options ({options}), or call remove_activation_checkpoint(model) first."
             )
     changed: list[nn.Module] = []
-    held: list[nn.Module] = []
+    holders: list[nn.Module] = []
     separated: list[nn.Module] = []
     try:
         for _, layer, holder in chosen:
@@ -121,11 +121,11 @@ def apply_activation_checkpoint(
                 changed.append(layer)
             if discarding and holder is not None and scope.options_of(holder) is None:
                 scope.hold(holder, **options)
-                held.append(holder)
+                holders.append(holder)
     except BaseException:  # an interrupt too
         for layer in changed:
             wrapper.unset_checkpointing(layer)
-        for holder in held:
+        for holder in holders:
             scope.release(holder)
         for holder in separated:
             sharing.rejoin(holder)

@@ -196,8 +196,8 @@ def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
         # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
-        made: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
-        return lambda: [partial(_saved_for, each) for each in made]
+        held_inputs: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
+        return lambda: [partial(_saved_for, each) for each in held_inputs]
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack for s in saved]
 

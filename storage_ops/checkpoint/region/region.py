@@ -257,13 +257,13 @@ class Region:
 
     def _freed_before(self) -> list[Region]:
         """Return the regions whose outputs a repetition of this one misses, in their order."""
-        found: set[Region] = set()
+        regions: set[Region] = set()
         stack = [self]
         while stack:
-            missing = {r for r in stack.pop().producers if r._discarded} - found
-            found |= missing
+            missing = {r for r in stack.pop().producers if r._discarded} - regions
+            regions |= missing
             stack += missing
-        return sorted(found, key=lambda region: region._serial)
+        return sorted(regions, key=lambda region: region._serial)
 
     def recompute(self, for_another: bool = False) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
@@ -348,8 +348,8 @@ class Region:
         if checks:
             saved_tensors.check(again, self.name, lambda: self._difference(log, stops))
         if modified:
-            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            check_unread(self.name, modified, outputs, start, given)
+            tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            check_unread(self.name, modified, outputs, start, tensors)
         if not self._running:
             self._bind(outputs)
         return again
@@ -357,8 +357,8 @@ class Region:
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_next: bool) -> Any:
         assert self._state is not None
         captured = [t for ref in self._parameters if (t := ref()) is not None]
-        given = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
-        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
+        parameters = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
+        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *parameters], is_next)
 
     def _modified(self) -> list[Tensor]:
         seen = ((ref(), version) for ref, version in self._versions)

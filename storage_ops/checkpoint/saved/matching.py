@@ -41,11 +41,11 @@ ORIGIN = "_storage_ops_origin"
 
 def describe_call(args: Args, kwargs: Kwargs) -> Call:
     """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
-    found: Call = []
-    _describe(args, found)
+    description: Call = []
+    _describe(args, description)
     if kwargs:
-        _describe(kwargs.values(), found)
-    return found
+        _describe(kwargs.values(), description)
+    return description
 
 
 def _describe(values: Iterable[object], found: Call) -> None:

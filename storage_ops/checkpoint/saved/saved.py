@@ -96,11 +96,11 @@ class Saved:
         parameter: int | None, is_leaf: bool, version: int,
     ) -> Saved:  # fmt: skip
         """Return a description that was made without Python."""
-        found = Saved.__new__(Saved)
+        saved = Saved.__new__(Saved)
         layout = torch.Size(shape), stride, getattr(torch, dtype), torch.device(device)
-        found.layout, found.checksum, found.parameter = layout, None, parameter
-        found.is_leaf, found.version = is_leaf, version
-        return found
+        saved.layout, saved.checksum, saved.parameter = layout, None, parameter
+        saved.is_leaf, saved.version = is_leaf, version
+        return saved
 
     @property
     def is_jagged(self) -> bool:

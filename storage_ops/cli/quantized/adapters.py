@@ -95,7 +95,7 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
     )
     try:
         with torch.device("meta"), _without_warnings():
-            made: nn.Module = peft.get_peft_model(model, config)
+            adapted_model: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         config_of: Any = model.config
         if lora.modules is None:
@@ -104,7 +104,7 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
                 f"Expected modules, such as {lora.rank}:all-linear."
             ) from error
         raise ValueError(f"--lora has modules that PEFT refuses: {error}") from error
-    for module in made.modules():
+    for module in adapted_model.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, QuantizedExperts):
             raise ValueError(
@@ -115,7 +115,7 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
             base.copies_output = isinstance(base, Linear4bit)
             kind: Any = type(module)
             module.__class__ = _as_on_bitsandbytes(kind)
-    return made
+    return adapted_model
 
 
 @functools.lru_cache(maxsize=16)

@@ -120,13 +120,13 @@ _METHODS = {"bitsandbytes": _of_bitsandbytes, "fp8": _of_fp8, "mxfp4": _of_mxfp4
 
 
 def _skipped(facts: Mapping[str, Any], *keys: str) -> tuple[str, ...] | None:
-    found = next((facts[key] for key in keys if facts.get(key) is not None), None)
-    return None if found is None else tuple(found)
+    names = next((facts[key] for key in keys if facts.get(key) is not None), None)
+    return None if names is None else tuple(names)
 
 
 def _dtype(facts: Mapping[str, Any], key: str, default: str) -> torch.dtype:
     name = str(facts.get(key) or default).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"--hf-config has {key} {name}. Expected a dtype of torch.")
-    return found
+    return dtype

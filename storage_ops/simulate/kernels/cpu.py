@@ -44,8 +44,8 @@ def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See)
     of_x = out[0]
     again = []
     if of_x is not None:
-        given = memory_format_of(args[1])
-        if all(t.is_contiguous(memory_format=given) for t in args[:2]):
+        input_format = memory_format_of(args[1])
+        if all(t.is_contiguous(memory_format=input_format) for t in args[:2]):
             again = scratch.take(of_x)
     for t in out:
         if t is not None:

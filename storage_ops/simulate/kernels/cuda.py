@@ -212,13 +212,13 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
 
 def keep_workspaces(ledger: Ledger, nbytes: int, threads: int = THREADS) -> list[Block]:
     """Record the workspaces of threads that multiply, from the beginning."""
-    made = [
+    blocks = [
         Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
         for _ in range(threads)
         if nbytes
     ]
-    ledger.inputs += made
-    return made
+    ledger.inputs += blocks
+    return blocks
 
 
 describe(

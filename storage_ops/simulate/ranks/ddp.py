@@ -27,14 +27,14 @@ def ddp_in(modules: Iterable[nn.Module]) -> list[Any]:
 @contextlib.contextmanager
 def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
     """Repeat the memory behaviour of DDP's reducer, which would communicate."""
-    found = ddp_in(modules)
-    if not found:
+    wrappers = ddp_in(modules)
+    if not wrappers:
         yield
         return
     kind = nn.parallel.DistributedDataParallel
     plain = kind.forward
     with contextlib.ExitStack() as stack:
-        for ddp in found:
+        for ddp in wrappers:
             stack.enter_context(_buckets(ddp, simulation))
         kind.forward = _ddp_forward  # type: ignore[method-assign]
         stack.callback(setattr, kind, "forward", plain)
@@ -53,10 +53,10 @@ def _ddp_forward(self: nn.parallel.DistributedDataParallel, *args: object, **kwa
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
-        found.setdefault(t.dtype, []).append(t)
-    return list(found.values())
+        by_dtype.setdefault(t.dtype, []).append(t)
+    return list(by_dtype.values())
 
 
 @contextlib.contextmanager

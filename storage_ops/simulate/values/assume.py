@@ -118,13 +118,13 @@ def _share(what: str, number: object) -> float:
 def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
     """Return the error for an op that needs unknown values without an assumption."""
     told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
-    made = "" if told is asked else f", which depend on {told.name} at {told.line}"
+    origin = "" if told is asked else f", which depend on {told.name} at {told.line}"
     key = "item" if told.kind == "value" else told.name
     remedy = "Leave that part out of `fn`."
     if told.kind != "nothing":
         remedy = f"Pass assume={{{key!r}: {_EXPECTED[told.kind]}}}, or leave that part out of `fn`."
     return RuntimeError(
-        f"estimate: `fn` needs the values of a tensor{made}: {asked.name} at {asked.line}. A "
+        f"estimate: `fn` needs the values of a tensor{origin}: {asked.name} at {asked.line}. A "
         f"simulation does not have them. {remedy}"
     )
 
@@ -141,6 +141,10 @@ def users_line(at: FrameType | TracebackType | None) -> str:
     place = users_place(at)
     if place is None:
         return "a line that is not in a file"
-    found = place[0].f_code.co_filename, place[1]
-    text = linecache.getline(*found).strip()
-    return f"{found[0]}:{found[1]} ({text})" if text else f"{found[0]}:{found[1]}"
+    file_and_line = place[0].f_code.co_filename, place[1]
+    text = linecache.getline(*file_and_line).strip()
+    return (
+        f"{file_and_line[0]}:{file_and_line[1]} ({text})"
+        if text
+        else f"{file_and_line[0]}:{file_and_line[1]}"
+    )

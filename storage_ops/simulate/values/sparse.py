@@ -112,10 +112,10 @@ class Sparse:
         return self.new(indices, values, args[0].shape, own.coalesced)
 
     def _construct(self, func: Overload, args: Args, kwargs: Kwargs) -> Tensor:
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-        given.update(kwargs)
-        coalesced = bool(given.get("is_coalesced", False))
-        return self.new(given["indices"], given["values"], given["size"], coalesced)
+        arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        arguments.update(kwargs)
+        coalesced = bool(arguments.get("is_coalesced", False))
+        return self.new(arguments["indices"], arguments["values"], arguments["size"], coalesced)
 
     def _indices_of(self, func: Overload, t: Tensor) -> Tensor:
         return self._of(t).indices.detach()
