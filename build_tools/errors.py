@@ -81,8 +81,11 @@ def _messages(tree):
             )
         elif name == _FAIL:
             kinds = [ast.unparse(a) for a in arguments if ast.unparse(a).endswith("Error")]
-            message = max(map(_text, arguments), key=len)
-            yield kinds[0] if kinds else "RuntimeError", message
+            prefix = "tile: … " if len(arguments) > 1 else "checkpoint: "
+            yield (
+                kinds[0] if kinds else "RuntimeError",
+                prefix + max(map(_text, arguments), key=len),
+            )
         elif name in _KINDS:
             yield _KINDS[name], _text(arguments[0])
         elif name.endswith("Error") and arguments:

@@ -106,7 +106,7 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         ("text", [], "which returned a batch that is a str. Expected a tensor"),
         ("no_loss", [], "which returned a loss that is a int. Expected a function"),
         ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
-        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1};"),
+        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1}."),
         ("other", [], "which needs an argument width. Expected a function without arguments"),
         ("needs", [], "--batch is missing, and"),
         ("alone", ["--batch", "2"], "--batch is 2, but"),
@@ -123,8 +123,8 @@ def test_complaints(function, options, said, file, capsys):
 @pytest.mark.parametrize(
     ("spelled", "said"),
     [
-        ("mine.py", "expected a file and a function: FILE.py:FUNCTION"),
-        ("mine:f", "expected a file and a function: FILE.py:FUNCTION"),
+        ("mine.py", "Expected a file and a function: FILE.py:FUNCTION"),
+        ("mine:f", "Expected a file and a function: FILE.py:FUNCTION"),
         ("no.py:f", "there is no file no.py"),
         ("broken.py:f", "whose file raised NameError: name 'x' is not defined"),
     ],

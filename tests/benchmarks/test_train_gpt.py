@@ -28,7 +28,7 @@ def assert_same(job, other, exact):
     parameters = [torch.cat([p.flatten() for p in j.model.parameters()]) for j in (job, other)]
     if exact:
         assert job.losses == other.losses and torch.equal(*parameters)
-    else:  # Adam turns a gradient of nearly 0 into a step of either sign, but few are so
+    else:  # The sign of Adam's step is not certain for the few gradients near 0.
         torch.testing.assert_close(job.losses, other.losses, rtol=1e-5, atol=0)
         assert (parameters[0] - parameters[1]).norm() < 1e-4 * parameters[1].norm()
 

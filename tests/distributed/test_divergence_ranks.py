@@ -98,11 +98,11 @@ def refused(rank):
         so.linear_kl_div(x, w, t, tw, process_group=3)
     with pytest.raises(ValueError, match="differ"):  # on every rank, not a hang
         so.linear_kl_div(x, w, t, tw, process_group=group, divergence=("jsd", "tvd")[rank])
-    alone = ("expected", {"token_weight": torch.rand(3)}), ("rank 0 .* has refused", {})
+    alone = ("Expected", {"token_weight": torch.rand(3)}), ("rank 0 .* has refused", {})
     with pytest.raises(ValueError, match=alone[rank > 0][0]):
         so.linear_kl_div(x, w, t, tw, process_group=group, **alone[rank > 0][1])
     sharded = distribute_tensor(torch.randn(VOCAB, 8), init_device_mesh("cpu", (WORLD,)))
-    with pytest.raises(TypeError, match="linear_weight is a DTensor"):
+    with pytest.raises(TypeError, match="`linear_weight` is a DTensor"):
         so.linear_kl_div(x, sharded, t, tw)
 
 

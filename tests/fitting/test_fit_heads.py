@@ -254,7 +254,7 @@ def test_where_there_is_none():
         storage_ops.fit(body, ids, "1GiB", actions=["linear_cross_entropy"])
     model = Model()
     model.same = model.head
-    with pytest.raises(ValueError, match="stands in several places"):
+    with pytest.raises(ValueError, match="is in several places"):
         storage_ops.fit(model, ids, "1GiB", actions=["linear_cross_entropy"])
 
 

@@ -31,7 +31,7 @@ def test_samples(info, dtype):
         result = ours(sample)
         count[min(weight.dim(), 3)] += 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it goes back to whole logits
+            warnings.simplefilter("ignore")  # the warning that torch falls back to whole logits
             options = {**sample.kwargs, "options": None}
             right = F.linear_cross_entropy(sample.input, weight, target, **options)
         torch.testing.assert_close(result, right)
@@ -61,7 +61,7 @@ def test_error_inputs(info):
     {"weight": torch.rand(9), "token_weight": torch.rand(4, 2, 3)}, {"returns": ("nll", "argmax")},
 ])  # fmt: skip
 def test_options_at_every_position(options, dense):
-    """Each position is a loss of its own; a mean divides by what it sums over all of them."""
+    """Each position has its own loss. A mean divides by the sum of weights over all positions."""
     module = so.LinearCrossEntropyLoss(5, 9, True, out_features=(2, 3))
     x, w = torch.randn(4, 5), module.linear.weight.view(9, 2, 3, 5)
     b = module.linear.bias.view(9, 2, 3)

@@ -40,7 +40,7 @@ def test_it_is_one_file_for_light_and_dark(report):
 
 
 def test_the_areas_end_at_the_peak(report):
-    """In a picture that is as high as the budget."""
+    """The picture is as high as the budget."""
     budget = report.peak_bytes
     text = page.of(report.step, budget, [])
     svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])

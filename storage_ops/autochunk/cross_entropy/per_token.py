@@ -1,7 +1,7 @@
-"""The part of a loss from the hidden states to its rows, a few numbers per token.
+"""The part of a loss from the hidden states to a few numbers per token, the rows.
 
-It is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of the terms
-of linear cross-entropy, each times a number. A row may also be such a sum without a gradient.
+This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of the
+terms of linear cross-entropy, each times a number. A row may also be such a sum without a gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from storage_ops.autochunk.rewrite.body import Body
 
 _TOKENS, _HIDDEN = 16, 2  # of the comparison
 _MOST = 4  # classes of a token whose log-probabilities are read
-# What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
-# and the largest logit of a row. Others, such as clamp, may differ where no random token is.
+# Functions that may be applied to logits: analytic ones, which agree everywhere if they agree on
+# random tokens, and the largest logit of a row. Others, such as clamp, may differ between tokens.
 _ANALYTIC = {
     "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "add", "addcdiv", "addcmul", "addmm",
     "alias", "amax", "cat", "clone", "detach", "div", "exp", "exp2", "expand", "expm1", "gather",
@@ -48,7 +48,7 @@ VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias")
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a row: the numbers by which its terms are multiplied.
+    """The coefficients of the terms of a row.
 
     row = sum_k nll_k C_t (lse - z_t) + spread sum_j C_j (lse - z_j) + lse lse + entropy entropy,
     with t the k-th target. `detached`: it has no gradient.
@@ -67,7 +67,7 @@ class Terms:
 
 
 class PerToken:
-    """A product and its rows as the op needs them.
+    """A product and its rows, with the arguments of the op that replaces them.
 
     Attributes:
         span: from the product to the rows.
@@ -167,7 +167,7 @@ class PerToken:
         for row in self.rows:
             got = values[self.body.values.index(row)].flatten()
             numbers = fit(got.detach(), [term.detach() for term in tokens.terms])
-            # Not only the values: a row may be detached, or have another gradient in part.
+            # Check gradients too: a row may be detached, or have another gradient than its value.
             left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
             factors = torch.rand_like(got)
             slope, whole, size = (tokens.gradient((v * factors).sum())
@@ -176,14 +176,14 @@ class PerToken:
             if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")
             *nll, spread, lse, entropy = numbers
-            # A sum of logits: V lse would take its digits, and of weights it is another number.
+            # A sum of logits is inexact beside V * lse. With class weights the factor is not V.
             if lse and (spread or (any(nll) and (self.dense or self.classes is not None))):
                 raise Conflict("is a sum of logits", row)
             self.terms.append(Terms(nll, spread, lse, entropy, detached))
 
 
 class _Tokens:
-    """Random tokens, and what the terms are for them."""
+    """Random tokens, and the values of the terms for them."""
 
     def __init__(self, per_token: PerToken):
         double: Any = {"dtype": torch.float64}

@@ -17,7 +17,7 @@ from storage_ops.graph.tracing.slots import Closure
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-# Each begins a ring; the first before it changes a buffer.
+# Each function begins a ring of context parallelism. The first runs before buffers are changed.
 _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
 
 
@@ -26,7 +26,7 @@ def refused(closure: Closure) -> Iterator[None]:
     """Raise an error in a with block if fn uses a feature that a graph cannot contain.
 
     Raises:
-        ValueError: a ring of torch's context parallelism is under way already, or async tensor
+        ValueError: a ring of torch's context parallelism runs already, or async tensor
             parallelism is asked for.
     """
     _refuse_async(closure)

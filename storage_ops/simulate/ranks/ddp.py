@@ -68,7 +68,8 @@ def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -
     what = "mixed_precision" if ddp.mixed_precision is not None else what
     if what is not None:
         raise RuntimeError(
-            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Remove it."
+            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Expected "
+            "one without it."
         )
     parameters = [p for p in ddp._module_parameters if p.requires_grad]
     ranks = ddp.process_group.size()
