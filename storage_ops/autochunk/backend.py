@@ -130,8 +130,8 @@ def chunk(
 
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
     a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
-    Autograd has taken the loss apart there. Only `torch.compile(backend="storage_ops")` sees it as
-    it was written, and lets linear cross-entropy become its op.
+    In such a graph autograd has decomposed the loss. Only `torch.compile(backend="storage_ops")`
+    sees the loss as it was written, and replaces linear cross-entropy by its op.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
@@ -260,7 +260,7 @@ def _after(earlier: object, last: object) -> Any:
             each(graph)
 
     def uuid() -> str | None:
-        # A plain function has no id: then nothing is kept, as when it is used alone.
+        # A plain function has no id. Then Inductor caches nothing, as without this backend.
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes]
         return None if None in ids else "".join(map(str, ids))
 
@@ -330,7 +330,9 @@ def backend(
         (_LAST, _pass(save_random_numbers, lambda: "storage_ops.random_numbers")),
     ):
         patches[name] = _after(patches.get(name, getattr(config, name)), last)
-    if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing
+    if (
+        patches.get(_LATER, getattr(config, _LATER)) is None
+    ):  # else a cached graph would repeat no messages
         patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches

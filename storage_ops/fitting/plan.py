@@ -29,7 +29,7 @@ from storage_ops.simulate.step import simulate_step
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
-# The class of the model. A plan only hands the model out, so one of a subclass will do.
+# The class of the model. It is covariant, because a plan only returns the model.
 ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Module)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _FORMAT = 4

@@ -177,12 +177,12 @@ def test_a_recompute_that_returns_fewer_outputs():
 
 
 def test_one_output_that_cannot_be_freed(path):
-    """What was freed before the refusal is made again at once."""
+    """Outputs that were freed before the error are recomputed at once."""
     x = torch.randn(4, 4, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     first, second = ckpt.checkpoint(lambda x: (x.sin(), x.cos()), x)
     y = (first * first + second * second * second).sum()
-    seen = second.detach().numpy()  # torch does not let go of memory that an array looks at
+    seen = second.detach().numpy()  # torch does not free memory that a numpy array shares
     with pytest.raises(RuntimeError):
         ckpt.discard_output_and_register_recompute(y)
     assert torch.equal(first, x.sin()) and torch.equal(second, x.cos())
@@ -192,7 +192,7 @@ def test_one_output_that_cannot_be_freed(path):
 
 
 def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path):
-    """Its place would read what lies there in the forward's storage: other values."""
+    """At its place in the forward's storage there are other values."""
     calls = []
 
     def either(x):
@@ -210,7 +210,7 @@ def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path
 
 
 def test_a_parameter_that_deepspeed_has_partitioned():
-    """ZeRO-3 gathers a norm's weight in the calls of the norm, and its output is needed before."""
+    """ZeRO-3 gathers the weight of a norm during its call, but its output is needed earlier."""
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()
     so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,8 @@
 """The part of a loss from the hidden states to a few numbers per token, the rows.
 
-This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of the
-terms of linear cross-entropy, each times a number. A row may also be such a sum without a gradient.
+This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of
+the terms of linear cross-entropy, each times a number. A row may also be such a sum without a
+gradient.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 Size: TypeAlias = Any  # int, or torch.SymInt
-_UNBOUNDED = 8192  # a size that nothing is known of before the graph runs
+_UNBOUNDED = 8192  # a size that is unknown before the graph runs
 
 
 def name_of(node: fx.Node) -> str:
@@ -54,7 +54,7 @@ def argument(node: fx.Node, index: int, name: str, default: object) -> Any:
 
 
 def is_zero(node: object) -> bool:
-    """Return True if a value is certainly zero. Zero times anything is taken for zero."""
+    """Return True if a value is certainly zero. A product with zero counts as zero."""
     if isinstance(node, (int, float)):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -83,7 +83,9 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if schema is None or not schema.returns:
         return None
     alias = schema.returns[0].alias_info
-    fresh_by_name = "_unsafe_view" in name_of(node)  # a view in fact, which its schema does not say
+    fresh_by_name = "_unsafe_view" in name_of(
+        node
+    )  # it returns a view, although its schema does not say so
     return node.args[0] if fresh_by_name or (alias is not None and not alias.is_write) else None
 
 
@@ -135,7 +137,7 @@ def hint(size: Size) -> int:
     """Return a size as a number: the example's if it is symbolic, else the largest possible."""
     if is_hinted(size):
         return size if isinstance(size, int) else int(size.node.hint)
-    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all tokens
     return int(most) if most.is_Integer else _UNBOUNDED
 
 
