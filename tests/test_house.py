@@ -267,8 +267,7 @@ def test_sections_of_docstrings_begin_on_lines_of_their_own():
     assert {name: lines for name, lines in joined.items() if lines} == {}
 
 
-# Their texts are parts of another message: an argument and its value, or a reason.
-PARTS_OF_MESSAGES = "Conflict", "wrong", "_wrong", "_error", "replaced"
+# Functions whose argument is a whole message, unlike `Conflict` and `wrong`, which take parts.
 MESSAGES = re.compile(r"\w*(Error|Warning|Exit)|warn|warn_caller|fail|Refused|complain|stop|error")
 
 
@@ -284,9 +283,9 @@ def messages(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
-            if MESSAGES.fullmatch(name) and name not in PARTS_OF_MESSAGES:
-                function = "checkpoint: " * (name == "fail")  # it adds a name
-                yield from (function + t for a in node.args if " " in (t := text_of(a) or ""))
+            if MESSAGES.fullmatch(name):
+                prefix = "checkpoint: " * (name == "fail")  # `fail` adds a name
+                yield from (prefix + t for a in node.args if " " in (t := text_of(a) or ""))
 
 
 def faults_of_message(text):

@@ -14,7 +14,7 @@ from storage_ops.checkpoint.layers.wrapper import CheckpointWrapper
 from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
-from storage_ops.fitting.step import Books, Op, OpTimes
+from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
@@ -113,17 +113,17 @@ class Probe:
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
         module = self._call.unit.module
-        books = Books(self._on_gpu, self._rates, self._assumption)
+        step_ledger = StepLedger(self._on_gpu, self._rates, self._assumption)
         with (
             without_gradients(module.parameters()),
             outside_autocast(),  # the layer runs in an autocast block of its own
-            books.open(module, (), {}) as (simulation, *_),
+            step_ledger.open(module, (), {}) as (simulation, *_),
         ):
             marks: list[int] = []
             whole = {name: like.make() for name, like in self._call.gathered.items()}
             with layer_alone(module, whole) as called:
-                books.run(self._once, called, simulation, books, times, marks)
-            levels = books.levels()
+                step_ledger.run(self._once, called, simulation, step_ledger, times, marks)
+            levels = step_ledger.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
         ready, after, before = marks
@@ -134,7 +134,7 @@ class Probe:
         parts = in_forward, times.seconds - in_forward
         python = times.roofline.of_python(action, calls)
         kept = levels[before] - base
-        freed = {block for _, block, taken in books.ledger.events[:before] if not taken}
+        freed = {block for _, block, taken in step_ledger.ledger.events[:before] if not taken}
         kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
         # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
         # what it forms them from until then.
@@ -149,7 +149,7 @@ class Probe:
         )
 
     def _once(
-        self, layer: nn.Module, simulation: Simulation, books: Books, times: OpTimes,
+        self, layer: nn.Module, simulation: Simulation, step_ledger: StepLedger, times: OpTimes,
         marks: list[int],
     ) -> None:  # fmt: skip
         """Run forward and backward of the layer, with the moments between the parts."""
@@ -171,14 +171,14 @@ class Probe:
         if self._accumulate:
             every = call.unit.module.named_parameters()
             earlier_gradients(p for name, p in every if name not in call.gathered)
-        marks.append(books.mark())
+        marks.append(step_ledger.mark())
         with torch.enable_grad(), times:
             with contextlib.ExitStack() as stack:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))
                 outputs = layer(*args, **kwargs)
                 self._forward = times.seconds, times.count
-                marks.append(books.mark())
+                marks.append(step_ledger.mark())
                 region_ended()  # the next one
             output_tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             output_tensors = [t for t in output_tensors if id(t) not in inputs and t.requires_grad]
@@ -191,7 +191,7 @@ class Probe:
                     output_tensors, lambda: [None if g is None else g.make() for g in gradients]
                 )
             del outputs, output_tensors, lasting, args, kwargs
-            marks.append(books.mark())
+            marks.append(step_ledger.mark())
             if last is not None:
                 run_backward(last)
         del others

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from storage_ops.checkpoint.state.caches import without_cache
 from storage_ops.checkpoint.state.unchanged import undo_changes
-from storage_ops.fitting.step import Books, OpTimes
+from storage_ops.fitting.step import OpTimes, StepLedger
 from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
@@ -155,7 +155,7 @@ class _StandIn(torch.autograd.Function):
                 "derivatives through a layer are not simulated. Select checkpoints by hand, and "
                 "check them with will_it_fit."
             )
-        before = recorder.books.mark()
+        before = recorder.step_ledger.mark()
         upstream = [g for g in gradients if g is not None]
         blocks = {block for g in upstream for block in recorder.simulation.blocks_of(g)}
         call.gradients = tuple(map(Like.of, upstream))
@@ -170,7 +170,7 @@ class _StandIn(torch.autograd.Function):
         ]
         for p in recorder.sharded_inside(call):
             p.grad = torch.empty_like(p) if p.grad is None else p.grad
-        call.backward = before, recorder.books.mark()
+        call.backward = before, recorder.step_ledger.mark()
         return (None, None, None, *input_gradients)
 
 
@@ -185,7 +185,7 @@ class Recorder:
 
         `workspace`: bytes of cuBLAS per thread. `accumulate`: as in `fit`.
         """
-        self.books = Books(on_gpu, rates, assumption)
+        self.step_ledger = StepLedger(on_gpu, rates, assumption)
         self._workspace, self.accumulate = workspace, accumulate
         self.recording = StepRecording()
         self._units = units
@@ -203,7 +203,7 @@ class Recorder:
         optimizer: Optimizer | None,
     ) -> StepRecording:
         """Simulate a step of a model, and leave its modules unchanged."""
-        books, replaced = self.books, []
+        step_ledger, replaced = self.step_ledger, []
         args, kwargs = arguments(batch)
         self._sharded = set(sharded_parameters(model))
         spread = {
@@ -218,14 +218,14 @@ class Recorder:
             holders = model, loss, optimizer
             with (
                 without_gradients(model.parameters()),
-                books.open(holders, args, kwargs) as (simulation, *given),
+                step_ledger.open(holders, args, kwargs) as (simulation, *given),
             ):
                 self.simulation = simulation
-                books.run(self._step, model, given, loss, optimizer)
+                step_ledger.run(self._step, model, given, loss, optimizer)
                 self._outputs.clear()
                 if simulation.multiplies:
-                    keep_workspaces(books.ledger, self._workspace)
-                self.recording.levels = books.levels()
+                    keep_workspaces(step_ledger.ledger, self._workspace)
+                self.recording.levels = step_ledger.levels()
                 self._find_shared()
         finally:
             for module in replaced:
@@ -248,12 +248,12 @@ class Recorder:
                 p.grad = None
         if self.accumulate:
             earlier_gradients(parameters)
-        self.recording.start = self.books.mark()
+        self.recording.start = self.step_ledger.mark()
         args, kwargs = given
         with self._times:
             value = loss(model(*args, **kwargs))
             check_value(value)
-            self.recording.turn = self.books.mark()
+            self.recording.turn = self.step_ledger.mark()
             with outside_autocast():
                 value.backward()
             del value
@@ -279,8 +279,10 @@ class Recorder:
         """
         saved = {block for call in self.recording.calls for block in call.saved.values()}
         uses = Counter(block for call in self.recording.calls for block in call.inputs)
-        taken = [taken for _, _, taken in self.books.ledger.events]
-        freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
+        taken = [taken for _, _, taken in self.step_ledger.ledger.events]
+        freed = {
+            b: i for i, (_, b, taken) in enumerate(self.step_ledger.ledger.events) if not taken
+        }
         for call in self.recording.calls:
             after = call.backward[1] if call.backward is not None else 0
             shared = []
@@ -343,7 +345,7 @@ class Recorder:
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
-            start = self.books.mark()
+            start = self.step_ledger.mark()
             kind, run = self._run_once(
                 unit, (*settings, autocast, *gathered.items()),
                 lambda held: self._outputs_of(unit, plain, args, kwargs, inputs, held),
@@ -362,7 +364,7 @@ class Recorder:
                 *_plain_parameters(unit.module).values(), *anchor,
             ))  # fmt: skip
             self._times.seconds = before
-            call.forward = start, self.books.mark()
+            call.forward = start, self.step_ledger.mark()
             self.recording.calls.append(call)
             values = [
                 next(new)
@@ -391,7 +393,7 @@ class Recorder:
         effects then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
-        undo, start = undo_changes([unit.module, args, kwargs]), self.books.mark()
+        undo, start = undo_changes([unit.module, args, kwargs]), self.step_ledger.mark()
         with forwards_forgotten(unit.module):
             leaves, tree = tree_flatten(plain(*args, **kwargs))
             own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
@@ -412,7 +414,7 @@ class Recorder:
         blocks = {i: self.simulation.blocks_of(t) for i, t in enumerate(leaves)
                   if isinstance(made[i], Like) and t.requires_grad}  # fmt: skip
         del leaves, differentiable  # the graph in `held` keeps what the layer saved
-        events = self.books.ledger.events[start:]
+        events = self.step_ledger.ledger.events[start:]
         left = {b for _, b, taken in events if taken} - {b for _, b, taken in events if not taken}
         return made, tree, [i for i, made_of in blocks.items() if left.intersection(made_of)]
 

@@ -28,8 +28,8 @@ from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.values.assume import Assumption
 
 
-class Books:
-    """The ledger and the result of a simulation."""
+class StepLedger:
+    """The ledger of a simulated step, and the with block in which the simulation runs."""
 
     def __init__(self, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
         self.ledger = Ledger(rounded if on_gpu else int)

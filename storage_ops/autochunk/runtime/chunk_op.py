@@ -78,22 +78,22 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
-    ways, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
+    versions, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
     if not over or torch.__version__ >= "2.12":
-        ways.append(compiled(body))
+        versions.append(compiled(body))
     if over:
-        ways.append(_overwriting(compiled(_without_copy(program)), over))
-    ways.append(decode_graph(program.body))
+        versions.append(_overwriting(compiled(_without_copy(program)), over))
+    versions.append(decode_graph(program.body))
 
     def run(*args: Any) -> Any:
         while True:
             try:
-                return ways[0](*args)
+                return versions[0](*args)
             except torch._dynamo.exc.TorchDynamoException as error:
-                if len(ways) == 1:
+                if len(versions) == 1:
                     raise
-                del ways[0]
-                if len(ways) == 1:
+                del versions[0]
+                if len(versions) == 1:
                     warnings.warn(
                         "storage_ops.autochunk: compiling a chunk failed, so chunks run "
                         f"uncompiled: {error}",
