@@ -26,7 +26,7 @@ def users_place(
 
     Args:
         at: the frame to begin at, going outwards, or the traceback of an exception.
-        ignored: how the names of files begin that are not the caller's.
+        ignored: prefixes of file names that are not the caller's.
     """
     place = None
     while at is not None:
@@ -40,7 +40,7 @@ def users_place(
 
 
 def _installed() -> tuple[str, ...]:
-    """Return how the names of installed files begin.
+    """Return the prefixes of the names of installed files.
 
     A virtual environment can take torch from another folder than the trainer: from the system's
     Python, or from a path that a program adds later.

@@ -20,7 +20,7 @@ def test_pages_are_what_make_results_writes():
 
 
 def slug(line):
-    """What a heading is linked by."""
+    """Return the anchor of a heading."""
     return re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-")
 
 

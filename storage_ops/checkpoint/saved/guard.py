@@ -46,7 +46,7 @@ def storage_key(value: Any) -> int | None:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # torch.func's wrappers, told apart for free
+    except NotImplementedError:  # a cheap test for torch.func's wrappers
         return None
 
 
@@ -70,7 +70,7 @@ def where() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_messages: Any = WeakIdKeyDictionary()  # of each discarded output, as long as it lives
+_messages: Any = WeakIdKeyDictionary()  # the message of each discarded output, as long as it lives
 # Functions that do not read the bytes of a tensor. Getters of attributes are always allowed.
 _HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",
              "is_floating_point", "element_size", "__hash__", "__len__", "type"}  # fmt: skip
