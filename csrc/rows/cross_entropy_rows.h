@@ -62,9 +62,12 @@ struct RowArguments {
                     weight ? weight[column] : A(1));
   }
 
-  STORAGE_OPS_INLINE A logit(T value, int64_t column) const {
-    const A b = bias ? static_cast<A>(bias[column]) : wide_bias ? wide_bias[column] : A(0);
-    return transform.logit(static_cast<A>(value) + b);
+  STORAGE_OPS_INLINE A bias_of(int64_t column) const {
+    return bias ? static_cast<A>(bias[column]) : wide_bias ? wide_bias[column] : A(0);
+  }
+
+  STORAGE_OPS_INLINE A logit(A product, int64_t column) const {
+    return transform.logit(product + bias_of(column));
   }
 
   STORAGE_OPS_INLINE RowState<A> load_state(int64_t row) const {

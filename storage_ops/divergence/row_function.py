@@ -86,8 +86,9 @@ class DivergenceRows(RowFunction):
         """Return the student's and the teacher's part of the problem that the plan is made for."""
         p, targets = self._head.problem, self.given.target is not None
         student = replace(
-            p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies()
-        )
+            p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies(),
+            selects_late=self.selects_by_gradient,
+        )  # fmt: skip
         teacher = plan.Teacher(
             0 if self.teacher is None else self.teacher[0].shape[1],
             self._products,

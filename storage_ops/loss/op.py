@@ -243,7 +243,8 @@ def apply(call: Call) -> tuple[Tensor, ...]:
 _FALLBACKS: dict[str, Callable[..., None]] = {
     "_cross_entropy_rows": reference.cross_entropy_rows,
     "_tile_sums": reference.tile_sums,
-    "_gather_tile": reference.gather_tile,
+    "_gather_gradient": reference.gather_gradient,
+    "_put_rows": reference.put_rows,
     "_product": matmul_reference.product,
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
