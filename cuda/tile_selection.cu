@@ -106,7 +106,7 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
                double logit_scale, bool absolute, bool slope) {
   check_sums(out, tile, lse, row_weight, bias, bucket);
   STORAGE_OPS_CHECK(tile.size(0) <= std::numeric_limits<int32_t>::max(),
-                    "_tile_sums: more rows than a grid of blocks can have");
+                    "_tile_sums: `tile` has more rows than a grid of blocks can have.");
   if (out.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tile.get_device_index());
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {

@@ -92,7 +92,7 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
     }
     const auto fits = [&](uint8_t b) { return b < s.buckets; };
     STORAGE_OPS_CHECK(std::all_of(s.bucket, s.bucket + columns, fits),
-                      "_tile_sums: bucket must be from 0 to ", s.buckets - 1);
+                      "_tile_sums: `bucket` must be from 0 to ", s.buckets - 1, ".");
     torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) sum_buckets(s, i);
     });
@@ -194,8 +194,8 @@ STORAGE_OPS_PUT_ROWS(Half, Half, float)
 void check_range(const char* op, const char* name, const Tensor& places, int64_t stop) {
   const auto* each = static_cast<const int64_t*>(places.const_data_ptr());
   const auto fits = [&](int64_t k) { return 0 <= k && k < stop; };
-  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), op, ": ", name,
-                    " must be from 0 to ", stop - 1);
+  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), op, ": `", name,
+                    "` must be from 0 to ", stop - 1, ".");
 }
 
 void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor tokens,
@@ -216,8 +216,8 @@ void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor
       STORAGE_OPS_CHECK(
           g.start[c] < 0 ||
               (0 <= g.count[c] && g.count[c] <= g.tokens && g.start[c] + g.count[c] <= out.numel()),
-          "_gather_gradient: start ", g.start[c], " and count ", g.count[c], " of class ", c,
-          " must be within ", out.numel(), " numbers and ", g.tokens, " tokens");
+          "_gather_gradient: `start` ", g.start[c], " and `count` ", g.count[c], " of class ", c,
+          " must be within ", out.numel(), " numbers and ", g.tokens, " tokens.");
     }
     TokenNumbers<T, A> each;
     for (int64_t i = 0; i < g.tokens; ++i) {

@@ -35,12 +35,12 @@ inline void check_each(const char* op, const char* name, const std::optional<Ten
                        int64_t size, ScalarType dtype) {
   STORAGE_OPS_CHECK(!t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == dtype &&
                            t->is_contiguous()),
-                    op, ": ", name, " must be contiguous, of ", size, " elements");
+                    op, ": `", name, "` must be contiguous, of ", size, " elements.");
 }
 
 inline void check_tile(const char* op, const Tensor& tile) {
   STORAGE_OPS_CHECK(tile.dim() == 2 && (tile.stride(1) == 1 || tile.size(1) < 2), op,
-                    ": tile must be a matrix with contiguous rows");
+                    ": `tile` must be a matrix with contiguous rows.");
 }
 
 inline void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& tile) {
@@ -48,7 +48,7 @@ inline void check_bias(const char* op, const std::optional<Tensor>& bias, const 
   check_each(op, "bias", bias, tile.size(1), bias ? bias->scalar_type() : wide);
   STORAGE_OPS_CHECK(
       !bias || bias->scalar_type() == wide || bias->scalar_type() == tile.scalar_type(), op,
-      ": bias must have the dtype of the tile or of the arithmetic");
+      ": `bias` must have the dtype of the tile or of the arithmetic.");
 }
 
 inline void check_sums(const Tensor& out, const Tensor& tile, const std::optional<Tensor>& lse,
@@ -65,8 +65,8 @@ inline void check_sums(const Tensor& out, const Tensor& tile, const std::optiona
   const bool fits = bucket ? out.dim() == 2 && out.size(0) == rows && out.size(1) <= kBuckets
                            : out.dim() == 1 && out.size(0) == columns;
   STORAGE_OPS_CHECK(fits && out.is_contiguous() && out.scalar_type() == wide, kOp,
-                    ": out must be (columns,), or (rows, up to ", kBuckets,
-                    ") with buckets, contiguous and in the dtype of the arithmetic");
+                    ": `out` must be (columns,), or (rows, up to ", kBuckets,
+                    ") with buckets, contiguous and in the dtype of the arithmetic.");
 }
 
 template <typename T, typename A>
@@ -97,7 +97,7 @@ Summed<T, A> summed(const Tensor& out, const Tensor& tile, const std::optional<T
 inline void check_places(const char* op, const char* name, const Tensor& places, int64_t count) {
   STORAGE_OPS_CHECK(places.dim() == 1 && places.scalar_type() == ScalarType::Long &&
                         places.is_contiguous() && places.size(0) == count,
-                    op, ": ", name, " must be contiguous int64, of ", count, " elements");
+                    op, ": `", name, "` must be contiguous int64, of ", count, " elements.");
 }
 
 // Gradients with respect to numbers of a tile, by class: out[start[c] + i] is that of class c and
@@ -114,17 +114,23 @@ struct GatheredGradient {
   A* sums;  // (columns,) absolute gradients without targets' parts, added up; nullptr: not needed
   int64_t tokens;
 
+  // Of the soft-cap. Without one, 1 for an infinite logit, too.
+  STORAGE_OPS_INLINE A slope(A logit) const {
+    const auto& transform = numbers.tile.transform;
+    const A capped = transform.softcap == 0 ? A(0) : logit * transform.inverse_softcap;
+    return 1 - capped * capped;
+  }
+
   // Of a class that is no target. A token that is ignored has none, whatever its logits are.
   STORAGE_OPS_INLINE A number(A logit, A lse, A factor) const {
-    const A p = exponential(logit - lse) * factor;
-    const A capped = logit * numbers.tile.transform.inverse_softcap;
-    return lse == std::numeric_limits<A>::infinity() ? A(0) : p * (1 - capped * capped);
+    const A p = exponential(logit - lse) * factor * slope(logit);
+    return lse == std::numeric_limits<A>::infinity() ? A(0) : p;
   }
 
   STORAGE_OPS_INLINE A target_number(A logit, int64_t row) const {
-    const A lse = numbers.lse[row], capped = logit * numbers.tile.transform.inverse_softcap;
+    const A lse = numbers.lse[row];
     const bool ignored = lse == std::numeric_limits<A>::infinity();
-    const A part = ignored ? A(0) : hit[row] * (1 - capped * capped);
+    const A part = ignored ? A(0) : hit[row] * slope(logit);
     return number(logit, lse, numbers.row_weight[row]) - part;
   }
 };
@@ -146,7 +152,7 @@ inline void check_gathered(const GatherTensors& t) {
                         (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half);
   STORAGE_OPS_CHECK(
       t.out.dim() == 1 && t.out.is_contiguous() && (dtype == t.tile.scalar_type() || narrower), kOp,
-      ": out must be contiguous, in the dtype of the tile or in 16 bits");
+      ": `out` must be contiguous, in the dtype of the tile or in 16 bits.");
   check_places(kOp, "tokens", t.tokens, t.tokens.dim() == 1 ? t.tokens.size(0) : -1);
   check_places(kOp, "start", t.start, columns);
   check_places(kOp, "count", t.count, columns);
@@ -154,7 +160,7 @@ inline void check_gathered(const GatherTensors& t) {
   const bool logits = t.lse.has_value();
   STORAGE_OPS_CHECK(logits == t.factor.has_value() && logits == t.target.has_value() &&
                         logits == t.hit.has_value(),
-                    kOp, ": lse, factor, target and hit must be given together");
+                    kOp, ": `lse`, `factor`, `target` and `hit` must be given together.");
   check_each(kOp, "lse", t.lse, rows, wide);
   check_each(kOp, "factor", t.factor, rows, wide);
   check_each(kOp, "hit", t.hit, rows, wide);
@@ -194,11 +200,12 @@ void for_gathered_dtypes(const GatherTensors& t, Body body) {
 inline void check_put_rows(const Tensor& out, const Tensor& rows, const Tensor& part) {
   constexpr const char* kOp = "_put_rows";
   STORAGE_OPS_CHECK(out.dim() == 2 && (out.stride(1) == 1 || out.size(1) < 2), kOp,
-                    ": out must be a matrix with contiguous rows");
+                    ": `out` must be a matrix with contiguous rows.");
   STORAGE_OPS_CHECK(
       part.dim() == 2 && part.is_contiguous() && part.size(1) == out.size(1) &&
           (part.scalar_type() == out.scalar_type() || part.scalar_type() == arithmetic_of(out)),
-      kOp, ": part must be contiguous, as wide as out, in its dtype or that of the arithmetic");
+      kOp,
+      ": `part` must be contiguous, as wide as `out`, in its dtype or that of the arithmetic.");
   check_places(kOp, "rows", rows, part.size(0));
 }
 

@@ -100,7 +100,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())
         if not isinstance(read, dict):
-            raise ValueError(f"it is a {type(read).__name__} of JSON, not an object")
+            raise ValueError(f"It is a {type(read).__name__} of JSON, not an object.")
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False
@@ -112,8 +112,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except Exception as error:  # a config's own code may raise anything
         raise ValueError(
-            f"--hf-config is {args.hf_config}, of which no model can be made: {_why(error)}; "
-            "expected the config.json of a model of transformers"
+            f"--hf-config is {args.hf_config}, which transformers cannot read: {_why(error)}. "
+            "Expected the config.json of a model of transformers."
         ) from error
     from storage_ops.cli import hf_batch
     from storage_ops.cli.quantized.adapters import adapted
@@ -121,7 +121,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     model: nn.Module = made.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
-        output.note(f"{type(model).__name__} also takes {unused}, which are not counted")
+        output.note(f"{type(model).__name__} also takes {unused}, which are not counted.")
     return adapted(model, args), batch
 
 

@@ -165,14 +165,14 @@ def find_largest(
         >>> largest.found > largest.kept.size
         True
     """
-    limit = parse_bytes(budget, "budget")
+    limit = parse_bytes(budget, "`budget`")
     if not callable(make_batch):
         raise TypeError(
-            f"make_batch is a {type(make_batch).__name__}; expected a function that takes a number "
-            "and returns a batch"
+            f"`make_batch` is a {type(make_batch).__name__}. Expected a function that takes a "
+            "number and returns a batch."
         )
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ValueError(f"most is {most!r}; expected a whole number, 1 or more, or None")
+        raise ValueError(f"`most` is {most!r}. Expected a whole number, 1 or more, or None.")
     last = _ENDLESS if most is None else most
 
     def search_of(number: int, actions: Sequence[ActionName] | None) -> Search:
@@ -191,8 +191,8 @@ def find_largest(
             return None, least
         if number == _ENDLESS:
             raise ValueError(
-                f"make_batch({number}) takes no more memory than smaller numbers; expected a batch "
-                "that grows with the number"
+                f"`make_batch`({number}) takes no more memory than smaller numbers. Expected a "
+                "batch that grows with the number."
             )
         plan = search_of(number, actions).plan(limit)
         return Found(number, plan, *_items_in(make_batch(number))), 0

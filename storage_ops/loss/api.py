@@ -266,12 +266,12 @@ def linear_cross_entropy(
         >>> values.shape, ids.shape
         (torch.Size([2, 8, 5]), torch.Size([2, 8, 5]))
     """
-    given: dict[str, Tensor | None] = {
+    checked_tensors: dict[str, Tensor | None] = {
         "input": input, "linear_weight": linear_weight, "target": target,
         "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
         "accumulate_into": accumulate_into, "selected_ids": selected_ids,
     }  # fmt: skip
-    check_tensors(OP, given, ("input", "linear_weight", "target"))
+    check_tensors(OP, checked_tensors, ("input", "linear_weight", "target"))
     target = class_indices(target)
     selected_ids = None if selected_ids is None else class_indices(selected_ids)
     memory_budget = budget_of(memory_budget, OP)
@@ -333,9 +333,9 @@ def linear_cross_entropy(
     )
     if "dropped" in returns and any(needs) and not in_forward:
         raise ValueError(
-            "linear_cross_entropy: returns has 'dropped', and the gradients are made in the "
-            "backward; expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
-            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in returns"
+            "linear_cross_entropy: `returns` has 'dropped', but the gradients are computed in the "
+            "backward. Expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
+            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in `returns`."
         )
     if selected_ids is not None and shift:
         selected_ids = selected_ids[..., int(shift) :, :]

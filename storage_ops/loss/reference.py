@@ -73,8 +73,9 @@ def cross_entropy_rows(
         outside = kept & ((target < 0) | (target >= vocabulary))
         if logits.device.type == "cpu" and bool(outside.any()):
             raise RuntimeError(
-                f"linear_cross_entropy: target {int(target[outside][0])} is out of range; expected "
-                f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
+                f"linear_cross_entropy: `target` {int(target[outside][0])} is out of range. "
+                f"Expected ignore_index ({ignore_index}) or a class index from 0 to "
+                f"{vocabulary - 1}."
             )
     if rows == 0 or columns == 0:
         if phases & UPDATE:

@@ -21,6 +21,7 @@ from storage_ops.losses.options import (
     typed_as,
 )
 from storage_ops.losses.sequences import (
+    TINY,
     Scored,
     check_returns,
     check_tensor,
@@ -188,13 +189,13 @@ def grpo(
     within("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
     within("grpo", "clip_high", clip_high, 0)
-    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, 1e-30)
-    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, 1e-30)
-    within("grpo", "temperature", temperature, 1e-30)
+    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, TINY)
+    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, TINY)
+    within("grpo", "temperature", temperature, TINY)
     number("grpo", "kl_weight", kl_weight)
     number("grpo", "entropy_weight", entropy_weight)
     if delta is not None:
-        within("grpo", "delta", delta, 1e-30)
+        within("grpo", "delta", delta, TINY)
         if loss_type != "grpo":
             raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
     if num_items_in_batch is not None:
@@ -203,7 +204,7 @@ def grpo(
     if max_length is not None and not (whole and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
     if "logit_scale" in options:
-        raise wrong("grpo", TypeError, "logit_scale", "is given", "temperature, its inverse")
+        raise wrong("grpo", TypeError, "logit_scale", "is given", "`temperature`, its inverse")
     options["logit_scale"] = 1 / temperature
     reference = None
     if kl_weight:
@@ -244,8 +245,8 @@ def grpo(
         scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
     )
     if return_metrics:
-        found = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
-        means = {name: _mean(scored, each) for name, each in found.items() if each is not None}
+        metrics = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
+        means = {name: _mean(scored, each) for name, each in metrics.items() if each is not None}
         frozen = {} if reference is None else {"ref_logps": reference}
         return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss

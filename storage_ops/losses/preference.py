@@ -18,6 +18,7 @@ from storage_ops.losses.pairs import (
     nll_of_chosen,
 )
 from storage_ops.losses.sequences import (
+    TINY,
     check_returns,
     check_tensor,
     check_values,
@@ -155,9 +156,9 @@ def dpo(
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     check_returns("dpo", return_logps, return_metrics)
-    within("dpo", "beta", beta, 1e-30)
+    within("dpo", "beta", beta, TINY)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    within("dpo", "discopop_tau", discopop_tau, 1e-30)
+    within("dpo", "discopop_tau", discopop_tau, TINY)
     within("dpo", "rpo_alpha", rpo_alpha, 0)
     if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
@@ -262,7 +263,7 @@ def kto(
         ... )
         >>> loss.backward()
     """
-    within("kto", "beta", beta, 1e-30)
+    within("kto", "beta", beta, TINY)
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
@@ -285,9 +286,9 @@ def kto(
     loss = (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
     if not return_metrics:
         return loss
-    found = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
-    for name, values in tuple(found.items()):
-        found[name + "/chosen"] = (values * good).sum() / good.sum()
-        found[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
-    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return loss, found | {"kl": z} | ({} if reference is None else {"ref_logps": reference})
+    metrics = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
+    for name, values in tuple(metrics.items()):
+        metrics[name + "/chosen"] = (values * good).sum() / good.sum()
+        metrics[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return loss, metrics | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

@@ -189,7 +189,7 @@ def _refused_as_a_class(name: str) -> tuple[str, str] | None:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).removeprefix("patch_causal_lm: ").split(";")[0].split(", which")[0]
+    text = str(error).removeprefix("patch_causal_lm: ").split(". ")[0].split(", which")[0]
     return text.replace("|", "/")[:160]
 
 

@@ -399,19 +399,19 @@ def test_a_broken_token_is_alone():
 
 
 ERRORS = {
-    "not a number": ({"gradient_tolerance": "0.1"}, TypeError, "gradient_tolerance is '0.1'"),
-    "one": ({"gradient_tolerance": 1.0}, ValueError, "gradient_tolerance is 1.0"),
-    "negative": ({"gradient_tolerance": -0.1}, ValueError, "gradient_tolerance is -0.1"),
-    "a tensor": ({"gradient_tolerance": torch.tensor(0.1)}, TypeError, "gradient_tolerance is"),
-    "smoothed": ({"gradient_tolerance": 0.1, "label_smoothing": 0.1}, ValueError, "smoothing is"),
+    "not a number": ({"gradient_tolerance": "0.1"}, TypeError, "`gradient_tolerance` is '0.1'"),
+    "one": ({"gradient_tolerance": 1.0}, ValueError, "`gradient_tolerance` is 1.0"),
+    "negative": ({"gradient_tolerance": -0.1}, ValueError, "`gradient_tolerance` is -0.1"),
+    "a tensor": ({"gradient_tolerance": torch.tensor(0.1)}, TypeError, "`gradient_tolerance` is"),
+    "smoothed": ({"gradient_tolerance": 0.1, "label_smoothing": 0.1}, ValueError, "smoothing` is"),
     "entropy": (
-        {"gradient_tolerance": 0.1, "returns": ("loss", "entropy")}, ValueError, "returns is",
+        {"gradient_tolerance": 0.1, "returns": ("loss", "entropy")}, ValueError, "`returns` is",
     ),
-    "share alone": ({"max_classes": 0.5}, ValueError, "max_classes is 0.5"),
-    "no share": ({"gradient_tolerance": 0.1, "max_classes": 0}, ValueError, "max_classes is 0"),
+    "share alone": ({"max_classes": 0.5}, ValueError, "`max_classes` is 0.5"),
+    "no share": ({"gradient_tolerance": 0.1, "max_classes": 0}, ValueError, "`max_classes` is 0"),
     "later": (
         {"gradient_tolerance": 0.1, "reduction": "none", "returns": ("loss", "dropped")},
-        ValueError, "returns has 'dropped'",
+        ValueError, "`returns` has 'dropped'",
     ),
 }  # fmt: skip
 
@@ -426,7 +426,7 @@ def test_errors(name):
 
 def test_distributions_are_refused():
     x, w, _ = peaked(8, 4, 20)
-    with pytest.raises(TypeError, match=r"target is torch\.float64; expected class indices"):
+    with pytest.raises(TypeError, match=r"`target` is torch\.float64. Expected class indices"):
         storage_ops.linear_cross_entropy(x, w, torch.rand_like(x @ w.T), gradient_tolerance=0.1)
 
 
@@ -437,9 +437,9 @@ def test_plans():
     assert third.products < 1.8
     small = storage_ops.plan(32768, 384, 50257, device="h100", gradient_tolerance=3e-3)
     assert small == storage_ops.plan(32768, 384, 50257, device="h100")  # memory would decide
-    with pytest.raises(ValueError, match=r"share is 0\.5; expected None"):
+    with pytest.raises(ValueError, match=r"`share` is 0\.5. Expected None"):
         storage_ops.plan(8, 8, 8, share=0.5, device="h200")
-    with pytest.raises(ValueError, match="gradient_tolerance is 2; expected"):
+    with pytest.raises(ValueError, match=r"`gradient_tolerance` is 2\. Expected"):
         storage_ops.plan(8, 8, 8, gradient_tolerance=2, device="h200")
 
 

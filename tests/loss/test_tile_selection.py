@@ -109,7 +109,7 @@ def test_numbers_that_are_gathered(shape, dtype):
 def test_gradients_that_are_gathered(bias, softcap, dtype):
     wide, height, width, scale = wide_of(dtype), 300, 101, 1.3
     tile = (torch.randn(height, width + 13) * 2).to(dtype)[:, :width]
-    tile[5, 3] = torch.nan
+    tile[5, 3], tile[6, 4] = torch.nan, -torch.inf
     offset = None
     if bias is not None:
         offset = torch.randn(width).to(wide if bias == "wide" else dtype)
@@ -164,20 +164,25 @@ def test_nan_stays_in_its_row_and_column():
 
 def test_out_of_range_is_refused():
     tile, out = torch.randn(3, 4), torch.full((3, 2), 7.0)
-    with pytest.raises(RuntimeError, match="bucket must be from 0 to 1"):
+    with pytest.raises(RuntimeError, match="`bucket` must be from 0 to 1"):
         OPS._tile_sums(
             out, tile, None, None, None, torch.tensor([0, 1, 2, 0], dtype=torch.uint8), 0.0, 1.0
         )
     flat = torch.full((8,), 7.0)
     for tokens, start, count, text in [
-        ([0, 3], [0, 2, 4, 6], [2] * 4, "tokens must be from 0 to 2"),
-        ([0, 1], [0, 2, 4, 7], [2] * 4, "start 7 and count 2 of class 3 must be within 8 numbers"),
-        ([0, 1], [0, 2, 4, 5], [2, 2, 3, 2], "count 3 of class 2 must be within .* 2 tokens"),
+        ([0, 3], [0, 2, 4, 6], [2] * 4, "`tokens` must be from 0 to 2"),
+        (
+            [0, 1],
+            [0, 2, 4, 7],
+            [2] * 4,
+            "`start` 7 and `count` 2 of class 3 must be within 8 numbers",
+        ),
+        ([0, 1], [0, 2, 4, 5], [2, 2, 3, 2], "`count` 3 of class 2 must be within .* 2 tokens"),
     ]:
         with pytest.raises(RuntimeError, match=text):
             places = map(torch.tensor, (tokens, start, count))
             OPS._gather_gradient(flat, None, tile, *places, *(None,) * 5, 0.0, 1.0)
     assert flat.eq(7).all()
-    with pytest.raises(RuntimeError, match="rows must be from 0 to 2"):
+    with pytest.raises(RuntimeError, match="`rows` must be from 0 to 2"):
         OPS._put_rows(out, torch.tensor([3]), torch.zeros(1, 2), True)
     assert out.eq(7).all()

@@ -281,7 +281,7 @@ class Run(Generic[Rows]):
     def _select(self, step: Step, tile: Tensor) -> Selection | None:
         """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
         head, factors = self.head, self.rows.factors(step)
-        found = select(
+        selection = select(
             functools.partial(self.rows.mass_sums, step, tile, factors),
             self.rows.needed_classes(step),
             tile.shape,
@@ -290,11 +290,11 @@ class Run(Generic[Rows]):
             head.call.max_classes,
             factors,
         )
-        if found is None:  # nor does it for tokens of the same batch
+        if selection is None:  # nor does it for tokens of the same batch
             self._selects = False
         elif self.dropped is not None:
-            self.dropped[step.rows] += found.dropped
-        return found
+            self.dropped[step.rows] += selection.dropped
+        return selection
 
     def _logits(self, step: Step) -> Tensor:
         """Return the tile of a step, multiplied, copied, or as it was left."""

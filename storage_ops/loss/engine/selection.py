@@ -206,25 +206,27 @@ def select(
     for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
         buckets[classes[begin:end]] = k
     classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
-    held = like.new_empty(high, len(bounds) - 1)
-    mass_sums(held, buckets)
+    bucket_mass = like.new_empty(high, len(bounds) - 1)
+    mass_sums(bucket_mass, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
-    tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
+    tails = torch.nn.functional.pad(bucket_mass.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
         needs, counts, flat = torch.ones_like(tails[:, 0], dtype=torch.int64), [high], 0
     else:
         needs = tails[:, 1:-1].le(may_drop).logical_not_().sum(1) + 1  # of nan all
-        found = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
-        if found is None:
+        cheapest = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
+        if cheapest is None:
             return None
-        counts, flat = found
+        counts, flat = cheapest
         needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
     margins = None
     if factors is not None:
         used = len(counts)
-        left = torch.cat((held[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(1)
+        left = torch.cat((bucket_mass[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(
+            1
+        )
         left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
         left.nan_to_num_(0.0, 0.0, 0.0)
         margins = Margins(left[tokens], columns)

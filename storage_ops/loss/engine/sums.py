@@ -228,12 +228,12 @@ class Sums:
 
     def finish(self) -> list[Tensor]:
         """Return the gradients of input (..., D), weight and bias; empty if none was asked for."""
-        w, given = self._weight, self._bias_dtype
+        w, bias_dtype = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
         if weight is None or weight is self._into:
             weight = w.new_empty(0)
-        bias = w.new_empty(0) if self.bias is None else self.bias.to(given)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(bias_dtype)
         return [self._input, weight.to(w.dtype), bias]
 
 

@@ -208,9 +208,11 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             most = max(most, copies * plain_elements(rows, p.picks))
         if phases & UPDATE and p.top:
             k, copies = min(p.top, classes), 3 * arithmetic
-            found = top_rows(rows, classes, k, m.cuda) * top_width(classes, k)
+            elements = top_rows(rows, classes, k, m.cuda) * top_width(classes, k)
             copied = max(classes, min(rows * classes, top_elements(m.cuda)))
-            most = max(most, (TOP_BYTES + copies) * found + copies * copied * in_groups(classes, k))
+            most = max(
+                most, (TOP_BYTES + copies) * elements + copies * copied * in_groups(classes, k)
+            )
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled
