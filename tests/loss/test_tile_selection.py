@@ -175,7 +175,7 @@ def test_out_of_range_is_refused():
             [0, 1],
             [0, 2, 4, 7],
             [2] * 4,
-            "`start` 7 and `count` 2 of class 3 must be within 8 numbers",
+            "`start` 7 and `count` 2 of class 3 must be within 8",
         ),
         ([0, 1], [0, 2, 4, 5], [2, 2, 3, 2], "`count` 3 of class 2 must be within .* 2 tokens"),
     ]:
