@@ -57,7 +57,8 @@ def kernels() -> list[Native]:
         end, needs = minor.replace(".", "_"), ["torch_cpu", "c10"]
         binding = "csrc/storage/storage_binding.cpp"
         saved = " ".join(
-            f"csrc/checkpoint/{name}.cpp" for name in ("saved_tensors", "saved_results", "state")
+            f"csrc/checkpoint/{name}.cpp"
+            for name in ("saved_tensors", "saved_results", "state", "walk")
         )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
         if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI

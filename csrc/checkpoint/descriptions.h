@@ -55,16 +55,25 @@ inline bool is_plain(c10::TensorImpl* impl) {
          !impl->key_set().has(c10::DispatchKey::Functionalize);
 }
 
+inline c10::TensorImpl* impl_of(PyObject* t) {
+  static PyObject* const name = PyUnicode_InternFromString("_cdata");
+  const Ref address = owned(PyObject_GetAttr(t, name));
+  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
+  if (!impl) throw PythonError();
+  return impl;
+}
+
+inline at::Tensor tensor_of(c10::TensorImpl* impl) {
+  return at::Tensor(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
 // Returns the tensor of a Python object, undefined where Python has to describe it.
 inline at::Tensor plain_tensor(PyObject* t) {
   PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
   if (kind != names.tensor && kind != names.parameter) return {};
-  const Ref address = owned(PyObject_GetAttrString(t, "_cdata"));
-  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
-  if (!impl) throw PythonError();
-  if (!is_plain(impl)) return {};
-  return at::Tensor(
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+  c10::TensorImpl* impl = impl_of(t);
+  return is_plain(impl) ? tensor_of(impl) : at::Tensor();
 }
 
 inline bool is_parameter(PyObject* t) {

@@ -399,5 +399,5 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  return add_results(module) && add_state(module) ? module : nullptr;
+  return add_results(module) && add_state(module) && add_walk(module) ? module : nullptr;
 }

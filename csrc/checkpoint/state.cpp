@@ -1,12 +1,13 @@
 // What a region notes of its parameters and of torch's settings, without Python code for each.
 // storage_ops/checkpoint/state/parameters.py and execution.py have the same in Python.
+#include "descriptions.h"
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
+#include <c10/core/DefaultDtype.h>
 
-#include <iterator>
 #include <vector>
 
 namespace storage_ops {
@@ -22,26 +23,17 @@ using Parameters = std::vector<Parameter>;
 
 int64_t version_of(const at::Tensor& t) { return t.is_inference() ? -1 : t._version(); }
 
-PyObject* new_noted(PyTypeObject* type, PyObject* given, PyObject*) {
+PyTypeObject* noted_type = nullptr;
+
+PyObject* new_noted(PyTypeObject*, PyObject* given, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject* list = nullptr;
-    if (!PyArg_ParseTuple(given, "O", &list)) return nullptr;
-    Parameters* made = nullptr;
-    Ref object = owned(make(type, made));
-    const Py_ssize_t size = PyList_Size(list);
-    if (size < 0) return nullptr;
-    made->reserve(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      const Ref address = owned(PyObject_GetAttrString(PyList_GetItem(list, i), "_cdata"));
-      auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
-      if (!impl) return nullptr;
-      at::Tensor t(
-          c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
-      const int64_t version = version_of(t);
-      const bool needed_grad = t.requires_grad();
-      made->push_back({std::move(t), version, needed_grad});
+    if (!PyArg_ParseTuple(given, "O!", &PyList_Type, &list)) return nullptr;
+    std::vector<PyObject*> parameters(static_cast<size_t>(PyList_Size(list)));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i] = PyList_GetItem(list, static_cast<Py_ssize_t>(i));
     }
-    return object.release();
+    return note_parameters(parameters);
   });
 }
 
@@ -85,37 +77,55 @@ PyMethodDef methods[] = {{"note_versions", note_versions, METH_NOARGS, nullptr},
                          {"frozen_or_not", frozen_or_not, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// Returns the settings of torch that are on or off, in the order of `_FLAGS` in execution.py.
-PyObject* flags(PyObject*, PyObject*) {
+// Returns a number that is another one if a setting of `_OF_TORCH` or autocast of the CPU, both in
+// execution.py, is another one.
+PyObject* settings(PyObject*, PyObject*) {
   const at::Context& context = at::globalContext();
-  const bool all[] = {c10::GradMode::is_enabled(),
-                      context.userEnabledFlashSDP(),
-                      context.userEnabledMemEfficientSDP(),
-                      context.userEnabledMathSDP(),
-                      context.userEnabledCuDNNSDP(),
-                      context.userEnabledCuDNN(),
-                      context.benchmarkCuDNN(),
-                      context.deterministicCuDNN()};
-  PyObject* made = PyTuple_New(std::size(all));
-  for (size_t i = 0; made && i < std::size(all); ++i) {
-    PyTuple_SetItem(made, static_cast<Py_ssize_t>(i), PyBool_FromLong(all[i]));
-  }
-  return made;
+  const bool flags[] = {context.userEnabledFlashSDP(),
+                        context.userEnabledMemEfficientSDP(),
+                        context.userEnabledMathSDP(),
+                        context.userEnabledCuDNNSDP(),
+                        context.userEnabledCuDNN(),
+                        context.benchmarkCuDNN(),
+                        context.deterministicCuDNN(),
+                        context.deterministicAlgorithms(),
+                        context.deterministicAlgorithmsWarnOnly(),
+                        at::autocast::is_autocast_enabled(at::kCPU),
+                        at::autocast::is_autocast_cache_enabled()};
+  uint64_t all = 0;
+  for (const bool flag : flags) all = all << 1 | flag;
+  const c10::ScalarType dtypes[] = {c10::typeMetaToScalarType(c10::get_default_dtype()),
+                                    at::autocast::get_autocast_dtype(at::kCPU)};
+  for (const c10::ScalarType dtype : dtypes) all = all << 8 | static_cast<uint8_t>(dtype);
+  return PyLong_FromUnsignedLongLong(all);
 }
 
-PyMethodDef functions[] = {{"flags", flags, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"settings", settings, METH_NOARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+PyObject* note_parameters(const std::vector<PyObject*>& parameters) {
+  Parameters* made = nullptr;
+  Ref object = owned(make(noted_type, made));
+  made->reserve(parameters.size());
+  for (PyObject* each : parameters) {
+    at::Tensor t = tensor_of(impl_of(each));
+    const int64_t version = version_of(t);
+    const bool needed_grad = t.requires_grad();
+    made->push_back({std::move(t), version, needed_grad});
+  }
+  return object.release();
+}
 
 bool add_state(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_noted)},
                          {Py_tp_dealloc, slot(destroy<Parameters>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  PyTypeObject* type =
-      type_of("storage_ops._saved_tensors.Noted", sizeof(Object<Parameters>), 0, slots);
-  return type && PyModule_AddFunctions(module, functions) == 0 &&
-         PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(type)) == 0;
+  noted_type = type_of("storage_ops._saved_tensors.Noted", sizeof(Object<Parameters>), 0, slots);
+  return noted_type && PyModule_AddFunctions(module, functions) == 0 &&
+         PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(noted_type)) == 0;
 }
 
 }  // namespace storage_ops

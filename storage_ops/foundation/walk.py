@@ -132,7 +132,7 @@ def attributes_of(value: object) -> dict[str, Any]:
 def slots_of(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the slots of an object."""
     cls: Any = type(value)
-    for name in _names_of_slots(cls):
+    for name in names_of_slots(cls):
         try:
             yield name, object.__getattribute__(value, name)
         except AttributeError:
@@ -140,7 +140,8 @@ def slots_of(value: object) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of_slots(cls: type) -> tuple[str, ...]:
+def names_of_slots(cls: type) -> tuple[str, ...]:
+    """Return the names of the slots that a class and its bases define."""
     slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]
     return tuple(n for s in slots for n in ((s,) if isinstance(s, str) else s) if n[:2] != "__")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import storage_ops as so
-from storage_ops.checkpoint.state.calls import _OF_A_MODULE, _OF_ALL_MODULES
+from storage_ops.checkpoint.state.calls import _OF_A_MODULE, HOOKS_OF_ALL_MODULES
 
 from .test_effects import KINDS, pair
 
@@ -94,7 +94,7 @@ def gradients(fn, model, x, add, late):
 def hooks_of(model):
     kept = [dict(getattr(m, name)) for m in model.modules() for name in _OF_A_MODULE]
     forwards = [vars(m).get("forward") for m in model.modules()]
-    return kept, [dict(each) for each in _OF_ALL_MODULES], forwards
+    return kept, [dict(each) for each in HOOKS_OF_ALL_MODULES], forwards
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -154,7 +154,7 @@ class _TiledCall:
         self.parameters = list(numbers)
         # Held before anything runs: a checkpoint around the module needs to run again up to here.
         self._inputs: Inputs | None = Inputs((x,), {"parameters": self.parameters})
-        around = Surroundings.of(pieces.host.run, (), self._inputs.tensors)
+        around = Surroundings.of(pieces.host.run, [], self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
         self._inputs.forget()
 
@@ -437,7 +437,7 @@ def check_tokens(pieces: Pieces, x: Tensor) -> bool:
             is no parameter of it.
     """
     parameters = list(pieces.host.parameters())
-    state = ExecutionState(Surroundings.of(pieces.host.run, (), [x]), preserve_rng_state=True)
+    state = ExecutionState(Surroundings.of(pieces.host.run, [], [x]), preserve_rng_state=True)
     copies = {b: b.clone() for b in pieces.host.buffers()}
     own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
     with state, torch.enable_grad(), own:

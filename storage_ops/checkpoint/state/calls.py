@@ -29,7 +29,7 @@ _OF_A_MODULE = (
     "_backward_hooks",
 )
 _modules: Any = torch_module
-_OF_ALL_MODULES: tuple[dict[Any, Any], ...] = (
+HOOKS_OF_ALL_MODULES: tuple[dict[Any, Any], ...] = (
     _modules._global_forward_pre_hooks,
     _modules._global_forward_hooks,
     _modules._global_forward_hooks_with_kwargs,
@@ -43,15 +43,16 @@ _NONE: tuple[dict[Any, Any], ...] = tuple({} for _ in _OF_A_MODULE)
 class Calls:
     """The way in which modules are called now, for a recompute."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], may_have_hooks: bool = True) -> None:
         """Remember the hooks of `modules`, and the hooks that torch calls for every module."""
         self._modules = modules
-        hooked = _hooked(modules)  # mostly none
+        hooked = _hooked(modules) if may_have_hooks else []  # mostly none
         self._hooks = {module: [dict(hooks) for hooks in _hooks_of(module)] for module in hooked}
         self._forwards = {module: vars(module).get("forward", MISSING) for module in hooked}
         # A lazy module removes its hook in its first call, and cannot run the hook again.
         self._lazy = {module for module in hooked if isinstance(module, LazyModuleMixin)}
-        self._global = [dict(hooks) for hooks in _OF_ALL_MODULES] if any(_OF_ALL_MODULES) else None
+        everywhere = may_have_hooks and any(HOOKS_OF_ALL_MODULES)
+        self._global = [dict(hooks) for hooks in HOOKS_OF_ALL_MODULES] if everywhere else None
 
     def restore(self, undo: Undo) -> None:
         """Call the modules as in the forward; `undo` gets the functions that undo this."""
@@ -64,8 +65,8 @@ class Calls:
             if vars(module).get("forward", MISSING) is not forward:
                 set_item(vars(module), "forward", forward, undo)
                 returned.append(forward)
-        if self._global is not None or any(_OF_ALL_MODULES):
-            returned += _exchange(_OF_ALL_MODULES, self._global or _NONE, undo)
+        if self._global is not None or any(HOOKS_OF_ALL_MODULES):
+            returned += _exchange(HOOKS_OF_ALL_MODULES, self._global or _NONE, undo)
         # A hook may record outputs in a list that its owner reads after the forward. The list must
         # not get the outputs of the recompute, which would keep its graph alive.
         for container in _recorders(returned):

@@ -35,6 +35,12 @@ _PASSED_OVER = frozenset(
 )
 
 
+def may_write_parameters(writes: int) -> bool:
+    """Return True if code that writes tensors in these ways can write parameters."""
+    without_grad = IN_PLACE | WITHOUT_GRAD
+    return writes & UNSEEN != 0 or writes & without_grad == without_grad
+
+
 class Facts(NamedTuple):
     """Facts that the instructions of a code object show.
 

@@ -32,6 +32,7 @@ from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import State, state_of
 
 _trackers: OrderedDict[int, Any] = OrderedDict()
+_native: Any = sys.modules.get(_library.SAVED_TENSORS)
 
 
 def register_rng_tracker(tracker: object) -> RemovableHandle:
@@ -106,7 +107,10 @@ def _device() -> torch.device | None:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
+_Autocast = tuple[bool, torch.dtype, bool]
+
+
+def _autocast(device_type: str) -> _Autocast:
     return (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
@@ -184,7 +188,6 @@ def disable_checkpointing() -> Iterator[None]:
 
 # Settings of torch that are on or off.
 _FLAGS: tuple[State, ...] = (
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
     # torch.nn.attention.sdpa_kernel. Not the order in which it prefers them: torch changes that by
     # itself, at the first attention of a process on some GPUs.
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
@@ -209,14 +212,31 @@ def _set_flags(values: tuple[bool, ...]) -> None:
 
 
 # Modes that change what the same code computes, or by which kernel, which may save other tensors.
-_SETTINGS: tuple[State, ...] = (
-    (getattr(sys.modules.get(_library.SAVED_TENSORS), "flags", _flags), _set_flags),
-    (is_disabled, _disable),
+_OF_TORCH: tuple[State, ...] = (
+    (_flags, _set_flags),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
+)
+_OTHERS: tuple[State, ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (is_disabled, _disable),
     # Context parallelism exchanges this function for the forward.
     (_attention, _set_attention),
 )
+# By the number that the library has for the settings of torch: their values, and autocast on a CPU.
+_known_settings: dict[int | None, tuple[list[Any], _Autocast]] = {}
+
+
+def _settings() -> tuple[int | None, list[Any], _Autocast]:
+    """Return the library's number, the settings of torch and autocast on a CPU.
+
+    They are read without Python code once they are known. The number is None without a library.
+    """
+    number = None if _native is None else _native.settings()
+    found = None if number is None else _known_settings.get(number)
+    if found is None:
+        found = _known_settings[number] = [get() for get, _ in _OF_TORCH], _autocast("cpu")
+    return number, *found
 
 
 def _dual_number() -> torch.Tensor | None:
@@ -247,16 +267,19 @@ class ExecutionState:
         devices = set(around.devices)
         if torch.cuda.is_initialized():
             devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
-        types = {"cpu", *(device.type for device in devices)}
-        self._autocast = {name: _autocast(name) for name in types}
+        self._number, self._of_torch, autocast = _settings()
+        self._autocast = {device.type: _autocast(device.type) for device in devices}
+        self._autocast["cpu"] = autocast
         self._device = _device()
         self.modes = active_modes()  # a recompute enters them around the call alone
-        self._current = torch.cuda.current_device() if "cuda" in types else -1
-        self._settings = [get() for get, _ in _SETTINGS]
+        self._current = torch.cuda.current_device() if "cuda" in self._autocast else -1
+        self._others = [get() for get, _ in _OTHERS]
         self._dual = _dual_number()
         self._undo: list[Callable[[], object]] = []
+        self._modules, self._known = around.modules, around.known
         self._training = [(module, module.training) for module in around.modules]
-        self._calls = Calls(around.modules)
+        # A known walk has found no hooks; the rest of it is compared before a recompute.
+        self._calls = Calls(around.modules) if around.known is None else None
         self.effects = Effects(around)
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
@@ -316,23 +339,43 @@ class ExecutionState:
         self._undo.append(_Leave(context))
 
     def _restore(self) -> None:
+        is_as_before = self._number is not None and _native.settings() == self._number
         for device_type, (enabled, dtype, cache) in self._autocast.items():
+            if is_as_before and device_type == "cpu":
+                continue
             if _autocast(device_type) != (enabled, dtype, cache):
                 self._around(torch.autocast(device_type, dtype, enabled, cache))
         if _device() != self._device:
             self._around(self._device or torch.device("cpu"))
         if self._current >= 0:
             self._around(torch.cuda.device(self._current))
-        for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+        if not is_as_before:
+            self._restore_settings(_OF_TORCH, self._of_torch)
+        self._restore_settings(_OTHERS, self._others)
+        unchanged = self.effects.are_places_unchanged()
+        if not unchanged:
+            self._restore_training()
+        # Before the effects, which may reach what a tracker returns and is given.
+        for get, put, state in self._rng:
+            self._set(put, state, get())
+        if not unchanged:
+            calls = self._calls or Calls(self._modules, may_have_hooks=False)
+            calls.restore(self._undo)
+        self.effects.restore(self._undo, unchanged)
+
+    def _restore_settings(self, settings: tuple[State, ...], values: list[Any]) -> None:
+        for (get, put), value in zip(settings, values, strict=True):
             now = get()
             if now != value:
                 self._set(put, value, now)
+
+    def _restore_training(self) -> None:
+        known = self._known
+        if known is not None:
+            self._modules = known.objects().modules
+            before = ((m, known.contents(vars(m))["training"]) for m in self._modules)
+            self._training = list(before)
         for module, training in self._training:
             if module.training != training:
                 put = functools.partial(setattr, module, "training")
                 self._set(put, training, module.training)
-        # Before the effects, which may reach what a tracker returns and is given.
-        for get, put, state in self._rng:
-            self._set(put, state, get())
-        self._calls.restore(self._undo)
-        self.effects.restore(self._undo)

@@ -51,7 +51,7 @@ class Modes:
         Raises:
             RuntimeError: on entry, if an outer mode has ended and an inner one is active.
         """
-        if self is _NONE and _C._get_torch_function_state() == _CALLS:
+        if self is _NONE and _C._is_torch_function_enabled():
             return _NOTHING
         return self._entered()
 
@@ -76,15 +76,14 @@ _NONE = Modes(_CALLS, (), ())
 
 def active_modes() -> Modes:
     """Return the modes of a user that are active in this thread."""
-    calls_functions = _C._get_torch_function_state()
     if (
-        calls_functions == _CALLS
+        _C._is_torch_function_enabled()
         and torch._C._len_torch_function_stack() == 0
         and torch._C._len_torch_dispatch_stack() == 0
     ):
         return _NONE
     stacks = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
-    return Modes(calls_functions, *stacks)
+    return Modes(_C._get_torch_function_state(), *stacks)
 
 
 def _missing(first: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, ...]:

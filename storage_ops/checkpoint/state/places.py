@@ -37,14 +37,20 @@ class Attributes:
 
     __slots__ = ("_before", "_code", "_held", "_ignored", "_replaced")
 
-    def __init__(self, held: dict[str, Any], code: Iterable[Container[str]] | None) -> None:
+    def __init__(
+        self,
+        held: dict[str, Any],
+        before: dict[str, Any],
+        code: Iterable[Container[str]] | None,
+    ) -> None:
         """Remember attributes.
 
         Args:
             held: the dictionary of the attributes.
+            before: a copy of it.
             code: the names that the code of the region uses; None for all names.
         """
-        self._held, self._before, self._code = held, dict(held), code
+        self._held, self._before, self._code = held, before, code
         self._ignored: set[str] = set()
         self._replaced: set[str] = set()  # by the forward, other than tensors
 
@@ -102,9 +108,9 @@ class Items:
 
     __slots__ = ("_before", "_container")
 
-    def __init__(self, container: Any) -> None:
-        """Remember the items."""
-        self._container, self._before = container, copy_of(container)
+    def __init__(self, container: Any, before: Any) -> None:
+        """Remember the items, of which `before` is a copy."""
+        self._container, self._before = container, before
 
     def is_of(self, containers: Iterable[Any]) -> bool:
         """Return True if the container is one of these."""
@@ -148,9 +154,9 @@ class AllItems(Items):
 
     __slots__ = ("_restores_all",)
 
-    def __init__(self, container: Any) -> None:
-        """Remember the items."""
-        super().__init__(container)
+    def __init__(self, container: Any, before: Any) -> None:
+        """Remember the items, of which `before` is a copy."""
+        super().__init__(container, before)
         self._restores_all = True
 
     def finish(self) -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from storage_ops.checkpoint.state import code_writes
+from storage_ops.checkpoint.state import code_writes, known_walks
+from storage_ops.checkpoint.state.known_walks import Found, Objects, Reads
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
@@ -37,6 +38,8 @@ from storage_ops.foundation.walk import (
     is_of_torch,
     is_opaque,
     kind_of,
+    names_of_globals,
+    names_of_slots,
     package_of,
     slots_of,
     values_in,
@@ -67,6 +70,7 @@ class Surroundings:
         called: the names that each function that is reached uses.
         classes: those of the modules and objects that are reached and are not torch's own.
         elsewhere: classes and functions that these functions name (`code_writes.elsewhere_of`).
+        known: what an earlier walk tells; then `look` fills in what is not `devices`.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -83,19 +87,61 @@ class Surroundings:
     called: list[frozenset[str]] = field(default_factory=list)
     classes: dict[Any, None] = field(default_factory=dict)
     elsewhere: dict[Any, None] = field(default_factory=dict)
+    known: Found | None = None
+    _reads: Reads | None = None  # of the walk, where later calls may know it
 
     @staticmethod
-    def of(fn: Callable[..., Any], given: Iterable[Any], tensors: Iterable[Tensor]) -> Surroundings:
+    def of(fn: Callable[..., Any], given: list[Any], tensors: Iterable[Tensor]) -> Surroundings:
         """Return the surroundings of a call of `fn` with what is given, and these tensors in it."""
         found = Surroundings()
         for t in tensors:
             found._add_device(t)
+        start = known_walks.roots_of(fn, given)
+        if start is not None:
+            found.known, found._reads = known_walks.find(start)
+            if found.known is not None:
+                return found
         nothing = frozenset[str]()
-        roots = [(fn, 0, False, nothing), *((value, 0, True, nothing) for value in given)]
+        called = [fn] if start is None else start
+        roots = [*((value, 0, False, nothing) for value in called)]
+        roots += [(value, 0, True, nothing) for value in given]
         found._reach(roots, {id(t) for t in tensors})
         code = found.classes, found.called, found.elsewhere
         found.writes |= code_writes.of_calls(*map(tuple, code))
+        if start is not None and found._reads is not None:
+            known_walks.know(start, found._reads, found._objects(found._reads))
+        found._reads = None
         return found
+
+    def look(self) -> None:
+        """Fill in what a known walk has found."""
+        assert self.known is not None
+        found = self.known.objects()
+        self.modules, self.objects, self.containers = found[0], found[2], found[3]
+        self.attributes = [vars(m) for m in self.modules if not is_of_torch(type(m))]
+        self.names = list(zip(found.scopes, found.names, found.values, strict=True))
+        self.code, self.writes = found.code, found.writes
+
+    def _objects(self, reads: Reads) -> Objects:
+        """Return what a later call takes from this walk; give its reads up where it must walk."""
+        for held in (*self.attributes, *self.objects, *self.containers):
+            reads.add_values(held)
+        if self.tensors or self.generators or self.given:
+            reads.give_up()
+        if any(kind_of(type(value)) != MODULE for _, _, value in self.names):
+            reads.give_up()
+        parameters: list[Tensor] = [
+            p for m in self.modules for p in m._parameters.values() if p is not None
+        ]
+        has_bytes = code_writes.may_write_parameters(self.writes) or any(
+            "max_norm" in vars(m) or any(b is not None for b in m._buffers.values())
+            for m in self.modules
+        )
+        scopes, names, values = zip(*self.names, strict=True) if self.names else ((), (), ())
+        return Objects(
+            self.modules, parameters, self.objects, self.containers, list(scopes), list(values),
+            list(names), self.code, self.writes, has_bytes,
+        )  # fmt: skip
 
     def _add_device(self, t: Tensor) -> None:
         if not (t.is_cpu or t.is_meta):
@@ -146,9 +192,13 @@ class Surroundings:
                 self.tensors.append(value)
                 self._add_device(value)
             elif kind == PARTIAL:
+                if self._reads is not None:
+                    self._reads.add_partial(value)
                 inside = [value.func, *value.args, *value.keywords.values()]
                 deeper = depth  # it is the call itself
             elif kind == METHOD:
+                if self._reads is not None:
+                    self._reads.add_method(value)
                 inside, deeper = [value.__self__, value.__func__], depth
             elif kind == FUNCTION:
                 if not is_of_torch(value):
@@ -159,6 +209,8 @@ class Surroundings:
             elif kind in (CONTAINER, TUPLE):
                 if given and kind == CONTAINER:
                     self.given.append(value)
+                if self._reads is not None:
+                    self._reads.add_container(value, kind == CONTAINER)
                 if not is_data(value):
                     inside = list(values_in(value))
                     if not given and kind == CONTAINER:
@@ -167,6 +219,8 @@ class Surroundings:
                 self.generators[value] = None
             elif kind == REFERENCE:
                 inside = [value()]
+                if self._reads is not None:
+                    self._reads.give_up()
             else:
                 inside = self._inside_object(value, given)
             if depth < _DEEP and inside:
@@ -182,6 +236,12 @@ class Surroundings:
                 inside = self._inside_attributes(attributes, _Everything)
                 self.classes[cls] = None
             inside += [each for _, each in slots_of(value)]
+        if self._reads is not None:
+            if not is_opaque(cls) and cls.__dictoffset__:
+                self._reads.add_object(value)
+            if not is_opaque(cls) and names_of_slots(cls):
+                self._reads.give_up()
+            self._reads.own(code_writes.run_by(cls))
         return inside + list(code_writes.run_by(cls))
 
     def _inside_module(self, root: nn.Module, seen: set[int]) -> tuple[list[Any], frozenset[str]]:
@@ -191,6 +251,8 @@ class Surroundings:
         types = dict.fromkeys(map(type, modules))
         facts = _facts_of(tuple(types))
         self.code.append(facts.names)
+        if self._reads is not None:
+            self._note_modules(self._reads, modules, facts)
         inside: list[Any] = []
         for module in modules:
             if type(module) in facts.own:
@@ -212,8 +274,20 @@ class Surroundings:
             inside += _shared_state(base, facts.names)
         return inside, facts.names
 
+    def _note_modules(self, reads: Reads, modules: list[nn.Module], facts: _Classes) -> None:
+        for module in modules:
+            reads.add_module(module)
+        for cls in dict.fromkeys(map(type, modules)):
+            reads.own(code_writes.run_by(cls))
+        for base in facts.bases:
+            reads.add_class(base)
+        if facts.adapters:
+            reads.give_up()
+
     def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
         facts = code_writes.facts_of(fn.__code__)
+        if self._reads is not None:
+            self._reads.add_function(fn, names_of_globals(fn.__code__))
         self.writes |= facts.writes
         self.called.append(facts.names)
         self.code.append(facts.names)
