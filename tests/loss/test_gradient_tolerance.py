@@ -458,13 +458,17 @@ def test_losses_built_on_it(name):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "several"), [("vocab-sliced", True), ("token-chunked", False)]
+    ("strategy", "budget", "several"),
+    [
+        pytest.param("vocab-sliced", "2 MiB", True, id="narrow"),
+        pytest.param("token-chunked", "8 MiB", False, id="whole"),
+    ],
 )
-def test_after_a_tile_that_is_dense(monkeypatch, strategy, several):
+def test_after_a_tile_that_is_dense(monkeypatch, strategy, budget, several):
     """A narrow tile says nothing of the others; one with most of the classes speaks for all."""
     x, w, target = peaked(300, 32, 6000, torch.float32)
     plan = storage_ops.plan(
-        300, 32, 6000, "float32", device="cpu", strategy=strategy, memory_budget="2 MiB",
+        300, 32, 6000, "float32", device="cpu", strategy=strategy, memory_budget=budget,
         gradient_tolerance=0.3, share=0.4,
     )  # fmt: skip
     tiles, select = [], run.select
