@@ -78,23 +78,28 @@ def _cases() -> list[str]:
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[list[float]]:
-    """Collect the share of the classes that the gradient of each tile is multiplied with."""
-    shares: list[float] = []
+def _counted() -> Iterator[list[tuple[int, int]]]:
+    """Collect how many logits of each tile have a gradient that is multiplied, of how many."""
+    tiles: list[tuple[int, int]] = []
 
     def counted(*args: Any) -> Selection | None:
         found, shape = select(*args), args[2]
         if found is None:
-            shares.append(1.0)
+            tiles.append((shape[0] * shape[1],) * 2)
             return None
         ends = zip(found.counts, found.bounds, found.bounds[1:], strict=False)
         gathered = sum(count * (end - begin) for count, begin, end in ends)
         rest = found.flat * (shape[1] - found.bounds[len(found.counts)])
-        shares.append((gathered + rest) / (shape[0] * shape[1]))
+        tiles.append((gathered + rest, shape[0] * shape[1]))
         return found
 
     with mock.patch.object(run, "select", counted):
-        yield shares
+        yield tiles
+
+
+def _share(tiles: list[tuple[int, int]]) -> float:
+    """Return the part of the logits of some tiles whose gradient is multiplied."""
+    return sum(used for used, _ in tiles) / sum(every for _, every in tiles) if tiles else 1.0
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
@@ -120,12 +125,12 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
     exact, rows = gradients(EXACT), {}
     for case in _cases():
         tick(f"errors of {case}", 0.0)
-        with _counted() as shares:
+        with _counted() as tiles:
             found = gradients(case)
         of_rows = (found[1].float() - exact[1].float()).norm(dim=1)
         of_rows /= exact[1].float().norm(dim=1)
         rows[case] = {
-            "classes multiplied": round(sum(shares) / len(shares), 3) if shares else "",
+            "classes multiplied": round(_share(tiles), 3) if tiles else "",
             "error of dX": _error(found[0], exact[0]),
             "error of dW": _error(found[1], exact[1]),
             "error of a row of dW, median": float(of_rows.median()),
@@ -220,7 +225,7 @@ def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             tick(f"{case}, step {step}", (number + step / steps) / len(_cases()))
             with _counted() as chosen:
                 norms.append(job.step()["gradient_norm"])
-            shares.append(sum(chosen) / len(chosen) if chosen else 1.0)
+            shares.append(_share(chosen))
         mean = {
             f"loss at {end}": round(sum(job.losses[end - every : end]) / every, 4)
             for end in range(every, steps + 1, every)

@@ -132,10 +132,10 @@ def linear_kl_div(
         of logit -inf has probability 0, and 0 log 0 is 0. An infinite divergence is inf. Under
         autocast products run in the autocast dtype.
 
-        A mean or a sum makes its gradients in the forward, in four matrix products of size tokens x
-        D x V, the teacher's among them. A budget without room for the sum of the weight's gradient,
-        reduction "none" and float16 form both heads' logits again: six. If nothing needs gradients:
-        two. Two runs give the same bits.
+        A mean or a sum computes its gradients in the forward, in four matrix products of size
+        tokens x D x V, one of them the teacher's. Reduction "none", float16, and a budget without
+        room for the sum of the weight's gradient compute both heads' logits again, in six products.
+        A call without gradients takes two. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a

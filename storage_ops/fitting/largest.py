@@ -145,15 +145,15 @@ def find_largest(
     for steps with a plan of `fit`. The peak must not fall when the number grows.
 
     Args:
-        model: as of `storage_ops.fit`.
+        model: as in `storage_ops.fit`.
         make_batch: a function of a number that returns a batch, best on the meta device. The number
             can be that of samples, of tokens in a sequence, or another size.
-        budget, loss, optimizer, device, actions, accumulate, assume: as of `storage_ops.fit`.
+        budget, loss, optimizer, device, actions, accumulate, assume: as in `storage_ops.fit`.
         most: the largest number to try, such as a model's number of positions. None: no limit.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the peak does not grow with the number.
-        RuntimeError: as of `storage_ops.fit`.
+        RuntimeError: as in `storage_ops.fit`.
 
     Example:
         >>> with torch.device("meta"):
@@ -212,7 +212,7 @@ def find_gpu(
     actions: Sequence[ActionName] | None,
     accumulate: bool,
 ) -> Largest[str]:
-    """Find the first GPU of `BY_PRICE` with which a training step fits; arguments as of `fit`."""
+    """Find the first GPU of `BY_PRICE` with which a training step fits; arguments as in `fit`."""
 
     def cheapest(actions: Sequence[ActionName] | None) -> tuple[Found[str] | None, int]:
         least = 0

@@ -158,7 +158,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
 
         Args:
             model: the model of the plan, or one that it is in.
-            batch, optimizer, accumulate: as of `storage_ops.memory.simulate_step`, which is also
+            batch, optimizer, accumulate: as in `storage_ops.memory.simulate_step`, which is also
                 the source of errors.
         """
         step = simulate_step(

@@ -122,11 +122,11 @@ def grpo(
                   of about 3e-4
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
-            (S, T), or packed: see cu_seqlens. Targets of prompts and padding are ignore_index.
+        input, linear_weight, target: hidden states (S, T, D), head (V, D) and targets (S, T) of the
+            policy, or packed: see cu_seqlens. Targets of prompts and padding are ignore_index.
         advantages: (S,), or one for every token in the shape of its log-probability.
         old_logps: log-probabilities of the targets when they were sampled, in the shape of the
-            tokens' log-probabilities: (S, T), with shift (S, T - 1). None: those of now, so that r
+            tokens' log-probabilities: (S, T), with shift (S, T - 1). None: the current ones, so r
             is 1 and its gradient that of the log-probability.
         loss_type: which f: "grpo", "cispo" or "sapo".
         clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low. "cispo" takes
@@ -136,7 +136,7 @@ def grpo(
         sapo_temperature_pos, sapo_temperature_neg: t, > 0, for "sapo".
         importance: "token" or "sequence".
         importance_sampling_ratio: c, for samples of another engine, whose probabilities differ from
-            those of old_logps: exp(old_logps - logps of the engine), cut off or masked as the
+            those of old_logps: exp(old_logps - logps of the engine), clipped or masked as the
             caller likes. (S,), or one for every token. No gradient flows to it.
         normalize: "sequence", "token" or "length".
         max_length: of a completion, in tokens; for normalize="length". None: the length of rows.

@@ -111,8 +111,8 @@ def dpo(
                         Lu et al. 2024, Discovering Preference Optimization Algorithms, equation 5
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (2 B, T, D), (V, D) and
-            (2 B, T): B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
+        input, linear_weight, target: hidden states (2 B, T, D), head (V, D) and targets (2 B, T) of
+            the policy: B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
         beta: how far the policy may go from its reference, > 0.
         loss_type: a name of the table.
         label_smoothing: e, from 0 to below 0.5, for the formulas that have it. "exo_pair" needs
@@ -226,18 +226,18 @@ def kto(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of Kahneman-Tversky optimisation.
 
-    Sequences were judged one by one, in no pairs. With r = log pi(y) - log ref(y), the loss is the
+    Sequences are judged one by one, not in pairs. With r = log pi(y) - log ref(y), the loss is the
     mean over sequences of
 
         w_d (1 - sigmoid(beta (r - z)))    of a desirable completion
         w_u (1 - sigmoid(beta (z - r)))    of an undesirable one
 
     Ethayarajh et al. 2024, KTO, equation 8, but for a constant that does not depend on the policy.
-    With kl=0 it is APO-zero for sequences in no pairs.
+    With kl=0 it is APO-zero for sequences without pairs.
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
-            (S, T), or packed.
+        input, linear_weight, target: hidden states (S, T, D), head (V, D) and targets (S, T) of the
+            policy, or packed.
         desirable: (S,) bool.
         beta: scale of the rewards, > 0.
         kl: z, the divergence of the policy from the reference, a number or a 0-dimensional tensor;

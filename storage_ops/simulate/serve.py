@@ -91,7 +91,7 @@ def simulate_serving(
     Args:
         model: of transformers.
         inputs: keyword arguments of its forward for the prompt; the last one has the tokens.
-        device: as of `simulate_step`.
+        device: as in `simulate_step`.
 
     Raises:
         ValueError: the model has no cache.

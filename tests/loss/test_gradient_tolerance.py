@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import storage_ops
 from storage_ops import losses
 from storage_ops.loss import reference
-from storage_ops.loss.engine import selection, sums
+from storage_ops.loss.engine import run, selection, sums
 from storage_ops.loss.planning import cost
 from storage_ops.matmul import of
 from storage_ops.memory import estimate, measure
@@ -455,3 +455,31 @@ def test_losses_built_on_it(name):
     )
     for a, b in zip(found, exact, strict=True):
         assert 1e-5 < relative(a, b) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "several"),
+    [
+        pytest.param("vocab-sliced", "2 MiB", True, id="narrow"),
+        pytest.param("token-chunked", "8 MiB", False, id="whole"),
+    ],
+)
+def test_after_a_tile_that_is_dense(monkeypatch, strategy, budget, several):
+    """A narrow tile says nothing of the others; one with most of the classes speaks for all."""
+    x, w, target = peaked(300, 32, 6000, torch.float32)
+    plan = storage_ops.plan(
+        300, 32, 6000, "float32", device="cpu", strategy=strategy, memory_budget=budget,
+        gradient_tolerance=0.3, share=0.4,
+    )  # fmt: skip
+    tiles, select = [], run.select
+
+    def first_is_dense(*args):
+        tiles.append(args[2])
+        return None if len(tiles) == 1 else select(*args)
+
+    monkeypatch.setattr(run, "select", first_is_dense)
+    _, dropped, *grads = call(x, w, target, 0.3, plan=plan)
+    assert (len(tiles) > 1) == several
+    assert (dropped.max() > 0) == several
+    for found, expected in zip(grads, call(x, w, target)[2:], strict=True):
+        assert relative(found, expected) < 0.2

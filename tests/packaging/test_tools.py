@@ -204,6 +204,17 @@ def test_the_site_shows_narrow_pictures_on_a_phone(tmp_path):
     assert site.PHONE in (site.ROOT / "docs/site.css").read_text()
 
 
+def test_the_site_shows_what_is_returned_as_one_text():
+    griffe, yaml = pytest.importorskip("griffe"), pytest.importorskip("yaml")
+    config = yaml.safe_load((toolchain.ROOT / "mkdocs.yml").read_text())
+    handler = config["plugins"][1]["mkdocstrings"]["handlers"]["python"]
+    text = "Summary.\n\nReturns:\n    The loss: a scalar.\n    Products: three.\n"
+    docstring = griffe.Docstring(text)
+    sections = docstring.parse("google", **handler["options"]["docstring_options"])
+    [item] = sections[1].value
+    assert item.description == "The loss: a scalar.\nProducts: three."
+
+
 def test_docstrings_have_an_entry_for_each_name_and_error():
     site = pytest.importorskip("build_tools.site")
     text = """What it does. ValueError: is no entry here.

@@ -87,7 +87,7 @@ class OutputDiscardCheckpoint:
             that differs. "none" does not compare saved tensors.
         debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
-        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+        context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute, such as those of `create_selective_checkpoint_contexts`.
         retain_input_tensors: an argument of Megatron-LM's class. Outputs that share memory with an
             input are kept whatever it is.

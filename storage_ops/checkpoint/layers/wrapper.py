@@ -123,7 +123,7 @@ class CheckpointWrapper(Replaced):
 
     Args:
         module: the module; changed in place and returned.
-        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+        context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute. Not with rules of what to save, which are such a pair.
         options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
             `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is

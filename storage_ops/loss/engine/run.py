@@ -290,8 +290,10 @@ class Run(Generic[Rows]):
             head.call.max_classes,
             factors,
         )
-        if selection is None:  # nor does it for tokens of the same batch
-            self._selects = False
+        if selection is None:
+            # If most of the classes do not pay for one tile, they do for none of the batch. A
+            # narrow tile says nothing of the others: it has other classes.
+            self._selects = 2 * tile.shape[1] < self.schedule.problem.vocab
         elif self.dropped is not None:
             self.dropped[step.rows] += selection.dropped
         return selection

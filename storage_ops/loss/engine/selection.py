@@ -21,7 +21,7 @@ out classes of which a token has next to nothing:
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
   the few that need more than is worth that, are multiplied with all other classes where they are.
 * Of cross-entropy, only the part of the gradient that is multiplied is computed, from the logits.
-  It is written class by class, each as a run of tokens by need, for several buckets at a time: a
+  It is written class by class, each as a run of tokens by need, for several buckets at a time. A
   gather of single classes of a row would read a sector of memory for each number.
 * The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of

@@ -32,6 +32,7 @@ TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copi
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 BUCKETS = 16  # of classes that a token's gradient is multiplied with, or leaves out
 ALIGNED = 8  # 16-bit numbers that a GPU reads at a time
+NARROW = 1024  # classes of a tile of which none are left out: they have most of the targets
 EXPECTED = 0.4  # of all classes, multiplied with each token's gradient, of a trained model
 
 
@@ -256,7 +257,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         logits, tile = rows * classes * p.logit_bytes, rows * classes * item
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
-        used = max(round(p.multiplied * classes), 1) if selects else classes
+        used = max(round(p.multiplied * classes), min(classes, NARROW)) if selects else classes
         # Kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
