@@ -143,9 +143,10 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
     gather_gradient_kernel(const __grid_constant__ GatheredGradient<T, O, A> g) {
   auto& scratch = shared_memory<GatherScratch<A>>();
   constexpr int n = kPack<T>, kPacks = kGatherColumns / n, kTokens = kGatherTokens<A>;
-  constexpr int kOwn = kGatherColumns / (kGatherThreads / 32);  // columns that a warp writes
+  constexpr int kWarpColumns =
+      kGatherColumns / (kGatherThreads / 32);  // columns that a warp writes
   const auto& tile = g.numbers.tile;
-  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * kOwn;
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * kWarpColumns;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kGatherColumns;
   const int64_t left = tile.columns - first;
   const int columns = left < kGatherColumns ? static_cast<int>(left) : kGatherColumns;
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
   __syncthreads();
   int64_t most = 0;
   for (int c = 0; c < columns; ++c) most = most < scratch.count[c] ? scratch.count[c] : most;
-  A sums[kOwn] = {};
+  A sums[kWarpColumns] = {};
   for (int64_t begin = 0, half = 0; begin < most; begin += kTokens, half = 1 - half) {
     auto& numbers = scratch.numbers[half];
 #pragma unroll
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
       const A factor = logits ? g.numbers.row_weight[row] : A(0);
       const int64_t target = logits ? g.target[row] - first : -1;
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
+      for (int k = 0; k < kWarpColumns; ++k) {
         const int c = own + k;
         if (i >= scratch.count[c]) continue;
         A value = numbers[c][token];
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
   }
   if (g.sums == nullptr) return;
 #pragma unroll
-  for (int k = 0; k < kOwn; ++k) {
+  for (int k = 0; k < kWarpColumns; ++k) {
     A sum[] = {sums[k]};
     warp_reduce(sum, [](A x, A y) { return x + y; });
     if (lane == 0 && own + k < columns) g.sums[first + own + k] = sum[0];
