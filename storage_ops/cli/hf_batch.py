@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from storage_ops.cli import images
+from storage_ops.cli import images, recipe
 
 # Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
 _TOKENS = (
@@ -34,7 +34,7 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
             is missing or longer than the model's learned positions.
     """
-    args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
+    args = argparse.Namespace(**vars(args) | {"batch": recipe.sequences(args)})
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters

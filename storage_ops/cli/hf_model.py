@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import autocast, images, output, ranks
+from storage_ops.cli import autocast, images, output, ranks, recipe
 from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the parameters (default: bf16; with --model, what the function makes)",
     )
     autocast.add_arguments(step)
+    recipe.add_arguments(step)
     step.add_argument(
         "--optimizer",
         default="adamw",
