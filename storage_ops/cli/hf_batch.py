@@ -67,6 +67,10 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
         ids = batch["input_ids"]
         labels = {"labels": ids} if labels["labels"].shape == ids.shape else labels
+    if args.packing is not None:
+        from storage_ops.cli.packing import packed
+
+        return packed(model, batch | labels, args)
     return batch | labels
 
 

@@ -117,7 +117,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             f"--hf-config is {args.hf_config}, of which no model can be made: {_why(error)}; "
             "expected the config.json of a model of transformers"
         ) from error
-    from storage_ops.cli import hf_batch
+    from storage_ops.cli import hf_batch, packing
     from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = made.train()
@@ -125,6 +125,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     if unused := hf_batch.left_out(model, batch):
         advice = " without --images" if unused == "pixel_values" else ""
         output.note(f"{type(model).__name__} also takes {unused}, which are not counted{advice}")
+    if args.packing is not None:
+        packing.prepare(model, args)
     return adapted(model, args), batch
 
 

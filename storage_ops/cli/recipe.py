@@ -6,11 +6,17 @@ import argparse
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare --reference."""
+    """Declare --reference and --packing."""
     parser.add_argument(
         "--reference",
         choices=("dpo", "grpo"),
         help="a step of DPO on --batch pairs, or of GRPO, with a frozen reference model",
+    )
+    parser.add_argument(
+        "--packing",
+        choices=("flash", "sdpa"),
+        help="one row with all sequences of the batch, by flash attention of varying lengths or by "
+        "torch's attention with a mask",
     )
 
 
@@ -25,8 +31,9 @@ def refuse_with_function(args: argparse.Namespace) -> None:
     Raises:
         ValueError: an option is for models of transformers.
     """
-    if args.reference is not None:
-        raise ValueError(
-            f"--reference is {args.reference}; expected none with --model, whose function can "
-            "return a model and a loss with a reference"
-        )
+    for name in ("reference", "packing"):
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(
+                f"--{name} is {value}; expected none with --model, whose function can return a "
+                "batch, and a loss, of any kind"
+            )

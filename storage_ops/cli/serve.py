@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _OF_TRAINING = (
     "accumulate", "autocast", "gpus", "gradient_checkpointing", "html", "model", "optimizer",
-    "plot", "reference",
+    "packing", "plot", "reference",
 )  # fmt: skip
 
 
