@@ -100,11 +100,6 @@ def _check(args: argparse.Namespace) -> None:
             f"--tensor-parallel is {args.tensor_parallel}; expected none with fit or "
             "--gradient-checkpointing, which plan no layers of DTensors"
         )
-    if args.gpus > 1 and args.autocast is not None:
-        raise ValueError(
-            f"--autocast is {args.autocast}; expected none with --gpus {args.gpus}, since shards "
-            "of fake tensors are not simulated"
-        )
 
 
 def _shard(model: nn.Module, mesh: Any) -> None:
