@@ -86,3 +86,26 @@ def test_what_has_no_evaluation(options, said, command, capsys):
     assert main([*command, *options]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(said) and err.count("\n") == 1
+
+
+FUNCTIONS = """
+import torch
+from torch import nn
+def sized(batch=2):
+    return nn.Linear(64, 64), torch.empty(batch, 64)
+def fixed():
+    return nn.Linear(64, 64), torch.empty(2, 64)
+def several(batch=2):
+    return nn.Linear(64, 64), [torch.empty(batch, 64)]
+"""
+
+
+def test_evaluation_of_a_function(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(FUNCTIONS)
+    model = f"{tmp_path}/model.py"
+    options = ["--optimizer", "sgd", "--eval-batch"]
+    found = answer(["will-it-fit", "--model", f"{model}:sized", *options, "4096"], capsys)
+    assert found["evaluation_peak_bytes"] > found["training_peak_bytes"]
+    for name, said in (("fixed", "has no argument batch"), ("several", "a list of batches")):
+        assert main(["will-it-fit", "--model", f"{model}:{name}", *options, "4"]) == 2
+        assert said in capsys.readouterr().err

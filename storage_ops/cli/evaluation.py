@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from storage_ops.cli.model_function import takes
 from storage_ops.cli.workload import Workload, resized
 from storage_ops.quantities import readable
 
@@ -54,8 +55,25 @@ def check(args: argparse.Namespace) -> None:
 
 
 def step_of(args: argparse.Namespace, step: Workload) -> Workload | None:
-    """Return the step with the batch of an evaluation, if one is asked for."""
-    return None if args.eval_batch is None else resized(step, args, "batch", args.eval_batch)
+    """Return the step with the batch of an evaluation, if one is asked for.
+
+    Raises:
+        ValueError: the function of --model returns a list of batches, or cannot have that batch.
+    """
+    if args.eval_batch is None:
+        return None
+    if args.model is not None and not takes(args.model, "batch"):
+        raise ValueError(
+            f"--eval-batch is {args.eval_batch}; expected none, since {args.model} has no argument "
+            "batch"
+        )
+    changed = resized(step, args, "batch", args.eval_batch)
+    if isinstance(changed.batch, list):
+        raise ValueError(
+            f"--eval-batch is {args.eval_batch}; expected none, since {args.model} returns a list "
+            "of batches"
+        )
+    return changed
 
 
 def evaluated(args: argparse.Namespace, step: Workload, trained: StepEstimate) -> StepEstimate:
@@ -83,7 +101,7 @@ def larger(report: FitReport, evaluation: StepEstimate) -> FitReport:
     if peak <= report.peak_bytes:
         return report
     evaluation.device = report.step.device
-    evaluation.subject = f"Evaluation s{report.step.subject[1:]}"
+    evaluation.subject = report.step.subject.replace("Step", "Evaluation step", 1)
     return dataclasses.replace(
         report, fits=peak <= report.budget_bytes, peak_bytes=peak, by_owner=evaluation.by_owner,
         step=evaluation,

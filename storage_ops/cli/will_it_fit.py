@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model, batch, loss = step
     evaluation_step = evaluation.step_of(args, step)
     peaks = []
-    peaks_of: tuple[int, int] | None = None  # a training and an evaluation step
+    step_peaks: tuple[int, int] | None = None  # of a training and an evaluation step
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
     with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
@@ -79,14 +79,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if evaluation_step is not None:
             evaluated = evaluation.evaluated(args, evaluation_step, report.step)
             report = evaluation.larger(report, evaluated)
-            peaks_of = training, evaluated.peak_bytes + buckets
+            step_peaks = training, evaluated.peak_bytes + buckets
         report = ranks.with_buckets(report, buckets)
         checkpoints.close()
         if args.gradient_checkpointing:
             peaks = gradient_checkpointing.compared(args, step, optimizer, training)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
-    advice = "" if report.fits else _what_now(args, report)
+    evaluates = step_peaks is not None and step_peaks[1] > step_peaks[0]
+    advice = "" if report.fits else _what_now(args, report, evaluates)
     if args.html is not None:
         tables = [report.__rich__()]
         tables += [gradient_checkpointing.table(peaks, report.budget_bytes)] if peaks else []
@@ -97,14 +98,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         compared: dict[str, Any] = {}
         if peaks:
             compared["compared"] = [peak._asdict() for peak in peaks]
-        if peaks_of:
-            names_of = ("training_peak_bytes", "evaluation_peak_bytes")
-            compared |= dict(zip(names_of, peaks_of, strict=True))
+        if step_peaks:
+            keys = "training_peak_bytes", "evaluation_peak_bytes"
+            compared |= dict(zip(keys, step_peaks, strict=True))
         output.print_json({name: getattr(report, name) for name in names} | compared)
     else:
         console.print(report)
-        if peaks_of:
-            console.print(evaluation.compared(*peaks_of), highlight=False, soft_wrap=True)
+        if step_peaks:
+            console.print(evaluation.compared(*step_peaks), highlight=False, soft_wrap=True)
         if peaks:
             console.print(gradient_checkpointing.table(peaks, report.budget_bytes))
         if advice:
@@ -112,9 +113,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if report.fits else 1
 
 
-def _what_now(args: argparse.Namespace, report: Any) -> str:
-    """Name the command that finds what to recompute, or say that none can help."""
-    if report.step.subject.startswith("Evaluation"):
+def _what_now(args: argparse.Namespace, report: Any, evaluates: bool) -> str:
+    """Name the command that finds what to recompute, or say that none can help.
+
+    `evaluates`: the peak is that of the evaluation step.
+    """
+    if evaluates:
         return "The evaluation step decides: a smaller --eval-batch or --eval-logits takes less."
     lasting, budget = report.step.kept_bytes, report.budget_bytes
     if lasting > budget:

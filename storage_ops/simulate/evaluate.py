@@ -15,11 +15,12 @@ from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, STATE, WORKSPACES
 from storage_ops.progress import showing
 from storage_ops.simulate.captured import Captured
+from storage_ops.simulate.compiled import as_it_runs
 from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.rates import rates_for
-from storage_ops.simulate.step import StepEstimate, is_gpu, loss_of
+from storage_ops.simulate.step import StepEstimate, arguments, is_gpu
 from storage_ops.simulate.values.assume import Assumption
 
 PREDICTIONS = "logits of evaluated batches"
@@ -52,7 +53,7 @@ def _repeated(logits: Tensor, times: int) -> Tensor:
 
 def simulate_evaluation(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     state_bytes: int,
     predictions: Predictions,
@@ -65,18 +66,22 @@ def simulate_evaluation(
 
     Args:
         model: in evaluation mode.
-        batch: keyword arguments of its forward.
+        batch: as of `simulate_step`, but no list.
         state_bytes: bytes of the optimizer's state.
         predictions: which logits stay.
-        loss, device: as of `simulate_step`.
+        loss: a function of the model's output, or None.
+        device: as of `simulate_step`.
     """
     on_gpu, rates = is_gpu(model, [batch], device), rates_for(device, model)
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
-    held = Captured((model, loss), (), batch)
+    compute = as_it_runs(loss)
+    args, kwargs = arguments(batch)
+    held = Captured((model, compute), args, kwargs)
     roles: dict[Block, str] = {}
 
-    def evaluate(simulation: Simulation, **inputs: Any) -> None:
-        state = torch.empty(state_bytes, dtype=torch.uint8, device=next(model.parameters()).device)
+    def evaluate(simulation: Simulation, *args: Any, **kwargs: Any) -> None:
+        where = next((p.device for p in model.parameters()), None)
+        state = torch.empty(state_bytes, dtype=torch.uint8, device=where)
         note_roles(roles, STATE, [state], simulation)
         logits = joined = None
         # The batches between the first and the last one take less than the last one.
@@ -84,8 +89,9 @@ def simulate_evaluation(
             if count > 1 and logits is not None:
                 joined = logits if count == 2 else _repeated(logits, count - 1)
                 note_roles(roles, PREDICTIONS, [joined], simulation)
-            output = model(**inputs)
-            (loss or loss_of)(output)
+            output = model(*args, **kwargs)
+            if compute is not None:  # or the model has computed it, if there is one
+                compute(output)
             if predictions.batches:
                 logits = predictions.of(output)
                 note_roles(roles, PREDICTIONS, [logits], simulation)
@@ -95,13 +101,13 @@ def simulate_evaluation(
 
     alone, told = ONE_AT_A_TIME, showing("simulating an evaluation step")
     calls = around_calls(model, noting(ledger))
-    simulated = simulating(ledger, held, (), batch, Assumption(None), on_gpu, rates)
-    with alone, told, calls, simulated as (simulation, _, moved), torch.no_grad():
+    simulated = simulating(ledger, held, args, kwargs, Assumption(None), on_gpu, rates)
+    with alone, told, calls, simulated as (simulation, *moved), torch.no_grad():
         for module in (model, *held.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
             note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
-        call_simulated(evaluate, (simulation,), moved)
+        call_simulated(evaluate, (simulation, *moved[0]), moved[1])
         if simulation.multiplies:
             workspaces = keep_workspaces(ledger, workspace_bytes(device, model))
             roles |= dict.fromkeys(workspaces, WORKSPACES)

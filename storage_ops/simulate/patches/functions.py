@@ -84,15 +84,14 @@ class Functions(TorchFunctionMode):
             return torch.sparse_coo_tensor(*args[1:])
         result = func(*args, **(kwargs or {}))
         if func in _OF_NUMBERS and result.is_meta and not isinstance(result, FakeTensor):
-            _offer_numbers(self._simulation, result, args, kwargs or {})
+            place = 1 if func is Tensor.new_tensor else 0
+            data = args[place] if len(args) > place else (kwargs or {}).get("data")
+            _offer_numbers(self._simulation, result, data)
         return result
 
 
-def _offer_numbers(
-    simulation: Simulation, made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _offer_numbers(simulation: Simulation, made: Tensor, data: Any) -> None:
     """Let the simulation read the numbers that a tensor on the meta device was made of."""
-    data = kwargs.get("data", args[-1] if args else None)
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
         return
     with no_dispatch(), torch._C.DisableTorchFunction():
