@@ -156,16 +156,19 @@ class BuildNative(build_ext):
         if PREBUILT:
             twin = Path(PREBUILT) / "build_info.json"
             if not twin.exists():
-                stop(f"STORAGE_OPS_PREBUILT_LIBS={PREBUILT} holds no build_info.json.")
+                stop(
+                    f"STORAGE_OPS_PREBUILT_LIBS is {PREBUILT}, which has no build_info.json. "
+                    "Expected a folder of built libraries."
+                )
             info = json.loads(twin.read_text())
             if info["version"] != version:
-                stop(f"{twin} is of version {info['version']}; expected {version}.")
+                stop(f"{twin} is of version {info['version']}. Expected {version}.")
             return info
         nvccs = list(toolchain.nvccs().values())
         if not (minors := toolchain.binding_torches()):
             stop(
-                "torch>=2.10 is not installed here; install it and use `pip install "
-                "--no-build-isolation`, or set STORAGE_OPS_NO_NATIVE=1 for a pure-Python package."
+                "torch>=2.10 is not installed here. Install it and use `pip install "
+                "--no-build-isolation`. Or set STORAGE_OPS_NO_NATIVE=1 for a pure-Python package."
             )
         return {
             "version": version,

@@ -85,11 +85,11 @@ def features_of(case: str) -> Features:
     unknown = sorted(found - set(FEATURES))
     if unknown:
         known = ", ".join(("plain", "all", *FEATURES))
-        raise ValueError(f"--features names {unknown[0]!r}; expected {known}, joined by +")
+        raise ValueError(f"--features names {unknown[0]!r}. Expected {known}, joined by +.")
     for group in _EXCLUSIVE:
         both = [name for name in group if name in found]
         if len(both) > 1:
-            raise ValueError(f"--features has {'+'.join(both)}; expected one of these at a time")
+            raise ValueError(f"--features has {'+'.join(both)}. Expected at most one of these.")
     return found
 
 

@@ -166,11 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(listed()))
         return 0
     if not arguments.minutes > 0:
-        parser.error(f"--minutes is {arguments.minutes:g}; expected more than 0")
+        parser.error(f"--minutes is {arguments.minutes:g}. Expected more than 0.")
     if arguments.wheels is not None and not arguments.wheels.is_dir():
-        parser.error(f"--wheels is {arguments.wheels}; expected a folder")
+        parser.error(f"--wheels is {arguments.wheels}. Expected a folder.")
     if arguments.real_logits is not None and not arguments.real_logits.is_file():
-        parser.error(f"--real-logits is {arguments.real_logits}; expected a file")
+        parser.error(f"--real-logits is {arguments.real_logits}. Expected a file.")
     if arguments.commit:
         os.environ["STORAGE_OPS_COMMIT"] = arguments.commit
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -339,7 +339,9 @@ def real_logits(
     w = parts["weight"].float() * parts["scale"].float()[:, None]
     x, target = parts["hidden"].float(), parts["target"].long()
     if 0 < hidden < x.shape[1]:
-        raise ValueError(f"hidden is {hidden}; expected at least {x.shape[1]}, that of {path}")
+        raise ValueError(
+            f"`hidden` is {hidden}. Expected at least {x.shape[1]}, the hidden size of {path}."
+        )
     if hidden > x.shape[1]:
         rows = torch.linalg.qr(torch.randn(hidden, x.shape[1], device=device))[0].t()
         x, w = x @ rows, w @ rows

@@ -180,8 +180,8 @@ class Job:
         for key, value in mine.items():
             if state["settings"][key] != value:
                 raise ValueError(
-                    f"{self._state} was trained with {key} {state['settings'][key]}; expected "
-                    f"{value}, that of this run"
+                    f"{self._state} was trained with {key} {state['settings'][key]}. Expected "
+                    f"{value}, the setting of this run."
                 )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

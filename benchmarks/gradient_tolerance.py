@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--steps", type=int, default=300)
     arguments = options.parse_args(argv)
     if arguments.what != "training" and arguments.real_logits is None:
-        options.error(f"{arguments.what} needs --real-logits FILE")
+        options.error(f"{arguments.what} needs logits of a model. Pass --real-logits FILE.")
     rows = _COMMANDS[arguments.what](arguments)
     finish(f"gradient_tolerance_{arguments.what}", rows, arguments)
 

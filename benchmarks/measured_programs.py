@@ -29,16 +29,18 @@ PAGE = ROOT / "docs" / "measured-programs.md"
 SHARE = 0.8  # of the estimate, as the budget of a plan
 HEAD = """# Measured programs
 
-Do estimates and plans hold for other people's models? Each row is a model of a public package,
-small enough for a CPU, in a training step with AdamW. `make measured-programs` measures them again.
-The weekly workflow does so too, and keeps the page as an artifact.
+Are estimates and plans right for models that other people wrote? Each row is a training step with
+AdamW. Its model is from a public package, at a size that a CPU can train.
 
-* **Estimate** is the peak that `simulate_step` returns. **Measured** is what the step allocated on
-  a CPU, with parameters, optimizer state and batch.
-* **Budget** is 80 % of the estimate, for which `fit` makes a plan. A number after "least" is the
-  smallest budget that `fit` offers instead.
+* **Estimate** is the peak that `simulate_step` returns.
+* **Measured** is the peak of the step on a CPU, with parameters, optimizer state and batch.
+* **Budget** is the budget of a plan of `fit`: 80 % of the estimate or, after "least", the smallest
+  budget for which there is a plan.
 * **With the plan** is the measured peak of a step with the plan.
-* **Bit-equal** says whether the gradients with the plan are those without it, bit for bit.
+* **Bit-equal** is "yes" if the plan changes no bit of the gradients.
+
+`make measured-programs` measures all rows again. The weekly workflow does so too, and keeps the
+page as an artifact.
 
 """
 COLUMNS = ("package", "model", "estimate (MiB)", "measured (MiB)", "difference", "budget (MiB)",

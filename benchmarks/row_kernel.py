@@ -1,7 +1,8 @@
 """The row kernel of linear cross-entropy alone: time over a copy of the same bytes.
 
 It turns logits into their gradient in place: one read and one write of every logit, as a copy has.
-"GB/s" counts those bytes. A copy is the ceiling where memory is what limits, as on a GPU.
+"GB/s" counts those bytes. If memory bandwidth is the limit, as on a GPU, no kernel can be faster
+than a copy.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for shape in chosen:
         for dtype in (torch.float32, torch.bfloat16):
             rows, columns = shapes[shape]
-            # Rows start where a vector may, as in the buffer of the loss.
+            # Rows are aligned for vector instructions, as in the buffer of the loss.
             buffer = torch.randn(rows, padded(columns), device=device).to(dtype)
             logits, copy = buffer[:, :columns], torch.empty_like(buffer)
             cases = {"copy": partial(copy.copy_, buffer), "row kernel": kernel(logits)}

@@ -213,11 +213,11 @@ def _check(options: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
     for name in ("steps", "accumulate", "save_every"):
         if getattr(arguments, name) < 1:
             flag = name.replace("_", "-")
-            options.error(f"--{flag} is {getattr(arguments, name)}; expected at least 1")
+            options.error(f"--{flag} is {getattr(arguments, name)}. Expected at least 1.")
     if arguments.text is not None and not arguments.text.is_file():
-        options.error(f"--text is {arguments.text}; expected a file")
+        options.error(f"--text is {arguments.text}. Expected a file.")
     if arguments.resume and arguments.folder is None:
-        options.error("--resume needs --folder, where the checkpoints are")
+        options.error("--resume needs checkpoints. Pass --folder with the folder that has them.")
 
 
 if __name__ == "__main__":

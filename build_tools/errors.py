@@ -26,12 +26,15 @@ PARTS = {
 HEAD = """\
 # Errors by message
 
-Every message that the package raises, with "…" where it names what it found: search this page for
-the words around a number or name. After "expected" each says what would have been right. Messages
-of installing are [elsewhere](installing.md#troubleshooting).
+What does this message mean? This page lists every message that the package raises. "…" stands for
+a value, so search for the words around it. The sentence after the value says what
+was expected, or what to do.
+Messages of the installation are on [another page](installing.md#troubleshooting).
 """
-# Helpers that put a message together of an argument, what it is and what was expected.
+# Helpers that build a message from an argument, its value and what was expected.
 _WRONG = {"wrong", "_wrong"}
+# The helpers that raise the error of a region, and of a module in tiles.
+_FAIL = "fail"
 # Errors with names of their own.
 _KINDS = {"Conflict": "declined with a reason", "Refused": "NotImplementedError"}
 
@@ -51,12 +54,11 @@ def _page():
             for kind, message in _messages(ast.parse(path.read_text())):
                 if len(re.findall(r"\w+", message)) > 2:
                     found[message].add(kind)
-        parts.append(f"## {title}\n\n[{title}]({about}) explains what they are about.\n")
+        parts.append(f"## {title}\n\nDocumentation: [{title}]({about}).\n")
         for message, kinds in sorted(found.items()):
             anchor = f"{package}-{re.sub(r'[^a-z0-9]+', '-', message.lower()).strip('-')[:80]}"
-            shown = message.replace("`", "'")
             link = f"[¶](#{anchor}){{#{anchor} .headerlink title='link to this message'}}"
-            parts.append(f"- {', '.join(sorted(kinds))}: `{shown}` {link}")
+            parts.append(f"- {', '.join(sorted(kinds))}: `` {message} `` {link}")
         parts.append("")
     return "\n".join(parts)
 
@@ -64,7 +66,7 @@ def _page():
 def _messages(tree):
     """Yield (kind of error, message) for each error that a module raises, or returns to raise."""
     for node in ast.walk(tree):
-        if not isinstance(node, (ast.Raise, ast.Return)):
+        if not isinstance(node, (ast.Raise, ast.Return, ast.Expr)):
             continue
         call = node.exc if isinstance(node, ast.Raise) else node.value
         if not isinstance(call, ast.Call):
@@ -73,9 +75,17 @@ def _messages(tree):
         if name in _WRONG:
             kinds = [a for a in arguments if ast.unparse(a).endswith("Error")]
             what, found, expected = map(_text, arguments[-3:])
+            name, _, verb = what.partition(" ")
             yield (
                 ast.unparse(kinds[0]) if kinds else "Error",
-                f"{what} {found}; expected {expected}",
+                f"`{name}` {verb}{' ' * bool(verb)}{found}. Expected {expected}.",
+            )
+        elif name == _FAIL:
+            kinds = [ast.unparse(a) for a in arguments if ast.unparse(a).endswith("Error")]
+            prefix = "tile: … " if len(arguments) > 1 else "checkpoint: "
+            yield (
+                kinds[0] if kinds else "RuntimeError",
+                prefix + max(map(_text, arguments), key=len),
             )
         elif name in _KINDS:
             yield _KINDS[name], _text(arguments[0])

@@ -43,7 +43,9 @@ def sanitizer() -> str:
     """Return the value of STORAGE_OPS_SANITIZE: a key of `SANITIZERS`, or ""."""
     name = os.environ.get("STORAGE_OPS_SANITIZE", "")
     if name and name not in SANITIZERS:
-        raise SystemExit(f"STORAGE_OPS_SANITIZE is {name}; expected one of {', '.join(SANITIZERS)}")
+        raise SystemExit(
+            f"STORAGE_OPS_SANITIZE is {name}. Expected one of {', '.join(SANITIZERS)}."
+        )
     return name
 
 

@@ -13,7 +13,9 @@ def notes(tag: str, project: str, changelog: str) -> str:
     """Return the section of a changelog for a tag. Exit with a message if something is wrong."""
     version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
     if tag != f"v{version}":
-        sys.exit(f"the tag is {tag}, pyproject.toml has version {version}: expected v{version}")
+        sys.exit(
+            f"The tag is {tag}, but pyproject.toml has version {version}. Expected v{version}."
+        )
     section = re.search(rf"^## {re.escape(version)}\b.*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     if section is None or not section[1].strip():
         sys.exit(f"CHANGELOG.md has no section '## {version}', or an empty one")

@@ -9,7 +9,7 @@ docstrings.
 import ast
 import posixpath
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import griffe
 from mkdocs.structure.files import File, Files
@@ -34,6 +34,7 @@ REFERENCE = {
 DEFINED_IN = {"storage_ops.graph.regions": "storage_ops.foundation.regions"}
 CODE = re.compile(r"\]\((?:\.\./)*(storage_ops/[\w/]+)\.py\)")  # a file with public names
 IMAGE = re.compile(r'<img [^>]*?src="([^"#:]+)[^>]*>')
+PHONE = "(max-width: 44.98em)"  # as in docs/site.css
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 # The README has a picture for light and one for dark pages. The site has a switch between both,
@@ -73,20 +74,23 @@ def _written(name):
 
 
 def on_page_content(html, page, config, files: Files):
-    """Mark pictures whose letters are too small for a phone, which `site.css` does not shrink."""
+    """Show the narrow variant of a picture on a phone, if there is one."""
     docs = Path(config.docs_dir)
 
-    def marked(match):
+    def with_narrow(match):
         address = posixpath.normpath(posixpath.join("/", page.url, match[1])).lstrip("/")
-        found = [f for f in (docs / address, ROOT / address) if f.is_file()]  # none: mkdocs warns
-        return f'<img class="wide"{match[0][4:]}' if any(map(_is_wide, found)) else match[0]
+        narrow = [_narrow(where / address) for where in (docs, ROOT)]
+        if not any(path.is_file() for path in narrow):
+            return match[0]
+        source = f'<source media="{PHONE}" srcset="{_narrow(PurePosixPath(match[1]))}">'
+        return f"<picture>{source}{match[0]}</picture>"
 
-    return IMAGE.sub(marked, html)
+    return IMAGE.sub(with_narrow, html)
 
 
-def _is_wide(path):
-    """Return True if a picture has several panels: a drawing, or a PNG of over 1000 pixels."""
-    return path.suffix == ".svg" or int.from_bytes(path.read_bytes()[16:20], "big") > 1000
+def _narrow(path):
+    """Return the path of a picture's narrow variant, whose panels stand below each other."""
+    return path.with_stem(f"{path.stem}-narrow")
 
 
 def on_page_markdown(markdown, page, config, files: Files):

@@ -50,7 +50,7 @@ def binding_torches() -> list[str]:
     for entry in listed:
         if not re.fullmatch(r"\d+\.\d+", entry) or minor_of(entry) < TARGET:
             stop(
-                f"STORAGE_OPS_BINDING_TORCHES has {entry!r}; expected minors from 2.10, such as "
+                f"STORAGE_OPS_BINDING_TORCHES has {entry!r}. Expected minors from 2.10, such as "
                 "'2.10 2.11'."
             )
     at_hand = [".".join(map(str, installed_torch()))] if installed_torch() >= TARGET else []
@@ -70,12 +70,12 @@ def torch_headers(minor: str) -> Path:
     version = include / "torch/headeronly/version.h"
     if not version.exists():
         stop(
-            f"the headers of torch {minor} are not in {include}; run `python -m "
+            f"The headers of torch {minor} are not in {include}. Run `python -m "
             f"build_tools.torch_headers {minor}`."
         )
     found = dict(re.findall(r"define TORCH_VERSION_(MAJOR|MINOR) (\d+)", version.read_text()))
     if f"{found['MAJOR']}.{found['MINOR']}" != minor:
-        stop(f"{version} is of torch {found['MAJOR']}.{found['MINOR']}; expected {minor}.")
+        stop(f"{version} is of torch {found['MAJOR']}.{found['MINOR']}. Expected {minor}.")
     return include
 
 
@@ -87,7 +87,7 @@ def python_includes() -> list[str]:
     try:
         import pybind11
     except ImportError:
-        stop("pybind11 is not installed; run `pip install pybind11`.")
+        stop("pybind11 is not installed. Run `pip install pybind11`.")
     return [python_include(), pybind11.get_include()]
 
 
@@ -100,7 +100,10 @@ def nvccs() -> dict[str, str]:
     found = [tool for tool in map(shutil.which, wanted) if tool]
     found = found or [tool for tool in [shutil.which("/usr/local/cuda/bin/nvcc")] if tool]
     if not found and os.environ.get("FORCE_CUDA") == "1":
-        stop("FORCE_CUDA=1 but nvcc was not found on PATH, in CUDA_HOME or in /usr/local/cuda.")
+        stop(
+            "FORCE_CUDA is 1, but nvcc was not found on PATH, in CUDA_HOME or in /usr/local/cuda. "
+            "Install the CUDA toolkit, or set CUDA_HOME."
+        )
     return {cuda_version(tool).partition(".")[0]: tool for tool in reversed(found)}
 
 
@@ -130,7 +133,7 @@ def _compiler() -> str | None:
 
 
 def compiler() -> str:
-    return _compiler() or stop("no C++ compiler was found; install g++ or set CXX.")
+    return _compiler() or stop("No C++ compiler was found. Install g++ or set CXX.")
 
 
 def ninja() -> str:
@@ -138,5 +141,5 @@ def ninja() -> str:
     return (
         beside_python
         or shutil.which("ninja")
-        or stop("ninja is not installed; run `pip install ninja`.")
+        or stop("ninja is not installed. Run `pip install ninja`.")
     )

@@ -86,7 +86,7 @@ def merge(wheels: list[Path], folder: Path) -> Path:
         modules = [path.name for path in tree.glob("storage_ops/_build_info.*.so")]
         if len(modules) != len(wheels):
             had = ", ".join(modules)
-            sys.exit(f"{len(wheels)} wheels have the modules {had}; expected one each")
+            sys.exit(f"{len(wheels)} wheels have the modules {had}. Expected one module in each.")
         sbom.add(tree)
         run(sys.executable, "-m", "wheel", "pack", "--dest-dir", name, tree)
         (packed,) = Path(name).glob("*.whl")

@@ -1,4 +1,4 @@
-// The dtypes of numbers that kernels take, and what they compute in.
+// The dtypes that kernels support, and the dtypes in which they compute.
 #pragma once
 
 #include "stable.h"
@@ -9,8 +9,8 @@ inline ScalarType arithmetic_of(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Calls `body(number, arithmetic)` with a value of each of the two types in use for `t`, which
-// errors call `name`.
+// Calls `body(number, arithmetic)` with a value of the type of the elements of `t`, and of the type
+// of its arithmetic. `name` is the name of `t` in errors.
 template <typename Body>
 void for_dtypes(const char* name, const Tensor& t, Body body) {
   switch (t.scalar_type()) {
@@ -23,7 +23,7 @@ void for_dtypes(const char* name, const Tensor& t, Body body) {
     case ScalarType::Half:
       return body(Half(0.0f), float());
     default:
-      fail(name, " must be float64, float32, bfloat16 or float16");
+      fail(name, " must be float64, float32, bfloat16 or float16.");
   }
 }
 

@@ -163,7 +163,7 @@ void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
   const DivergenceTensors tensors{logits, teacher, bias, teacher_bias, state, loss, upstream};
   check_divergence(tensors, phases & kGradient);
   STORAGE_OPS_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
-                    "_divergence_rows: more rows than a grid of blocks can have");
+                    "_divergence_rows: `logits` has more rows than a grid of blocks can have.");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   for_dtypes("_divergence_rows: logits", logits, [&](auto logit, auto arithmetic) {

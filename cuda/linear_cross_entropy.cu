@@ -308,7 +308,7 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
                            logit_scale,  label_smoothing, phases};
   check_rows(tensors, phases & kGradient);
   STORAGE_OPS_CHECK(logits.size(0) <= std::numeric_limits<int32_t>::max(),
-                    "_cross_entropy_rows: more rows than a grid of blocks can have");
+                    "_cross_entropy_rows: `logits` has more rows than a grid of blocks can have.");
   if (logits.size(0) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {

@@ -31,9 +31,9 @@ __global__ void __launch_bounds__(kScaleThreads)
 }
 
 void scale(Tensor self, Tensor factor) {
-  STORAGE_OPS_CHECK(self.is_contiguous(), "_scale: self must be contiguous");
+  STORAGE_OPS_CHECK(self.is_contiguous(), "_scale: `self` must be contiguous.");
   STORAGE_OPS_CHECK(factor.numel() == 1 && factor.get_device() == self.get_device(),
-                    "_scale: factor must be one number on the device of self");
+                    "_scale: `factor` must be one number on the device of self.");
   const int64_t count = self.numel();
   if (count == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(self.get_device_index());
@@ -41,7 +41,7 @@ void scale(Tensor self, Tensor factor) {
     using T = decltype(number);
     using A = decltype(arithmetic);
     STORAGE_OPS_CHECK(factor.scalar_type() == arithmetic_of(self),
-                      "_scale: factor must be in the dtype of the arithmetic");
+                      "_scale: `factor` must be in the dtype of the arithmetic.");
     const int64_t blocks = (count * sizeof(T) + kScaleBytes - 1) / kScaleBytes;
     const auto grid = static_cast<unsigned>(std::min(blocks, kScaleBlocks));
     launch(scale_kernel<T, A>, grid, kScaleThreads, current_stream(self),

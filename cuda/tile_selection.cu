@@ -1,6 +1,7 @@
 // What the choice of classes for a gradient needs of a tile on a GPU: sums of its probabilities or
-// of its numbers, and some of its rows and columns. Always added up in the same order, so that two
-// runs give the same bits.
+// of its numbers, some of its rows and columns, or their gradient, and the way of products back to
+// the rows of the weight's gradient. Sums are always added up in the same order, so that two runs
+// give the same bits.
 #include <algorithm>
 
 #include "launch.cuh"
@@ -105,7 +106,7 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
                double logit_scale, bool absolute, bool slope) {
   check_sums(out, tile, lse, row_weight, bias, bucket);
   STORAGE_OPS_CHECK(tile.size(0) <= std::numeric_limits<int32_t>::max(),
-                    "_tile_sums: more rows than a grid of blocks can have");
+                    "_tile_sums: `tile` has more rows than a grid of blocks can have.");
   if (out.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tile.get_device_index());
   for_dtypes("_tile_sums: tile", tile, [&](auto number, auto arithmetic) {
@@ -125,39 +126,157 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
   });
 }
 
-// What is gathered, as numbers of as many bytes.
-struct Gathered {
-  int64_t stride, height, width, rows, columns;
-  const int64_t *row, *column;
+constexpr int kGatherColumns = 64;  // of a block
+// Tokens whose gradients a block gathers at a time. A double takes twice the shared memory.
+template <typename A>
+constexpr int kGatherTokens = sizeof(A) == 8 ? 32 : 64;
+
+template <typename A>
+struct GatherScratch {
+  A numbers[2][kGatherColumns][kGatherTokens<A> + 1];  // two, so that one barrier is enough
+  int64_t start[kGatherColumns], count[kGatherColumns];
 };
 
-template <typename T>
-__global__ void __launch_bounds__(kGatherThreads)
-    gather_kernel(T* out, const T* tile, const Gathered g) {
-  const int64_t row = g.row[blockIdx.x];
-  for (int64_t j = threadIdx.x; j < g.width; j += blockDim.x) {
-    const int64_t column = g.column[j];
-    const bool inside = row >= 0 && row < g.rows && column >= 0 && column < g.columns;
-    if (inside) out[blockIdx.x * g.width + j] = tile[row * g.stride + column];
+// A block reads some columns of all tokens, row by row, and writes them column by column.
+template <typename T, typename O, typename A>
+__global__ void __launch_bounds__(kGatherThreads, sizeof(A) == 8 ? 2 : 4)
+    gather_gradient_kernel(const __grid_constant__ GatheredGradient<T, O, A> g) {
+  auto& scratch = shared_memory<GatherScratch<A>>();
+  constexpr int n = kPack<T>, kPacks = kGatherColumns / n, kTokens = kGatherTokens<A>;
+  constexpr int kOwn = kGatherColumns / (kGatherThreads / 32);  // columns that a warp writes
+  const auto& tile = g.numbers.tile;
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * kOwn;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGatherColumns;
+  const int64_t left = tile.columns - first;
+  const int columns = left < kGatherColumns ? static_cast<int>(left) : kGatherColumns;
+  if (threadIdx.x < kGatherColumns) {
+    const bool inside = static_cast<int>(threadIdx.x) < columns;
+    const int64_t start = inside ? g.start[first + threadIdx.x] : -1;
+    scratch.start[threadIdx.x] = start;
+    scratch.count[threadIdx.x] = start < 0 ? 0 : g.count[first + threadIdx.x];
+  }
+  __syncthreads();
+  int64_t most = 0;
+  for (int c = 0; c < columns; ++c) most = most < scratch.count[c] ? scratch.count[c] : most;
+  A sums[kOwn] = {};
+  for (int64_t begin = 0, half = 0; begin < most; begin += kTokens, half = 1 - half) {
+    auto& numbers = scratch.numbers[half];
+#pragma unroll
+    for (int p = threadIdx.x; p < kTokens * kPacks; p += kGatherThreads) {
+      const int i = p / kPacks, c = p % kPacks * n;
+      const int64_t row = begin + i < most ? g.token[begin + i] : -1;
+      if (row < 0 || row >= tile.rows || c >= columns) continue;
+      const T* from = tile.logits + row * tile.stride + first + c;
+      A z[n] = {};
+      if (c + n <= columns) {
+        load(from, z);
+      } else {
+        for (int k = 0; c + k < columns; ++k) z[k] = static_cast<A>(from[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < n; ++k) numbers[c + k][i] = z[k];
+    }
+    __syncthreads();
+    for (int token = lane; token < kTokens; token += 32) {
+      const int64_t i = begin + token, row = i < most ? g.token[i] : -1;
+      if (row < 0 || row >= tile.rows) continue;
+      const bool logits = g.numbers.lse != nullptr;
+      const A lse = logits ? g.numbers.lse[row] : A(0);
+      const A factor = logits ? g.numbers.row_weight[row] : A(0);
+      const int64_t target = logits ? g.target[row] - first : -1;
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int c = own + k;
+        if (i >= scratch.count[c]) continue;
+        A value = numbers[c][token];
+        const A logit = logits ? tile.logit(value, first + c) : A(0);
+        if (logits) value = g.number(logit, lse, factor);
+        sums[k] += value < 0 ? -value : value;
+        if (c == target) value = g.target_number(logit, row);
+        g.out[scratch.start[c] + i] = static_cast<O>(value);
+      }
+    }
+  }
+  if (g.sums == nullptr) return;
+#pragma unroll
+  for (int k = 0; k < kOwn; ++k) {
+    A sum[] = {sums[k]};
+    warp_reduce(sum, [](A x, A y) { return x + y; });
+    if (lane == 0 && own + k < columns) g.sums[first + own + k] = sum[0];
   }
 }
 
-void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
-  check_gathered(out, tile, rows, columns);
-  if (out.numel() == 0) return;
+void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor tokens,
+                     Tensor start, Tensor count, std::optional<Tensor> lse,
+                     std::optional<Tensor> factor, std::optional<Tensor> target,
+                     std::optional<Tensor> hit, std::optional<Tensor> bias, double softcap,
+                     double logit_scale) {
+  const GatherTensors t{out, sums, tile, tokens, start, count, lse, factor, target, hit, bias};
+  check_gathered(t);
+  if (tile.size(1) == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tile.get_device_index());
-  const Gathered g{tile.stride(0),
-                   out.size(0),
-                   out.size(1),
-                   tile.size(0),
-                   tile.size(1),
-                   static_cast<const int64_t*>(rows.const_data_ptr()),
-                   static_cast<const int64_t*>(columns.const_data_ptr())};
-  for_dtypes("_gather_tile: tile", tile, [&](auto number, auto) {
+  for_gathered_dtypes(t, [&](auto number, auto narrower, auto arithmetic) {
     using T = decltype(number);
-    launch(gather_kernel<T>, static_cast<unsigned>(g.height), kGatherThreads, current_stream(tile),
-           static_cast<T*>(out.mutable_data_ptr()), static_cast<const T*>(tile.const_data_ptr()),
-           g);
+    using O = decltype(narrower);
+    using A = decltype(arithmetic);
+    const auto g = gathered_gradient<T, O, A>(t, softcap, logit_scale);
+    const int64_t blocks = (tile.size(1) + kGatherColumns - 1) / kGatherColumns;
+    launch(gather_gradient_kernel<T, O, A>, static_cast<unsigned>(blocks), kGatherThreads,
+           current_stream(tile), g);
+  });
+}
+
+// Rows of `part` that are added to those of `out` at `row`, or copied there. None appears twice.
+template <typename T, typename P>
+struct PutRows {
+  T* out;
+  const P* part;
+  const int64_t* row;
+  int64_t count, width, stride, rows;
+  bool add;
+};
+
+// A block has a row of `part`.
+template <typename A, typename T, typename P>
+__global__ void __launch_bounds__(kGatherThreads)
+    put_rows_kernel(const __grid_constant__ PutRows<T, P> a) {
+  const int64_t row = a.row[blockIdx.x];
+  if (row < 0 || row >= a.rows) return;
+  const P* part = a.part + blockIdx.x * a.width;
+  const auto sum = [&](int64_t column, auto& numbers) {
+    constexpr int n = std::extent_v<std::remove_reference_t<decltype(numbers)>>;
+    A more[n];
+    load(part + column, more);
+#pragma unroll
+    for (int k = 0; k < n; ++k) numbers[k] = a.add ? numbers[k] + more[k] : more[k];
+  };
+  for_pieces<A, kReadWrite, 2, kForwards>(a.out + row * a.stride, a.width, sum);
+}
+
+void put_rows(Tensor out, Tensor rows, Tensor part, bool add) {
+  check_put_rows(out, rows, part);
+  if (part.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  for_dtypes("_put_rows: out", out, [&](auto number, auto arithmetic) {
+    using T = decltype(number);
+    using A = decltype(arithmetic);
+    const auto put = [&](const auto* from) {
+      using P = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
+      const PutRows<T, P> a{static_cast<T*>(out.mutable_data_ptr()),
+                            from,
+                            static_cast<const int64_t*>(rows.const_data_ptr()),
+                            part.size(0),
+                            part.size(1),
+                            out.stride(0),
+                            out.size(0),
+                            add};
+      launch(put_rows_kernel<A, T, P>, static_cast<unsigned>(a.count), kGatherThreads,
+             current_stream(out), a);
+    };
+    if (part.scalar_type() == out.scalar_type())
+      put(static_cast<const T*>(part.const_data_ptr()));
+    else
+      put(static_cast<const A*>(part.const_data_ptr()));
   });
 }
 
@@ -165,5 +284,6 @@ void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CUDA, m) {
   m.impl("_tile_sums", TORCH_BOX(&storage_ops::kernels::tile_sums));
-  m.impl("_gather_tile", TORCH_BOX(&storage_ops::kernels::gather_tile));
+  m.impl("_gather_gradient", TORCH_BOX(&storage_ops::kernels::gather_gradient));
+  m.impl("_put_rows", TORCH_BOX(&storage_ops::kernels::put_rows));
 }

@@ -18,8 +18,10 @@ except (ImportError, OSError) as error:
 
         def __getattr__(name: str) -> Any:
             if name in __all__:
-                raise ImportError(f"storage_ops needs torch, which does not import: {import_error}")
-            raise AttributeError(f"module 'storage_ops' has no attribute {name!r}")
+                raise ImportError(
+                    f"storage_ops needs torch, and `import torch` fails: {import_error}"
+                )
+            raise AttributeError(f"{__name__} has no attribute {name!r}.")
 
 else:
     from storage_ops import _info

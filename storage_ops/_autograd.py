@@ -24,14 +24,14 @@ from storage_ops import _schemas
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
-_INSTEAD = "use a loss of torch.nn.functional.linear(...), whose logits are in memory,"
+_INSTEAD = "Use a loss of torch.nn.functional.linear(...), whose logits are in memory,"
 _NOT_TWICE = (
-    "linear_cross_entropy or linear_kl_div: its gradient was differentiated; double backward is "
-    f"not supported, {_INSTEAD} where you need it"
+    "linear_cross_entropy or linear_kl_div: the gradient was differentiated, and double backward "
+    f"is not supported. {_INSTEAD} where you need it."
 )
 NOT_FORWARD = (
-    "linear_cross_entropy or linear_kl_div: an argument carries a tangent; forward-mode AD is not "
-    f"supported, {_INSTEAD} for it"
+    "linear_cross_entropy or linear_kl_div: an argument carries a tangent, and forward-mode AD is "
+    f"not supported. {_INSTEAD} for it."
 )
 
 
@@ -110,8 +110,8 @@ def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> l
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         return []
-    given = [t for t in tensors if t is not None and t.requires_grad]
-    bases: list[Tensor] = [t._base if t._base is not None else t for t in given]
+    tracked = [t for t in tensors if t is not None and t.requires_grad]
+    bases: list[Tensor] = [t._base if t._base is not None else t for t in tracked]
     inputs = [t for t in bases if t.grad_fn is None or not t.grad_fn.next_functions]
     # A size that only the data tells may not be compared: it would be a guard.
     asked = [t for t in outputs if not any(type(n) is int and n == 0 for n in t.shape)]
@@ -125,11 +125,11 @@ def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
     the tensor that the caller asks for. Gradients that the forward has computed lead nowhere: the
     second derivative would be zero without an error.
     """
-    given = list(upstream)
-    first = next((i for i, g in enumerate(given) if g is not None), None)
+    gradients = list(upstream)
+    first = next((i for i, g in enumerate(gradients) if g is not None), None)
     if sources and first is not None:
-        given[first] = _OPS._connect(given[first], list(sources))
-    return given
+        gradients[first] = _OPS._connect(gradients[first], list(sources))
+    return gradients
 
 
 def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
@@ -159,7 +159,7 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
     # A fake tensor represents one tensor in a simulation, but any tensor in a recorded graph.
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
-    # Two users: the saved tensor and `storage` itself. A batch of upstream gradients needs more.
+    # The saved tensor and `storage` are two users. Batched upstream gradients need a new tensor.
     if (
         retained
         or batched(upstream)
@@ -209,13 +209,13 @@ def _is_in_grad() -> bool:
     return any(each.key() != TransformType.Vmap for each in transforms)
 
 
-# Dynamo calls it while it traces, and guards on the transforms.
+# Dynamo evaluates a function that is marked so while it traces, and guards on the transforms.
 _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_graph(apply: Callable[..., Any], call: object) -> Any:
     """Return `apply(call)`, for which torch.compile creates no graph."""
-    from storage_ops._without_graph import run  # imports Dynamo, which is at work then
+    from storage_ops._without_graph import run  # imports Dynamo, which runs at this point
 
     return run(apply, call)
 
@@ -231,8 +231,8 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
             ]
 
         if not info.batch_size:
-            made = _empty(op, in_dims, args)
-            return made, (0,) * len(made)
+            empty = _empty(op, in_dims, args)
+            return empty, (0,) * len(empty)
         results = [op(*one(index)) for index in range(info.batch_size)]
         stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
@@ -244,13 +244,13 @@ def _empty(
     op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """Return the results of an op for an empty batch. Tensors without memory give their shapes."""
-    given = list(args)
+    arguments = list(args)
     for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(a, Tensor):
             sizes = [n for d, n in enumerate(a.shape) if d != dim]
-            given[place] = a.new_empty(sizes, device="meta")
+            arguments[place] = a.new_empty(sizes, device="meta")
     like = next(a for a in args if isinstance(a, Tensor))
-    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*given))
+    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*arguments))
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,21 +26,21 @@ def users_place(
 
     Args:
         at: the frame to begin at, going outwards, or the traceback of an exception.
-        ignored: how the names of files begin that are not the caller's.
+        ignored: prefixes of file names that are not the caller's.
     """
-    found = None
+    place = None
     while at is not None:
         frame = at.tb_frame if isinstance(at, TracebackType) else at
         if not frame.f_code.co_filename.startswith(ignored):
-            found = frame, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
+            place = frame, at.tb_lineno if isinstance(at, TracebackType) else at.f_lineno
             if isinstance(at, FrameType):
                 break
         at = at.tb_next if isinstance(at, TracebackType) else at.f_back
-    return found
+    return place
 
 
 def _installed() -> tuple[str, ...]:
-    """Return how the names of installed files begin.
+    """Return the prefixes of the names of installed files.
 
     A virtual environment can take torch from another folder than the trainer: from the system's
     Python, or from a path that a program adds later.

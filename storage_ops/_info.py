@@ -51,13 +51,14 @@ def info(status: _library.Status) -> dict[str, Any]:
         "build": build,
     }
     if (installed := _library.hidden()) is not None:
-        found = [
-            f"{_library.FOLDER.parent} was imported, which are sources without libraries; what is "
-            f"installed is {installed}: start python in another folder, or install with `-e`."
+        complaints = [
+            f"{_library.FOLDER.parent} was imported, a source tree without libraries. The "
+            f"installed package is {installed}. Start python in another folder, or install with "
+            "`-e`."
         ]
     else:
-        found = problems(facts)
-    return {**facts, "problems": found}
+        complaints = problems(facts)
+    return {**facts, "problems": complaints}
 
 
 def _purity(build: Mapping[str, str]) -> str:
@@ -84,46 +85,55 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
     """
     version, skipped, missing = facts["torch"], facts["skipped"], facts["missing"]
     if any("older than" in reason for reason in (*skipped.values(), *missing.values())):
-        return [f"torch {version} is older than 2.10, the oldest supported: update torch."]
-    found = [f"{name}: {why}." for name, why in skipped.items() if why.startswith("loading failed")]
+        return [f"torch {version} is older than 2.10, the oldest supported version. Update torch."]
+    complaints = [
+        f"{name}: {why}." for name, why in skipped.items() if why.startswith("loading failed")
+    ]
     if _library.DISABLED in skipped.values():
-        return found
+        return complaints
     build = facts["build"]
     if not build.get("compiler"):
         if _library.CPU in missing and not _library.is_pure_by_choice(build):
-            found.append(_without_libraries(missing, build))
-        return found
+            complaints.append(_without_libraries(missing, build))
+        return complaints
     if _library.CPU in missing:
-        found.append(f"{_library.CPU} is missing: reinstall storage_ops.")
+        complaints.append(f"{_library.CPU} is missing. Reinstall storage_ops.")
     if facts["storage_path"] == "copy":
-        found.append(
-            f"sharing a storage copies: there is no storage binding for torch {version} here, and "
-            "the alias library cannot take over. Update storage_ops, or build it from source."
+        complaints.append(
+            f"Sharing a storage copies its bytes: there is no storage binding for torch {version} "
+            "here, and the alias library cannot take over. Update storage_ops, or build it from "
+            "source."
         )
     elif not facts["zero_copy"]:
-        found.append(f"sharing a storage copied on the path {facts['storage_path']!r}: a defect.")
+        complaints.append(
+            f"Sharing a storage copied its bytes on the path {facts['storage_path']!r}, which is a "
+            "defect. Please report it."
+        )
     if facts["gpu"]:
         major = str(facts["torch_cuda"]).partition(".")[0]
         if facts["row_kernel_cuda"] == "plain torch":
-            found.append(f"{facts['gpu']} is present, but no kernels for CUDA {major} are loaded.")
+            complaints.append(
+                f"{facts['gpu']} is present, but no kernels for CUDA {major} are loaded. Install a "
+                "build of storage_ops for this CUDA version."
+            )
         elif not runs_on(facts["gpu_arch"], facts["build"].get("cuda_archs", "")):
             archs = facts["build"].get("cuda_archs")
-            found.append(
-                f"{facts['gpu']} is sm {facts['gpu_arch']}, the kernels were built for {archs}: "
-                "build from source with TORCH_CUDA_ARCH_LIST."
+            complaints.append(
+                f"{facts['gpu']} is sm {facts['gpu_arch']}, but the kernels were built for "
+                f"{archs}. Build from source with TORCH_CUDA_ARCH_LIST."
             )
-    return found
+    return complaints
 
 
 def _without_libraries(missing: Mapping[str, str], build: Mapping[str, str]) -> str:
     """Return which libraries an uncompiled package lacks, the cost, and the remedy."""
     why = build.get("pure", "they were never built")
     return (
-        f"the native libraries are missing ({', '.join(missing)}): {why}. The loss runs in plain "
-        "torch operations, slower; sharing a storage copies its bytes; reads of discarded tensors "
-        "are not found. Install a C++ compiler (g++) and then storage_ops again, from its sources "
-        "with `pip install --no-build-isolation --force-reinstall --no-deps .`, or install a "
-        f"wheel. If pure Python is intended, build with {_library.NO_NATIVE}."
+        f"The native libraries are missing ({', '.join(missing)}): {why}. The loss runs in plain "
+        "torch operations, slower. Sharing a storage copies its bytes. Reads of discarded tensors "
+        "are not detected. Install a C++ compiler (g++) and then storage_ops again, from its "
+        "sources with `pip install --no-build-isolation --force-reinstall --no-deps .`, or install "
+        f"a wheel. If pure Python is intended, build with {_library.NO_NATIVE}."
     )
 
 

@@ -154,7 +154,7 @@ def warning(status: Status) -> str:
         return ""
     return (
         "storage_ops has no native libraries here: it is slower, and sharing a storage copies its "
-        "bytes. `python -m storage_ops info` says why, and what to do."
+        "bytes. Run `python -m storage_ops info`, which says why and what to do."
     )
 
 
@@ -167,7 +167,7 @@ def build_info() -> dict[str, str]:
         compiled: Any = importlib.import_module("storage_ops._build_info")
         # The finder of an editable installation can answer with the module of another tree.
         if Path(compiled.__file__).parent != FOLDER.parent:
-            raise ImportError("of another tree")
+            raise ImportError(f"{compiled.__file__} is of another tree.")
     except ImportError:
         twin = FOLDER / "build_info.json"
         return dict(json.loads(twin.read_text())) if twin.exists() else {}

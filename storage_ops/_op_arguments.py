@@ -17,9 +17,9 @@ _NESTING = (list, tuple, dict)
 
 def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors of a value, in order."""
-    found: list[Tensor] = []
-    _add_tensors((value,), found)
-    return found
+    tensors: list[Tensor] = []
+    _add_tensors((value,), tensors)
+    return tensors
 
 
 def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:

@@ -62,7 +62,12 @@ SCHEMAS: dict[str, str] = {
         "Tensor? bucket, float softcap, float logit_scale, bool absolute=False, "
         "bool slope=False) -> ()"
     ),
-    "_gather_tile": "(Tensor(a!) out, Tensor tile, Tensor rows, Tensor columns) -> ()",
+    "_gather_gradient": (
+        "(Tensor(a!) out, Tensor(b!)? sums, Tensor tile, Tensor tokens, Tensor start, "
+        "Tensor count, Tensor? lse, Tensor? factor, Tensor? target, Tensor? hit, Tensor? bias, "
+        "float softcap, float logit_scale) -> ()"
+    ),
+    "_put_rows": "(Tensor(a!) out, Tensor rows, Tensor part, bool add) -> ()",
     "_product": "(Tensor(a!) out, Tensor left, Tensor right, Tensor(b!) scratch, bool add) -> ()",
     "_transposed_product": (
         "(Tensor(a!) out, Tensor(b!) left, Tensor right, Tensor(c!) scratch, bool add) -> ()"

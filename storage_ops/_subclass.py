@@ -47,10 +47,10 @@ class Replaced(nn.Module):
     @classmethod
     def over(cls, original: type[nn.Module]) -> Any:
         """Return the subclass of this kind and `original`, under the name of `original`."""
-        found = _made.get((cls, original))
-        if found is None:
-            found = _made[cls, original] = cls._make(original)
-        return found
+        subclass = _made.get((cls, original))
+        if subclass is None:
+            subclass = _made[cls, original] = cls._make(original)
+        return subclass
 
     @classmethod
     def change(cls, module: nn.Module) -> None:
@@ -67,8 +67,8 @@ class Replaced(nn.Module):
             _change(module, cls.over)
         except TypeError as error:
             raise TypeError(
-                f"the class of {original.__name__} cannot change: {error}; expected an "
-                "ordinary subclass of torch.nn.Module"
+                f"The class of {original.__name__} cannot change: {error}. Expected an ordinary "
+                "subclass of torch.nn.Module."
             ) from error
 
     @classmethod

@@ -18,7 +18,7 @@ def _run(apply: Callable[..., Any], call: object) -> Any:
 run = torch.compiler.disable(
     _run,
     reason="linear_cross_entropy or linear_kl_div is inside torch.func.grad, which torch.compile "
-    "runs without a graph; expected fullgraph=False, or torch.autograd.grad of the compiled loss",
+    "runs without a graph. Pass fullgraph=False, or use torch.autograd.grad of the compiled loss.",
 )
 
 
@@ -28,6 +28,6 @@ def _run_backward(fn: Callable[..., Any], *args: object) -> Any:
 
 run_backward = torch.compiler.disable(
     _run_backward,
-    reason="a checkpoint of storage_ops is recomputed in backward, which compiled autograd runs "
-    "without a graph; expected torch.compile(backend=..., fullgraph=False)",
+    reason="A checkpoint of storage_ops is recomputed in a backward pass that compiled autograd "
+    "runs without a graph. Use torch.compile(backend=..., fullgraph=False).",
 )

@@ -44,7 +44,7 @@ def required(package: str, user: str) -> Any:
                 f"{user} needs {name}, which is not installed. Run: {pip}", name=name
             ) from None
         raise ImportError(
-            f"{user} needs {name}, which is installed and does not import: {error}", name=name
+            f"{user} needs {name}, which is installed, but its import fails: {error}", name=name
         ) from error
     check_version(name, user)
     return module
@@ -52,13 +52,13 @@ def required(package: str, user: str) -> Any:
 
 def check_version(name: str, user: str) -> None:
     """Raise an ImportError if an imported package is older than the oldest supported version."""
-    found = str(getattr(sys.modules.get(name), "__version__", ""))
-    parts = re.match(r"(\d+)\.(\d+)", found)
+    version = str(getattr(sys.modules.get(name), "__version__", ""))
+    parts = re.match(r"(\d+)\.(\d+)", version)
     oldest = _OLDEST.get(name)
     if parts and oldest and (int(parts[1]), int(parts[2])) < oldest:
         least = ".".join(map(str, oldest))
         raise ImportError(
-            f"{user} needs {name} {least} or newer, and {found} is installed. "
+            f"{user} needs {name} {least} or newer, and {version} is installed. "
             f"Run: pip install '{name}>={least}'",
             name=name,
         )

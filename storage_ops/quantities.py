@@ -24,11 +24,11 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
     unit.
 
     Raises:
-        TypeError, ValueError: the value is not a number of bytes. The error names the argument.
+        TypeError, ValueError: the value is not a number of bytes. The error begins with `argument`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(
-            f"{argument} is {value!r}; expected a number of bytes, or text such as '400MiB'"
+            f"{argument} is {value!r}. Expected a number of bytes, or text such as '400MiB'."
         )
     match = _FORM.fullmatch(str(value))
     parts = match.groups(default="") if match is not None else ("nan", "", "", "")
@@ -36,13 +36,13 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
     size = float(number + exponent)
     if not prefix and size < 1024 and not size.is_integer() and math.isfinite(size):
         raise ValueError(
-            f"{argument} is {value!r}; expected a whole number of bytes, or text with a unit, such "
-            f"as '{number}{exponent}GiB'; a share of the memory is no budget"
+            f"{argument} is {value!r}. Expected a whole number of bytes, or text with a unit, "
+            f"such as '{number}{exponent}GiB'. A share of the memory is not a budget."
         )
     if not math.isfinite(size):
         raise ValueError(
-            f"{argument} is {value!r}; expected a number of bytes, 0 or more, with or without a "
-            "unit, such as 400MiB, 0.5GiB or 2e8"
+            f"{argument} is {value!r}. Expected a number of bytes, 0 or more, with or without a "
+            "unit, such as 400MiB, 0.5GiB or 2e8."
         )
     if not size:  # a fraction of 0e99999999 or 1e-99999999 would have that many digits
         return 0

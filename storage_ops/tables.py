@@ -185,8 +185,8 @@ def html_of(shown: Any) -> str:
         return "\n".join(map(html_of, shown.renderables))
     if isinstance(shown, (str, Text)):
         return f"<p>{_html(_plain(shown))}</p>"
-    found: str = shown._repr_html_()
-    return found
+    html: str = shown._repr_html_()
+    return html
 
 
 def html_of_lines(text: str) -> str:

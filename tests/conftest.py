@@ -17,7 +17,7 @@ from storage_ops.storage.kernels import storage_path
 INFO = storage_ops.info()
 NATIVE_PATH = INFO["storage_path"]
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-# CI runs one in so many of the tests with a mark.
+# CI runs one in this many of the tests with a mark.
 ONE_IN = {"slow": 16, "in_turn": 6}
 # The summary names each test without a mark that takes more processor seconds than this.
 NAMED_ABOVE = 3
@@ -37,7 +37,7 @@ PATHS = [
 
 
 def pytest_configure():
-    """One seed for the run: what is asked for, in CI the commit's, and else a fresh one.
+    """Choose the seed of the run: the one asked for, in CI one of the commit, else a fresh one.
 
     So a failure in CI comes up again where that commit is checked out, and each commit draws anew.
     """
@@ -85,9 +85,9 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays: nobody looks for garbage in it, again and again.
+    """Freeze the imported objects, so that garbage collections do not visit them.
 
-    Nor as often as every 700 objects: a trace makes millions that live until it ends.
+    Collect less often than every 700 objects: a trace creates millions that live until its end.
     """
     gc.disable()
     try:
@@ -148,7 +148,7 @@ def copied(monkeypatch):
 
 @pytest.fixture(params=PATHS)
 def path(request):
-    """Run a test once by each storage path; the name of the path."""
+    """Run a test once with each storage path. Return the name of the path."""
     native = request.param == NATIVE_PATH == "binding"
     with contextlib.nullcontext() if native else storage_path(request.param):
         yield request.param
@@ -161,14 +161,14 @@ def zero_copy(path):
 
 @pytest.fixture(autouse=True, scope="module")
 def what_was_there_before_is_no_garbage():
-    """Each `measure` and `estimate` collects garbage: not again among millions of old objects."""
+    """Freeze old objects, because each `measure` and `estimate` collects garbage."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def guards_are_not_timed():
-    """Dynamo empties the caches of the processor to log how long the guards of a graph take."""
+    """Keep Dynamo from timing guards, for which it empties the caches of the processor."""
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0
@@ -176,13 +176,13 @@ def guards_are_not_timed():
 
 @pytest.fixture(autouse=True)
 def fresh_random_numbers(request):
-    """Inputs that differ from test to test, and from run to run where the seed of the run does."""
+    """Seed each test by its name and the seed of the run, so that inputs differ."""
     _draw_for(request.node.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef, request):
-    """What several tests share does not depend on which of them comes first."""
+    """Seed shared fixtures, so that they do not depend on the test that comes first."""
     if fixturedef.scope == "function":
         return (yield)
     with torch.random.fork_rng(devices=[]):

@@ -31,9 +31,9 @@ def test_info_as_a_table(capsys):
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--preset", "huge"], "--preset is huge; expected one of tiny"),
-        (["--text", "/no/such/file"], "--text is /no/such/file; expected a file"),
-        (["--steps", "1"], "--steps is 1; expected at least 2"),
+        (["--preset", "huge"], "--preset is huge. Expected one of tiny"),
+        (["--text", "/no/such/file"], "--text is /no/such/file. Expected the path of a file"),
+        (["--steps", "1"], "--steps is 1. Expected at least 2"),
     ],
 )
 def test_demo_complains(options, complaint, capsys):
@@ -96,13 +96,13 @@ def test_plan_as_json(options, capsys):
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--budget", "1MiB"], "--budget is 1048576 bytes; expected at least 18219520 (17.4 MiB)"),
-        (["--budget", "much"], "--budget is 'much'; expected a number of bytes"),
-        (["--dtype", "int8"], "--dtype is 'int8'; expected one of float64"),
-        (["--device", "tpu"], "--device is 'tpu'; expected one of cpu, h200"),
+        (["--budget", "1MiB"], "--budget is 1048576 bytes. Expected at least 18219520 (17.4 MiB)"),
+        (["--budget", "much"], "--budget is 'much'. Expected a number of bytes"),
+        (["--dtype", "int8"], "--dtype is 'int8'. Expected one of float64"),
+        (["--device", "tpu"], "--device is 'tpu'. Expected one of cpu, h200"),
         (
             ["--grads", "output"],
-            "--grads is output; expected a sequence of some of input, weight, bias",
+            "--grads is output. Expected a sequence of some of input, weight, bias",
         ),
     ],
 )
@@ -237,8 +237,8 @@ def test_the_script_plans_without_importing_torch(capsys):
 def test_the_script_does_not_plan_for_the_cpu():
     result = script(*PLAN[1:], "--device", "cpu")
     assert result.returncode == 2 and result.stdout == ""
-    assert "--device is cpu; a plan for it depends on the threads of torch" in result.stderr
-    assert result.stderr.endswith("run: python -m storage_ops plan\n")
+    assert "--device is cpu, and a plan for it depends on the threads of torch" in result.stderr
+    assert "Run `python -m storage_ops plan` where torch" in result.stderr
 
 
 @pytest.mark.in_turn

@@ -101,16 +101,16 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
     ("function", "options", "said"),
     [
         ("nothing", [], "has no function nothing: its functions are alone, sized, needs,"),
-        ("number", [], "which returned int; expected (model, batch) or (model, batch, loss)"),
+        ("number", [], "which returned int. Expected (model, batch) or (model, batch, loss)"),
         ("without_batch", [], "which returned tuple (Sequential)"),
-        ("text", [], "which returned a batch that is a str; expected a tensor"),
-        ("no_loss", [], "which returned a loss that is a int; expected a function"),
+        ("text", [], "which returned a batch that is a str. Expected a tensor"),
+        ("no_loss", [], "which returned a loss that is a int. Expected a function"),
         ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
-        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1};"),
-        ("other", [], "which needs an argument width; expected a function without arguments"),
-        ("needs", [], "--batch is missing;"),
-        ("alone", ["--batch", "2"], "--batch is 2; expected none, since"),
-        ("alone", ["--batch", "0"], "--batch is 0; expected 1 or more"),
+        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1}."),
+        ("other", [], "which needs an argument width. Expected a function without arguments"),
+        ("needs", [], "--batch is missing, and"),
+        ("alone", ["--batch", "2"], "--batch is 2, but"),
+        ("alone", ["--batch", "0"], "--batch is 0. Expected 1 or more"),
     ],
 )
 def test_complaints(function, options, said, file, capsys):
@@ -123,8 +123,8 @@ def test_complaints(function, options, said, file, capsys):
 @pytest.mark.parametrize(
     ("spelled", "said"),
     [
-        ("mine.py", "expected a file and a function: FILE.py:FUNCTION"),
-        ("mine:f", "expected a file and a function: FILE.py:FUNCTION"),
+        ("mine.py", "Expected a file and a function: FILE.py:FUNCTION"),
+        ("mine:f", "Expected a file and a function: FILE.py:FUNCTION"),
         ("no.py:f", "there is no file no.py"),
         ("broken.py:f", "whose file raised NameError: name 'x' is not defined"),
     ],
@@ -138,7 +138,7 @@ def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
 
 def test_find_needs_an_argument_of_that_name(file, capsys):
     assert main(["fit", "--model", f"{file}:alone", "--find", "batch"]) == 2
-    assert "--find is batch; expected device, since" in capsys.readouterr().err
+    assert "--find is batch, but" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])

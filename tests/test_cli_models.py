@@ -64,14 +64,14 @@ def refused(command, capsys):
 
 def test_more_tokens_than_learned_positions(tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "65"]
-    assert "expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
+    assert "Expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "lbfgs", "sparseadam", "lion4bit"])
 def test_optimizers_that_no_step_can_have(name, tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
     error = refused(command, capsys)
-    assert error.startswith(f"--optimizer is {name}; expected none or one of adamw,")
+    assert error.startswith(f"--optimizer is {name}. Expected none or one of adamw,")
     assert "adamw" in error and " optimizer," not in error and " lbfgs," not in error
 
 
@@ -113,13 +113,13 @@ def test_a_decoder_has_a_length_of_its_own(tmp_path, capsys):
     assert peak_of([*command, "--seq", "512", "--decoder-seq", "512"], capsys) == long
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--decoder-seq"]
     assert "BertForMaskedLM has no decoder_input_ids" in refused([*command, "8"], capsys)
-    assert "--decoder-seq is 0; expected 1 or more" in refused([*command, "0"], capsys)
+    assert "--decoder-seq is 0. Expected 1 or more" in refused([*command, "0"], capsys)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"num_attention_heads": 0}, "of which no model can be made"),  # ZeroDivisionError
+        ({"num_attention_heads": 0}, "which transformers cannot read"),  # ZeroDivisionError
         # An error of transformers, which checks types from version 5 on.
         ({"hidden_size": "x"}, "hidden_size" if tf.__version__ >= "5" else "TypeError"),
         ({"model_type": "nosuch"}, "nosuch"),

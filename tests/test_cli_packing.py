@@ -71,7 +71,7 @@ def refused(command, capsys):
 def test_what_cannot_be_packed(words, tmp_path, capsys):
     packing = ["--packing", "sdpa"]
     command = ["will-it-fit", *words, *packing]
-    assert "expected none with --serve" in refused([*command, "--serve"], capsys)
+    assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)
     error = refused([*command, "--reference", "dpo"], capsys)
     assert "expected none with --reference" in error
     error = refused(["will-it-fit", "--model", "model.py:make", *packing], capsys)

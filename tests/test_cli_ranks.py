@@ -106,14 +106,14 @@ def test_fit_plans_for_one_rank(options, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--gpus", "0"], "--gpus is 0; expected 1 or more"),
-        (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3; expected a divisor"),
+        (["--gpus", "0"], "--gpus is 0. Expected 1 or more"),
+        (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3. Expected a divisor"),
         (["--gpus", "8", "--tensor-parallel", "8"], "num_attention_heads, 4"),
-        (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated; expected"),
-        (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp; expected fsdp2"),
+        (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated. Pass"),
+        (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp. Pass fsdp2"),
         (
             ["--gpus", "4", "--shard", "ddp", "--tensor-parallel", "2"],
-            "--shard is ddp; expected fsdp2",
+            "--shard is ddp. Pass fsdp2",
         ),
     ],
 )
@@ -140,6 +140,6 @@ def test_models_without_a_plan(tmp_path, capsys):
     assert main(["will-it-fit", *model, "--tensor-parallel", "2"]) == 2
     assert "Linear has no plan for it" in capsys.readouterr().err
     assert main(["fit", *model, "--shard", "ddp"]) == 2
-    assert "--shard is ddp; expected fsdp2 with fit" in capsys.readouterr().err
+    assert "--shard is ddp. Pass fsdp2 with fit" in capsys.readouterr().err
     assert main(["fit", *model, "--tensor-parallel", "2"]) == 2
-    assert "--tensor-parallel is 2; expected none with fit" in capsys.readouterr().err
+    assert "--tensor-parallel is 2. Expected none with fit" in capsys.readouterr().err

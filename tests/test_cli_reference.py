@@ -127,7 +127,7 @@ def refused(command, capsys):
 
 def test_what_has_no_reference(command, tmp_path, capsys):
     command = [*command, "--reference", "dpo"]
-    assert "expected none with --serve" in refused([*command, "--serve"], capsys)
+    assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)
     error = refused(["fit", *command[1:], "--actions", "linear_cross_entropy"], capsys)
     assert "whose loss has no logits" in error
     error = refused([*command, "--gpus", "2", "--tensor-parallel", "2"], capsys)

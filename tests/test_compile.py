@@ -92,5 +92,5 @@ def test_share_of_another_dtype_has_no_meaning_in_a_graph():
         so.share_storage(h, torch.ones(4, dtype=torch.int32))
         return h
 
-    with pytest.raises(Exception, match=r"src is torch\.int32; expected torch\.float32"):
+    with pytest.raises(Exception, match=r"`src` is torch\.int32. Expected torch\.float32"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(torch.ones(4))

@@ -33,7 +33,8 @@ REFERENCES = {
     "_record_stream": "storage_of",
     "_cross_entropy_rows": "cross_entropy_rows",
     "_tile_sums": "tile_sums",
-    "_gather_tile": "gather_tile",
+    "_gather_gradient": "gather_gradient",
+    "_put_rows": "put_rows",
     "_chunked_span": "chunked_span",
     "_divergence_rows": "divergence_rows",
     "_product": "product",
@@ -265,6 +266,58 @@ def test_sections_of_docstrings_begin_on_lines_of_their_own():
         for text in ["\n".join(prose_of(path))]
     }
     assert {name: lines for name, lines in joined.items() if lines} == {}
+
+
+# Functions whose argument is a whole message, unlike `Conflict` and `wrong`, which take parts.
+MESSAGES = re.compile(r"\w*(Error|Warning|Exit)|warn|warn_caller|fail|Refused|complain|stop|error")
+
+
+def text_of(node):
+    """Return a text of the source, with "…" in place of values; None for other expressions."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join("…" if isinstance(v, ast.FormattedValue) else v.value for v in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def messages(source):
+    """Yield the texts of errors, warnings and complaints of commands in a source."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if MESSAGES.fullmatch(name):
+                prefix = "checkpoint: " * (name == "fail")  # `fail` adds a name
+                yield from (prefix + t for a in node.args if " " in (t := text_of(a) or ""))
+
+
+def faults_of_message(text):
+    """Return what is wrong with the form of a message."""
+    # A name in front says which function complains. A command to copy ends the text as it is.
+    is_begun = re.match(r"[\w. ]+: |[A-Z`…'-]|\w+[_(.]", text)
+    faults = ["begins with a word"] * (not is_begun)
+    faults += ["no period"] * (not re.search(r"[.?…'] ?$", text))
+    faults += ["not a sentence"] * bool(re.search(r"(^|: |\. )(Of|What|Whether) ", text))
+    faults += ["a semicolon before what was expected"] * ("; expected" in text)
+    return [*faults, *long_sentences(text)]
+
+
+def test_faults_of_messages_are_found():
+    source = """raise ValueError(f"`x` is {x}; expected 1"); fail("takes no x. Expected 1.")"""
+    first, second = messages(source)
+    assert faults_of_message(first) == ["no period", "a semicolon before what was expected"]
+    assert first == "`x` is …; expected 1" and faults_of_message(second) == []
+    assert faults_of_message("Of x no copy is kept.") == ["not a sentence"]
+    assert faults_of_message("expected a tensor.") == ["begins with a word"]
+
+
+def test_messages_are_sentences():
+    package = [p for p in files(".py") if p.is_relative_to(ROOT / "storage_ops")]
+    faults = {
+        f"{path.relative_to(ROOT)}: {text}": faults
+        for path in package
+        for text in messages(path.read_text())
+        if (faults := faults_of_message(text))
+    }
+    assert package and faults == {}
 
 
 def test_every_public_name_has_an_example():

@@ -31,13 +31,13 @@ def test_a_healthy_installation_has_no_problems():
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"torch": "2.9.1", "skipped": {CPU: "torch 2.9.1 is older than 2.10"}}, "update torch"),
+        ({"torch": "2.9.1", "skipped": {CPU: "torch 2.9.1 is older than 2.10"}}, "Update torch"),
         ({"skipped": {CU13: "loading failed: libx.so: no such file"}}, "loading failed: libx.so"),
         ({"missing": {CPU: "no such file"}, "row_kernel": "plain torch"}, f"{CPU} is missing"),
         ({"storage_path": "copy", "zero_copy": False}, "no storage binding for torch 2.13.0"),
-        ({"zero_copy": False}, "copied on the path 'binding'"),
+        ({"zero_copy": False}, "copied its bytes on the path 'binding'"),
         ({"row_kernel_cuda": "plain torch"}, "no kernels for CUDA 13 are loaded"),
-        ({"gpu_arch": "7.5"}, "is sm 7.5, the kernels were built for 8.0;9.0;12.0+PTX"),
+        ({"gpu_arch": "7.5"}, "is sm 7.5, but the kernels were built for 8.0;9.0;12.0+PTX"),
         ({"gpu_arch": "10.0"}, "is sm 10.0"),
     ],
 )
@@ -59,7 +59,7 @@ def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
     (tmp_path / "storage_ops/lib" / CPU).touch()
     assert _library.hidden() == tmp_path / "storage_ops"
     *_, last = storage_ops.info()["problems"]
-    assert f"what is installed is {tmp_path / 'storage_ops'}: start python in another" in last
+    assert f"installed package is {tmp_path / 'storage_ops'}. Start python in another" in last
 
 
 def test_what_was_chosen_is_no_problem():

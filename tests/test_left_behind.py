@@ -20,7 +20,7 @@ from storage_ops import progress
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.saved.outputs import producers
 
-SHARE = 5 if os.environ.get("CI") else 1  # in CI an op in five is tried, or a call
+SHARE = 5 if os.environ.get("CI") else 1  # CI tries every fifth op or call
 
 
 class Planned(Exception):
@@ -28,7 +28,7 @@ class Planned(Exception):
 
 
 class FailsAt(TorchDispatchMode):
-    """Raises at an op by its number."""
+    """Raises an error at the op with a given number."""
 
     def __init__(self, at, error):
         super().__init__()
@@ -42,9 +42,9 @@ class FailsAt(TorchDispatchMode):
 
 
 class Calls:
-    """Raises at a call by its number; for simulations, whose ops are answered by modes of torch.
+    """Raises an error at the call with a given number, for simulations.
 
-    Those are asked by functions of C++ that may not throw.
+    Their ops go through dispatch modes, which C++ functions call that must not throw.
     """
 
     left, error = 0, None
@@ -165,7 +165,7 @@ PARTS = {
 
 
 def state(tensors):
-    """All that a call could have left behind, as things to compare."""
+    """Return everything that a call could leave behind, in comparable form."""
     classes = (nn.Module, nn.Linear, nn.LayerNorm, nn.Sequential, nn.GELU, torch.Tensor)
     return {
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -205,7 +205,7 @@ def forget_gradients(tensors):
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_is_left_behind_by_a_fault(part, error):
     tensors, run = PARTS[part]()
-    run()  # what is made once is made
+    run()  # fills caches
     forget_gradients(tensors)
     gc.collect()
     before, discarded = state(tensors), len(discarded_now())
@@ -225,4 +225,4 @@ def test_nothing_is_left_behind_by_a_fault(part, error):
     assert at > 2
     assert len(discarded_now()) == discarded
     assert not [r for r in producers.values() if r.discardable]
-    run()  # and it works again
+    run()  # works again

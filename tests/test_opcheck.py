@@ -160,8 +160,26 @@ CASES = {
             0.5,
         ),
     ],
-    "_gather_tile": [
-        (torch.empty(3, 2), torch.randn(5, 7), torch.tensor([4, 0, 0]), torch.tensor([6, 1])),
+    "_gather_gradient": [
+        (
+            torch.empty(8),
+            torch.empty(7),
+            torch.randn(5, 7),
+            torch.tensor([4, 0, 1]),
+            torch.tensor([0, -1, 2, -1, -1, -1, 5]),
+            torch.tensor([2, 1, 3, 0, 0, 0, 3]),
+            torch.rand(5) + 3,
+            torch.randn(5),
+            torch.tensor([6, 0, -1, 2, 9]),
+            torch.rand(5),
+            torch.randn(7),
+            4.0,
+            0.5,
+        ),
+    ],
+    "_put_rows": [
+        (torch.randn(5, 7).bfloat16(), torch.tensor([4, 0]), torch.randn(2, 7), add)
+        for add in (False, True)
     ],
     "_product": [product(False), product(True), product(True, torch.bfloat16)],
     "_product_scratch": [(100, 200, 5000, 2, rounded, False) for rounded in (False, True)],

@@ -61,7 +61,7 @@ def test_texts_of_configs(text):
 @pytest.mark.parametrize("text", ["(deep)", '{"policy": (deep)', "!!python/object:os.system {}"])
 def test_configs_that_are_out_to_harm(parse, deep, text):
     text = text.replace("(deep)", deep)
-    with pytest.raises(ValueError, match=r"the config is not (JSON|YAML)"):
+    with pytest.raises(ValueError, match=r"The config is not (JSON|YAML)"):
         parse(text)
 
 
@@ -118,5 +118,5 @@ def test_plans(plan, at, other):
 @pytest.mark.parametrize("text", ["", "[]", "{}", DEEP, '{"format": 1}', "\x00"])
 def test_what_is_no_plan(text, plan, tmp_path):
     (tmp_path / "no.json").write_text(text)
-    with pytest.raises(ValueError, match="is no plan of fit"):
+    with pytest.raises(ValueError, match="is not a plan of fit"):
         so.load_fit(tmp_path / "no.json", plan[2])

@@ -43,8 +43,8 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
     for new in load(files):
         if new.get("quick") or not {"stem", "hardware", "commit"} <= new.keys():
             raise ValueError(
-                f"result of {new.get('stem')} at {new.get('commit')} on {new.get('hardware')} is "
-                f"{'quick' if new.get('quick') else 'incomplete'}; expected one worth keeping"
+                f"The result of {new.get('stem')} at {new.get('commit')} on {new.get('hardware')} "
+                f"is {'quick' if new.get('quick') else 'incomplete'}. Expected a complete result."
             )
         if "running" in new:
             print(f"{new['stem']} did not reach its end, it stopped at: {new['running']}")

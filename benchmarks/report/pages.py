@@ -302,7 +302,7 @@ def filled(text: str) -> str:
     def fill(found: re.Match[str]) -> str:
         name = found[2]
         if name not in SECTIONS:
-            raise ValueError(f"section is {name!r}; expected one of {', '.join(SECTIONS)}")
+            raise ValueError(f"`section` is {name!r}. Expected one of {', '.join(SECTIONS)}.")
         return f"{found[1]}{SECTIONS[name]()}{found[3]}"
 
     return SECTION.sub(fill, text)

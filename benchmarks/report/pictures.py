@@ -1,8 +1,9 @@
 """Pictures of benchmark results.
 
 Their background is opaque, so that they read the same on a light and a dark page. Memory over time,
-which the README begins with, is drawn for a dark page as well. Colours are Okabe and Ito's, told
-apart without colour vision, and every peer has its own marker.
+which the README begins with, is drawn for a dark page as well. A picture with several panels has a
+narrow variant for phones. Colours are Okabe and Ito's, told apart without colour vision, and every
+peer has its own marker.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from storage_ops.quantities import MIB
 
 Point = tuple[str, float, float]
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
+NARROW = "-narrow"  # ends the names of pictures that the site shows on a phone
 
 
 class Page(NamedTuple):
@@ -65,6 +67,9 @@ def draw(out: Path, result: Result) -> list[Path]:
         # One panel is small, with large letters, because people also read it on a phone.
         with rc_context({"font.size": 12} if len(panels) == 1 else {}):
             drawn.append(_save(_tradeoffs(panels), out / f"{result['stem']}.png"))
+        if len(panels) > 1:
+            figure = _tradeoffs(panels, is_narrow=True)
+            _save(figure, out / f"{result['stem']}{NARROW}.png")
     curved = ([row for row in rows if curve_of(row)] for rows in shapes(result).values())
     curves = next(filter(None, curved), [])  # of one shape, for others take other memory
     if len(curves) > 2:  # before and after, of all cases that there are
@@ -104,9 +109,9 @@ def _save(figure: Figure, path: Path, paper: str = PAPER) -> Path:
     return path
 
 
-def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
-    """Draw time against peak memory, a panel per shape."""
-    wide = 1 if len(panels) == 1 else 2 if len(panels) <= 8 else 3
+def _tradeoffs(panels: dict[str, list[Row]], is_narrow: bool = False) -> Figure:
+    """Draw time against peak memory, a panel per shape. Narrow ones stand below each other."""
+    wide = 1 if len(panels) == 1 or is_narrow else 2 if len(panels) <= 8 else 3
     tall = -(-len(panels) // wide)
     found = {shape: points(rows) for shape, rows in panels.items()}
     peers = dict.fromkeys(
@@ -116,8 +121,12 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
     styles = dict.fromkeys(floors, (INK, FLOOR))
     styles |= {case: (COLORS[k % len(COLORS)], MARKERS[k % len(MARKERS)])
                for k, case in enumerate(c for c in peers if c not in floors)}  # fmt: skip
-    width, height = (6.4, 4.6) if wide == 1 else (5.4 * wide, 3.7 * tall + 0.9)
-    figure = Figure(figsize=(width, height), dpi=150 if wide == 1 else 110, layout="constrained")
+    width, height, dpi = 5.4 * wide, 3.7 * tall + 0.9, 110
+    if is_narrow:  # every peer has a line of its own in the legend
+        width, height = 4.8, 3.4 * tall + 0.2 * (len(styles) + 2)
+    elif wide == 1:
+        width, height, dpi = 6.4, 4.6, 150
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     grid = figure.subplots(tall, wide, squeeze=False)
     for axes, (shape, rows) in zip(grid.flat, panels.items(), strict=False):
         _panel(axes, found[shape], styles)
@@ -129,7 +138,8 @@ def _tradeoffs(panels: dict[str, list[Row]]) -> Figure:
     handles += [Line2D([], [], color=color, marker="" if marker == FLOOR else marker,
                        ls="--" if marker == FLOOR else "", label=case)
                 for case, (color, marker) in styles.items()]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 if wide == 1 else 3,
+    columns = 1 if is_narrow else 2 if wide == 1 else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns,
                   fontsize="small", frameon=False, labelcolor=INK)  # fmt: skip
     _spread_labels(figure)
     return figure

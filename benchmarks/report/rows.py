@@ -18,7 +18,7 @@ Result = dict[str, Any]
 Row = dict[str, Any]
 IN_MIB = "(MiB)"  # how the name of a memory column ends
 PEAK = f"peak {IN_MIB}"
-# Cases are ours by how they begin, or by a part that a training job has, as in "compile+all".
+# A case is ours if it begins with one of these, or has a feature of ours, as in "compile+all".
 OURS = ("storage_ops", "discard")
 OUR_FEATURES = {
     "all", "linear_cross_entropy", "output_discard", "selective_checkpoint", "full_checkpoint",

@@ -130,7 +130,7 @@ inline size_t index_of(PyObject* number, size_t limit) {
   const size_t index = PyLong_AsSize_t(number);
   if (PyErr_Occurred()) throw PythonError();
   if (index >= limit) {
-    PyErr_SetString(PyExc_IndexError, "no tensor was saved under this index");
+    PyErr_SetString(PyExc_IndexError, "No tensor was saved under this index.");
     throw PythonError();
   }
   return index;

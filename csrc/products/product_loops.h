@@ -251,8 +251,8 @@ void multiply_into(Product p) {
     return;
   }
   const int64_t threads = threads_with(least_of_thread<T>(p), p.scratch_slots);
-  STORAGE_OPS_CHECK(threads > 0, "_product: scratch has too few elements, ", p.scratch_slots,
-                    " beside the sums; expected at least ", least_of_thread<T>(p));
+  STORAGE_OPS_CHECK(threads > 0, "_product: `scratch` has ", p.scratch_slots,
+                    " elements beside the sums. Expected at least ", least_of_thread<T>(p), ".");
   const bool in_slots = (sizeof(T) == 4 || kPairs<T>) && p.left_column == 1;
   const bool direct = p.paired || (in_slots && p.depth % (kGroup<T> * kSquare) == 0);
   const Grid grid = grid_of(p, threads, direct);
@@ -316,7 +316,7 @@ void multiply_into(Product p) {
 template <typename T>
 void multiply(Product p) {
   if (!p.narrow) return multiply_into<T, float>(p);
-  STORAGE_OPS_CHECK(kPairs<T>, "_product: out of 16 bits takes bfloat16, and AVX-512 BF16");
+  STORAGE_OPS_CHECK(kPairs<T>, "_product: `out` of 16 bits needs bfloat16 and AVX-512 BF16.");
   if (p.depth > kOnePass) {
     const int64_t sums = std::min(p.rows * p.columns, p.scratch_slots);
     p.sums = reinterpret_cast<float*>(p.scratch);

@@ -4,8 +4,8 @@
 
 #if defined(STORAGE_OPS_TILES)
 constexpr int kVectors = 2;
-constexpr int64_t kSquare = 16;     // slots of depth that a register has of each row
-constexpr int64_t kOnePass = 8192;  // depth that a rounded product, of pairs, has in one pass
+constexpr int64_t kSquare = 16;     // slots of depth in a row of a register
+constexpr int64_t kOnePass = 8192;  // depth of one pass of a product of pairs with a 16-bit result
 #else
 constexpr int kVectors = 3;
 constexpr int64_t kSquare = 1;
@@ -34,19 +34,18 @@ inline constexpr bool kPairs<BFloat16> = true;
 
 template <typename T>
 constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
-// Slots of depth that a tile is computed in at a time: as many as leave a panel in the first-level
-// cache, or nearly.
+// Slots of depth in one group of a tile, so that a panel about fits in the first-level cache.
 template <typename T>
 constexpr int64_t kDepth = kPairs<T> && kSquare == 1 ? 256 : 128;
 constexpr int64_t kMostDepth = 256;
 
-// Slots that so many numbers in depth take, with those that fill the last registers.
+// The number of slots for so many numbers in depth, rounded up to whole registers.
 template <typename T>
 constexpr int64_t slots_of(int64_t depth) {
   return parts(depth, kGroup<T> * kSquare) * kSquare;
 }
 
-// Eight neighbours in depth, one slot each.
+// Loads eight neighbours in depth into one slot each.
 template <typename T>
 STORAGE_OPS_INLINE Eight load_slots(const T* from) {
   if constexpr (sizeof(T) == 4 || kPairs<T>) {
@@ -58,7 +57,7 @@ STORAGE_OPS_INLINE Eight load_slots(const T* from) {
   }
 }
 
-// Eight neighbours across, one slot each; `second` are those after them in depth.
+// Loads eight neighbours across into one slot each. `second` has the numbers after them in depth.
 template <typename T>
 STORAGE_OPS_INLINE Eight make_slots(const T* first, const T* second) {
   if constexpr (kPairs<T>) {
@@ -69,7 +68,7 @@ STORAGE_OPS_INLINE Eight make_slots(const T* first, const T* second) {
   }
 }
 
-// One slot; `second` is the number after it in depth, where a slot holds two.
+// Makes one slot. If a slot holds two numbers, `second` is the next number in depth.
 template <typename T>
 STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
   if constexpr (kPairs<T>) {
@@ -83,7 +82,7 @@ STORAGE_OPS_INLINE uint32_t make_slot(const T& first, const T& second) {
 }
 
 #if defined(STORAGE_OPS_TILES)
-// As make_slots, of 32 neighbours across.
+// Stores 32 neighbours across, one slot each, as `make_slots` does for eight.
 STORAGE_OPS_INLINE void store_line(const BFloat16* first, const BFloat16* second, uint32_t* to) {
   typedef uint16_t Line __attribute__((vector_size(64)));
   const Line a = load<Line>(first), b = load<Line>(second);
@@ -141,7 +140,8 @@ void pack(const T* from, int64_t across, int64_t along, int64_t count, int64_t d
       for (; u < kWidth; ++u) to[p * kWidth + u] = make_slot(first[u], second[u]);
     }
   } else if (count == kWidth && along == 1 && kWidth % 8 == 0) {
-    // 64 bytes of each row at once: rows a power of two apart share few places in a cache.
+    // Reads 64 bytes of each row at once, because rows whose distance is a power of two evict each
+    // other from the cache.
     for (; p + 16 <= full; p += 16) {
       for (int u = 0; u < kWidth; u += 8) {
         Eight block[2][8];

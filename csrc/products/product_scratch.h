@@ -1,28 +1,28 @@
-// How much scratch a product takes: what it cannot do without, and what it is best given. Part of
-// product_loops.h, and included with it for each instruction set.
+// The scratch memory of a product: the smallest amount, and the amount that is fastest. This file
+// is a part of product_loops.h, which is included once for each instruction set.
 //
-// A thread copies blocks of both operands to its share: some rows of the left one, unless they are
-// read in place, and panels of kTileColumns of the right one. Where all of the depth is computed in
-// one pass, but in several groups, the sums of a block lie beside them. A result in 16 bits that
-// takes more than one pass keeps sums of all its rows in fp32 before those shares: such a product
-// is formed in pieces of some rows.
+// Each thread has a share of the scratch. It copies blocks of both operands there: some rows of the
+// left operand, unless they are read in place, and panels of kTileColumns of the right operand. If
+// the whole depth is one pass of several groups, the share also has the sums of a block. A 16-bit
+// result of several passes needs fp32 sums of all its rows, which come before the shares. Such a
+// product is computed in pieces of some rows.
 
-// Whether a product that can only be rounded once is computed in all of its depth at a time, as
-// long as a panel of the right operand stays in the second-level cache.
+// True if the whole depth is one pass. A 16-bit result is rounded once, so this saves fp32 sums. A
+// panel of the right operand must stay in the second-level cache.
 template <typename T>
 bool in_one_pass(const Product& p) {
   return p.narrow && p.depth <= kOnePass;
 }
 
-// Slots of depth that a tile is computed in at a time. Tiles of AMX are loaded from the first-level
-// cache or wait for it: with these, the sums of a block are kept in fp32 meanwhile.
+// Slots of depth in one group of a tile. AMX loads tiles from the first-level cache, so it always
+// uses groups, and keeps the sums of a block in fp32 between them.
 template <typename T>
 int64_t group_of(const Product& p) {
   const int64_t slots = slots_of<T>(p.depth);
   return in_one_pass<T>(p) && kSquare == 1 ? slots : std::min(kDepth<T>, slots);
 }
 
-// The scratch that a thread cannot do without, in slots.
+// The smallest share of a thread, in slots.
 template <typename T>
 int64_t least_of_thread(const Product& p) {
   const int64_t group = group_of<T>(p);
@@ -31,28 +31,28 @@ int64_t least_of_thread(const Product& p) {
   return kTileRows * group + kTileColumns * (slots + sums);
 }
 
-// As many threads as there is scratch for.
+// The number of threads that the scratch is enough for.
 inline int64_t threads_with(int64_t each, int64_t scratch_slots) {
   return std::min<int64_t>(torch::stable::get_num_threads(), scratch_slots / each);
 }
 
-// The scratch that a product cannot do without, in slots.
+// The smallest scratch of a product, in slots.
 template <typename T>
 int64_t least_scratch(const Product& p) {
   return (p.narrow && !in_one_pass<T>(p) ? p.rows * p.columns : 0) + least_of_thread<T>(p);
 }
 
-// Slots that a thread is given, at most: they lie in its second-level cache. AMX computes so fast
-// that fewer copies of the left operand are worth more of that.
+// The largest share of a thread, in slots, which fits in its second-level cache. AMX gets more,
+// because it computes fast enough that copying the left operand less often pays off.
 constexpr int64_t kMostSlots = 160 << 10;
 constexpr int64_t kMostSlotsCopied = (kSquare > 1 ? 320 : 160) << 10;
-// Slots that all threads together are given in any case.
+// Slots that all threads together get for products of any size.
 constexpr int64_t kFreeSlots = 1 << 16;
-// Rows that a piece has at least, whatever their sums take, unless the product itself has fewer,
-// and the number of rows above which a piece is not faster.
+// The fewest rows of a piece, unless the product has fewer, and the most: larger pieces are not
+// faster.
 constexpr int64_t kLeastRows = 16, kMostRows = kSquare > 1 ? 2048 : 1024;
 
-// What is asked for before the operands are there, so that of all dtypes the largest number holds.
+// The sizes of a product whose operands do not exist yet. The answer is enough for every dtype.
 struct Request {
   int64_t rows, columns, depth, threads;
   bool rounded;  // to 16 bits; or the result is in fp32
@@ -61,17 +61,18 @@ struct Request {
   bool one_pass() const { return rounded && depth <= kOnePass; }
 };
 
-// The rows that are formed at a time. Their sums have no more than a quarter of the bytes of the
-// left operand, which is the tile of logits where that is deep.
+// The rows of a piece. Their sums take at most a quarter of the bytes of the left operand, which is
+// the tile of logits in deep products.
 inline int64_t rows_of(const Request& r) {
   if (!r.rounded || r.one_pass()) return r.rows;
   const int64_t quarter = r.rows * r.depth / (8 * std::max<int64_t>(r.columns, 1));
   return std::min(r.rows, std::clamp(quarter, kLeastRows, kMostRows));
 }
 
-// The slots for so many rows, sums apart: for all that is copied, up to a limit for each thread and
-// to half of the bytes of the left operand, if that is the tile of logits (with AMX: to a quarter
-// of the slots of any), but for what threads cannot do without.
+// The slots of all shares for pieces of so many rows. There is room for all copies, up to a limit
+// per thread, and up to half of the bytes of a left operand that is copied, which is the tile of
+// logits. With AMX an operand that is read in place limits them to a quarter of its slots. Every
+// thread gets its smallest share in any case.
 inline int64_t shares_of(const Request& r, int64_t rows) {
   constexpr bool kSquares = kSquare > 1;
   const int64_t slots = r.rounded ? parts(r.depth, 2 * kSquare) * kSquare : r.depth;
@@ -91,12 +92,12 @@ inline int64_t shares_of(const Request& r, int64_t rows) {
   const int64_t copied = rows * r.depth / (r.rounded ? 4 : 2);
   const int64_t in_place = kSquares ? rows * std::min(r.columns, r.depth) / 4 : 0;
   const int64_t all = std::max(r.direct ? in_place : copied, kFreeSlots);
-  // Rounded down, so that all threads together keep to the limit.
+  // Rounded down, so that all threads together stay within the limit.
   const int64_t most = std::min(r.direct ? kMostSlots : kMostSlotsCopied, all / r.threads);
   return r.threads * std::max(std::min(whole, most), least);
 }
 
-// Rows of the result that are formed at a time, and the slots that they take.
+// Returns the rows of a piece, and the slots of scratch for them.
 inline std::tuple<int64_t, int64_t> scratch_of(const Request& r) {
   const int64_t rows = rows_of(r), sums = r.rounded && !r.one_pass() ? rows * r.columns : 0;
   return {rows, shares_of(r, rows) + sums};

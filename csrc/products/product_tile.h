@@ -1,5 +1,5 @@
-// A tile of a matrix product: what is added up in registers. Part of product_loops.h, and included
-// with it for each instruction set.
+// A tile of a matrix product, whose sums stay in registers. This file is a part of product_loops.h,
+// which is included once for each instruction set.
 
 template <bool kDot>
 STORAGE_OPS_INLINE void accumulate(Lanes& sum, Lanes left, Lanes right) {
@@ -36,7 +36,7 @@ template <typename Out>
 struct Place {
   Out* out;
   int64_t stride;
-  const float* sums = nullptr;  // of what came before in depth, if it is not in `out`
+  const float* sums = nullptr;  // the sums over smaller depths, if `out` does not have them
   int64_t sums_stride = 0;
 };
 
@@ -46,8 +46,8 @@ struct Left {
   int64_t row, slot;
 };
 
-// Fetches the part of an operand that is needed next, a little with every step: memory is idle
-// while tiles are computed. Runs are what lies together: a row of it, or a column.
+// Prefetches the part of an operand that the next tile reads, some lines in every step, because
+// memory is idle while a tile is computed. A run is contiguous memory: a row or a column.
 struct Ahead {
   const char* run;
   int64_t stride, run_bytes, runs, per_step;
@@ -70,7 +70,7 @@ struct Ahead {
   }
 };
 
-// Of both operands, within a tile: with every so many slots of its depth.
+// Prefetches both operands while a tile is computed, once every `kStep` slots of its depth.
 struct Fetches {
   static constexpr int64_t kStep = 32;
   Ahead& right;
@@ -82,22 +82,22 @@ struct Fetches {
   }
 };
 
-// Both were, before the tile.
+// Prefetches both operands before the tile is computed.
 struct Fetched {
   static constexpr int64_t kStep = std::numeric_limits<int64_t>::max();
   explicit Fetched(Fetches& fetches) { fetches.step(); }
   void step() const {}
 };
 
-// Tiles of pairs can be so deep that lines fetched all at once would hold up what they read. The
-// others are done before fetching within them would pay.
+// Tiles of pairs can be so deep that prefetching everything at once would delay their own loads.
+// Other tiles are too short for prefetching during the tile to pay off.
 template <typename T>
 constexpr bool kFetchesWithin = kPairs<T> && kSquare == 1;
 template <typename T>
 using FetchesOf = std::conditional_t<kFetchesWithin<T>, Fetches&, Fetched>;
 
 #if defined(STORAGE_OPS_TILES)
-// The shape of a thread's registers: 16 rows of 64 bytes each, while this lives.
+// Configures the AMX registers of a thread for its lifetime: 16 rows of 64 bytes each.
 struct Registers {
   Registers() {
     struct Shapes {
@@ -112,8 +112,9 @@ struct Registers {
   ~Registers() { _tile_release(); }
 };
 
-// Adds up left @ right in four registers, which two of rows and two of columns feed, and stores or
-// adds to `to`. The compiler has to be told that their instructions use memory.
+// Computes left @ right in four registers, from two registers of rows and two of columns, and
+// stores the result or adds it to `to`. The empty asm tells the compiler that the instructions use
+// memory.
 template <bool kAdd>
 STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const float* right,
                                       float* to, int64_t to_stride) {
@@ -150,7 +151,7 @@ STORAGE_OPS_INLINE void multiply_tile(int64_t depth, const Left& left, const flo
   asm volatile("" ::: "memory");
 }
 
-// out = left @ right (+ sums), or out += it, for a whole tile of it.
+// Computes out = left @ right (+ sums), or out += left @ right (+ sums), for a whole tile.
 template <bool kDot, bool kAdd, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
                                     const Fetched&, const Place<Out>& place) {
@@ -163,12 +164,12 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
     multiply_tile<kAdd>(depth, left, right, place.out, place.stride);
     return;
   }
-  alignas(64) float found[kTileRows * kTileColumns];
-  multiply_tile<false>(depth, left, right, found, kTileColumns);
+  alignas(64) float sums[kTileRows * kTileColumns];
+  multiply_tile<false>(depth, left, right, sums, kTileColumns);
   for (int i = 0; i < kTileRows; ++i) {
     for (int j = 0; j < kTileColumns; j += kLanes) {
       Out* to = place.out + i * place.stride + j;
-      Lanes value = load<Lanes>(found + i * kTileColumns + j);
+      Lanes value = load<Lanes>(sums + i * kTileColumns + j);
       if constexpr (kAdd) value += load_result(to);
       if (place.sums != nullptr) value += load_result(place.sums + i * place.sums_stride + j);
       store_result(value, to);
@@ -178,8 +179,8 @@ __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float
 #else
 struct Registers {};
 
-// out = left @ right (+ sums), or out += it, for a whole tile of it. What is fetched of the tile
-// after this one while this one is computed need not be waited for.
+// Computes out = left @ right (+ sums), or out += left @ right (+ sums), for a whole tile.
+// Meanwhile it prefetches the operands of the next tile.
 template <bool kDot, bool kAdd, typename Fetching, typename Out>
 __attribute__((noinline)) void tile(int64_t depth, const Left& left, const float* right,
                                     Fetching& fetches, const Place<Out>& place) {

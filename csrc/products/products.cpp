@@ -110,17 +110,19 @@ Product checked(const char* op, const Tensor& out, const Tensor& left, const Ten
                 const Tensor& scratch, bool add, bool transposed) {
   const ScalarType dtype = left.scalar_type();
   const int row = transposed ? 1 : 0, column = 1 - row;
-  STORAGE_OPS_CHECK(level() != kNone, op, ": AVX2 and FMA are missing, or switched off");
+  STORAGE_OPS_CHECK(level() != kNone, op, ": AVX2 and FMA are missing, or switched off.");
   const bool wide = is_matrix(out, ScalarType::Float);
   STORAGE_OPS_CHECK(is_matrix(left, dtype) && is_matrix(right, dtype) &&
                         (wide || is_matrix(out, dtype)) && left.size(row) == out.size(0) &&
                         right.size(1) == out.size(1) && left.size(column) == right.size(0),
-                    op, ": expected left ", transposed ? "(k, m)" : "(m, k)",
-                    ", right (k, n) of one dtype, out (m, n) of float32 or that dtype");
-  STORAGE_OPS_CHECK(out.stride(1) == 1 || out.size(1) < 2, op, ": out must have whole rows");
+                    op, ": `left` must be ", transposed ? "(k, m)" : "(m, k)",
+                    " and `right` (k, n), of one dtype. `out` must be (m, n), of float32 or that "
+                    "dtype.");
+  STORAGE_OPS_CHECK(out.stride(1) == 1 || out.size(1) < 2, op,
+                    ": `out` must have contiguous rows.");
   STORAGE_OPS_CHECK(
       scratch.dim() == 1 && scratch.scalar_type() == ScalarType::Float && scratch.is_contiguous(),
-      op, ": scratch must be a contiguous float32 vector");
+      op, ": `scratch` must be a contiguous float32 vector.");
   Product p{};
   p.out = out.mutable_data_ptr();
   p.left = left.const_data_ptr();
@@ -144,7 +146,7 @@ void multiply(const char* op, const Product& p, ScalarType dtype) {
     case ScalarType::Half:
       return multiply<Half>(p);
     default:
-      fail(op, ": left must be float32, bfloat16 or float16");
+      fail(op, ": `left` must be float32, bfloat16 or float16.");
   }
 }
 
@@ -166,8 +168,8 @@ void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, b
 std::tuple<int64_t, int64_t> product_scratch(int64_t rows, int64_t columns, int64_t depth,
                                              int64_t threads, bool rounded, bool direct) {
   STORAGE_OPS_CHECK(rows >= 0 && columns >= 0 && depth >= 0 && threads > 0,
-                    "_product_scratch: expected sizes, and at least one thread; got ", rows, ", ",
-                    columns, ", ", depth, " and ", threads);
+                    "_product_scratch: sizes and threads are ", rows, ", ", columns, ", ", depth,
+                    " and ", threads, ". Expected sizes of at least 0, and at least 1 thread.");
   switch (level()) {
     case kAmxBf16:
       return amx_bf16::scratch_of({rows, columns, depth, threads, rounded, direct});

@@ -62,9 +62,12 @@ struct RowArguments {
                     weight ? weight[column] : A(1));
   }
 
-  STORAGE_OPS_INLINE A logit(T value, int64_t column) const {
-    const A b = bias ? static_cast<A>(bias[column]) : wide_bias ? wide_bias[column] : A(0);
-    return transform.logit(static_cast<A>(value) + b);
+  STORAGE_OPS_INLINE A bias_of(int64_t column) const {
+    return bias ? static_cast<A>(bias[column]) : wide_bias ? wide_bias[column] : A(0);
+  }
+
+  STORAGE_OPS_INLINE A logit(A product, int64_t column) const {
+    return transform.logit(product + bias_of(column));
   }
 
   STORAGE_OPS_INLINE RowState<A> load_state(int64_t row) const {
@@ -95,42 +98,44 @@ struct RowArguments {
 inline void check_rows(const RowTensors& t, bool grad) {
   constexpr const char* kOp = "_cross_entropy_rows: ";
   STORAGE_OPS_CHECK(t.logits.dim() == 2 && (t.logits.stride(1) == 1 || t.logits.size(1) < 2), kOp,
-                    "logits must be a matrix with contiguous rows");
+                    "`logits` must be a matrix with contiguous rows.");
   const int64_t rows = t.logits.size(0), columns = t.logits.size(1);
   const ScalarType arithmetic = arithmetic_of(t.logits);
   if (t.target.dim() == 1) {
     STORAGE_OPS_CHECK(t.target.scalar_type() == ScalarType::Long && t.target.size(0) == rows &&
                           t.target.is_contiguous(),
-                      kOp, "target must be contiguous int64 with one index per row of logits");
+                      kOp, "`target` must be contiguous int64 with one index per row of `logits`.");
   } else {
     STORAGE_OPS_CHECK(
         t.target.dim() == 2 && t.target.scalar_type() == arithmetic && t.target.size(0) == rows &&
             t.target.size(1) == columns && (t.target.stride(1) == 1 || columns < 2),
-        kOp, "target must have logits' shape, contiguous rows, the arithmetic's dtype");
+        kOp,
+        "`target` must have the shape of `logits`, contiguous rows and the arithmetic's dtype.");
   }
   STORAGE_OPS_CHECK(
       !t.bias || (t.bias->dim() == 1 && t.bias->size(0) == columns && t.bias->is_contiguous() &&
                   (t.bias->scalar_type() == t.logits.scalar_type() ||
                    t.bias->scalar_type() == arithmetic)),
-      kOp, "bias must be contiguous, of logits' or the arithmetic's dtype, one value per column");
+      kOp,
+      "`bias` must be contiguous, of the dtype of `logits` or the arithmetic, one per column.");
   STORAGE_OPS_CHECK(
       !t.weight || (t.weight->dim() == 1 && t.weight->size(0) == columns &&
                     t.weight->is_contiguous() && t.weight->scalar_type() == arithmetic),
-      kOp, "weight must be contiguous, of the arithmetic's dtype, one per column");
+      kOp, "`weight` must be contiguous, of the arithmetic's dtype, one per column.");
   STORAGE_OPS_CHECK(
       t.state.scalar_type() == arithmetic && t.state.dim() == 2 && t.state.size(0) == kStateRows &&
           t.state.size(1) == rows && (t.state.stride(1) == 1 || rows < 2),
-      kOp, "state must be (6, rows), contiguous rows, in the dtype of the arithmetic");
-  STORAGE_OPS_CHECK(t.upstream.has_value() || !grad, kOp, "upstream is needed for the gradient");
+      kOp, "`state` must be (6, rows) with contiguous rows, in the dtype of the arithmetic.");
+  STORAGE_OPS_CHECK(t.upstream.has_value() || !grad, kOp, "`upstream` is needed for the gradient.");
   STORAGE_OPS_CHECK(
       !t.upstream || (t.upstream->scalar_type() == arithmetic && t.upstream->dim() == 2 &&
                       t.upstream->size(0) <= kUpstreamRows &&
                       (t.upstream->size(1) == rows || t.upstream->size(1) == 1)),
-      kOp, "upstream must be (up to 5, rows or 1), in the dtype of the arithmetic");
+      kOp, "`upstream` must be (up to 5, rows or 1), in the dtype of the arithmetic.");
   STORAGE_OPS_CHECK(
       !t.argmax || (t.argmax->scalar_type() == ScalarType::Long && t.argmax->dim() == 1 &&
                     t.argmax->size(0) == rows && t.argmax->is_contiguous()),
-      kOp, "argmax must be contiguous int64, one per row");
+      kOp, "`argmax` must be contiguous int64, one per row.");
 }
 
 template <typename P>

@@ -1,5 +1,5 @@
-// CPU row kernel of linear_kl_div: a tile of logits of each head in, the divergence and statistics
-// of whole rows out, and one of both tiles overwritten by the student's gradient.
+// CPU row kernel of linear_kl_div. It reads a tile of logits of each head. It writes the divergence
+// and the statistics of whole rows, and overwrites one of the tiles with the student's gradient.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -21,7 +21,7 @@ STORAGE_OPS_INLINE void load(const T* row, const A* bias, A scale, int64_t begin
   }
 }
 
-// Sums over blocks are in double, so that they round no more than those of one block.
+// Sums over blocks are in double, so that they do not round more than the sums of one block.
 template <typename T, typename A>
 STORAGE_OPS_INLINE A log_sum_exp(const T* row, const A* bias, A scale, int64_t columns) {
   Block<A> block;
@@ -49,7 +49,7 @@ struct RowSums {
   A value, center;
 };
 
-// One pass over both tiles: the sums of a row, or its gradient, or both where that is possible.
+// One pass over both tiles, which computes the sums of a row, its gradient, or both if possible.
 template <Divergence kKind, bool kSums, typename T, typename A>
 STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& arguments, int64_t i,
                                         bool grad, A center) {
@@ -97,7 +97,7 @@ STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& argumen
       total.center += centers;
     }
     if (grad) {
-      // Rows without weight are 0, whatever their logits are.
+      // Rows of weight 0 have divergence and gradient 0, for any logits.
 #pragma omp simd
       for (int64_t j = 0; j < n; ++j) {
         const A dz = gradient_of<kKind>(a[j], b[j], p[j], q[j], m[j], beta, center) * upstream;
@@ -125,8 +125,8 @@ STORAGE_OPS_INLINE void run_row(const DivergenceArguments<T, A>& a, int64_t i) {
   if (a.grad && !(a.update && at_once(kKind))) pass<kKind, false>(a, i, true, center);
 }
 
-// Multiversioned entry points, one per dtype and divergence: the attribute does not apply to
-// templates, and a function with all divergences takes compilers twice as long.
+// Multiversioned entry points, one per dtype and divergence. The attribute does not apply to
+// templates, and one function for all divergences takes twice as long to compile.
 #define STORAGE_OPS_DIVERGENCE_OF(kind, T, A)                                               \
   STORAGE_OPS_MULTIVERSION void run_##kind(const DivergenceArguments<T, A>& a, int64_t i) { \
     run_row<Divergence::kind, T, A>(a, i);                                                  \

@@ -43,38 +43,38 @@ inline void check_divergence(const DivergenceTensors& tensors, bool grad) {
   const auto& [logits, teacher, bias, teacher_bias, state, loss, upstream] = tensors;
   constexpr const char* kOp = "_divergence_rows: ";
   const ScalarType arithmetic = arithmetic_of(logits);
-  STORAGE_OPS_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "logits must be matrices");
+  STORAGE_OPS_CHECK(logits.dim() == 2 && teacher.dim() == 2, kOp, "`logits` must be matrices.");
   const int64_t rows = logits.size(0), columns = logits.size(1);
   for (const Tensor* t : {&logits, &teacher}) {
     STORAGE_OPS_CHECK(t->size(0) == rows && t->size(1) == columns &&
                           t->scalar_type() == logits.scalar_type() &&
                           (t->stride(1) == 1 || columns < 2),
-                      kOp, "logits must have one shape and dtype, and contiguous rows");
+                      kOp, "`logits` must have one shape and dtype, and contiguous rows.");
   }
   for (const auto* t : {&bias, &teacher_bias}) {
     STORAGE_OPS_CHECK(!*t || ((*t)->dim() == 1 && (*t)->size(0) == columns &&
                               (*t)->is_contiguous() && (*t)->scalar_type() == arithmetic),
-                      kOp, "biases must be contiguous, of the arithmetic's dtype, one per column");
+                      kOp, "biases must be contiguous, of the arithmetic's dtype, one per column.");
   }
   STORAGE_OPS_CHECK(
       state.scalar_type() == arithmetic && state.dim() == 2 && state.size(0) == kStatistics &&
           state.size(1) == rows && (state.stride(1) == 1 || rows < 2),
-      kOp, "state must be (3, rows), contiguous rows, in the dtype of the arithmetic");
+      kOp, "`state` must be (3, rows) with contiguous rows, in the dtype of the arithmetic.");
   STORAGE_OPS_CHECK(loss.scalar_type() == arithmetic && loss.dim() == 1 && loss.size(0) == rows &&
                         loss.is_contiguous(),
-                    kOp, "loss must be contiguous, one per row, in the dtype of the arithmetic");
+                    kOp, "`loss` must be contiguous, one per row, in the dtype of the arithmetic.");
   STORAGE_OPS_CHECK(
       !grad || (upstream && upstream->scalar_type() == arithmetic && upstream->dim() == 1 &&
                 (upstream->size(0) == rows || upstream->size(0) == 1)),
-      kOp, "upstream must be (rows) or (1), in the dtype of the arithmetic");
+      kOp, "`upstream` must be (rows) or (1), in the dtype of the arithmetic.");
 }
 
 inline Divergence divergence_of(const std::string& name) {
   if (name == "forward") return Divergence::kForward;
   if (name == "reverse") return Divergence::kReverse;
   if (name == "jsd") return Divergence::kJsd;
-  STORAGE_OPS_CHECK(name == "tvd", "_divergence_rows: divergence is ", name,
-                    "; expected forward, reverse, jsd or tvd");
+  STORAGE_OPS_CHECK(name == "tvd", "_divergence_rows: `divergence` is ", name,
+                    ". Expected forward, reverse, jsd or tvd.");
   return Divergence::kTvd;
 }
 

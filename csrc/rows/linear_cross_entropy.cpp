@@ -222,9 +222,9 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
     const int64_t bad = first_bad_row(a);
-    STORAGE_OPS_CHECK(bad < 0, "linear_cross_entropy: target ", bad < 0 ? 0 : a.index[bad],
-                      " is out of range; expected ignore_index (", ignore_index,
-                      ") or a class index from 0 to ", vocabulary - 1);
+    STORAGE_OPS_CHECK(bad < 0, "linear_cross_entropy: `target` ", bad < 0 ? 0 : a.index[bad],
+                      " is out of range. Expected ignore_index (", ignore_index,
+                      ") or a class index from 0 to ", vocabulary - 1, ".");
     torch::stable::parallel_for(0, a.rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) run_row(a, i);
     });

@@ -1,6 +1,8 @@
 // What the choice of classes for a gradient needs of a tile on a CPU: sums of its probabilities or
-// of its numbers, and some of its rows and columns.
+// of its numbers, some of its rows and columns, or their gradient, and the way of products back to
+// the rows of the weight's gradient.
 #include <array>
+#include <vector>
 
 #include "row_load.h"
 #include "tile_sums.h"
@@ -10,6 +12,9 @@ namespace {
 
 constexpr int64_t kSums = 4;        // of a bucket, so that additions do not wait for each other
 constexpr int64_t kColumns = 4096;  // that a thread adds up at a time
+constexpr int64_t kTokens = 256;    // whose gradients are gathered at a time
+template <typename T>
+constexpr int64_t kLine = 64 / sizeof(T);  // numbers in a cache line
 
 template <typename T, typename A>
 STORAGE_OPS_INLINE void load_block(const Summed<T, A>& s, int64_t row, int64_t begin, int64_t n,
@@ -87,44 +92,179 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
     }
     const auto fits = [&](uint8_t b) { return b < s.buckets; };
     STORAGE_OPS_CHECK(std::all_of(s.bucket, s.bucket + columns, fits),
-                      "_tile_sums: bucket must be from 0 to ", s.buckets - 1);
+                      "_tile_sums: `bucket` must be from 0 to ", s.buckets - 1, ".");
     torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) sum_buckets(s, i);
     });
   });
 }
 
-template <typename T>
-void gather_rows(T* out, const T* tile, int64_t stride, const int64_t* rows, const int64_t* columns,
-                 int64_t width, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    const T* from = tile + rows[i] * stride;
-    T* to = out + i * width;
-    for (int64_t j = 0; j < width; ++j) to[j] = from[columns[j]];
+// Adds or copies rows of `part` to the rows of `out` at `places`, each of which appears once.
+template <typename T, typename P, typename A>
+STORAGE_OPS_INLINE void put_blocks(T* out, const P* part, int64_t width, bool add) {
+  Block<A> own, more;
+  for (int64_t begin = 0; begin < width; begin += kBlock) {
+    const int64_t n = std::min(kBlock, width - begin);
+    widen(part + begin, more.values, n);
+    if (add) {
+      widen(out + begin, own.values, n);
+      for (int64_t j = 0; j < n; ++j) more.values[j] += own.values[j];
+    }
+    narrow(more.values, out + begin, n);
   }
 }
 
-void check_places(const char* name, const Tensor& places, int64_t stop) {
-  const auto* each = static_cast<const int64_t*>(places.const_data_ptr());
-  const auto fits = [&](int64_t k) { return 0 <= k && k < stop; };
-  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), "_gather_tile: ", name,
-                    " must be from 0 to ", stop - 1);
+// What is known of the tokens, in their order.
+template <typename T, typename A>
+struct TokenNumbers {
+  std::vector<const T*> rows;
+  std::vector<A> lse, factor;
+};
+
+// The gradients of some columns, those of a cache line, from `begin` on.
+template <typename T, typename O, typename A>
+STORAGE_OPS_INLINE void gather_columns(const GatheredGradient<T, O, A>& g,
+                                       const TokenNumbers<T, A>& tokens, int64_t begin,
+                                       int64_t end) {
+  const auto& tile = g.numbers.tile;
+  const auto transform = tile.transform;
+  const bool logits = g.numbers.lse != nullptr;
+  Block<A> block;
+  A* z = block.values;
+  std::array<A, kLine<T>> sums{};
+  int64_t most = 0;
+  for (int64_t c = begin; c < end; ++c) most = g.start[c] < 0 ? most : std::max(most, g.count[c]);
+  for (int64_t first = 0; first < most; first += kTokens) {
+    const T* const* row = tokens.rows.data() + first;
+    const A* lse = logits ? tokens.lse.data() + first : nullptr;
+    const A* factor = logits ? tokens.factor.data() + first : nullptr;
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t n = g.start[c] < 0 ? 0 : std::min(kTokens, g.count[c] - first);
+      if (n <= 0) continue;
+      // The first column brings the cache lines for the others, and calls for the next ones.
+      for (int64_t i = 0; i < n; ++i) {
+        z[i] = static_cast<A>(row[i][c]);
+        __builtin_prefetch(row[i] + end);
+      }
+      if (logits) {
+        const A bias = tile.bias_of(c);
+        if (transform.softcap != 0) {
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) z[i] = transform.logit(z[i] + bias);
+        } else {
+          for (int64_t i = 0; i < n; ++i) z[i] = (z[i] + bias) * transform.scale;
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) z[i] = g.number(z[i], lse[i], factor[i]);
+      }
+      A sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < n; ++i) sum += z[i] < 0 ? -z[i] : z[i];
+      sums[c - begin] += sum;
+      narrow(z, g.out + g.start[c] + first, n);
+    }
+  }
+  if (g.sums != nullptr) std::copy(sums.begin(), sums.begin() + (end - begin), g.sums + begin);
 }
 
-// out[i, j] = tile[rows[i], columns[j]]
-void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
-  check_gathered(out, tile, rows, columns);
-  check_places("rows", rows, tile.size(0));
-  check_places("columns", columns, tile.size(1));
-  for_dtypes("_gather_tile: tile", tile, [&](auto number, auto) {
+#define STORAGE_OPS_GATHERED_GRADIENT(T, O, A)                                               \
+  STORAGE_OPS_MULTIVERSION void gather_line(const GatheredGradient<T, O, A>& g,              \
+                                            const TokenNumbers<T, A>& tokens, int64_t begin, \
+                                            int64_t end) {                                   \
+    gather_columns<T, O, A>(g, tokens, begin, end);                                          \
+  }
+STORAGE_OPS_GATHERED_GRADIENT(double, double, double)
+STORAGE_OPS_GATHERED_GRADIENT(float, float, float)
+STORAGE_OPS_GATHERED_GRADIENT(float, BFloat16, float)
+STORAGE_OPS_GATHERED_GRADIENT(float, Half, float)
+STORAGE_OPS_GATHERED_GRADIENT(BFloat16, BFloat16, float)
+STORAGE_OPS_GATHERED_GRADIENT(Half, Half, float)
+
+#define STORAGE_OPS_PUT_ROWS(T, P, A)                                                     \
+  STORAGE_OPS_MULTIVERSION void put_row(T* out, const P* part, int64_t width, bool add) { \
+    put_blocks<T, P, A>(out, part, width, add);                                           \
+  }
+STORAGE_OPS_PUT_ROWS(double, double, double)
+STORAGE_OPS_PUT_ROWS(float, float, float)
+STORAGE_OPS_PUT_ROWS(BFloat16, float, float)
+STORAGE_OPS_PUT_ROWS(BFloat16, BFloat16, float)
+STORAGE_OPS_PUT_ROWS(Half, float, float)
+STORAGE_OPS_PUT_ROWS(Half, Half, float)
+
+void check_range(const char* op, const char* name, const Tensor& places, int64_t stop) {
+  const auto* each = static_cast<const int64_t*>(places.const_data_ptr());
+  const auto fits = [&](int64_t k) { return 0 <= k && k < stop; };
+  STORAGE_OPS_CHECK(std::all_of(each, each + places.size(0), fits), op, ": `", name,
+                    "` must be from 0 to ", stop - 1, ".");
+}
+
+void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor tokens,
+                     Tensor start, Tensor count, std::optional<Tensor> lse,
+                     std::optional<Tensor> factor, std::optional<Tensor> target,
+                     std::optional<Tensor> hit, std::optional<Tensor> bias, double softcap,
+                     double logit_scale) {
+  const GatherTensors t{out, sums, tile, tokens, start, count, lse, factor, target, hit, bias};
+  check_gathered(t);
+  check_range("_gather_gradient", "tokens", tokens, tile.size(0));
+  for_gathered_dtypes(t, [&](auto number, auto narrower, auto arithmetic) {
     using T = decltype(number);
-    const auto* from = static_cast<const T*>(tile.const_data_ptr());
-    const auto* row = static_cast<const int64_t*>(rows.const_data_ptr());
-    const auto* column = static_cast<const int64_t*>(columns.const_data_ptr());
-    auto* to = static_cast<T*>(out.mutable_data_ptr());
-    torch::stable::parallel_for(0, out.size(0), 1, [&](int64_t begin, int64_t end) {
-      gather_rows(to, from, tile.stride(0), row, column, out.size(1), begin, end);
+    using O = decltype(narrower);
+    using A = decltype(arithmetic);
+    const auto g = gathered_gradient<T, O, A>(t, softcap, logit_scale);
+    const int64_t columns = g.numbers.tile.columns;
+    for (int64_t c = 0; c < columns; ++c) {
+      STORAGE_OPS_CHECK(
+          g.start[c] < 0 ||
+              (0 <= g.count[c] && g.count[c] <= g.tokens && g.start[c] + g.count[c] <= out.numel()),
+          "_gather_gradient: `start` ", g.start[c], " and `count` ", g.count[c], " of class ", c,
+          " must be within ", out.numel(), " numbers and ", g.tokens, " tokens.");
+    }
+    TokenNumbers<T, A> each;
+    for (int64_t i = 0; i < g.tokens; ++i) {
+      const int64_t row = g.token[i];
+      each.rows.push_back(g.numbers.tile.logits + row * g.numbers.tile.stride);
+      if (g.numbers.lse == nullptr) continue;
+      each.lse.push_back(g.numbers.lse[row]);
+      each.factor.push_back(g.numbers.row_weight[row]);
+    }
+    const int64_t lines = (columns + kLine<T> - 1) / kLine<T>;
+    torch::stable::parallel_for(0, lines, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t line = begin; line < end; ++line) {
+        const int64_t first = line * kLine<T>;
+        gather_line(g, each, first, std::min(first + kLine<T>, columns));
+      }
     });
+    for (int64_t i = 0; g.target != nullptr && i < g.tokens; ++i) {
+      const int64_t row = g.token[i], c = g.target[row];
+      if (c < 0 || c >= columns || g.start[c] < 0 || i >= g.count[c]) continue;
+      const A logit =
+          g.numbers.tile.logit(g.numbers.tile.logits[row * g.numbers.tile.stride + c], c);
+      const A value = g.target_number(logit, row);
+      narrow(&value, g.out + g.start[c] + i, 1);
+    }
+  });
+}
+
+// out[rows[i]] += part[i], or = part[i]
+void put_rows(Tensor out, Tensor rows, Tensor part, bool add) {
+  check_put_rows(out, rows, part);
+  check_range("_put_rows", "rows", rows, out.size(0));
+  for_dtypes("_put_rows: out", out, [&](auto number, auto arithmetic) {
+    using T = decltype(number);
+    using A = decltype(arithmetic);
+    const auto* row = static_cast<const int64_t*>(rows.const_data_ptr());
+    auto* to = static_cast<T*>(out.mutable_data_ptr());
+    const int64_t width = out.size(1), stride = out.stride(0);
+    const auto put = [&](const auto* from) {
+      torch::stable::parallel_for(0, part.size(0), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          put_row(to + row[i] * stride, from + i * width, width, add);
+      });
+    };
+    if (part.scalar_type() == out.scalar_type())
+      put(static_cast<const T*>(part.const_data_ptr()));
+    else
+      put(static_cast<const A*>(part.const_data_ptr()));
   });
 }
 
@@ -133,5 +273,6 @@ void gather_tile(Tensor out, Tensor tile, Tensor rows, Tensor columns) {
 
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
   m.impl("_tile_sums", TORCH_BOX(&storage_ops::tile_sums));
-  m.impl("_gather_tile", TORCH_BOX(&storage_ops::gather_tile));
+  m.impl("_gather_gradient", TORCH_BOX(&storage_ops::gather_gradient));
+  m.impl("_put_rows", TORCH_BOX(&storage_ops::put_rows));
 }

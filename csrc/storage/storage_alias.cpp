@@ -11,7 +11,7 @@ namespace {
 
 Tensor alias_bytes(const Tensor& owner) {
   STORAGE_OPS_CHECK(owner.is_contiguous() && owner.element_size() == 1,
-                    "_alias_bytes: owner must be a contiguous tensor of bytes");
+                    "_alias_bytes: `owner` must be a contiguous tensor of bytes.");
   const int64_t nbytes = owner.numel();
   const int64_t stride = 1;
   // The deleter's copy of `owner` is what keeps the memory alive.

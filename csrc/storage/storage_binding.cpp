@@ -97,16 +97,16 @@ bool is_discarded(const at::Tensor& self) {
 }
 
 StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK(t.defined(), op, ": ", name, " is undefined; expected a tensor");
-  TORCH_CHECK(t.layout() == c10::kStrided && t.has_storage(), op, ": ", name, " has layout ",
-              t.layout(), "; expected a strided tensor");
-  TORCH_CHECK(!t.is_quantized(), op, ": ", name, " is quantized; expected a plain tensor");
+  TORCH_CHECK(t.defined(), op, ": `", name, "` is undefined. Expected a tensor.");
+  TORCH_CHECK(t.layout() == c10::kStrided && t.has_storage(), op, ": `", name, "` has layout ",
+              t.layout(), ". Expected a strided tensor.");
+  TORCH_CHECK(!t.is_quantized(), op, ": `", name, "` is quantized. Expected a plain tensor.");
   StorageImpl* storage = t.storage().unsafeGetStorageImpl();
-  TORCH_CHECK(!c10::impl::cow::is_cow_data_ptr(data_of(storage)), op, ": ", name,
-              " is a lazy copy (copy-on-write); expected a tensor that owns its storage");
-  TORCH_CHECK(data_of(storage).get() || storage->nbytes() == 0, op, ": ", name,
-              " has no bytes of its own, it is a zero tensor or wraps others; expected a plain "
-              "tensor");
+  TORCH_CHECK(!c10::impl::cow::is_cow_data_ptr(data_of(storage)), op, ": `", name,
+              "` is a lazy copy (copy-on-write). Expected a tensor that owns its storage.");
+  TORCH_CHECK(data_of(storage).get() || storage->nbytes() == 0, op, ": `", name,
+              "` has no bytes of its own, it is a zero tensor or wraps others. Expected a plain "
+              "tensor.");
   return storage;
 }
 
@@ -115,10 +115,10 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
 // them, and pinned ones never are.
 void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage, bool external) {
   const bool is_own = storage->resizable() && storage->allocator();
-  TORCH_CHECK(is_own || storage->nbytes() == 0 || external, op, ": ", name,
-              " has bytes that torch cannot resize: they come from numpy, a file, shared memory, "
+  TORCH_CHECK(is_own || storage->nbytes() == 0 || external, op, ": `", name,
+              "` has bytes that torch cannot resize: they come from numpy, a file, shared memory, "
               "pin_memory() or another library, or numpy shows them. Expected a tensor whose bytes "
-              "only torch uses, or allow_external=True if no other code uses them any more");
+              "only torch uses. Pass allow_external=True if no other code uses them any more.");
 }
 
 // Returns the storage that discard_storage empties. Null if nothing is missing in it without bytes,
@@ -205,17 +205,18 @@ void check_elements(const at::Tensor& dst, const at::Tensor& src) {
     for (int64_t d = 0; d < dst.dim(); ++d) {
       same &= dst.size(d) == 1 || dst.stride(d) == src.stride(d);
     }
-    TORCH_CHECK(same, "share_storage: src has strides ", src.strides(), " and storage offset ",
-                src.storage_offset(), "; expected ", dst.strides(), " and ", dst.storage_offset(),
-                ", as dst of the same shape has");
+    TORCH_CHECK(same, "share_storage: `src` has strides ", src.strides(), " and storage offset ",
+                src.storage_offset(), ". Expected ", dst.strides(), " and ", dst.storage_offset(),
+                ", those of `dst`, which has the same shape.");
     return;
   }
-  TORCH_CHECK(src.numel() > 0, "share_storage: src has no elements; expected those that dst reads");
+  TORCH_CHECK(src.numel() > 0,
+              "share_storage: `src` has no elements. Expected those that `dst` reads.");
   const Span read(dst), held(src);
   TORCH_CHECK(held.begin <= read.begin && read.end <= held.end && !held.has_gaps,
-              "share_storage: src has elements ", held.begin, " to ", held.end - 1,
-              " of its storage", held.has_gaps ? ", with gaps" : "", "; expected all of elements ",
-              read.begin, " to ", read.end - 1, ", which dst reads");
+              "share_storage: `src` has elements ", held.begin, " to ", held.end - 1,
+              " of its storage", held.has_gaps ? ", with gaps" : "", ". Expected all of elements ",
+              read.begin, " to ", read.end - 1, ", which `dst` reads.");
 }
 
 // The name of a dtype in Python.
@@ -229,22 +230,24 @@ std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const a
   StorageImpl* to = storage_of("share_storage", "dst", dst);
   StorageImpl* from = storage_of("share_storage", "src", src);
   if (to == from) return {nullptr, nullptr};
-  TORCH_CHECK(dst.scalar_type() == src.scalar_type(), "share_storage: src is ",
-              name_of(src.scalar_type()), "; expected ", name_of(dst.scalar_type()),
-              ", the dtype of dst. To bind the bytes as they are, pass src.view(",
-              name_of(dst.scalar_type()), ")");
+  TORCH_CHECK(dst.scalar_type() == src.scalar_type(), "share_storage: `src` is ",
+              name_of(src.scalar_type()), ". Expected ", name_of(dst.scalar_type()),
+              ", the dtype of `dst`. To bind the bytes as they are, pass src.view(",
+              name_of(dst.scalar_type()), ").");
   check_may_lose_bytes("share_storage", "dst", to, external);
-  TORCH_CHECK(to->device() == from->device(), "share_storage: src is on ", from->device(),
-              "; expected the device of dst, ", to->device());
-  TORCH_CHECK(!lacks_bytes(src), "share_storage: src is discarded; expected a tensor with bytes");
+  TORCH_CHECK(to->device() == from->device(), "share_storage: `src` is on ", from->device(),
+              ". Expected the device of `dst`, ", to->device(), ".");
+  TORCH_CHECK(!lacks_bytes(src),
+              "share_storage: `src` is discarded. Expected a tensor with bytes.");
   const Vacancy* vacancy = vacancy_of(to);
   const size_t needed = std::max(bytes_reached(dst), vacancy ? vacancy->nbytes : to->nbytes());
-  TORCH_CHECK(from->nbytes() >= needed, "share_storage: src has ", from->nbytes(),
-              " bytes of storage; expected at least ", needed, ", the storage of dst");
+  TORCH_CHECK(from->nbytes() >= needed, "share_storage: `src` has ", from->nbytes(),
+              " bytes of storage. Expected at least ", needed, ", the storage of `dst`.");
   check_elements(dst, src);
-  TORCH_CHECK(!received_later(from, to),
-              "share_storage: src shares the bytes of dst already; sharing them back would close a "
-              "reference cycle");
+  TORCH_CHECK(
+      !received_later(from, to),
+      "share_storage: `src` shares the bytes of `dst` already, and sharing them back would close "
+      "a reference cycle. Pass a clone of `src`.");
   return {to, from};
 }
 

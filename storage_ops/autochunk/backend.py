@@ -38,10 +38,10 @@ _LAST = "joint_custom_post_pass"
 @contextmanager
 def collected() -> Iterator[list[Report]]:
     """Collect the reports on the graphs that are compiled inside the block."""
-    found: list[Report] = []
-    mark = _reports.set(found)
+    reports: list[Report] = []
+    mark = _reports.set(reports)
     try:
-        yield found
+        yield reports
     finally:
         _reports.reset(mark)
 
@@ -54,10 +54,10 @@ def checked(
         isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1
     ):
         kind = ValueError if type(num_chunks) is int else TypeError
-        raise kind(f"num_chunks is {num_chunks!r}; expected an int of at least 1, or None")
+        raise kind(f"`num_chunks` is {num_chunks!r}. Expected an int of at least 1, or None.")
     if not isinstance(strict, bool):
-        raise TypeError(f"strict is {strict!r}; expected True or False")
-    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+        raise TypeError(f"`strict` is {strict!r}. Expected True or False.")
+    budget = None if memory_budget is None else parse_bytes(memory_budget, "`memory_budget`")
     return num_chunks, budget, strict
 
 
@@ -69,7 +69,9 @@ def taken(options: object) -> tuple[tuple[int | None, int | None, bool], dict[st
             neither has.
     """
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise TypeError(f"options is {options!r}; expected a mapping of names to values, or None")
+        raise TypeError(
+            f"`options` is {options!r}. Expected a mapping of names to values, or None."
+        )
     rest = {name.replace("-", "_"): value for name, value in options.items()}
     own = checked(*(rest.pop(name, default) for name, default in OPTIONS.items()))
     _check_names(rest)
@@ -85,10 +87,10 @@ def _check_names(rest: Mapping[str, Any]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"options has {name!r}; expected {', '.join(OPTIONS)}, or an option of Inductor "
-                f"(torch._inductor.list_options()){hint}"
+                f"`options` has {name!r}. Expected {', '.join(OPTIONS)}, or an option of Inductor "
+                f"(torch._inductor.list_options()).{hint}"
             )
 
 
@@ -111,7 +113,7 @@ def apply(
     elif not report.chunked:
         if strict:
             raise ChunkError(
-                f"storage_ops.autochunk: not chunked, {report.reason}"
+                f"storage_ops.autochunk: the graph is not chunked. Reason: {report.reason}."
             ) from report.error
         warn(report.reason)
     return report
@@ -128,8 +130,8 @@ def chunk(
 
     Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
     a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
-    Autograd has taken the loss apart there. Only `torch.compile(backend="storage_ops")` sees it as
-    it was written, and lets linear cross-entropy become its op.
+    In such a graph autograd has decomposed the loss. Only `torch.compile(backend="storage_ops")`
+    sees the loss as it was written, and replaces linear cross-entropy by its op.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
@@ -191,8 +193,8 @@ def _with_values(gm: fx.GraphModule) -> None:
     missing = [n for n in inputs if "val" not in n.meta]
     if missing:
         raise ValueError(
-            f"joint_gm has no value for its input {missing[0]}; expected node.meta['val'], as "
-            "make_fx leaves it"
+            f"`joint_gm` has no value for its input {missing[0]}. Expected node.meta['val'], as "
+            "make_fx sets it."
         )
     values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     modes = {id(getattr(v, "fake_mode", None)) for v in values}
@@ -258,7 +260,7 @@ def _after(earlier: object, last: object) -> Any:
             each(graph)
 
     def uuid() -> str | None:
-        # A plain function has no id: then nothing is kept, as when it is used alone.
+        # A plain function has no id. Then Inductor caches nothing, as without this backend.
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes]
         return None if None in ids else "".join(map(str, ids))
 
@@ -318,8 +320,8 @@ def backend(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    chosen, given = taken({} if options is None else options)
-    patches = {**(list_mode_options(mode) if mode else {}), **given}
+    chosen, inductor_options = taken({} if options is None else options)
+    patches = {**(list_mode_options(mode) if mode else {}), **inductor_options}
     visible = len(returned(gm.graph))
     recognised = recognise(gm, chosen[0], chosen[1])
     words = Words()
@@ -328,7 +330,9 @@ def backend(
         (_LAST, _pass(save_random_numbers, lambda: "storage_ops.random_numbers")),
     ):
         patches[name] = _after(patches.get(name, getattr(config, name)), last)
-    if patches.get(_LATER, getattr(config, _LATER)) is None:  # else a warm cache says nothing
+    if (
+        patches.get(_LATER, getattr(config, _LATER)) is None
+    ):  # else a cached graph would repeat no messages
         patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches

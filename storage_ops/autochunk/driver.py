@@ -101,7 +101,7 @@ def chunk_graph(
         recognised: what it has become before autograd.
     """
     if in_body():
-        return Report(reason="it is a chunk itself")
+        return Report(reason="it is itself a chunk")
     connected = disconnect(graph)
     graph.eliminate_dead_code()
     report, undo = Report(), Undo(graph)
@@ -148,17 +148,19 @@ class _Work:
         report.chunked, report.num_passes = report.num_chunks > 0, recognised.num_passes
         for _ in range(TRIES):
             self.resampled = resampled(graph)
-            found = candidates(graph, set(self.tangents or starts(graph)), tried)
-            found.sort(key=self.whole, reverse=True)
-            largest = max([largest, *map(self.whole, found[:1])])
-            found = [n for n in found if self.whole(n) * LARGE > largest
+            amplifiers = candidates(graph, set(self.tangents or starts(graph)), tried)
+            amplifiers.sort(key=self.whole, reverse=True)
+            largest = max([largest, *map(self.whole, amplifiers[:1])])
+            amplifiers = [n for n in amplifiers if self.whole(n) * LARGE > largest
                      and (is_product(n) or not report.reason)]  # fmt: skip
-            if not found:
+            if not amplifiers:
                 break
-            found.sort(key=is_product, reverse=True)  # a spread gradient is in its span, or remains
+            amplifiers.sort(
+                key=is_product, reverse=True
+            )  # a spread gradient is in its span, or remains
             undo, parts = Undo(graph), dict(self.parts)
             try:
-                counts = self.chunk(found)
+                counts = self.chunk(amplifiers)
                 after = peak(graph)
                 if self.num_chunks is None:  # else chunks were asked for
                     _check_saving(report.peak_after, after)
@@ -172,7 +174,7 @@ class _Work:
                 report.chunked = True
                 report.num_chunks = max([report.num_chunks, *counts])
                 report.num_passes = max(report.num_passes, len(counts))
-            tried |= {found[0], *self.parts.get(found[0], ())}
+            tried |= {amplifiers[0], *self.parts.get(amplifiers[0], ())}
         report.reason = report.reason or _nothing_amplifies(graph)
 
     def whole(self, amplifier: fx.Node) -> int:
@@ -236,18 +238,18 @@ class _Work:
 
         Cut groups of tokens if that adds no pass.
         """
-        found, error = list[tuple[Span, Passes]](), None
+        planned, error = list[tuple[Span, Passes]](), None
         for cut in (False, True):
-            if not found or (len(found[0][1].outputs) > 1 and not same(found[0][0].step, 1)):
+            if not planned or (len(planned[0][1].outputs) > 1 and not same(planned[0][0].step, 1)):
                 try:
                     span = propagate(self.graph, amplifier, self.count, cut)
-                    found.append((span, order(self.graph, span, tangents)))
+                    planned.append((span, order(self.graph, span, tangents)))
                 except Conflict as conflict:
                     error = error or conflict
-        if not found:
+        if not planned:
             assert error is not None
             raise error
-        return min(found, key=lambda each: (len(each[1].outputs), hint(each[0].step)))
+        return min(planned, key=lambda each: (len(each[1].outputs), hint(each[0].step)))
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
         """Chunk the span of an amplifier. Return the number of chunks of each pass.
@@ -272,7 +274,7 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
     """Return why a graph without a product that is larger than its input is not chunked."""
     for node in graph.nodes:
         if name_of(node) == "aten.convolution.default" and numel(node) > numel(node.args[0]):
-            reason = "a convolution is no matrix product; use F.linear with the channels last"
+            reason = "a convolution is not a matrix product: use F.linear with the channels last"
             return describe(Conflict(reason, node))
     return "no matrix product is larger than its input"
 
@@ -284,5 +286,5 @@ def _check_saving(whole: int, in_chunks: int) -> None:
     """
     if in_chunks > whole:
         raise Conflict(
-            f"takes {readable(whole)} as a whole, less than in chunks, {readable(in_chunks)}"
+            f"takes {readable(whole)} as a whole, less than the {readable(in_chunks)} in chunks"
         )

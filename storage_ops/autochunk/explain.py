@@ -109,6 +109,6 @@ def _check_spelling(f: Callable[..., Any], given: dict[str, Any]) -> None:
         near = difflib.get_close_matches(name, ("num_chunks", "memory_budget"), n=1, cutoff=0.9)
         if name not in named and near:
             raise TypeError(
-                f"explain: {name} is no argument of {getattr(f, '__name__', type(f).__name__)}; "
-                f"did you mean {near[0]!r}?"
+                f"explain: {getattr(f, '__name__', type(f).__name__)} has no argument `{name}`. "
+                f"Did you mean {near[0]!r}?"
             )

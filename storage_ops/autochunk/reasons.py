@@ -20,8 +20,8 @@ log = logging.getLogger("storage_ops.autochunk")
 _COUNTED = "storage_ops.autochunk said "
 
 _REMEDY = (
-    ". A step that returns its loss alone is chunked; a causal model of transformers does so after "
-    "storage_ops.patch_causal_lm(model), and needs no chunks then"
+    " A step that returns its loss alone is chunked: return only the loss. For a causal model of "
+    "transformers, call storage_ops.patch_causal_lm(model) instead. Its loss needs no chunks."
 )
 
 
@@ -63,7 +63,7 @@ def internal(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return (
-        f"internal error of the auto-chunker, {type(error).__name__}: {error}{place}; the graph is "
+        f"internal error of the auto-chunker, {type(error).__name__}: {error}{place}. The graph is "
         "unchanged. Please report this with the output of STORAGE_OPS_LOGS=autochunk"
     )
 
@@ -71,7 +71,9 @@ def internal(error: Exception) -> str:
 def warn(reason: str) -> None:
     """Say that a graph is not chunked, and why."""
     remedy = _REMEDY if "is returned" in reason else ""
-    warnings.warn(f"storage_ops.autochunk: not chunked, {reason}{remedy}", stacklevel=1)
+    warnings.warn(
+        f"storage_ops.autochunk: the graph is not chunked. Reason: {reason}.{remedy}", stacklevel=1
+    )
 
 
 class Words:

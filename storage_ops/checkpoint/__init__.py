@@ -3,7 +3,7 @@
 A *region* is one call that runs again in the backward. These packages build on each other, from the
 lowest to the highest:
 
-* `saved/`: saved tensors and outputs, who made them and who else holds them.
+* `saved/`: saved tensors and outputs, the regions that created them, and other references to them.
 * `state/`: what a region reads and writes besides its inputs, restored for the recompute.
 * `region/`: the region itself, from the call to the recompute.
 * `discard/`: regions whose outputs are freed as well, once their *consumers* have run.

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def block(args: argparse.Namespace) -> AbstractContextManager[Any]:
-    """Return the block around a simulation, whose forward and loss run in it.
+    """Return the `torch.autocast` block in which a simulation runs forward and loss.
 
     Raises:
         ValueError: autocast has no such dtype.
@@ -37,14 +37,14 @@ def block(args: argparse.Namespace) -> AbstractContextManager[Any]:
 
     name = dtype_name(args.autocast)
     if name not in _DTYPES:
-        raise ValueError(f"--autocast is {args.autocast}; expected bf16 or fp16")
-    # Fake tensors of the CPU stand for those of a GPU.
+        raise ValueError(f"--autocast is {args.autocast}. Expected bf16 or fp16.")
+    # The simulation uses fake CPU tensors in place of GPU tensors.
     return torch.autocast("cpu", getattr(torch, name))
 
 
 @contextlib.contextmanager
 def without_bytes(args: argparse.Namespace) -> Iterator[None]:
-    """Make tensors without bytes in a with block, on a device that autocast knows."""
+    """Create tensors without memory in a with block, on a device that autocast supports."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

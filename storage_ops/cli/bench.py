@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     known: list[str] = runner.parts()
     unknown = [part for part in args.parts if part not in known]
     if unknown:
-        output.complain(f"part is {unknown[0]}; expected one of {', '.join(known)}")
+        output.complain(f"PART is {unknown[0]}. Expected one of {', '.join(known)}.")
         return 2
     shown = Console(stderr=True) if args.json else console
     code = int(runner.run(args.parts or known, args.quick, args.out, shown))

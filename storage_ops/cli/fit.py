@@ -130,18 +130,20 @@ def _found(
 def _check_find(args: argparse.Namespace) -> None:
     """Refuse options that say what --find is to find."""
     if args.plot is not None:
-        raise ValueError(f"--plot is {args.plot}; expected none with --find, which prints a table")
+        raise ValueError(f"--plot is {args.plot}, but --find prints a table. Leave out --plot.")
     if args.find == "seq" and args.seq is not None:
-        raise ValueError(f"--seq is {args.seq}; expected none with --find seq")
+        raise ValueError(f"--seq is {args.seq}, but --find seq finds it. Leave out --seq.")
     has_size = args.find == "device" or args.model is None or takes(args.model, args.find)
     if not has_size:
         raise ValueError(
-            f"--find is {args.find}; expected device, since {args.model} has no argument "
-            f"{args.find}"
+            f"--find is {args.find}, but {args.model} has no argument {args.find}. Pass --find "
+            "device."
         )
     for name, default in (("budget", hf_model.BUDGET), ("device", DEFAULT_GPU)):
         if args.find == "device" and (value := getattr(args, name)) != default:
-            raise ValueError(f"--{name} is {value}; expected none with --find device")
+            raise ValueError(
+                f"--{name} is {value}, but --find device finds it. Leave out --{name}."
+            )
 
 
 def _draw(path: Path, search: Any, plan: Any) -> None:

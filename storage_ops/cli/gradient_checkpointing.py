@@ -38,7 +38,7 @@ def enabled(model: nn.Module) -> Iterator[None]:
     if enable is None:
         raise ValueError(
             f"--gradient-checkpointing is given, and {type(model).__name__} has no "
-            "gradient_checkpointing_enable(); expected a model of transformers"
+            "gradient_checkpointing_enable(). Expected a model of transformers."
         )
     enable()
     frozen: Any = model if hasattr(model, "peft_config") else None

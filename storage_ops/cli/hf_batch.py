@@ -53,15 +53,15 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
             batch = images.with_images(model, batch[main], args)
     else:
         raise ValueError(
-            f"--hf-config is of a {type(model).__name__}, which takes {main}; expected a model of "
-            "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python"
+            f"--hf-config is of a {type(model).__name__}, which takes {main}. Expected a model of "
+            "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python."
         )
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _ids(args.batch, _decoder_tokens(model, args))
     elif args.decoder_seq is not None:
         raise ValueError(
-            f"--decoder-seq is {args.decoder_seq}; expected none, since {type(model).__name__} has "
-            "no decoder_input_ids"
+            f"--decoder-seq is {args.decoder_seq}. Expected none, since {type(model).__name__} has "
+            "no decoder_input_ids."
         )
     labels = _labels(model, args)
     if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
@@ -94,14 +94,14 @@ def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
     """Return --seq, which the model must have positions for."""
     if args.seq is None:
         raise ValueError(
-            f"--seq is missing; expected the tokens of a sequence, since {type(model).__name__} "
-            "takes token ids"
+            f"--seq is missing. Expected the tokens of a sequence, since {type(model).__name__} "
+            "takes token ids."
         )
     name, most = positions(model)
     if args.seq > most:
         raise ValueError(
-            f"--seq is {args.seq}; expected at most {most:.0f}, the config's {name}: the model "
-            "learns an embedding for each position"
+            f"--seq is {args.seq}. Expected at most {most:.0f}, the config's {name}: the model "
+            "learns an embedding for each position."
         )
     return int(args.seq)
 
@@ -141,9 +141,9 @@ def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     if args.labels == "tokens" or (by_class and _has_task(name, _TOKENS)):
         return {"labels": _ids(args.batch, tokens(model, args))}
     raise ValueError(
-        f"--hf-config is of a {name}, whose labels the command does not know; expected a language "
+        f"--hf-config is of a {name}, whose labels the command does not know. Expected a language "
         "model or a classifier. Pass --labels tokens, sequences or none, or call "
-        "storage_ops.memory.will_it_fit in Python with loss="
+        "storage_ops.memory.will_it_fit in Python with loss=."
     )
 
 

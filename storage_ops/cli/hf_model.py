@@ -102,7 +102,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())
         if not isinstance(read, dict):
-            raise ValueError(f"it is a {type(read).__name__} of JSON, not an object")
+            raise ValueError(f"It is a {type(read).__name__} of JSON, not an object.")
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False
@@ -114,8 +114,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except Exception as error:  # a config's own code may raise anything
         raise ValueError(
-            f"--hf-config is {args.hf_config}, of which no model can be made: {_why(error)}; "
-            "expected the config.json of a model of transformers"
+            f"--hf-config is {args.hf_config}, which transformers cannot read: {_why(error)}. "
+            "Expected the config.json of a model of transformers."
         ) from error
     from storage_ops.cli import hf_batch, packing
     from storage_ops.cli.quantized.adapters import adapted
@@ -124,7 +124,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         advice = " without --images" if unused == "pixel_values" else ""
-        output.note(f"{type(model).__name__} also takes {unused}, which are not counted{advice}")
+        output.note(f"{type(model).__name__} also takes {unused}, which are not counted{advice}.")
     if args.packing is not None:
         packing.prepare(model, args)
     return adapted(model, args), batch

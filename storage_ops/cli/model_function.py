@@ -15,7 +15,7 @@ from storage_ops.cli import autocast
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_EXPECTED = "expected (model, batch) or (model, batch, loss)"
+_EXPECTED = "Expected (model, batch) or (model, batch, loss)."
 _SIZES = "batch", "seq"  # options that the function takes as keyword arguments of these names
 
 
@@ -45,20 +45,20 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
             made = function(**given)
     except Exception as error:  # the caller's own code may raise anything
         raise ValueError(
-            f"--model is {args.model}, which raised {_place(error, function)}; {_EXPECTED}"
+            f"--model is {args.model}, which raised {_place(error, function)}. {_EXPECTED}"
         ) from error
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
-        raise ValueError(f"--model is {args.model}, which returned {_kind(made)}; {_EXPECTED}")
+        raise ValueError(f"--model is {args.model}, which returned {_kind(made)}. {_EXPECTED}")
     model, batch, loss = (*made, None)[:3]
     if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
         raise ValueError(
-            f"--model is {args.model}, which returned a batch that is a {_kind(batch)}; expected a "
-            "tensor, a tuple, a dict, or a list of such"
+            f"--model is {args.model}, which returned a batch that is a {_kind(batch)}. Expected a "
+            "tensor, a tuple, a dict, or a list of such."
         )
     if loss is not None and not callable(loss):
         raise ValueError(
-            f"--model is {args.model}, which returned a loss that is a {_kind(loss)}; expected a "
-            "function of the model's output"
+            f"--model is {args.model}, which returned a loss that is a {_kind(loss)}. Expected a "
+            "function of the model's output."
         )
     return model, batch, loss
 
@@ -71,10 +71,12 @@ def _function(spelled: str) -> Callable[..., Any]:
     """
     path, _, name = spelled.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"--model is {spelled}; expected a file and a function: FILE.py:FUNCTION")
+        raise ValueError(f"--model is {spelled}. Expected a file and a function: FILE.py:FUNCTION.")
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"--model is {spelled}; there is no file {path}")
+        raise ValueError(
+            f"--model is {spelled}, but there is no file {path}. Expected FILE.py:FUNCTION."
+        )
     module = _imported(file, spelled)
     function = getattr(module, name, None)
     if not callable(function):
@@ -84,7 +86,7 @@ def _function(spelled: str) -> Callable[..., Any]:
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         have = f"its functions are {', '.join(own)}" if own else "it has no functions"
-        raise ValueError(f"--model is {spelled}; {path} has no function {name}: {have}")
+        raise ValueError(f"--model is {spelled}, but {path} has no function {name}: {have}.")
     return function  # type: ignore[no-any-return]
 
 
@@ -102,7 +104,10 @@ def _imported(file: Path, spelled: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:  # the caller's own code may raise anything
         del sys.modules[name]
-        raise ValueError(f"--model is {spelled}, whose file raised {_in_line(error)}") from error
+        raise ValueError(
+            f"--model is {spelled}, whose file raised {_in_line(error)}. Expected a file that "
+            "Python can import."
+        ) from error
     finally:
         sys.path.remove(str(file.resolve().parent))
     return module
@@ -119,24 +124,26 @@ def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, 
     for name in ("decoder_seq", "images", "labels"):
         if (value := getattr(args, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is {value}; expected none with --model, whose batch has all")
+            raise ValueError(
+                f"{flag} is {value}, but the batch of --model has everything. Leave out {flag}."
+            )
     values = {name: getattr(args, name) for name in _SIZES}
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if name not in parameters:
             raise ValueError(
-                f"--{name} is {value}; expected none, since {args.model} has no argument {name}"
+                f"--{name} is {value}, but {args.model} has no argument {name}. Leave out --{name}."
             )
     for name, parameter in parameters.items():
         is_needed = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
         )  # fmt: skip
         if is_needed and name in _SIZES and name not in given:
-            raise ValueError(f"--{name} is missing; {args.model} needs it")
+            raise ValueError(f"--{name} is missing, and {args.model} needs it. Pass --{name}.")
         if is_needed and name not in _SIZES:
             raise ValueError(
-                f"--model is {args.model}, which needs an argument {name}; expected a function "
-                "without arguments, or of batch and seq"
+                f"--model is {args.model}, which needs an argument {name}. Expected a function "
+                "without arguments, or with batch and seq."
             )
     return given
 

@@ -106,11 +106,11 @@ def optimizer_named(name: str, model: nn.Module) -> type[Optimizer] | None:
     if short == "none":
         return None
     kinds = _kinds()
-    found = {_short(each): cls for each, cls in kinds.items()}.get(short)
-    if found is None:
-        raise ValueError(f"--optimizer is {name}; expected none or one of {', '.join(kinds)}")
-    if found is not torch.optim.Muon:
-        return found
+    optimizer_class = {_short(each): cls for each, cls in kinds.items()}.get(short)
+    if optimizer_class is None:
+        raise ValueError(f"--optimizer is {name}. Expected none or one of {', '.join(kinds)}.")
+    if optimizer_class is not torch.optim.Muon:
+        return optimizer_class
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ends = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
     by_adamw = frozenset(id(p) for m in ends for p in m.parameters())

@@ -38,7 +38,7 @@ def print_json(facts: Any) -> None:
 def check_folder(option: str, path: Path | None) -> None:
     """Raise if there is no folder for a file that an option names: before the work, not after."""
     if path is not None and not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} is {path}; expected a file in a folder that exists")
+        raise FileNotFoundError(f"{option} is {path}. Expected a file in a folder that exists.")
 
 
 def check_plot(path: Path | None, images_only: bool = True) -> None:
@@ -86,8 +86,8 @@ def in_flags(text: str, args: argparse.Namespace) -> str:
 
     Example:
         >>> args = argparse.Namespace(actions=None, budget=None)
-        >>> in_flags("budget is 1; actions=['full', 'tile'] takes less", args)
-        '--budget is 1; --actions full tile takes less'
+        >>> in_flags("`budget` is 1. Pass actions=['full', 'tile'].", args)
+        '--budget is 1. Pass --actions full tile.'
     """
     names = {name: name for name in vars(args)} | _ALIASES
     for name, option in names.items():
@@ -96,10 +96,10 @@ def in_flags(text: str, args: argparse.Namespace) -> str:
         flag = f"--{option.replace('_', '-')}"
         said = rf"(?<![\w.-]){name}"
         text = re.sub(rf"{said}=(?=[\w'(\[])", f"{flag} ", text)
-        text = re.sub(rf"^{said}(?= (?:is|has) )", flag, text)
+        text = text.replace(f"`{name}`", flag)
     text = re.sub(rf"(--[\w-]+) [\[(]({_WORDS})[\])]", _words_after, text)
-    in_python = "call storage_ops.memory.will_it_fit in Python with assume="
-    text = text.replace("pass assume=", in_python)  # which no command has
+    in_python = "Call storage_ops.memory.will_it_fit in Python with assume="
+    text = text.replace("Pass assume=", in_python)  # which no command has
     # Lists of Python, and None: an option that is not given.
     text = re.sub(rf"[\[(]({_WORDS})[\])]", lambda found: found[1].replace("'", ""), text)
     return re.sub(r", or None\b", "", text)

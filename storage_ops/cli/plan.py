@@ -118,27 +118,27 @@ def run(args: argparse.Namespace, console: Console) -> int:
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
             raise ImportError(
-                "--device is cpu; a plan for it depends on the threads of torch and on the native "
-                "products, and torch is not imported here. Where it is installed, run: "
-                "python -m storage_ops plan"
+                "--device is cpu, and a plan for it depends on the threads of torch and on the "
+                "native products. torch is not imported here. Run `python -m storage_ops plan` "
+                "where torch is installed."
             )
         p = plans.problem_of(
             args.tokens, args.hidden, args.vocab, args.dtype, args.grads, args.reduction,
             args.accumulate_dtype, args.logits_dtype, args.max_valid, device,
             args.gradient_tolerance, args.share,
         )  # fmt: skip
-        given = None if args.budget is None else parse_bytes(args.budget, "--budget")
+        budget_arg = None if args.budget is None else parse_bytes(args.budget, "--budget")
         rates = named(device)
-        chosen = planner.choose(p, given, rates)
+        chosen = planner.choose(p, budget_arg, rates)
     except (ImportError, OSError, TypeError, ValueError) as error:
         output.complain(error, args)
         return 2
-    budget = planner.default_budget(p) if given is None else given
+    budget = planner.default_budget(p) if budget_arg is None else budget_arg
     found = curve(p, rates, budget)
     if args.json:
         output.print_json(_facts(p, device, budget, chosen, found))
     else:
-        console.print(plans.describe(chosen, p, rates, given), highlight=False, soft_wrap=True)
+        console.print(plans.describe(chosen, p, rates, budget_arg), highlight=False, soft_wrap=True)
         console.print(_table(found, rates, budget))
     return 0
 

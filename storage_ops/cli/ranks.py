@@ -1,4 +1,4 @@
-"""`--gpus`: one rank of several, on torch's process group that needs no others."""
+"""`--gpus`: simulates one rank of several, on a fake process group of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 @contextlib.contextmanager
 def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
-    """Make a model that of one rank, inside a with block that has a process group.
+    """Shard a model for one rank, inside a with block that has a fake process group.
 
     Raises:
         ValueError: an option is wrong, or the model has no plan for tensor parallelism.
@@ -74,31 +74,31 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("gpus", "tensor_parallel"):
         value = getattr(args, name)
         if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}. Expected 1 or more.")
     if args.gpus % args.tensor_parallel:
         raise ValueError(
-            f"--tensor-parallel is {args.tensor_parallel}; expected a divisor of --gpus, "
-            f"{args.gpus}"
+            f"--tensor-parallel is {args.tensor_parallel}. Expected a divisor of --gpus, "
+            f"{args.gpus}."
         )
     if args.shard == "zero3":
         raise ValueError(
-            "--shard is zero3, which is not simulated; expected fsdp2, which also shards "
-            "parameters, gradients and optimizer state. DeepSpeed adds float32 copies of 16-bit "
-            "parameters and buffers of the sizes in its config"
+            "--shard is zero3, which is not simulated. Pass fsdp2, which also shards parameters, "
+            "gradients and optimizer state. DeepSpeed adds float32 copies of 16-bit parameters and "
+            "buffers of the sizes in its config."
         )
     plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
     draws = args.plot is not None or getattr(args, "html", None) is not None
     is_spread = args.tensor_parallel > 1
     if args.gpus > 1 and args.shard == "ddp" and (plans or draws or is_spread):
         raise ValueError(
-            "--shard is ddp; expected fsdp2 with fit, --gradient-checkpointing, a picture or "
-            "--tensor-parallel. DDP takes what one GPU takes, and buckets that are as large as "
-            "all gradients"
+            "--shard is ddp. Pass fsdp2 with fit, --gradient-checkpointing, a picture or "
+            "--tensor-parallel. DDP takes what one GPU takes, and buckets that are as large as all "
+            "gradients."
         )
     if is_spread and plans:
         raise ValueError(
-            f"--tensor-parallel is {args.tensor_parallel}; expected none with fit or "
-            "--gradient-checkpointing, which plan no layers of DTensors"
+            f"--tensor-parallel is {args.tensor_parallel}. Expected none with fit or "
+            "--gradient-checkpointing, which plan no layers of DTensors."
         )
 
 
@@ -141,14 +141,14 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
     kind = type(model).__name__
     if not styles:
         raise ValueError(
-            f"--tensor-parallel is {mesh.size()}, and {kind} has no plan for it; expected a model "
-            "of transformers with base_model_tp_plan"
+            f"--tensor-parallel is {mesh.size()}, and {kind} has no plan for it. Expected a model "
+            "of transformers with base_model_tp_plan."
         )
     unknown = sorted(set(styles.values()) - known.keys() - {_WHOLE})
     if unknown:
         raise ValueError(
-            f"--tensor-parallel is {mesh.size()}, and the plan of {kind} has {', '.join(unknown)}; "
-            f"expected only {', '.join(known)}"
+            f"--tensor-parallel is {mesh.size()}, and the plan of {kind} has {', '.join(unknown)}. "
+            f"Expected only {', '.join(known)}."
         )
     _check_heads(model, mesh.size())
     whole = _embedded(model)
@@ -162,9 +162,9 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def _embedded(model: nn.Module) -> set[Tensor]:
-    """Return the weights of embeddings, which every rank has whole, also where a head is tied.
+    """Return the weights of embeddings, tied heads included. They are not sharded.
 
-    torch's gradient of a spread embedding is whole, so optimizers refuse to step with it.
+    torch returns the whole gradient for a sharded embedding, and optimizers refuse such a gradient.
     """
     from torch import nn
 
@@ -178,7 +178,8 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
         number = getattr(text, name, None)
         if number is not None and number % ranks:
             raise ValueError(
-                f"--tensor-parallel is {ranks}; expected a divisor of the config's {name}, {number}"
+                f"--tensor-parallel is {ranks}. Expected a divisor of the config's {name}, "
+                f"{number}."
             )
 
 

@@ -28,7 +28,7 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
         if value != defaults[name]:
             flag = f"--{name.replace('_', '-')}"
             given = "given" if value is True else value
-            raise ValueError(f"{flag} is {given}; expected none with --serve, which trains nothing")
+            raise ValueError(f"{flag} is {given}, but --serve trains nothing. Leave out {flag}.")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -31,7 +31,7 @@ def workload(args: argparse.Namespace) -> Workload:
     for name in ("batch", "seq", "decoder_seq"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}. Expected 1 or more.")
     if args.model is not None:
         options.refuse_with_function(args)
         recipe.refuse_with_function(args)
@@ -81,6 +81,6 @@ def longest(args: argparse.Namespace, step: Workload) -> int | None:
     from storage_ops.cli import hf_batch
 
     if not {"input_ids", "decoder_input_ids"} & step.batch.keys():
-        raise ValueError("--find is seq; expected batch or device: the model has no tokens")
+        raise ValueError("--find is seq, but the model takes no tokens. Pass batch or device.")
     most = hf_batch.positions(step.model)[1]
     return None if math.isinf(most) else int(most)

@@ -62,9 +62,9 @@ def linear_kl_div(
         "cosine"   1 - sum_j z_j t_j / (|z| |t|), with the logits z of the student, t of the teacher
 
     The third is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024, On-Policy
-    Distillation of Language Models, section 2). Divided by beta it tends to the forward divergence
-    for beta -> 0, divided by 1 - beta to the reverse one for beta -> 1. At these two values the
-    formula is 0 whatever the heads are, and beta=0 is the forward, beta=1 the reverse divergence.
+    Distillation of Language Models, section 2). "jsd" / beta tends to the forward divergence for
+    beta -> 0, and "jsd" / (1 - beta) to the reverse divergence for beta -> 1. At these two values
+    the formula is 0 for any heads. So beta=0 computes "forward", and beta=1 computes "reverse".
 
     Args:
         input: (..., D), the student's hidden states: float64, float32, bfloat16 or float16.
@@ -74,8 +74,8 @@ def linear_kl_div(
         teacher_weight: (V, E), the teacher's head, in the dtype of teacher_input. The teacher is
             frozen: no gradient flows to it, whether its tensors require one or not.
         divergence: "forward", "reverse", "jsd", "tvd" or "cosine". The last one does not depend on
-            the temperature, which must be 1, and cannot be had from teacher_topk. Its rows are
-            computed in plain torch.
+            the temperature, which must be 1. It needs all logits, so it does not take teacher_topk.
+            Its rows are computed in plain torch.
         beta: from 0 to 1, for "jsd".
         temperature: both heads' logits are divided by it.
         scale_by_temperature: multiply the loss by temperature^2, as in Hinton et al. (2015,
@@ -96,26 +96,26 @@ def linear_kl_div(
         teacher_topk: a stored teacher: log-probabilities (..., K), at this temperature, and class
             indices (..., K), int64, int32 or uint8 and distinct for every token, such as the K most
             probable ones.
-        teacher_tail: what becomes of the probability outside of them. "bucket": all other classes
-            are one more class. Its probability is what the teacher's K probabilities leave, and for
-            the student the sum of theirs. This is the exact divergence of the K + 1 classes, never
-            more than that of all V. "renormalize": there are no other classes: the K probabilities
-            of each head are divided by their sum.
+        teacher_tail: how the classes outside of teacher_topk are counted. "bucket": they form one
+            more class. Its probability is 1 minus the teacher's K probabilities, and for the
+            student the sum over these classes. This is the exact divergence of the K + 1 classes,
+            at most that of all V. "renormalize": they are left out, and the K probabilities of
+            each head are divided by their sum.
         valid_classes: the classes from this one on are padding in both heads, which may then have
             different numbers of classes: they have no probability, and their gradients are 0.
         max_valid: as in `linear_cross_entropy`: on a GPU, the most tokens that are not ignored, or
-            "sync"; no others are worked on.
+            "sync". Ignored tokens then cost no work.
         softcap, teacher_softcap: a head's logits z become c tanh(z / c), before the temperature.
         process_group: as in `linear_cross_entropy`: the ranks hold consecutive slices of the
-            classes of both heads, the same of each, and all tokens. Not with teacher_topk or
+            classes of both heads, the same slices of both, and all tokens. Not with teacher_topk or
             valid_classes. The gradient of input is that of all ranks, on each of them.
         target: (...), class indices, int64, int32 or uint8: target_weight times the student's
             cross-entropy with them, at temperature 1, is added to the divergence of each token, as
             in knowledge distillation. It takes no more matrix products. Tokens whose target is -100
             are ignored. shift moves it as it moves token_weight. Not with a process_group.
         target_weight: at least 0. scale_by_temperature does not multiply it.
-        gradient_tolerance: how much of each token's gradient may be left out, as one number from 0
-            (nothing is) to below 1. The loss stays exact. g_j is the derivative of a token's
+        gradient_tolerance: the part of each token's gradient that may be left out, from 0 (nothing)
+            to below 1. The loss stays exact. g_j is the derivative of a token's
             divergence by the student's logit of class j. The sum of |g_j| over the classes that are
             left out is at most gradient_tolerance, in absolute terms. The error of the token's
             input gradient is at most
@@ -126,16 +126,16 @@ def linear_kl_div(
             once.
 
     Returns:
-        The loss: () for "mean" and "sum", that of the tokens for "none", 0 where a token is
-        ignored; float64 for a float64 input, float32 for all others. If every token is ignored the
-        mean is nan and the gradients are zero. A token with a nan logit is nan. A class of logit
-        -inf has probability 0, and 0 log 0 is 0; a divergence that is infinite is inf. Under
+        The loss: shape () for "mean" and "sum", the shape of the tokens for "none". It is float64
+        for a float64 input, float32 for all others. Ignored tokens have loss 0. If every token is
+        ignored the mean is nan and the gradients are zero. A token with a nan logit is nan. A class
+        of logit -inf has probability 0, and 0 log 0 is 0. An infinite divergence is inf. Under
         autocast products run in the autocast dtype.
 
-        A mean or a sum makes its gradients in the forward, in four matrix products of size tokens x
-        D x V, the teacher's among them. A budget without room for the sum of the weight's gradient,
-        reduction "none" and float16 form both heads' logits again: six. Nothing needing gradients:
-        two. Two runs give the same bits.
+        A mean or a sum computes its gradients in the forward, in four matrix products of size
+        tokens x D x V, one of them the teacher's. Reduction "none", float16, and a budget without
+        room for the sum of the weight's gradient compute both heads' logits again, in six products.
+        A call without gradients takes two. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
@@ -214,6 +214,6 @@ def linear_kl_div(
 
 
 def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a tensor in autocast's dtype; float64, and no floating dtype, as it is."""
+    """Return a floating-point tensor in autocast's dtype; float64 and integers unchanged."""
     casts = t is not None and t.is_floating_point() and t.dtype != torch.float64
     return t.to(dtype) if t is not None and casts else t

@@ -78,7 +78,7 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
     check_tensors(OP, given, ("input", "linear_weight"))
     for name, value in given.items():
         if hasattr(value, "device_mesh"):
-            rule = "its part on this rank, of a head that is sharded with process_group"
+            rule = "the tensor of this rank. Pass process_group for a sharded head"
             raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
     if teacher_topk is None:
         return
@@ -95,7 +95,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     check_rules(OP, RULES, given)
     check_group(OP, given["process_group"])
     if given["process_group"] is not None and given["valid_classes"] is not None:
-        rule = "None with a process_group: leave the padding out of the last rank's weights"
+        rule = "None with a process_group. Leave the padding out of the last rank's weights"
         raise _wrong(ValueError, "valid_classes is", given["valid_classes"], rule)
     if given["divergence"] == "cosine" and given["temperature"] != 1:
         rule = "1 with divergence='cosine', which does not depend on it"
@@ -151,7 +151,7 @@ def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...])
         raise _wrong(TypeError, "target is", target.dtype, "int64, int32 or uint8 class indices")
     check_shapes(OP, ("target", target, tokens))
     if call.group:
-        rule = "None with a process_group: add linear_cross_entropy with the same"
+        rule = "None with a process_group. Add the linear_cross_entropy of the same process_group"
         raise _wrong(ValueError, "target", "is given", rule)
 
 
@@ -165,17 +165,19 @@ def _check_teacher(call: DivergenceCall, tokens: tuple[int, ...], vocab: int) ->
         if call.group or call.teacher_softcap:
             name = "process_group" if call.group else "teacher_softcap"
             rule = "None with teacher_topk"
-            raise _wrong(ValueError, name, "is given beside a stored teacher", rule)
+            raise _wrong(ValueError, name, "is given together with a stored teacher", rule)
         if call.divergence == "cosine":
-            rule = "another one with teacher_topk: the cosine needs logits of all classes"
+            rule = "another divergence with teacher_topk. The cosine needs logits of all classes"
             raise _wrong(ValueError, "divergence is", repr(call.divergence), rule)
         if x is not None or weight is not None or bias is not None:
             rule = "None for teacher_input, teacher_weight and teacher_bias, or no teacher_topk"
-            raise _wrong(ValueError, "teacher_topk", "is given beside a teacher's tensors", rule)
+            raise _wrong(
+                ValueError, "teacher_topk", "is given together with a teacher's tensors", rule
+            )
         if call.ids.dtype not in INDICES or not call.log_probs.is_floating_point():
-            found = f"{call.log_probs.dtype} and {call.ids.dtype}"
+            dtypes = f"{call.log_probs.dtype} and {call.ids.dtype}"
             rule = "floating log-probabilities, and int64, int32 or uint8 class indices"
-            raise _wrong(TypeError, "teacher_topk is", found, rule)
+            raise _wrong(TypeError, "teacher_topk is", dtypes, rule)
         shapes = tuple(call.log_probs.shape), tuple(call.ids.shape)
         if shapes[0] != shapes[1] or shapes[0][:-1] != tokens or not 0 < shapes[0][-1] <= vocab:
             rule = f"{(*tokens, 'K')} for both, with K from 1 to {vocab}"

@@ -49,8 +49,9 @@ class Coarse:
             ):
                 if bool(wrong.any()):
                     raise RuntimeError(
-                        f"linear_kl_div: teacher_topk has the id {int(values[wrong][0])}"
-                        f"{' twice for a token' if wrong is twice else ''}; expected {rule}"
+                        "linear_kl_div: `teacher_topk` has the id "
+                        f"{int(values[wrong][0])}{' twice for a token' if wrong is twice else ''}. "
+                        f"Expected {rule}."
                     )
             broken = None
         else:

@@ -44,8 +44,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = DivergenceCall(*args)
     if call.in_forward and call.reduction == "none":
         raise ValueError(
-            "linear_kl_div: early is True; expected False with reduction='none', whose gradients "
-            "are made in the backward"
+            "linear_kl_div: `early` is True. Expected False with reduction='none', whose gradients "
+            "are computed in the backward."
         )
     kept.make_room(call.input)
     run, input = run_of(call), call.input
@@ -85,8 +85,8 @@ def _second_pass(
     if given[0] is None:
         return (None,) * 3
     call = with_tensors(ctx.call, tensors)._replace(in_forward=False, grad_mask=tuple(needs))
-    made: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
-    return made
+    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
+    return gradients
 
 
 class _Differentiable(HeadFunction):

@@ -41,8 +41,8 @@ class Teacher:
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         if self.targets:
             copied = rows * padded(columns) * p.itemsize * (self.copied and any(p.grads))
-            made = cost.PLAIN_COPIES * p.arithmetic * cost.plain_elements(rows, columns)
-            size = copied + max(size, made * self.plain)
+            copy_bytes = cost.PLAIN_COPIES * p.arithmetic * cost.plain_elements(rows, columns)
+            size = copied + max(size, copy_bytes * self.plain)
         m = self.matmul
         if m is None:
             return size
@@ -105,9 +105,9 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> D
     plans = [plan for plan in _made(p, t, rates, budget) if plan.peak_bytes <= budget]
     if not plans:
         raise ValueError(
-            f"linear_kl_div: memory_budget is {budget} bytes; expected at least {least} "
+            f"linear_kl_div: `memory_budget` is {budget} bytes. Expected at least {least} "
             f"({readable(least, up=True)}) for {p.tokens} tokens, hidden sizes {p.hidden} and "
-            f"{t.hidden}, vocabulary {p.vocab} and {p.itemsize} bytes per element"
+            f"{t.hidden}, vocabulary {p.vocab} and {p.itemsize} bytes per element."
         )
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))
 

@@ -86,8 +86,9 @@ class DivergenceRows(RowFunction):
         """Return the student's and the teacher's part of the problem that the plan is made for."""
         p, targets = self._head.problem, self.given.target is not None
         student = replace(
-            p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies()
-        )
+            p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies(),
+            selects_late=self.selects_by_gradient,
+        )  # fmt: skip
         teacher = plan.Teacher(
             0 if self.teacher is None else self.teacher[0].shape[1],
             self._products,
@@ -143,8 +144,8 @@ class DivergenceRows(RowFunction):
         else:
             self._formed(step, tile, other, upstream)
         if targets is not None and over_teacher:
-            found = targets.take(step, tile, upstream, copied=False)
-            more = None if found is None else other
+            at_targets = targets.take(step, tile, upstream, copied=False)
+            more = None if at_targets is None else other
         if more is not None:
             tile += more
 
@@ -239,9 +240,9 @@ DivergenceRun = Run[DivergenceRows]
 def run_of(given: DivergenceCall, state: Tensor | None = None) -> DivergenceRun:
     """Return the run of a call; `state`: that which its forward has returned as such."""
     head = Head.of(given.as_loss(), compare=state is None)
-    made = DivergenceRows(given, head, state)
-    chosen = plan.choose(*made.problem(), given.memory_budget, rates_of(given.input.device))
+    row_function = DivergenceRows(given, head, state)
+    chosen = plan.choose(*row_function.problem(), given.memory_budget, rates_of(given.input.device))
     chosen = chosen.with_classes(len(head.weight))
     if chosen.sliced is None:
-        return Run(head, made, chosen.whole)
-    return Run(head, made, chosen.sliced, first=chosen.whole)
+        return Run(head, row_function, chosen.whole)
+    return Run(head, row_function, chosen.sliced, first=chosen.whole)

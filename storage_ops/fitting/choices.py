@@ -56,9 +56,9 @@ def _candidates(
     layer: nn.Module, probe: Probe, allowed: Sequence[str], most: int, hides: int
 ) -> list[Action]:
     """Return actions to try. `hides`: bytes that can be copied each way while the layer runs."""
-    found: list[Action] = []
+    actions: list[Action] = []
     if "full" in allowed:
-        found.append(Action("full"))
+        actions.append(Action("full"))
     offloads = "offload" in allowed and hides > 0
     if "selective" in allowed or offloads:
         try:
@@ -67,22 +67,22 @@ def _candidates(
             ops, again = [], 0
         sets = _selections(ops[:again])
         if "selective" in allowed:
-            found += [_selective(s) for s in sets if sum(op.nbytes for op in s) < most]
+            actions += [_selective(s) for s in sets if sum(op.nbytes for op in s) < most]
         if offloads:
             for chosen in sets:
                 away = _that_fit(chosen, hides)
                 if away and ("selective" in allowed or len(away) == len(chosen)):
-                    found.append(_selective(chosen, away))
+                    actions.append(_selective(chosen, away))
     if "output_discard" in allowed:
-        found += _discards(layer)
+        actions += _discards(layer)
     if LOSS in allowed and probe.logits and heads_in(layer):
-        found += loss_actions(probe.logits)
+        actions += loss_actions(probe.logits)
     if "tile" in allowed:
         names = _token_wise(layer)
         modes = ("keep", *(["full"] if "full" in allowed else []))
         if names:
-            found += [Action(mode, tiled=names, tiles=n) for mode in modes for n in _TILES]
-    return found
+            actions += [Action(mode, tiled=names, tiles=n) for mode in modes for n in _TILES]
+    return actions
 
 
 def _selections(ops: list[Op]) -> list[list[Op]]:
@@ -106,12 +106,12 @@ def _selections(ops: list[Op]) -> list[list[Op]]:
 
 def _that_fit(ops: list[Op], nbytes: int) -> list[Op]:
     """Return ops, the largest first, whose results together take at most `nbytes`."""
-    found = []
+    fitting_actions = []
     for op in sorted(ops, key=lambda op: -op.nbytes):
         if op.nbytes <= nbytes:
             nbytes -= op.nbytes
-            found.append(op)
-    return found
+            fitting_actions.append(op)
+    return fitting_actions
 
 
 def _selective(ops: list[Op], away: Sequence[Op] = ()) -> Action:
@@ -145,16 +145,16 @@ def _token_wise(layer: nn.Module) -> tuple[str, ...]:
     With random numbers a tile draws other numbers than the whole, so such modules are left out. For
     classes other than `Sequential`, the name of the class decides.
     """
-    found: list[str] = []
+    names: list[str] = []
     for name, module in layer.named_modules():
-        if not name or any(name.startswith(f"{outer}.") for outer in found):
+        if not name or any(name.startswith(f"{outer}.") for outer in names):
             continue
         inside = list(module.modules())
         linear = sum(isinstance(m, nn.Linear) for m in inside)
         plain = isinstance(module, nn.Sequential) or _is_called(module, "mlp|feedforward|ffn")
         if linear >= 2 and plain and all(map(_may_be_tiled, inside)):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def _may_be_tiled(module: nn.Module) -> bool:

@@ -74,19 +74,19 @@ class Conditions:
 
     def differences(self, now: Conditions) -> list[Difference]:
         """Compare with the conditions of a training step."""
-        found = [*self._differences_of_batches(now.shapes)]
+        differences = [*self._differences_of_batches(now.shapes)]
         if self.autocast != now.autocast:
             remedy = f"inside autocast to {now.autocast}" if now.autocast else "without autocast"
             # Wider activations take more memory. Copies of parameters in a narrower dtype may do
             # so, too.
-            found.append(Difference(_of_autocast(self), _of_autocast(now), True, remedy))
+            differences.append(Difference(_of_autocast(self), _of_autocast(now), True, remedy))
         if self.accumulate != now.accumulate:
             accumulation = "gradient accumulation"
             both = (f"no {accumulation}", accumulation)
             before, after = both if now.accumulate else both[::-1]
             remedy = f"with accumulate={now.accumulate}"
-            found.append(Difference(before, after, now.accumulate, remedy))
-        return found
+            differences.append(Difference(before, after, now.accumulate, remedy))
+        return differences
 
     def _differences_of_batches(self, shapes: Shapes) -> Iterator[Difference]:
         changed = [

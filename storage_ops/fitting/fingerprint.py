@@ -37,19 +37,19 @@ def aspects(module: nn.Module) -> dict[str, str]:
     Wrappers of torch.compile around a module do not count. Neither do buffers that are in no state
     dict: a forward may register them, and their dtype depends on how a model is loaded.
     """
-    found: dict[str, list[Any]] = {
+    fingerprints: dict[str, list[Any]] = {
         key: [] for key in ("modules", "sizes", "dtypes", MODE, "requires_grad")
     }
     for name, inner in _modules(module):
         kind: Any = class_of(inner)
-        found["modules"].append((name, kind.__module__, kind.__qualname__))
-        found[MODE].append(inner.training)
+        fingerprints["modules"].append((name, kind.__module__, kind.__qualname__))
+        fingerprints[MODE].append(inner.training)
         for key, t in {**inner._parameters, **inner._buffers}.items():
             if t is not None and key not in inner._non_persistent_buffers_set:
-                found["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
-                found["requires_grad"].append(t.requires_grad)
-                found["dtypes"].append(str(t.dtype))
-    return {key: hashed(value) for key, value in found.items()}
+                fingerprints["sizes"].append((key, tuple(getattr(t, "ds_shape", t.shape))))
+                fingerprints["requires_grad"].append(t.requires_grad)
+                fingerprints["dtypes"].append(str(t.dtype))
+    return {key: hashed(value) for key, value in fingerprints.items()}
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -76,15 +76,15 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    found = {
+    settings = {
         key: setting
         for key, value in vars(module).items()
         if not (key.startswith("_") or key in _OF_TORCH or _OF_DEEPSPEED.match(key))
         and (setting := _setting(value)) is not None
     }
     if isinstance(module, LinearCrossEntropyLoss):
-        found["options"] = repr(own_options(module))
-    return found
+        settings["options"] = repr(own_options(module))
+    return settings
 
 
 def _setting(value: object) -> str | None:

@@ -137,7 +137,7 @@ def fit(
         True
         >>> model = plan.apply()
     """
-    limit = parse_bytes(budget, "budget")
+    limit = parse_bytes(budget, "`budget`")
     with ONE_AT_A_TIME, showing("fit"):
         search = Search(model, batch, loss, optimizer, device, actions, accumulate, assume)
         return search.plan(limit)
@@ -162,13 +162,14 @@ class NothingFits(ValueError):
     ) -> None:
         """Name both budgets, the owners of the smallest one's bytes, and other remedies."""
         self.smallest_bytes = smallest
-        held = f". In memory at its peak are {owners_in_words(by_owner)}" if by_owner else ""
-        hint = held + (hint and f"; {hint}")
+        owners = f" In memory at its peak are {owners_in_words(by_owner)}." if by_owner else ""
+        hint = owners + (hint and f" {hint}")
         if budget < 4096:
-            hint += "; a number without a unit is one of bytes, expected such as '24GiB'"
+            hint += " A number without a unit is a number of bytes: pass text such as '24GiB'."
         super().__init__(
-            f"budget is {readable(budget)} ({budget} bytes); the smallest that a step of this "
-            f"model and batch fits into is {readable(smallest, up=True)} ({smallest} bytes){hint}"
+            f"`budget` is {readable(budget)} ({budget} bytes), but the smallest that a step of "
+            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} "
+            f"bytes).{hint}"
         )
 
 
@@ -176,10 +177,10 @@ def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
-        raise TypeError(f"actions is {actions!r}; expected a list of {', '.join(NAMES)}")
+        raise TypeError(f"`actions` is {actions!r}. Expected a list of {', '.join(NAMES)}.")
     for name in actions:
         if name not in NAMES:
-            raise ValueError(f"actions has {name!r}; expected names among {', '.join(NAMES)}")
+            raise ValueError(f"`actions` has {name!r}. Expected names among {', '.join(NAMES)}.")
     return tuple(actions)
 
 
@@ -209,7 +210,7 @@ class Search:
         warn_of_eval_mode(model, "fit")
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
-            raise ValueError("batch is an empty list; expected at least one batch")
+            raise ValueError("`batch` is an empty list. Expected at least one batch.")
         for each in batches:
             arguments(each)
         self._model, self._batches = model, batches
@@ -220,7 +221,7 @@ class Search:
         self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
         self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the variant and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
-        made, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
+        optimizer_object, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
         self._largest = largest = max(batches, key=_numbers_in)
         self._conditions = Conditions.of(
             model, *arguments(largest), accumulate, optimizer is not None
@@ -231,8 +232,8 @@ class Search:
         has_heads = any(heads_in(unit.module) for unit in units)
         if self._replaces and heads_in(model) and not has_heads:
             raise ValueError(
-                f"actions has {LOSS!r}, and the LinearCrossEntropyLoss in the model stands in "
-                "several places or had its forward replaced; expected one with a place of its own"
+                f"`actions` has {LOSS!r}, but the LinearCrossEntropyLoss in the model is in "
+                "several places or had its forward replaced. Expected a loss module in one place."
             )
         # The layer whose action is that of the loss.
         self._of_loss = compiled_loss(loss) or Unit("", uncompiled(model), "")
@@ -249,14 +250,16 @@ class Search:
                 units, kinds, self._on_gpu, self._rates, workspace, accumulate, self._assumption
             )
             with self._applied([(self._of_loss, action)]):
-                recording = recorder.run(model, largest, self._loss_with(action) or loss_of, made)
+                recording = recorder.run(
+                    model, largest, self._loss_with(action) or loss_of, optimizer_object
+                )
             return LossVariant.all_of(action, recording, self._costs_of_calls(recording, allowed))
 
         with few_objects():
             self._variants = variants(KEEP)
             if replaced and is_compiled:
-                found = loss_actions(largest_of(self._loss_with(KEEP)))
-                losses = [action for action in found if action.memory_budget is not None]
+                actions_of_loss = loss_actions(largest_of(self._loss_with(KEEP)))
+                losses = [action for action in actions_of_loss if action.memory_budget is not None]
             for action in losses:
                 try:
                     self._variants += variants(action)
@@ -283,7 +286,7 @@ class Search:
     def _costs_of_calls(
         self, recording: StepRecording, allowed: tuple[str, ...]
     ) -> list[list[tuple[Action, Cost]]]:
-        found = []
+        costs_of_calls = []
         for call in recording.calls:
             is_free = call.backward is not None
             key = call.kind, is_free
@@ -298,8 +301,8 @@ class Search:
                     self._assumption,
                 )
                 self._known[key] = list(costs.items())
-            found.append(self._known[key])
-        return found
+            costs_of_calls.append(self._known[key])
+        return costs_of_calls
 
     def plan(self, budget: int) -> FitPlan[Any]:
         """Return the fastest plan whose simulated peak is within the budget."""
@@ -317,12 +320,12 @@ class Search:
         least: _Choice | None = self._least()
         smallest, by_owner = math.inf, {}
         for look in range(_LOOKS):
-            found = self._fastest(inside)
-            if found is None or look == _LOOKS - 1:
-                found, least = least, None
-            if found is None:
+            fastest = self._fastest(inside)
+            if fastest is None or look == _LOOKS - 1:
+                fastest, least = least, None
+            if fastest is None:
                 break
-            number, choice = found
+            number, choice = fastest
             peak = self._simulated(number, choice).peak_bytes
             if peak <= budget:
                 return self._made(number, choice, peak, budget)
@@ -353,24 +356,24 @@ class Search:
             return ""
         names = ", ".join(map(repr, (*EXACT[1:], LOSS)))
         if patching().is_patched(self._model):
-            return f"actions=[{names}] chooses the memory budget of the patched loss, too"
-        return f"actions=[{names}] does without the logits, {readable(logits)}"
+            return f"Pass actions=[{names}] to choose the memory budget of the patched loss too."
+        return f"Pass actions=[{names}] to do without the logits, {readable(logits)}."
 
     def _least(self) -> _Choice:
         """Return the choice with the lowest peak of all, as computed."""
-        found = [
+        choices = [
             (number, variant.problem.smallest()) for number, variant in enumerate(self._variants)
         ]
-        return min(found, key=lambda f: self._variants[f[0]].problem.peak(f[1]))
+        return min(choices, key=lambda f: self._variants[f[0]].problem.peak(f[1]))
 
     def _fastest(self, budgets: list[int]) -> _Choice | None:
         """Return the choice that adds the fewest seconds within the budget of its variant."""
-        found = [
+        choices = [
             (number, choice)
             for number, (variant, budget) in enumerate(zip(self._variants, budgets, strict=True))
             if (choice := variant.problem.fastest(budget)) is not None
         ]
-        return min(found, key=lambda f: self._seconds(*f), default=None)
+        return min(choices, key=lambda f: self._seconds(*f), default=None)
 
     def _seconds(self, number: int, choice: list[int]) -> float:
         """Return the seconds added to a step without recomputing and with the model's own loss."""
@@ -383,13 +386,13 @@ class Search:
         number, choice = self._least()
         low = self._variants[number].problem.peak(choice)
         high = self.problem.peak([0] * len(self.problem.options))
-        found = {}
+        points_by_peak = {}
         for i in range(points):
             budget = low + (high - low) * i // (points - 1)
             best = self._fastest([budget] * len(self._variants))
             if best is not None:
-                found[self._variants[best[0]].problem.peak(best[1])] = self._seconds(*best)
-        return sorted(found.items())
+                points_by_peak[self._variants[best[0]].problem.peak(best[1])] = self._seconds(*best)
+        return sorted(points_by_peak.items())
 
     def _simulated(self, number: int, choice: list[int]) -> _Simulated:
         """Simulate a whole step with these actions, if that has not been done."""
@@ -406,10 +409,10 @@ class Search:
 
     def _actions(self, number: int, choice: list[int]) -> list[tuple[Unit, Action]]:
         variant = self._variants[number]
-        found = {(self._of_loss, variant.loss): None}  # calls of one layer have one action
+        actions = {(self._of_loss, variant.loss): None}  # calls of one layer have one action
         for call, costs, index in zip(variant.recording.calls, variant.costs, choice, strict=True):
-            found[call.unit, costs[index][0]] = None
-        return [(unit, action) for unit, action in found if action != KEEP]
+            actions[call.unit, costs[index][0]] = None
+        return [(unit, action) for unit, action in actions if action != KEEP]
 
     def _made(self, number: int, choice: list[int], peak: int, budget: int) -> FitPlan:
         variant, own = self._variants[number], self._variants[0]

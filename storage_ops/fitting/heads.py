@@ -60,10 +60,10 @@ def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
 def heads_of_loss(loss: object, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
     """Return heads of a loss that are not in the model, by name: "(loss)", "(loss).1"."""
     there = set(heads_in(model))
-    held = Captured(loss, (), {}).modules if loss is not None else []
-    found = [m for m in held if isinstance(m, LinearCrossEntropyLoss) and m not in there]
-    names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(found)))]
-    return dict(zip(names, found, strict=False))
+    modules = Captured(loss, (), {}).modules if loss is not None else []
+    heads = [m for m in modules if isinstance(m, LinearCrossEntropyLoss) and m not in there]
+    names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(heads)))]
+    return dict(zip(names, heads, strict=False))
 
 
 def budgeted(head: LinearCrossEntropyLoss, memory_budget: int | None) -> None:
@@ -81,8 +81,8 @@ def restored(head: LinearCrossEntropyLoss) -> None:
 
 def own_options(head: LinearCrossEntropyLoss) -> dict[str, Any]:
     """Return the options of a head without those of a plan of `fit`."""
-    found: dict[str, Any] = vars(head).get(OWN_OPTIONS, head.options)
-    return found
+    options: dict[str, Any] = vars(head).get(OWN_OPTIONS, head.options)
+    return options
 
 
 def is_budgeted(module: nn.Module) -> bool:

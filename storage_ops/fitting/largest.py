@@ -145,15 +145,15 @@ def find_largest(
     for steps with a plan of `fit`. The peak must not fall when the number grows.
 
     Args:
-        model: as of `storage_ops.fit`.
+        model: as in `storage_ops.fit`.
         make_batch: a function of a number that returns a batch, best on the meta device. The number
             can be that of samples, of tokens in a sequence, or another size.
-        budget, loss, optimizer, device, actions, accumulate, assume: as of `storage_ops.fit`.
+        budget, loss, optimizer, device, actions, accumulate, assume: as in `storage_ops.fit`.
         most: the largest number to try, such as a model's number of positions. None: no limit.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the peak does not grow with the number.
-        RuntimeError: as of `storage_ops.fit`.
+        RuntimeError: as in `storage_ops.fit`.
 
     Example:
         >>> with torch.device("meta"):
@@ -165,14 +165,14 @@ def find_largest(
         >>> largest.found > largest.kept.size
         True
     """
-    limit = parse_bytes(budget, "budget")
+    limit = parse_bytes(budget, "`budget`")
     if not callable(make_batch):
         raise TypeError(
-            f"make_batch is a {type(make_batch).__name__}; expected a function that takes a number "
-            "and returns a batch"
+            f"`make_batch` is a {type(make_batch).__name__}. Expected a function that takes a "
+            "number and returns a batch."
         )
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ValueError(f"most is {most!r}; expected a whole number, 1 or more, or None")
+        raise ValueError(f"`most` is {most!r}. Expected a whole number, 1 or more, or None.")
     last = _ENDLESS if most is None else most
 
     def search_of(number: int, actions: Sequence[ActionName] | None) -> Search:
@@ -191,8 +191,8 @@ def find_largest(
             return None, least
         if number == _ENDLESS:
             raise ValueError(
-                f"make_batch({number}) takes no more memory than smaller numbers; expected a batch "
-                "that grows with the number"
+                f"`make_batch`({number}) takes no more memory than smaller numbers. Expected a "
+                "batch that grows with the number."
             )
         plan = search_of(number, actions).plan(limit)
         return Found(number, plan, *_items_in(make_batch(number))), 0
@@ -212,7 +212,7 @@ def find_gpu(
     actions: Sequence[ActionName] | None,
     accumulate: bool,
 ) -> Largest[str]:
-    """Find the first GPU of `BY_PRICE` with which a training step fits; arguments as of `fit`."""
+    """Find the first GPU of `BY_PRICE` with which a training step fits; arguments as in `fit`."""
 
     def cheapest(actions: Sequence[ActionName] | None) -> tuple[Found[str] | None, int]:
         least = 0

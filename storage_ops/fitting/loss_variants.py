@@ -78,7 +78,7 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
 
     Calls of one layer have the same actions.
     """
-    found: Costs = [[] for _ in costs_of_calls]
+    remaining: Costs = [[] for _ in costs_of_calls]
     for places in _places_of_layers(recording):
         known = [dict(costs_of_calls[place]) for place in places]
         actions = [action for action in known[0] if all(action in costs for costs in known)]
@@ -92,8 +92,8 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
             if action is actions[0] or not any(o != ours and all(map(le, o, ours)) for o in numbers)
         ]
         for place, costs in zip(places, known, strict=True):
-            found[place] = [(action, costs[action]) for action in best]
-    return found
+            remaining[place] = [(action, costs[action]) for action in best]
+    return remaining
 
 
 def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
@@ -103,22 +103,22 @@ def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
         ValueError: the loss of this model cannot be replaced.
     """
     why = (
-        f"actions has {LOSS!r}, which replaces the loss of a model of transformers, or gives each "
-        "storage_ops.LinearCrossEntropyLoss of a model or loss, or a loss that is compiled by "
-        "storage_ops, its budget; there is none of these"
+        f"`actions` has {LOSS!r}, but there is no loss that it can change. It replaces the loss of "
+        "a model of transformers. It sets the budget of each storage_ops.LinearCrossEntropyLoss, "
+        "and of a loss that storage_ops compiles."
     )
     if loss is not None:
-        raise ValueError(f"{why}; expected loss=None")
+        raise ValueError(f"{why} Pass loss=None.")
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
-        raise ValueError(f"{why}; expected a batch that is a dict with labels")
+        raise ValueError(f"{why} Pass a batch that is a dict with labels.")
     try:
         patched = patching().is_patched(model)
         with contextlib.nullcontext() if patched else patching().patch(model):
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             weight = head.weight
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{why}: {error}") from error
+        raise ValueError(f"{why} {error}") from error
     return int(labels.numel() * weight.shape[0] * weight.itemsize)
 
 

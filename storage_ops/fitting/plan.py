@@ -29,7 +29,7 @@ from storage_ops.simulate.step import simulate_step
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
-# The class of the model. A plan only hands the model out, so one of a subclass will do.
+# The class of the model. It is covariant, because a plan only returns the model.
 ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Module)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _FORMAT = 4
@@ -101,18 +101,18 @@ class FitPlan(Tabular, Generic[ModelT_co]):
                 since the plan was made.
         """
         if self._is_applied:
-            raise RuntimeError("fit: the plan is applied already; expected undo() in between")
+            raise RuntimeError("fit: the plan is applied already. Call undo() first.")
         check_plain(self._model, self._loss)
         patches = any(action.patches(unit.module) for unit, action in self._actions)
         if patches and patching().is_patched(self._model):
             raise RuntimeError(
-                "fit: the plan patches the model, which is patched already; expected "
-                "unpatch_causal_lm(model) before apply()"
+                "fit: the plan patches the model, which is patched already. Call "
+                "unpatch_causal_lm(model) before apply()."
             )
         if any(a.patched for _, a in self._actions) and not patching().is_patched(self._model):
             raise RuntimeError(
-                "fit: the plan is for a patched model, and this one is not patched; expected "
-                "patch_causal_lm(model) before apply()"
+                "fit: the plan is for a patched model, and this one is not patched. Call "
+                "patch_causal_lm(model) before apply()."
             )
         layers = _places(self._model, self._loss)
         differs = _differences(self._aspects, _aspects(self._model))
@@ -123,9 +123,9 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             for unit, _ in self._actions
         ):
             raise RuntimeError(
-                "fit: the model is not what it was when the plan was made, which differs in: "
-                f"{differs or 'layers'}; expected the same model, or a new plan"
-                f"{_hint_of_mode(differs, self._model)}"
+                "fit: the model is not what it was when the plan was made. It differs in: "
+                f"{differs or 'layers'}. Pass the same model, or make a new "
+                f"plan.{_hint_of_mode(differs, self._model)}"
             )
         _apply(self._actions)
         self._is_applied = True
@@ -141,7 +141,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             RuntimeError: the plan is not applied.
         """
         if not self._is_applied:
-            raise RuntimeError("fit: the plan is not applied; expected apply() before undo()")
+            raise RuntimeError("fit: the plan is not applied. Call apply() before undo().")
         _undo(self._actions)
         self._is_applied = False
         return self._model
@@ -158,7 +158,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
 
         Args:
             model: the model of the plan, or one that it is in.
-            batch, optimizer, accumulate: as of `storage_ops.memory.simulate_step`, which is also
+            batch, optimizer, accumulate: as in `storage_ops.memory.simulate_step`, which is also
                 the source of errors.
         """
         step = simulate_step(
@@ -243,7 +243,9 @@ def check_plain(model: nn.Module, loss: object) -> None:
     """Refuse a model with checkpoints, or with another plan."""
     compiled = compiled_loss(loss)
     if compiled is not None and compiled.module.is_budgeted:
-        raise RuntimeError("fit: the loss has the budget of a plan; expected undo() of that plan")
+        raise RuntimeError(
+            "fit: the loss has the budget of a plan. Call undo() of that plan first."
+        )
     for name, module in model.named_modules():
         how = None
         if (checkpointing := wrapper.checkpointing_of(module)) is not None:
@@ -258,9 +260,9 @@ def check_plain(model: nn.Module, loss: object) -> None:
             how = "gradient_checkpointing is on"
         if how is not None:
             raise RuntimeError(
-                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}); "
-                "expected a model without, such as after remove_activation_checkpoint(model), "
-                "undo() of an earlier plan or gradient_checkpointing_disable()"
+                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}). "
+                "Call remove_activation_checkpoint(model), undo() of an earlier plan, or "
+                "gradient_checkpointing_disable() first."
             )
 
 
@@ -324,8 +326,8 @@ def load_fit(
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:
             raise ValueError(
-                f"format is {values['format']!r}, of another version of storage_ops; expected "
-                f"{_FORMAT}, as fit and save() of this version write it"
+                f"`format` is {values['format']!r}, which another version of storage_ops wrote. "
+                f"Expected {_FORMAT}. Make the plan again with this version."
             )
         saved = [(str(v["layer"]), v.get("print"), Action.from_dict(v)) for v in values["actions"]]
         rows = [_row(**row) for row in values["rows"]]
@@ -338,14 +340,17 @@ def load_fit(
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
-        raise ValueError(f"load_fit: {path} is no plan of fit: {error!r}") from error
+        raise ValueError(
+            f"load_fit: {path} is not a plan of fit: {error!r}. Pass a file that plan.save() wrote."
+        ) from error
     units = _places(model, loss)
     for name, known_print, _ in saved:
         of_loss = name.startswith(LOSS_NAME)
         if of_loss and (name not in units or units[name].print != known_print):
             raise ValueError(
-                f"load_fit: {path} has an action for the loss that fit was given, compiled or with "
-                f"a LinearCrossEntropyLoss, and loss is {loss!r}; expected one like it"
+                f"load_fit: {path} has an action for the loss that fit was given, which was "
+                f"compiled or had a LinearCrossEntropyLoss. `loss` is {loss!r}. Pass a loss like "
+                "that one."
             )
     own_name = class_of(uncompiled(model)).__name__
     differs = _differences(known, _aspects(model))
@@ -353,9 +358,9 @@ def load_fit(
         check_plain(model, loss)
     if differs or any(name not in units for name, _, _ in saved):
         raise ValueError(
-            f"load_fit: {path} is a plan of another model, a {name_of_model}; model is a "
-            f"{own_name}, which differs in: {differs or 'layers'}; expected one like the one that "
-            f"was fitted{_hint_of_mode(differs, model)}"
+            f"load_fit: {path} is a plan of another model, a {name_of_model}. `model` is a "
+            f"{own_name}, which differs in: {differs or 'layers'}. Pass a model like the one that "
+            f"was fitted.{_hint_of_mode(differs, model)}"
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(
@@ -378,10 +383,10 @@ def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
     If "modules" differ, all other aspects do, too, so only "modules" is named. Fingerprints of
     layers cover all aspects, so layers are named only if nothing else differs.
     """
-    found = [name for name, value in now.items() if before.get(name) != value]
-    if "modules" in found:
+    names = [name for name, value in now.items() if before.get(name) != value]
+    if "modules" in names:
         return "modules"
-    return ", ".join([name for name in found if name != _LAYERS] or found)
+    return ", ".join([name for name in names if name != _LAYERS] or names)
 
 
 def _hint_of_mode(differs: str, model: nn.Module) -> str:
@@ -389,8 +394,8 @@ def _hint_of_mode(differs: str, model: nn.Module) -> str:
     if MODE not in differs:
         return ""
     if model.training:
-        return ". The model was in eval mode then; call model.train() before fit"
-    return ". The model is in eval mode; call model.train() before this"
+        return " The model was in eval mode then. Call model.train() before fit."
+    return " The model is in eval mode. Call model.train() before this."
 
 
 def _row(
@@ -402,7 +407,7 @@ def _row(
 ) -> Row:
     """Return a row of a file. Raise a TypeError or ValueError if it is not a row."""
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"names is {names!r}; expected a list of names")
+        raise TypeError(f"`names` is {names!r}. Expected a list of names.")
     return Row(names, str(action), int(kept_bytes), int(peak_bytes), float(seconds))
 
 

@@ -14,7 +14,7 @@ from storage_ops.checkpoint.layers.wrapper import CheckpointWrapper
 from storage_ops.checkpoint.selective.offload import region_ended
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.record import LayerCall, Like
-from storage_ops.fitting.step import Books, Op, OpTimes
+from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
@@ -50,13 +50,13 @@ class Cost:
 def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
     """Return the gradient of each output. If some have none, shapes tell them apart."""
     left = list(likes)
-    found: list[Like | None] = []
+    gradients: list[Like | None] = []
     for t in outputs:
         like = next((like for like in left if like.shape == tuple(t.shape)), None)
         if like is not None:
             left.remove(like)
-        found.append(like)
-    return found
+        gradients.append(like)
+    return gradients
 
 
 class Probe:
@@ -113,17 +113,17 @@ class Probe:
 
     def _run(self, times: OpTimes, action: Action) -> Cost:
         module = self._call.unit.module
-        books = Books(self._on_gpu, self._rates, self._assumption)
+        step_ledger = StepLedger(self._on_gpu, self._rates, self._assumption)
         with (
             without_gradients(module.parameters()),
             outside_autocast(),  # the layer runs in an autocast block of its own
-            books.open(module, (), {}) as (simulation, *_),
+            step_ledger.open(module, (), {}) as (simulation, *_),
         ):
             marks: list[int] = []
             whole = {name: like.make() for name, like in self._call.gathered.items()}
             with layer_alone(module, whole) as called:
-                books.run(self._once, called, simulation, books, times, marks)
-            levels = books.levels()
+                step_ledger.run(self._once, called, simulation, step_ledger, times, marks)
+            levels = step_ledger.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
         ready, after, before = marks
@@ -134,22 +134,22 @@ class Probe:
         parts = in_forward, times.seconds - in_forward
         python = times.roofline.of_python(action, calls)
         kept = levels[before] - base
-        freed = {block for _, block, taken in books.ledger.events[:before] if not taken}
+        freed = {block for _, block, taken in step_ledger.ledger.events[:before] if not taken}
         kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
         # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
         # what it forms them from until then.
-        held = max(kept, 0) if self._rates.fuses else 0
+        saved_bytes = max(kept, 0) if self._rates.fuses else 0
         return Cost(
             kept,
             max(levels[ready : after + 1]) - base,
-            max(levels[before:]) - base + held,
+            max(levels[before:]) - base + saved_bytes,
             times.seconds + python + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,
         )
 
     def _once(
-        self, layer: nn.Module, simulation: Simulation, books: Books, times: OpTimes,
+        self, layer: nn.Module, simulation: Simulation, step_ledger: StepLedger, times: OpTimes,
         marks: list[int],
     ) -> None:  # fmt: skip
         """Run forward and backward of the layer, with the moments between the parts."""
@@ -171,25 +171,27 @@ class Probe:
         if self._accumulate:
             every = call.unit.module.named_parameters()
             earlier_gradients(p for name, p in every if name not in call.gathered)
-        marks.append(books.mark())
+        marks.append(step_ledger.mark())
         with torch.enable_grad(), times:
             with contextlib.ExitStack() as stack:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))
                 outputs = layer(*args, **kwargs)
                 self._forward = times.seconds, times.count
-                marks.append(books.mark())
+                marks.append(step_ledger.mark())
                 region_ended()  # the next one
-            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-            made = [t for t in made if id(t) not in inputs and t.requires_grad]
+            output_tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+            output_tensors = [t for t in output_tensors if id(t) not in inputs and t.requires_grad]
             lasting = [tree_leaves(outputs)[i] for i in call.lasting]
             self._lasting = {block for t in lasting for block in simulation.blocks_of(t)}
-            gradients = _gradients_of(made, call.gradients)
+            gradients = _gradients_of(output_tensors, call.gradients)
             last = None
-            if made:
-                last = leave(made, lambda: [None if g is None else g.make() for g in gradients])
-            del outputs, made, lasting, args, kwargs
-            marks.append(books.mark())
+            if output_tensors:
+                last = leave(
+                    output_tensors, lambda: [None if g is None else g.make() for g in gradients]
+                )
+            del outputs, output_tensors, lasting, args, kwargs
+            marks.append(step_ledger.mark())
             if last is not None:
                 run_backward(last)
         del others

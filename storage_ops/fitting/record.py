@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from storage_ops.checkpoint.state.caches import without_cache
 from storage_ops.checkpoint.state.unchanged import undo_changes
-from storage_ops.fitting.step import Books, OpTimes
+from storage_ops.fitting.step import OpTimes, StepLedger
 from storage_ops.fitting.units import Unit
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
@@ -63,10 +63,10 @@ class Like(TensorSpec):
 
     def make(self, simulation: Simulation | None = None) -> Tensor:
         """Create a tensor like it, without a history. Values are set inside a simulation."""
-        made = super().make()
+        tensor = super().make()
         if simulation is not None and self.known is not None:
-            simulation.values.assign(made, self.known)
-        return made
+            simulation.values.assign(tensor, self.known)
+        return tensor
 
 
 @dataclass
@@ -133,18 +133,18 @@ class _StandIn(torch.autograd.Function):
         ctx: Any, recorder: Recorder, call: LayerCall, outputs: Sequence[Like], *tensors: Tensor
     ) -> Any:
         ctx.recorder, ctx.call = recorder, call
-        given = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
-        ctx.save_for_backward(*given)
-        ctx.given = len(given)
-        names = enumerate(_plain_parameters(call.unit.module), len(given))
+        inputs = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
+        ctx.save_for_backward(*inputs)
+        ctx.given = len(inputs)
+        names = enumerate(_plain_parameters(call.unit.module), len(inputs))
         ctx.fresh = {i for i, name in names if name in call.gathered}
         ctx.likes = [Like.of(t) for t in tensors]
-        made = [like.make(recorder.simulation) for like in outputs]
+        results = [like.make(recorder.simulation) for like in outputs]
         ctx.mark_non_differentiable(
-            *(t for t, like in zip(made, outputs, strict=True) if not like.needs_grad)
+            *(t for t, like in zip(results, outputs, strict=True) if not like.needs_grad)
         )
         ctx.set_materialize_grads(False)
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -152,26 +152,26 @@ class _StandIn(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"fit: layer {call.unit.name} is differentiated with create_graph=True, and second "
-                "derivatives through a layer are not known; expected a model without them, or "
-                "will_it_fit with checkpoints chosen by hand"
+                "derivatives through a layer are not simulated. Select checkpoints by hand, and "
+                "check them with will_it_fit."
             )
-        before = recorder.books.mark()
-        given = [g for g in gradients if g is not None]
-        blocks = {block for g in given for block in recorder.simulation.blocks_of(g)}
-        call.gradients = tuple(map(Like.of, given))
+        before = recorder.step_ledger.mark()
+        upstream = [g for g in gradients if g is not None]
+        blocks = {block for g in upstream for block in recorder.simulation.blocks_of(g)}
+        call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
         if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
             fresh = ctx.fresh  # but for what FSDP has yet to reduce
             needed = [needs and (i < ctx.given or i in fresh) for i, needs in enumerate(needed)]
-        made = [
+        input_gradients = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
             for like, needs in zip(ctx.likes, needed, strict=True)
         ]
         for p in recorder.sharded_inside(call):
             p.grad = torch.empty_like(p) if p.grad is None else p.grad
-        call.backward = before, recorder.books.mark()
-        return (None, None, None, *made)
+        call.backward = before, recorder.step_ledger.mark()
+        return (None, None, None, *input_gradients)
 
 
 class Recorder:
@@ -185,7 +185,7 @@ class Recorder:
 
         `workspace`: bytes of cuBLAS per thread. `accumulate`: as in `fit`.
         """
-        self.books = Books(on_gpu, rates, assumption)
+        self.step_ledger = StepLedger(on_gpu, rates, assumption)
         self._workspace, self.accumulate = workspace, accumulate
         self.recording = StepRecording()
         self._units = units
@@ -203,7 +203,7 @@ class Recorder:
         optimizer: Optimizer | None,
     ) -> StepRecording:
         """Simulate a step of a model, and leave its modules unchanged."""
-        books, replaced = self.books, []
+        step_ledger, replaced = self.step_ledger, []
         args, kwargs = arguments(batch)
         self._sharded = set(sharded_parameters(model))
         spread = {
@@ -218,14 +218,14 @@ class Recorder:
             holders = model, loss, optimizer
             with (
                 without_gradients(model.parameters()),
-                books.open(holders, args, kwargs) as (simulation, *given),
+                step_ledger.open(holders, args, kwargs) as (simulation, *given),
             ):
                 self.simulation = simulation
-                books.run(self._step, model, given, loss, optimizer)
+                step_ledger.run(self._step, model, given, loss, optimizer)
                 self._outputs.clear()
                 if simulation.multiplies:
-                    keep_workspaces(books.ledger, self._workspace)
-                self.recording.levels = books.levels()
+                    keep_workspaces(step_ledger.ledger, self._workspace)
+                self.recording.levels = step_ledger.levels()
                 self._find_shared()
         finally:
             for module in replaced:
@@ -248,12 +248,12 @@ class Recorder:
                 p.grad = None
         if self.accumulate:
             earlier_gradients(parameters)
-        self.recording.start = self.books.mark()
+        self.recording.start = self.step_ledger.mark()
         args, kwargs = given
         with self._times:
             value = loss(model(*args, **kwargs))
             check_value(value)
-            self.recording.turn = self.books.mark()
+            self.recording.turn = self.step_ledger.mark()
             with outside_autocast():
                 value.backward()
             del value
@@ -279,8 +279,10 @@ class Recorder:
         """
         saved = {block for call in self.recording.calls for block in call.saved.values()}
         uses = Counter(block for call in self.recording.calls for block in call.inputs)
-        taken = [taken for _, _, taken in self.books.ledger.events]
-        freed = {b: i for i, (_, b, taken) in enumerate(self.books.ledger.events) if not taken}
+        taken = [taken for _, _, taken in self.step_ledger.ledger.events]
+        freed = {
+            b: i for i, (_, b, taken) in enumerate(self.step_ledger.ledger.events) if not taken
+        }
         for call in self.recording.calls:
             after = call.backward[1] if call.backward is not None else 0
             shared = []
@@ -298,15 +300,15 @@ class Recorder:
 
         They stay until the layer's own backward, also if all other code frees them earlier.
         """
-        levels, found = self.recording.levels, []
+        levels, lasting = self.recording.levels, []
         for number, block in call.saved.items():
             at = freed.get(block, len(levels))
             if call.backward is None or at < self.recording.turn:
                 continue
-            found.append(number)
+            lasting.append(number)
             for moment in range(at + 1, call.backward[0]):
                 levels[moment] += block.nbytes
-        return tuple(found)
+        return tuple(lasting)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
         """Return the trained parameters that FSDP gathers while the layer of a call runs."""
@@ -324,16 +326,16 @@ class Recorder:
                 return plain(*args, **kwargs)
             # What one run leaves in a cache the next would see; a checkpointed layer gets none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
-            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             every = dict(unit.module.named_parameters())
             inside = [p for p in every.values() if is_spread(p)]
-            refused = [t for t in given if is_wrapper(t)]
+            refused = [t for t in inputs if is_wrapper(t)]
             refused += [p for p in inside if id(p) not in self._sharded]
             if refused:
                 raise RuntimeError(
                     f"fit: layer {unit.name} computes with a {type(refused[0]).__name__}, such as "
-                    "parallelize_module makes, with which no layer is simulated by itself; "
-                    "expected a model without, or will_it_fit with checkpoints chosen by hand"
+                    "parallelize_module makes, and no such layer is simulated by itself. Select "
+                    "checkpoints by hand, and check them with will_it_fit."
                 )
             autocast = tuple(
                 (kind, torch.get_autocast_dtype(kind))
@@ -343,34 +345,34 @@ class Recorder:
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
-            start = self.books.mark()
-            kind, found = self._run_once(
+            start = self.step_ledger.mark()
+            kind, run = self._run_once(
                 unit, (*settings, autocast, *gathered.items()),
-                lambda held: self._outputs_of(unit, plain, args, kwargs, given, held),
+                lambda held: self._outputs_of(unit, plain, args, kwargs, inputs, held),
             )  # fmt: skip
-            if found is None:
+            if run is None:
                 return plain(*args, **kwargs)
-            made, tree, saved = found
+            results, tree, saved = run
             call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
             blocks = self.simulation.blocks_of
-            call.inputs = [next(iter(blocks(t)), None) for t in given]
+            call.inputs = [next(iter(blocks(t)), None) for t in inputs]
             before = self._times.seconds
             # Autograd does not know of parameters that are gathered inside the layer.
             anchor = [torch.empty(0, requires_grad=True)] if self.sharded_inside(call) else []
             new = iter(_StandIn.apply(  # type: ignore[no-untyped-call]
-                self, call, [m for m in made if isinstance(m, Like)], *given,
+                self, call, [m for m in results if isinstance(m, Like)], *inputs,
                 *_plain_parameters(unit.module).values(), *anchor,
             ))  # fmt: skip
             self._times.seconds = before
-            call.forward = start, self.books.mark()
+            call.forward = start, self.step_ledger.mark()
             self.recording.calls.append(call)
             values = [
                 next(new)
                 if isinstance(m, Like)
-                else given[m.number]
+                else inputs[m.number]
                 if isinstance(m, _Given)
                 else m
-                for m in made
+                for m in results
             ]
             call.saved = {i: block for i in saved for block in blocks(values[i])}
             return tree_unflatten(values, tree)
@@ -391,7 +393,7 @@ class Recorder:
         effects then, because it runs again.
         """
         entries, since = {t.grad_fn for t in given}, next_node()
-        undo, start = undo_changes([unit.module, args, kwargs]), self.books.mark()
+        undo, start = undo_changes([unit.module, args, kwargs]), self.step_ledger.mark()
         with forwards_forgotten(unit.module):
             leaves, tree = tree_flatten(plain(*args, **kwargs))
             own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
@@ -412,7 +414,7 @@ class Recorder:
         blocks = {i: self.simulation.blocks_of(t) for i, t in enumerate(leaves)
                   if isinstance(made[i], Like) and t.requires_grad}  # fmt: skip
         del leaves, differentiable  # the graph in `held` keeps what the layer saved
-        events = self.books.ledger.events[start:]
+        events = self.step_ledger.ledger.events[start:]
         left = {b for _, b, taken in events if taken} - {b for _, b, taken in events if not taken}
         return made, tree, [i for i, made_of in blocks.items() if left.intersection(made_of)]
 
@@ -421,13 +423,13 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], _Outputs | None]:
         """Return the kind of a call, and the outputs of the first call of that kind."""
         kind = self._kinds.kind_of(unit.module)
-        found = self._outputs.find(kind, key)
-        if found is None:
+        known = self._outputs.find(kind, key)
+        if known is None:
             say(unit.name)
             before = self._times.seconds
-            found = self._outputs.run(kind, key, run)
+            known = self._outputs.run(kind, key, run)
             self._times.seconds = before
-        variant, outputs = found
+        variant, outputs = known
         return (kind.group, *key, variant), outputs
 
 

@@ -16,13 +16,14 @@ from storage_ops.foundation.ops import Args, Kwargs, facts_of, flops_of
 from storage_ops.loss.planning.devices import Rates
 
 # On a CPU, measured with torch 2.13 on an AMD EPYC with AVX-512.
-_CORES = 2  # of the rates, and of the times of elements in the table of ops
-_OP = 7e-6  # of an op in Python, with autograd and the views before it
-_CACHED = 5.0  # times as fast as from memory are results that the allocator finds in the cache
-_FRESH = 32 << 20  # glibc maps a larger block anew each time, at a page fault for each page:
-_FAULTS = 3.0  # that takes as long as to move its bytes so many times
-# What Python does for a checkpointed layer, and for one whose output is discarded, as often as it
-# would ask a policy about an op in that time.
+_CORES = 2  # cores for which the rates and the times per element were measured
+_OP = 7e-6  # Python time of an op, including autograd and the views before it
+_CACHED = 5.0  # speed of results that the allocator places in the cache, relative to memory
+# glibc maps larger blocks anew for each allocation. Their page faults take as long as this many
+# copies of the block.
+_FRESH, _FAULTS = 32 << 20, 3.0
+# Python time of a checkpointed layer, and of a layer whose output is discarded, as a number of
+# policy decisions that take as long.
 _REGION, _DISCARD = 50, 25
 
 
@@ -31,7 +32,7 @@ class Roofline:
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
-        # Times of what the cores share, over those of the rates.
+        # Time of work that the cores share, relative to the time with `_CORES`.
         self.share = 1.0 if rates.overlaps else _CORES / torch.get_num_threads()
 
     def seconds(

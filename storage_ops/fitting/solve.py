@@ -90,8 +90,8 @@ class ActionProblem:
     def smallest(self) -> list[int]:
         """Return the choice with the lowest peak of all."""
         if self.repeated:
-            found = [_inserted(part.smallest(), fixed) for fixed, part in self._parts]
-            return min(found, key=lambda choice: (self.peak(choice), self.seconds(choice)))
+            choices = [_inserted(part.smallest(), fixed) for fixed, part in self._parts]
+            return min(choices, key=lambda choice: (self.peak(choice), self.seconds(choice)))
         low, high = 0, self.peak([0] * len(self.options))
         while low < high:
             middle = (low + high) // 2
@@ -127,8 +127,8 @@ class ActionProblem:
         """Return the choice that adds the fewest seconds within a budget, or None."""
         if self.repeated:
             parts = ((fixed, part.fastest(budget)) for fixed, part in self._parts)
-            found = [_inserted(choice, fixed) for fixed, choice in parts if choice is not None]
-            return min(found, key=self.seconds, default=None)
+            choices = [_inserted(choice, fixed) for fixed, choice in parts if choice is not None]
+            return min(choices, key=self.seconds, default=None)
         if self.between[0] > budget:
             return None
         # Sums of bytes, ascending, with fewer seconds each: (kept, seconds, index, state before).

@@ -28,8 +28,8 @@ from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.values.assume import Assumption
 
 
-class Books:
-    """The ledger and the result of a simulation."""
+class StepLedger:
+    """The ledger of a simulated step, and the with block in which the simulation runs."""
 
     def __init__(self, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
         self.ledger = Ledger(rounded if on_gpu else int)
@@ -48,9 +48,9 @@ class Books:
         self, holders: object, args: Args, kwargs: Kwargs
     ) -> Iterator[tuple[Simulation, Any, Any]]:
         """Simulate inside a with block, as `simulating` does."""
-        held = Captured(None, (holders, args), kwargs)
+        captured = Captured(None, (holders, args), kwargs)
         with simulating(
-            self.ledger, held, args, kwargs, self._assumption, self._on_gpu, self._rates
+            self.ledger, captured, args, kwargs, self._assumption, self._on_gpu, self._rates
         ) as simulated:
             yield simulated
 
@@ -98,12 +98,12 @@ class OpTimes(TorchDispatchMode):
             return out
         self.count += 1
         outputs = by_storage(tensors_in(out))
-        made = {key: t for key, t in outputs.items() if key not in inputs}
-        for key in made:  # perhaps that of a storage which is gone
+        new_tensors = {key: t for key, t in outputs.items() if key not in inputs}
+        for key in new_tensors:  # perhaps that of a storage which is gone
             self._made.pop(key, None)
-        sizes = [_nbytes(t) for t in made.values()]
+        sizes = [_nbytes(t) for t in new_tensors.values()]
         seconds = 0.0
-        if outputs and (made or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
+        if outputs and (new_tensors or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
             traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
             if op is torch.ops.storage_ops.linear_cross_entropy.default:
                 call = Call(*args, **kwargs)
@@ -121,10 +121,12 @@ class OpTimes(TorchDispatchMode):
             if is_mutating(op):
                 for key in inputs.keys() & outputs.keys() & self._made.keys():
                     self._made[key].saveable = False
-            saveable = bool(made) and not (is_mutating(op) or is_view(op) or is_allocation(op))
+            saveable = bool(new_tensors) and not (
+                is_mutating(op) or is_view(op) or is_allocation(op)
+            )
             saveable = saveable and self.roofline.is_worth_saving(seconds)
             self.ops.append(Op((name, number), sum(sizes), seconds, saveable))
-            self._made |= dict.fromkeys(made, self.ops[-1])
+            self._made |= dict.fromkeys(new_tensors, self.ops[-1])
         return out
 
 

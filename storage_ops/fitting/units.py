@@ -51,9 +51,9 @@ def units_of(model: nn.Module, loss: object = None) -> list[Unit]:
     for _, module in model.named_modules(remove_duplicate=False):
         places[id(module)] = places.get(id(module), 0) + 1
     below = [("", model)] if isinstance(model, LinearCrossEntropyLoss) else _units(model, "")
-    found = [(name, m) for name, m in below if places[id(m)] == 1]
-    found += heads_of_loss(loss, model).items()
-    return [Unit(name, m, fingerprint(m)) for name, m in found if "forward" not in vars(m)]
+    units = [(name, m) for name, m in below if places[id(m)] == 1]
+    units += heads_of_loss(loss, model).items()
+    return [Unit(name, m, fingerprint(m)) for name, m in units if "forward" not in vars(m)]
 
 
 def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

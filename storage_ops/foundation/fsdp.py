@@ -33,16 +33,16 @@ def states() -> Iterator[Any]:
     if is_used():
         kind = sys.modules[_STATE].FSDPState
         mapping = sys.modules[_MAPPING]._module_state_mapping
-        found = dict.fromkeys(reference() for reference in mapping.values())
-        yield from (state for state in found if isinstance(state, kind))
+        all_states = dict.fromkeys(reference() for reference in mapping.values())
+        yield from (state for state in all_states if isinstance(state, kind))
 
 
 def groups(state: Any) -> list[Any]:
     """Return the groups of parameters of a state that are gathered together."""
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # before torch 2.12
+    param_groups = getattr(state, "_fsdp_param_groups", None)
+    if param_groups is None:  # before torch 2.12
         return [g for g in (state._fsdp_param_group,) if g is not None]
-    return list(found)
+    return list(param_groups)
 
 
 def _groups() -> Iterator[tuple[Any, Any]]:
@@ -116,8 +116,8 @@ def lacks_parameters(fn: object) -> bool:
     """
     of_method, of_partial = getattr(fn, "__self__", None), getattr(fn, "args", ())
     modules = [m for m in (of_method, *of_partial) if isinstance(m, torch.nn.Module)]
-    found = (p for module in modules for p in module.parameters())
-    return any(hasattr(p, "ds_status") and p.numel() == 0 for p in found)
+    parameters = (p for module in modules for p in module.parameters())
+    return any(hasattr(p, "ds_status") and p.numel() == 0 for p in parameters)
 
 
 def is_parameter(value: object) -> bool:

@@ -62,8 +62,8 @@ def op_named(name: str) -> Overload | None:
     """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    return getattr(found, overload or "default", None)
+    op_packet = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(op_packet, overload or "default", None)
 
 
 @functools.cache
@@ -107,11 +107,11 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
         ['aten::mm']
     """
     if isinstance(ops, str):
-        raise TypeError(f"{field} is the string {ops!r}; expected a list of op names")
-    found: set[str] = set()
+        raise TypeError(f"`{field}` is the string {ops!r}. Expected a list of op names.")
+    names: set[str] = set()
     for op in ops:
-        found |= _resolve_one(op, field)
-    return frozenset(found)
+        names |= _resolve_one(op, field)
+    return frozenset(names)
 
 
 def _resolve_one(op: object, field: str) -> set[str]:
@@ -121,14 +121,14 @@ def _resolve_one(op: object, field: str) -> set[str]:
         op = str(op)
     if not isinstance(op, str):
         raise TypeError(
-            f"{field} contains {op!r}, a {type(op).__name__}; expected the name of an op, "
-            "such as 'aten.mm'"
+            f"`{field}` contains {op!r}, a {type(op).__name__}. Expected the name of an op, such "
+            "as 'aten.mm'."
         )
     match = _SPELLINGS.fullmatch(op.strip())
     if match is None:
         raise ValueError(
-            f"{field} contains {op!r}; expected the name of an op: namespace.name or "
-            "namespace.name.overload, such as 'aten.mm'"
+            f"`{field}` contains {op!r}. Expected the name of an op: namespace.name or "
+            "namespace.name.overload, such as 'aten.mm'."
         )
     namespace, name, overload = match.groups()
     packet = f"{namespace}::{name}"
@@ -136,24 +136,24 @@ def _resolve_one(op: object, field: str) -> set[str]:
         return {packet}
     by_overload = _overloads(packet)
     if not by_overload:
-        raise ValueError(f"{field} contains {op!r}: there is no such op{_similar(packet)}")
+        raise ValueError(f"`{field}` contains {op!r}: there is no such op.{_similar(packet)}")
     if overload is not None and overload not in by_overload:
         raise ValueError(
-            f"{field} contains {op!r}: {readable(packet)} has no such overload; expected one of "
-            f"{', '.join(sorted(by_overload))}"
+            f"`{field}` contains {op!r}: {readable(packet)} has no such overload. Expected one of "
+            f"{', '.join(sorted(by_overload))}."
         )
     wanted = by_overload if overload is None else [overload]
     kept = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
     if not kept:
         raise ValueError(
-            f"{field} contains {op!r}, which modifies its arguments in place; expected an op whose "
-            "result can be kept in the place of running it again"
+            f"`{field}` contains {op!r}, which modifies its arguments in place. Expected an op "
+            "whose result can be kept."
         )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if all(has_kernel(name, "CompositeImplicitAutograd") for name in kept):
         warnings.warn(
-            f"{field} contains {op!r}, which autograd sees as the ops it is made of; a policy is "
-            "asked about those (explain_policy lists them), and seldom about this one",
+            f"`{field}` contains {op!r}, which autograd sees as several other ops. A policy is "
+            "asked about those, and seldom about this one. Call explain_policy to list them.",
             stacklevel=2,
         )
     return kept
@@ -167,12 +167,12 @@ class _Overload(NamedTuple):
 def _overloads(packet: str) -> dict[str, _Overload]:
     """Return all overloads that the dispatcher has. TorchScript knows more."""
     known = set(all_names())
-    found = {}
+    by_overload = {}
     for schema in torch._C._jit_get_schemas_for_operator(packet):
         name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
         if name in known:
-            found[schema.overload_name or "default"] = _Overload(name, schema)
-    return found
+            by_overload[schema.overload_name or "default"] = _Overload(name, schema)
+    return by_overload
 
 
 def _similar(packet: str) -> str:
@@ -183,4 +183,4 @@ def _similar(packet: str) -> str:
         name, [p.partition("::")[2] for p in packets if p.startswith(f"{namespace}::")]
     )]  # fmt: skip
     near = near or difflib.get_close_matches(packet, packets)
-    return f"; did you mean {', '.join(map(readable, near))}?" if near else ""
+    return f" Did you mean {', '.join(map(readable, near))}?" if near else ""

@@ -166,7 +166,7 @@ def describe(names: str, **row: Unpack[Row]) -> None:
         full = name if "::" in name else f"aten::{name}"
         known = _rows.setdefault(full, {})
         if both := known.keys() & row.keys():
-            raise ValueError(f"describe: {full} has {sorted(both)} already; expected new facts")
+            raise ValueError(f"describe: {full} has {sorted(both)} already. Expected new facts.")
         known.update(row)
     _facts.clear()
 
@@ -181,10 +181,10 @@ def facts_of(op: Op) -> OpFacts:
 
     The lookup is by identity, because an op computes its hash in Python, which takes long.
     """
-    found = _facts.get(id(op))
-    if found is None:
-        found = _facts[id(op)] = _new_facts(op)
-    return found
+    facts = _facts.get(id(op))
+    if facts is None:
+        facts = _facts[id(op)] = _new_facts(op)
+    return facts
 
 
 def _new_facts(op: Op) -> OpFacts:
@@ -290,8 +290,8 @@ def _flops_of_attention(op: Op) -> Flops | None:
     schema = getattr(op, "_schema", None)  # flex_attention has none
     names = _QKV[0] if schema is None else [argument.name for argument in schema.arguments]
     places = {argument: place for place, argument in enumerate(names)}
-    found = next((qkv for qkv in _QKV if all(argument in places for argument in qkv)), None)
-    if found is None:
+    qkv_names = next((qkv for qkv in _QKV if all(argument in places for argument in qkv)), None)
+    if qkv_names is None:
         return None
     before = "scaled_dot_product" in name or name.startswith(HIGHER_ORDER)
     # Backward computes the scores again, and gradients of both factors of both products.
@@ -302,7 +302,7 @@ def _flops_of_attention(op: Op) -> Flops | None:
             place = places.get(argument, len(args))
             return args[place] if place < len(args) else kwargs.get(argument)
 
-        q, k, v = map(given, found)
+        q, k, v = map(given, qkv_names)
         if before:  # heads are before the sequence
             keys = k.shape[-2]
         else:

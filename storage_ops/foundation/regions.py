@@ -180,8 +180,8 @@ def _decision(policy: Policy | None, node: fx.Node) -> CheckpointPolicy | None:
         return CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
     if not isinstance(decision, CheckpointPolicy):
         raise TypeError(
-            f"the policy of a checkpointed region returned {decision!r} for {node.target}; "
-            "expected a torch.utils.checkpoint.CheckpointPolicy or a bool"
+            f"The policy of a checkpointed region returned {decision!r} for {node.target}. "
+            "Expected a torch.utils.checkpoint.CheckpointPolicy or a bool."
         )
     return decision
 

@@ -68,12 +68,12 @@ def written(node: fx.Node) -> Iterator[Any]:
 
 def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
     """Return, for each modified storage, the places in `order` of the nodes that modify it."""
-    found: dict[int, list[int]] = {}
+    writes: dict[int, list[int]] = {}
     for node, at in order.items():
         for t in tensors_of(written(node)):
             for key, _ in storages(t.meta.get("val")):
-                found.setdefault(key, []).append(at)
-    return found
+                writes.setdefault(key, []).append(at)
+    return writes
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[fx.Node]:
@@ -151,20 +151,20 @@ def attribute(module: object, target: str) -> Any:
 
 def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Compute the values of views again if their base has changed since they were recorded."""
-    made: dict[int, fx.Node] = {}
+    creator_of: dict[int, fx.Node] = {}
     for node in graph.nodes:
         keys = {key for key, _ in storages(node.meta.get("val"))}
-        if node.op == "call_function" and keys & made.keys():
+        if node.op == "call_function" and keys & creator_of.keys():
             sources = {
                 key
                 for source in node.all_input_nodes
                 for key, _ in storages(source.meta.get("val"))
             }
-            if keys & made.keys() - sources:
+            if keys & creator_of.keys() - sources:
                 compute_value(node, mode)
                 keys = {key for key, _ in storages(node.meta["val"])}
         for key in keys:
-            made.setdefault(key, node)
+            creator_of.setdefault(key, node)
 
 
 def storages(value: object) -> Iterator[tuple[int, int]]:

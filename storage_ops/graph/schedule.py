@@ -49,8 +49,8 @@ def schedule(gm: fx.GraphModule) -> Schedule:
     nodes = list(gm.graph.nodes)
     if not any("val" in node.meta for node in nodes):
         raise ValueError(
-            "schedule: no node of the graph has a 'val' in its meta; expected a graph of "
-            "trace_step or make_fx"
+            "schedule: no node of the graph has a 'val' in its meta. Expected a graph of "
+            "trace_step or make_fx."
         )
     made = {node: dict(storages(node.meta.get("val"))) for node in nodes}
     given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in made[node]}

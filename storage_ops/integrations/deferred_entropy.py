@@ -28,7 +28,7 @@ class _Step(StandIn):
         self._log_p = log_p
 
     def _error(self, what: str) -> Refused:
-        return self._log_p._error(f"{what} of probabilities that are not for the entropy")
+        return self._log_p._error(f"{what} of probabilities outside of the entropy")
 
     @classmethod
     def __torch_function__(

@@ -132,8 +132,8 @@ class Versions:
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         # A graph that is compiled repeats what it saw, and numbers of versions are not of it.
-        given = () if torch.compiler.is_compiling() else tensors
-        self._seen = [(t, t._version) for t in given if t is not None and not t.is_inference()]
+        watched = () if torch.compiler.is_compiling() else tensors
+        self._seen = [(t, t._version) for t in watched if t is not None and not t.is_inference()]
 
     def check(self) -> None:
         """Raise a RuntimeError if one of the tensors was written since."""
@@ -141,8 +141,8 @@ class Versions:
             if tensor._version != version:
                 raise RuntimeError(
                     f"patch_causal_lm: a tensor of shape {tuple(tensor.shape)} that the loss is "
-                    "made of was modified by an in-place operation after the forward; expected "
-                    "parameters, hidden states and labels to stay until the backward"
+                    "computed from was modified by an in-place operation after the forward. Keep "
+                    "parameters, hidden states and labels unchanged until the backward."
                 )
 
 
@@ -207,9 +207,9 @@ class Origin:
         if returned and self.weight.numel() and not self.weight.untyped_storage().size():
             raise RuntimeError(
                 f"patch_causal_lm: the weight of the output layer of {self.forward.model} was "
-                "freed after the forward, before the loss of its deferred logits; expected "
-                "reshard_after_forward=False of the module that it belongs to, as fully_shard has "
-                "it for the whole model"
+                "freed after the forward, before the loss of its deferred logits. Pass "
+                "reshard_after_forward=False to fully_shard of the module that it belongs to. This "
+                "is the default for the whole model."
             )
         self.versions.check()
         if autocast_dtype(hidden) == self.autocast:

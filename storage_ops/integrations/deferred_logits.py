@@ -118,12 +118,12 @@ class DeferredLogits(Tokens):
             scale, cap = self.scale, self.cap
             if cap is not None:
                 scale, cap = scale * cap, abs(cap)  # c * tanh(s * x) is the cap |c| of (s * c) * x
-            found = linear_cross_entropy(
+            evaluated = linear_cross_entropy(
                 hidden, self.origin.weight, target, linear_bias=self.bias, softcap=cap,
                 logit_scale=scale, max_valid=run.max_valid, gradient_tolerance=tolerance,
                 **options,
             )  # fmt: skip
-            return found if isinstance(found, tuple) else (found,)
+            return evaluated if isinstance(evaluated, tuple) else (evaluated,)
 
         with self._gradients():
             return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
@@ -141,11 +141,11 @@ class DeferredLogits(Tokens):
         if target is None:
             target = torch.zeros(tokens, dtype=torch.long, device=self.device)
         flat = self._like(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
-        found = flat.evaluate(
+        scores = flat.evaluate(
             target.reshape(-1), ("loss", "nll", "lse"), ignore_index=_NO_CLASS, label_smoothing=1.0
         )
-        self._scores_of[with_gradients] = found = {k: v.view(tokens) for k, v in found.items()}
-        return found
+        self._scores_of[with_gradients] = scores = {k: v.view(tokens) for k, v in scores.items()}
+        return scores
 
     def class_means(self) -> Tensor:
         """Return the mean of each token's logits over the classes, (...,), without a gradient."""
@@ -163,29 +163,29 @@ class DeferredLogits(Tokens):
 
         with torch.no_grad():
             flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
-            found: Tensor = self.origin.use(means, flat)
-        return found.view(self.shape[:-1])
+            means_per_token: Tensor = self.origin.use(means, flat)
+        return means_per_token.view(self.shape[:-1])
 
     def _error(self, what: str) -> Refused:
         run = self.origin.forward
         if run.labels is None:
             divergence = (
-                "Divergences of two models, as GKDTrainer of TRL computes them, are not supported; "
-                "storage_ops.linear_kl_div computes them from hidden states. "
+                "For divergences of two models, as GKDTrainer of TRL computes them, call "
+                "storage_ops.linear_kl_div, which takes hidden states. "
             )
             return Refused(
                 f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
-                "linear_cross_entropy cannot repeat without them; expected scaling by numbers, "
+                "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, "
                 "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
-                f"and gather of a class for each token. {divergence * self.normal}"
-                "formed() of them is the tensor, and "
-                'patch_causal_lm(model, logits="eval") does not defer it'
+                f"and gather of a class for each token. {divergence * self.normal}Call formed() of "
+                'them for the tensor, or patch_causal_lm(model, logits="eval"), which does not '
+                "defer it."
             )
         return Refused(
-            f"patch_causal_lm: {run.model} uses {what} on its logits, which "
-            "linear_cross_entropy cannot repeat without them; expected scaling by numbers, tanh "
-            "and torch.nn.functional.cross_entropy. storage_ops.unpatch_causal_lm(model) gives "
-            "the model its own loss back"
+            f"patch_causal_lm: {run.model} uses {what} on its logits, which linear_cross_entropy "
+            "cannot repeat without them. Expected scaling by numbers, tanh and "
+            "torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to give "
+            "the model its own loss back."
         )
 
     @classmethod
@@ -206,16 +206,21 @@ class DeferredLogits(Tokens):
             if func in _METHODS:
                 return getattr(logits, func.__name__)(*rest, **kwargs)
             if func is F.log_softmax:
-                given = dict(zip(("dim", "_stacklevel", "dtype"), rest, strict=False)) | kwargs
-                if given.get("dim") is not None:
-                    return logits.log_softmax(given["dim"], given.get("dtype"))
+                softmax_args = (
+                    dict(zip(("dim", "_stacklevel", "dtype"), rest, strict=False)) | kwargs
+                )
+                if softmax_args.get("dim") is not None:
+                    return logits.log_softmax(softmax_args["dim"], softmax_args.get("dtype"))
             if func is F.cross_entropy or (func is F.nll_loss and logits.normal):
                 return _cross_entropy(logits, *rest, **kwargs)
-        found = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
+        deferred_args = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
         name = getattr(func, "__name__", repr(func))
-        if not found:  # inside a list, as in torch.stack
-            raise Refused(f"patch_causal_lm: {name} of logits that are not computed")
-        raise found[0]._error(f"the function {name!r}")
+        if not deferred_args:  # inside a list, as in torch.stack
+            raise Refused(
+                f"patch_causal_lm: {name} gets a list with logits that are not computed. Call "
+                "formed() of them first."
+            )
+        raise deferred_args[0]._error(f"the function {name!r}")
 
     def float(self) -> DeferredLogits:
         """Return the logits in float32."""
@@ -252,10 +257,10 @@ class DeferredLogits(Tokens):
                 f"gather of {tuple(index.shape)} where one class of each token is "
                 f"{(*self.shape[:-1], 1)}"
             )
-        found = self._scores(index)
+        scores = self._scores(index)
         if not self.normal:
-            return (found["lse"] - found["nll"]).unsqueeze(-1)
-        return (found["nll"] * (1 if self.negative else -1)).unsqueeze(-1)
+            return (scores["lse"] - scores["nll"]).unsqueeze(-1)
+        return (scores["nll"] * (1 if self.negative else -1)).unsqueeze(-1)
 
     def take_along_dim(self, indices: Tensor, dim: int | None = None) -> Tensor:
         """Return the result of `gather`."""
@@ -342,8 +347,8 @@ class DeferredLogits(Tokens):
             by, dtype = factor.reshape(-1), self.dtype
             if factor.dim():
                 dtype = torch.promote_types(dtype, factor.dtype)
-            made = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
-            return made._like(dtype=dtype)
+            scaled = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
+            return scaled._like(dtype=dtype)
         if not isinstance(factor, (int, float)):
             raise self._error(f"{what} by a {type(factor).__name__}")
         scale, cap = self.scale, self.cap
@@ -429,13 +434,13 @@ def _cross_entropy(
     target, token_weight = run.targets_of(target)
     logits = logits if run.temperature == 1 else logits / run.temperature
     names = tuple(dict.fromkeys(("loss", *options.returns)))
-    found = logits.evaluate(
+    results = logits.evaluate(
         target, names, weight=weight, reduction=reduction, ignore_index=ignore_index,
         label_smoothing=smoothing, token_weight=token_weight,
     )  # fmt: skip
     others = {name: function(logits, target) for name, function in run.others.items()}
-    loss = found.pop("loss")
-    run.keep(found | others)
+    loss = results.pop("loss")
+    run.keep(results | others)
     # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
     # float32 that the loss was computed in.
     return loss.to(torch.promote_types(logits.dtype, torch.float32))

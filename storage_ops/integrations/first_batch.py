@@ -94,7 +94,7 @@ class FirstBatch:
             f"{self._compared(differences)}.{takes} The plan's step takes "
             f"{readable(self._plan.peak_bytes, up=True)}, within a budget of "
             f"{readable(self._plan.budget)}.{self._uncounted} Call fit {remedies}, or "
-            f"{self._training.remedy}"
+            f"{self._training.remedy}."
         )
 
     def _line(self, differences: list[Difference], peak: int | None) -> str:

@@ -20,8 +20,8 @@ class _Applied:
     def __init__(self, plan: FitPlan | str | os.PathLike[str]) -> None:
         if not isinstance(plan, (FitPlan, str, os.PathLike)):
             raise TypeError(
-                f"plan is {plan!r}, a {type(plan).__name__}; expected what storage_ops.fit "
-                "returned, or the path of a file that it saved"
+                f"`plan` is {plan!r}, a {type(plan).__name__}. Expected what storage_ops.fit "
+                "returned, or the path of a file that it saved."
             )
         self._given = plan
         self._plan: FitPlan | None = None
@@ -41,8 +41,8 @@ class _Applied:
         plan = self._given if isinstance(self._given, FitPlan) else load_fit(self._given, model)
         if not plan.is_of(model):
             raise ValueError(
-                f"plan was made for another object than the {type(model).__name__} that is "
-                "trained; expected a plan of that object, or the path of a file that it saved"
+                f"`plan` was made for another object than the {type(model).__name__} that is "
+                "trained. Expected a plan of that object, or the path of a file that it saved."
             )
         plan.apply()
         self._plan, self._first_batch = plan, FirstBatch(plan, model, training, self.end)
@@ -73,8 +73,8 @@ def _check_arguments(args: object) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # since 5.2x, and before
         if getattr(args, name, None):
             raise ValueError(
-                f"{name} is True in the TrainingArguments, and the plan of fit chooses itself what "
-                f"to recompute; expected TrainingArguments({name}=False)"
+                f"`{name}` is True in the TrainingArguments, but the plan of fit chooses what to "
+                f"recompute. Pass TrainingArguments({name}=False)."
             )
 
 

@@ -38,18 +38,18 @@ def _mean_logits(logits: DeferredLogits, target: Tensor) -> Tensor:
     return torch.where(target == IGNORED, 0, logits.class_means())
 
 
-# Of what a fused head returns per token: the result of the loss that it is, or its function.
+# The results per token of a fused head: results of the loss, and functions of the logits.
 _RESULTS = {"log_probs": "nll", "entropy": "entropy", "is_top1": "correct"}
 _OTHERS = {"mean_logits": _mean_logits, "log_sum_sq_probs": _log_sum_sq_probs}
 
 
-def _made_with(forward: object) -> inspect.ClosureVars | None:
+def _closure_of(forward: object) -> inspect.ClosureVars | None:
     """Return the options of a fused head. None for another forward, or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         if is_over(function):
             return None
-        # Its signature may be said to be that of the model's own.
+        # `__wrapped__` and `__signature__` may show the signature of the model's own forward.
         if isinstance(function, FunctionType) and "fused_lm_head" in (
             function.__kwdefaults__ or ()
         ):
@@ -58,53 +58,53 @@ def _made_with(forward: object) -> inspect.ClosureVars | None:
     return None
 
 
-def _wraps_own(given: object, model: nn.Module) -> bool:
+def _wraps_own(instance_forward: object, model: nn.Module) -> bool:
     """Return True if a forward runs the forward of the model's class, as accelerate's does."""
-    if not isinstance(given, MethodType):
+    if not isinstance(instance_forward, MethodType):
         return False
     cls = type(model)
     own = getattr(cls, "_original", cls).forward
-    function: Any = given.__func__
+    function: Any = instance_forward.__func__
     while function is not own and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function is own
 
 
-def check(model: nn.Module, given: object, options: LossOptions) -> None:
-    """Raise unless a patched forward can replace `given`, the forward set on a model or None."""
-    if given is None:
+def check(model: nn.Module, instance_forward: object, options: LossOptions) -> None:
+    """Raise unless a patched forward can replace the forward that is set on a model, or None."""
+    if instance_forward is None:
         return
-    name, made = type(model).__name__, _made_with(given)
-    if made is None and _wraps_own(given, model):
+    name, closure = type(model).__name__, _closure_of(instance_forward)
+    if closure is None and _wraps_own(instance_forward, model):
         return
-    if made is None or not isinstance(given, MethodType):
+    if closure is None or not isinstance(instance_forward, MethodType):
         raise replaced(name)
     known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
-    asked = set(made.nonlocals.get("outputs", ()))
-    if not known <= set(made.nonlocals) or "FusedCausalLMOutput" not in made.globals:
+    asked = set(closure.nonlocals.get("outputs", ()))
+    if not known <= set(closure.nonlocals) or "FusedCausalLMOutput" not in closure.globals:
         raise NotImplementedError(
-            f"patch_causal_lm: the fused head of {name} is not made as that of trl 1.15 and 1.16; "
-            "expected one of these"
+            f"patch_causal_lm: the fused head of {name} is not that of trl 1.15 or 1.16. Install "
+            "one of these versions."
         )
-    if made.nonlocals["cast_lm_head_to_fp32"]:
+    if closure.nonlocals["cast_lm_head_to_fp32"]:
         raise NotImplementedError(
-            f"patch_causal_lm: the fused head of {name} has cast_lm_head_to_fp32=True; expected "
-            "False: results per token are float32 without it"
+            f"patch_causal_lm: the fused head of {name} has cast_lm_head_to_fp32=True. Expected "
+            "False: results per token are float32 without it."
         )
     if asked - set(_RESULTS) - set(_OTHERS):
         raise NotImplementedError(
-            f"patch_causal_lm: the fused head of {name} has outputs {sorted(asked)}; expected some "
-            f"of {sorted(_RESULTS | _OTHERS)}"
+            f"patch_causal_lm: the fused head of {name} has outputs {sorted(asked)}. Expected some "
+            f"of {sorted(_RESULTS | _OTHERS)}."
         )
     if options.token_weights is not None or options.label_smoothing:
         raise ValueError(
-            f"patch_causal_lm: {name} has a fused head, whose losses a trainer makes; expected "
-            "token_weights=None and label_smoothing=0"
+            f"patch_causal_lm: {name} has a fused head, whose losses a trainer computes. Expected "
+            "token_weights=None and label_smoothing=0."
         )
 
 
-def over(model: nn.Module, given: Any, options: LossOptions) -> Any:
-    """Return the forward to set on a patched model in place of `given`.
+def over(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
+    """Return the forward to set on a patched model in place of `instance_forward`.
 
     A fused head becomes one that scores tokens without logits. A wrapper around the forward of the
     model's class gets the patched forward around it. Another forward stays.
@@ -112,15 +112,15 @@ def over(model: nn.Module, given: Any, options: LossOptions) -> Any:
     Raises:
         NotImplementedError, ValueError: as `check`.
     """
-    made = _made_with(given)
-    if made is None and _wraps_own(given, model):
-        forward: Any = model_forward(given.__func__)
-        forward._over = given.__func__
+    closure = _closure_of(instance_forward)
+    if closure is None and _wraps_own(instance_forward, model):
+        forward: Any = model_forward(instance_forward.__func__)
+        forward._over = instance_forward.__func__
         return MethodType(forward, model)
-    if made is None:
-        return given
-    check(model, given, options)
-    return MethodType(_fused_forward(given.__func__, made), model)
+    if closure is None:
+        return instance_forward
+    check(model, instance_forward, options)
+    return MethodType(_fused_forward(instance_forward.__func__, closure), model)
 
 
 def is_over(forward: object) -> bool:
@@ -138,43 +138,45 @@ def restore(model: nn.Module) -> None:
         model.forward = MethodType(over, model)
 
 
-def _fused_forward(given: Callable[..., Any], made: inspect.ClosureVars) -> Callable[..., Any]:
+def _fused_forward(
+    instance_forward: Callable[..., Any], closure: inspect.ClosureVars
+) -> Callable[..., Any]:
     """Return the patched forward over a fused head's forward. Both are functions of the model."""
-    plain, kind = model_forward(given), made.globals["FusedCausalLMOutput"]
-    asked = {"log_probs", *made.nonlocals["outputs"]}
+    plain, kind = model_forward(instance_forward), closure.globals["FusedCausalLMOutput"]
+    asked = {"log_probs", *closure.nonlocals["outputs"]}
 
-    @like(given)
+    @like(instance_forward)
     def forward(self: Any, *args: object, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(self, *args, **kwargs)
-        if not has_patch(self):  # any more
-            return given(self, *args, fused_lm_head=True, **kwargs)
+        if not has_patch(self):  # the patch was removed since
+            return instance_forward(self, *args, fused_lm_head=True, **kwargs)
         shifted = kwargs.get("shift_labels")
         labels: Tensor | None = kwargs.get("labels") if shifted is None else shifted
         if labels is None:
-            raise ValueError("fused_lm_head is True without labels; expected labels")
+            raise ValueError("`fused_lm_head` is True without labels. Pass labels.")
         kwargs["labels"] = labels
         names = tuple(_RESULTS[name] for name in _RESULTS if name in asked)
         budget = self._loss_options.memory_budget
         run = Forward(type(self).__name__, LossOptions(names, memory_budget=budget), labels, None)
-        run.temperature = made.nonlocals["temperature"]
+        run.temperature = closure.nonlocals["temperature"]
         run.others = {name: _OTHERS[name] for name in _OTHERS if name in asked}
         run.max_valid = "sync"
-        outputs = deferred(self, run, given, args, {**kwargs, "use_cache": False})
-        found = {name: run.results[_RESULTS.get(name, name)] for name in asked}
+        outputs = deferred(self, run, instance_forward, args, {**kwargs, "use_cache": False})
+        results = {name: run.results[_RESULTS.get(name, name)] for name in asked}
         if shifted is None:
-            found = {name: _without_last(value, labels) for name, value in found.items()}
+            results = {name: _without_last(value, labels) for name, value in results.items()}
             labels = labels[:, 1:]
-        found["log_probs"] = -found["log_probs"]
+        results["log_probs"] = -results["log_probs"]
         aux = outputs.get("aux_loss")
-        return kind(loss=outputs["loss"], label_mask=labels != IGNORED, aux_loss=aux, **found)
+        return kind(loss=outputs["loss"], label_mask=labels != IGNORED, aux_loss=aux, **results)
 
-    forward._over = given  # type: ignore[attr-defined]
+    forward._over = instance_forward  # type: ignore[attr-defined]
     return forward
 
 
 def _without_last(value: Tensor, labels: Tensor) -> Tensor:
-    """Return results of the tokens that have a next one, (B, T - 1)."""
+    """Return the results of all tokens but the last of each sequence, (B, T - 1)."""
     if value.numel() == labels.numel():
         return value.view(labels.shape)[:, :-1]
     return value.view(len(labels), -1)

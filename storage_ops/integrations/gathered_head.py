@@ -32,7 +32,7 @@ def is_hooked(head: nn.Module) -> bool:
 
 def is_gathered(head: nn.Module) -> bool:
     """Return True if all hooks of the layer are of a library that gathers its weight."""
-    hooks = [hook for found in _hooks_of(head).values() for hook in found.values()]
+    hooks = [hook for by_id in _hooks_of(head).values() for hook in by_id.values()]
     return all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
 
 
@@ -81,16 +81,13 @@ class Gathering:
 
         Raises:
             RuntimeError: the logits are returned.
-
-        Raises:
-            RuntimeError: they are.
         """
         if forward.labels is None:
             raise RuntimeError(
                 f'patch_causal_lm: {forward.model} with logits="deferred" is called without '
-                "labels, and the weight of its output layer is gathered for a call only "
-                "(fully_shard on the layer, ZeRO-3); expected labels in the call, or the layer "
-                "sharded with the model around it"
+                "labels. The weight of its output layer is gathered for that call only "
+                "(fully_shard on the layer, ZeRO-3). Pass labels, or shard the layer with the "
+                "model around it."
             )
 
     @property

@@ -55,7 +55,7 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(args) != 1 or kwargs:
             raise Refused(
                 f"patch_causal_lm: the output layer of {self._deferred_in.model} is called with "
-                f"{len(args)} arguments and {sorted(kwargs)}; expected the hidden states alone"
+                f"{len(args)} arguments and {sorted(kwargs)}. Expected the hidden states alone."
             )
         (hidden,) = args
         origin = Origin(self._deferred_in, _base_layer(self).weight, hidden, self)
@@ -70,8 +70,8 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def head(hidden: Tensor) -> Tensor:
             origin.versions.check()
-            made: Tensor = original(layer, hidden)
-            return made
+            logits: Tensor = original(layer, hidden)
+            return logits
 
         return deferred.through(head)
 
@@ -149,8 +149,8 @@ def _patched(head: Any, name: str) -> Any:
     if is_hooked(head) and not (plain and is_gathered(head)):
         raise RuntimeError(
             f"patch_causal_lm: the output layer of {name} has forward or backward hooks, which "
-            "would see no logits; expected none, or those of FSDP2 (fully_shard) or DeepSpeed on "
-            "a torch.nn.Linear that is not compiled"
+            "would see no logits. Expected none, or those of FSDP2 (fully_shard) or DeepSpeed on a "
+            "torch.nn.Linear that is not compiled."
         )
     _check_variants(head, name)
     if not isinstance(head, PatchedHead):
@@ -167,19 +167,19 @@ def _check(head: object, name: str) -> None:
     remedy = ""
     if kind.startswith("peft."):
         remedy = (
-            ". Of PEFT's, those of LoRA (DoRA too), AdaLoRA, VeRA, OFT, IA3 and "
-            "trainable_token_indices on a torch.nn.Linear are; else take the layer out of "
-            "target_modules, or train it whole by modules_to_save"
+            " PEFT's LoRA (DoRA too), AdaLoRA, VeRA, OFT, IA3 and trainable_token_indices on a "
+            "torch.nn.Linear work too. Otherwise take the layer out of target_modules, or train it "
+            "whole by modules_to_save."
         )
     if not isinstance(head, nn.Linear):
         raise TypeError(
-            f"patch_causal_lm: the output layer of {name}, get_output_embeddings(), is {kind}; "
-            f"expected torch.nn.Linear{remedy}"
+            f"patch_causal_lm: the output layer of {name}, get_output_embeddings(), is {kind}. "
+            f"Expected torch.nn.Linear.{remedy}"
         )
     if type(head).forward is not nn.Linear.forward:
         raise TypeError(
-            f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its own; "
-            f"expected that of torch.nn.Linear{remedy}"
+            f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its own. "
+            f"Expected that of torch.nn.Linear.{remedy}"
         )
 
 
@@ -191,15 +191,15 @@ def _check_variants(head: object, name: str) -> None:
         if kind not in _VARIANTS:
             raise TypeError(
                 f"patch_causal_lm: the adapter {adapter!r} of the output layer of {name} is "
-                f"{kind}; expected LoRA or DoRA. Take the layer out of target_modules, or train it "
-                "whole by modules_to_save"
+                f"{kind}. Expected LoRA or DoRA. Take the layer out of target_modules, or train it "
+                "whole by modules_to_save."
             )
 
 
 def replaced(what: str) -> RuntimeError:
     """Return the error for a forward that was set on an instance."""
     return RuntimeError(
-        f"patch_causal_lm: the forward of {what} was replaced on the instance; expected that of "
-        "its class. Patch the model before other libraries wrap it; a model that is spread over "
-        "devices by hooks (device_map) cannot be patched"
+        f"patch_causal_lm: the forward of {what} was replaced on the instance. Expected that of "
+        "its class. Patch the model before other libraries wrap it. A model that hooks spread over "
+        "devices (device_map) cannot be patched."
     )

@@ -80,5 +80,5 @@ def _say_that_it_has_no_effect(model: nn.Module) -> None:
     warn_caller(
         f"patch_causal_lm: the patch of {type(model).__name__} has no effect. {name} has replaced "
         "its forward since, and does not call the patched one. Turn off the option that replaces "
-        "it, such as use_liger_kernel, or call storage_ops.unpatch_causal_lm(model)"
+        "it, such as use_liger_kernel, or call storage_ops.unpatch_causal_lm(model)."
     )

@@ -62,13 +62,13 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return deferred(self, run, original, args, kwargs)
         weights = _weights(self, options.token_weights, labels, kwargs)
         run = Forward(name, options, labels, weights)
-        given = labels if weights is None else run.places
+        labels_or_places = labels if weights is None else run.places
         if len(args) > position:
-            args = (*args[:position], given, *args[position + 1 :])
+            args = (*args[:position], labels_or_places, *args[position + 1 :])
         else:
-            kwargs["labels"] = given
+            kwargs["labels"] = labels_or_places
         if shifted is not None:
-            kwargs["shift_labels"] = given
+            kwargs["shift_labels"] = labels_or_places
         outputs = deferred(self, run, original, args, kwargs)
         formed = options.logits == "always" or (options.logits != "never" and not self.training)
         return _finished(outputs, formed, run.results)
@@ -102,11 +102,11 @@ def deferred(
     if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
         others = [name for name in other_labels(forward) if kwargs.get(name) is None]
-        also = f". It may need {' and '.join(others)} too" if others else ""
+        also = f" It may need {' and '.join(others)} too." if others else ""
         raise Refused(
-            f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}; "
-            f"expected a causal language modeling loss of the logits of its output layer{also}. "
-            "storage_ops.unpatch_causal_lm(model) gives the model its own loss back"
+            f"patch_causal_lm: the forward of {run.model} with labels ended without {missing}. "
+            f"Expected a causal language modeling loss of the logits of its output layer.{also} "
+            "Call storage_ops.unpatch_causal_lm(model) to give the model its own loss back."
         )
     return outputs
 
@@ -116,8 +116,8 @@ def _check_is_whole(model: nn.Module, name: str) -> None:
     if getattr(model, "_is_replica", False):
         raise RuntimeError(
             f'patch_causal_lm: {name} with logits="deferred" is called by torch.nn.DataParallel, '
-            "which gathers its logits on one device; expected DistributedDataParallel, one process "
-            "for each device, as torchrun starts them"
+            "which gathers its logits on one device. Use DistributedDataParallel, one process for "
+            "each device, as torchrun starts them."
         )
 
 
@@ -126,10 +126,9 @@ def _refuse_without_labels(name: str, option: str, value: object) -> None:
     if isinstance(value, Tensor) or value:
         shown = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"patch_causal_lm: {option} is {shown}, and {name} is called in training without "
-            "labels, so its loss is another's, made without that; expected labels in the call. "
-            "Trainer takes them from the model where it has a compute_loss_func or "
-            "label_smoothing_factor"
+            f"patch_causal_lm: `{option}` is {shown}, and {name} is called in training without "
+            "labels, so another loss is used, which ignores it. Pass labels in the call. Trainer "
+            "removes them from the call if it has a compute_loss_func or label_smoothing_factor."
         )
 
 
@@ -138,11 +137,10 @@ def _say_that_labels_lack(name: str) -> None:
     """Warn, the first time, if a trainer may have removed the labels from the model's call."""
     warn_caller(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
-        "and it has no loss and no results per token. Trainer takes the labels from the model "
-        "where it has a compute_loss_func or label_smoothing_factor, and so do the ORPO, CPO, TPO "
-        "and OnlineDPO trainers of TRL: with "
-        'patch_causal_lm(model, logits="deferred") their losses need no logits. A compute_loss() '
-        "of your own can have the labels, and outputs.nll"
+        "and it has no loss and no results per token. Trainer removes the labels from the call if "
+        "it has a compute_loss_func or label_smoothing_factor, and so do the ORPO, CPO, TPO and "
+        'OnlineDPO trainers of TRL. With patch_causal_lm(model, logits="deferred") their losses '
+        "need no logits. A compute_loss() of your own can pass the labels, and read outputs.nll."
     )
 
 
@@ -152,50 +150,51 @@ def _weights(
     """Return the weights of a call's tokens, and remove them from its keywords."""
     name = "token_weights" if weights is None else weights
     if isinstance(name, str):
-        given = kwargs.pop(name, None)
-        if weights is None and given is not None:  # transformers would take it and do nothing
+        weights_arg = kwargs.pop(name, None)
+        if weights is None and weights_arg is not None:  # transformers would take it and do nothing
             raise TypeError(
-                "patch_causal_lm: the model is called with token_weights, of which it was not "
-                'told; expected storage_ops.patch_causal_lm(model, token_weights="token_weights")'
+                "patch_causal_lm: the model is called with `token_weights`, but was patched "
+                "without that keyword. Call storage_ops.patch_causal_lm(model, "
+                'token_weights="token_weights").'
             )
-        if weights is not None and given is None and model.training:
+        if weights is not None and weights_arg is None and model.training:
             raise ValueError(
-                f"patch_causal_lm: token_weights is {name!r}, and a call in training has no "
-                "keyword of that name; expected it in the batch, for which Trainer needs "
-                "remove_unused_columns=False"
+                f"patch_causal_lm: `token_weights` is {name!r}, and a call in training has no "
+                "keyword of that name. Put it into the batch, for which Trainer needs "
+                "remove_unused_columns=False."
             )
-        weights = given
+        weights = weights_arg
     if weights is None:
         return None
     if not isinstance(weights, Tensor) or weights.shape != labels.shape:
-        found = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
+        value = f"of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else repr(weights)
         raise ValueError(
-            f"patch_causal_lm: token_weights is {found}; expected a tensor of the labels' shape, "
-            f"{tuple(labels.shape)}"
+            f"patch_causal_lm: `token_weights` is {value}. Expected a tensor of the labels' shape, "
+            f"{tuple(labels.shape)}."
         )
     return weights
 
 
 def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
     """Return a model's outputs with results per token, and the logits removed or computed."""
-    found: list[tuple[DeferredLogits, Tensor]] = []
+    deferred_outputs: list[tuple[DeferredLogits, Tensor]] = []
 
     def one(value: object) -> Any:
         """Return the value or its replacement, also inside outputs of a part of the model."""
         if isinstance(value, DeferredLogits):
             if not formed:
                 return None
-            tensor = next((t for logits, t in found if logits is value), None)
+            tensor = next((t for logits, t in deferred_outputs if logits is value), None)
             if tensor is None:
                 tensor = value.formed()
-                found.append((value, tensor))
+                deferred_outputs.append((value, tensor))
             return tensor
         if type(value) is tuple:
             return tuple(one(v) for v in value)
         if isinstance(value, dict):
-            made = {k: one(v) for k, v in value.items()}
-            if any(made[k] is not v for k, v in value.items()):
-                return type(value)(**made)
+            items = {k: one(v) for k, v in value.items()}
+            if any(items[k] is not v for k, v in value.items()):
+                return type(value)(**items)
         return value
 
     outputs = one(outputs)

@@ -139,8 +139,8 @@ def patch_causal_lm(
             a plain output layer. Adapters of the output layer and fused heads of TRL stay exact.
 
     Returns:
-        A context manager that yields the model and calls `unpatch_causal_lm` at its end. It need
-        not be used as one.
+        A context manager that yields the model and calls `unpatch_causal_lm` at its end. The patch
+        is applied without a with block, too.
 
     Raises:
         TypeError: the model is of another kind, or there are token_weights for an encoder-decoder,
@@ -166,21 +166,21 @@ def patch_causal_lm(
         >>> outputs.logits is None, outputs.nll.shape
         (True, torch.Size([2, 8]))
     """
-    given, model = model, _inner(model)
+    outer_model, model = model, _inner(model)
     name = type(model).__name__
     budget = budget_of(memory_budget, "patch_causal_lm")
     options = _options(returns, token_weights, label_smoothing, logits, budget, gradient_tolerance)
     if isinstance(model, PatchedModel):
         if model._loss_options.key != options.key:
             raise RuntimeError(
-                f"patch_causal_lm: {name} is patched already, with {model._loss_options}; expected "
-                f"the same, {options}, or storage_ops.unpatch_causal_lm(model) first"
+                f"patch_causal_lm: {name} is patched already, with {model._loss_options}. Pass the "
+                f"same options ({options}), or call storage_ops.unpatch_causal_lm(model) first."
             )
-        return CausalLMPatch(given, applied=False)
+        return CausalLMPatch(outer_model, applied=False)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"patch_causal_lm: model is {name}, without get_output_embeddings(); expected a "
-            "transformers model, not a wrapper around one"
+            f"patch_causal_lm: `model` is {name}, without get_output_embeddings(). Expected a "
+            "transformers model, not a wrapper around one."
         )
     if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         check_version("transformers", "patch_causal_lm")
@@ -188,17 +188,20 @@ def patch_causal_lm(
     fused_head.check(model, given_forward, options)
     parameters = inspect.signature(type(model).forward).parameters
     if "labels" not in parameters:
-        raise TypeError(f"patch_causal_lm: forward of {name} takes no labels; expected it to")
+        raise TypeError(
+            f"patch_causal_lm: the forward of {name} takes no labels. Expected a model whose "
+            "forward does."
+        )
     if isinstance(token_weights, str) and token_weights in parameters:
         raise ValueError(
-            f"patch_causal_lm: token_weights is {token_weights!r}, which the forward of {name} "
-            "takes itself; expected the name of a keyword that is for the weights alone"
+            f"patch_causal_lm: `token_weights` is {token_weights!r}, which the forward of {name} "
+            "takes itself. Expected the name of a keyword for the weights alone."
         )
     config = getattr(model, "config", None)
     if token_weights is not None and getattr(config, "is_encoder_decoder", False):
         raise TypeError(
-            f"patch_causal_lm: {name} is an encoder-decoder, which makes inputs of its labels; "
-            "expected token_weights=None"
+            f"patch_causal_lm: {name} is an encoder-decoder, which computes inputs from its "
+            "labels. Expected token_weights=None."
         )
     model.__class__ = PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
@@ -212,13 +215,11 @@ def patch_causal_lm(
     except BaseException:  # an interrupt too
         unpatch_causal_lm(model)
         raise
-    return CausalLMPatch(given, applied=True)
+    return CausalLMPatch(outer_model, applied=True)
 
 
 def _inner(model: object) -> Any:
-    """Return the model in a `PeftModel`, or in the result of torch.compile.
-
-    Others stay as they are.
+    """Return the model in a `PeftModel` or in the result of torch.compile; other models unchanged.
 
     A `PeftModel` adds its adapters to the model in it.
     """
@@ -238,24 +239,24 @@ def _options(
     """Return the options after checking them. An error names the wrong one."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(RESULTS):
-        raise ValueError(f"patch_causal_lm: returns is {returns!r}; expected some of {RESULTS}")
+        raise ValueError(f"patch_causal_lm: `returns` is {returns!r}. Expected some of {RESULTS}.")
     if logits not in LOGITS:
-        raise ValueError(f"patch_causal_lm: logits is {logits!r}; expected one of {LOGITS}")
+        raise ValueError(f"patch_causal_lm: `logits` is {logits!r}. Expected one of {LOGITS}.")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(
-            f"patch_causal_lm: label_smoothing is {label_smoothing!r}; expected a number from 0 "
-            "to 1"
+            f"patch_causal_lm: `label_smoothing` is {label_smoothing!r}. Expected a number from 0 "
+            "to 1."
         )
     if not isinstance(token_weights, (Tensor, str, type(None))):
         raise TypeError(
-            f"patch_causal_lm: token_weights is {token_weights!r}; expected a tensor, the name of "
-            "a keyword of the model's call, or None"
+            f"patch_causal_lm: `token_weights` is {token_weights!r}. Expected a tensor, the name "
+            "of a keyword of the model's call, or None."
         )
     check_rules("patch_causal_lm", TOLERANCE, {"gradient_tolerance": gradient_tolerance})
     if gradient_tolerance and (label_smoothing or "entropy" in names):
         raise ValueError(
-            f"patch_causal_lm: gradient_tolerance is {gradient_tolerance}; expected 0 with "
-            "label_smoothing or 'entropy' in returns, whose gradients it does not bound"
+            f"patch_causal_lm: `gradient_tolerance` is {gradient_tolerance}. Expected 0 with "
+            "label_smoothing or 'entropy' in returns, whose gradients it does not bound."
         )
     smoothing, tolerance = float(label_smoothing), float(gradient_tolerance)
     return LossOptions(names, token_weights, smoothing, logits, memory_budget, tolerance)
@@ -301,7 +302,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"unpatch_causal_lm: model is {type(model).__name__}; expected a torch.nn.Module"
+            f"unpatch_causal_lm: `model` is {type(model).__name__}. Expected a torch.nn.Module."
         )
     model = _inner(model)
     if not isinstance(model, PatchedModel):
@@ -310,7 +311,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
     if any("_original" not in vars(type(module)) for module in modules):
         raise RuntimeError(
             f"unpatch_causal_lm: the class of {type(model).__name__} or of its output layer was "
-            "changed after patch_causal_lm; expected the one it made. Undo the later change first"
+            "changed after patch_causal_lm. Undo the later change first."
         )
     for module in modules:
         for attribute in ("_deferred_in", "_loss_options", OWN_OPTIONS):

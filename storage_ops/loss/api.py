@@ -148,11 +148,11 @@ def linear_cross_entropy(
             position i is scored with target i + 1, and with k, with target i + k (multi-token
             prediction). Equals calling with input[..., :-k, :], target[..., k:] and
             token_weight[..., k:], without the copy.
-        max_valid: on a GPU ignored tokens cost as much as others, for only the device knows how
-            many there are. Given an upper bound for the number of tokens that are not ignored, no
-            others are worked on. More tokens than that make the loss nan. "sync" reads the number,
-            which waits for the device once. On a CPU ignored tokens cost nothing anyway. Without
-            effect on distributions, all of which are worked on.
+        max_valid: an upper bound for the number of tokens that are not ignored, for a GPU. Without
+            it ignored tokens cost as much as others, because only the device knows how many there
+            are. More tokens than the bound make the loss nan. "sync" reads the number, and waits
+            for the device once. It has no effect on a CPU, where ignored tokens cost nothing, and
+            on distributions, all of which are computed.
         accumulate_into: (V, D), float32 (float64 for float64 weights): the weight's gradient is
             added to it in the backward instead of being returned, and linear_weight.grad stays as
             it is.
@@ -162,21 +162,21 @@ def linear_cross_entropy(
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
             them), at least 32 MiB and at most 1 GiB. With more tokens than the hidden size it adds
-            a float32 sum for the gradient of a 16-bit weight, if the forward makes that. Logits
-            wait in the gradient of the weight until it is written, so a small budget costs little
-            time up to that many tokens. The float32 sums of a 16-bit gradient of the input lie
-            there too where the budget has no room for them. `storage_ops.plan` shows what becomes
-            of it.
+            a float32 sum for the gradient of a 16-bit weight, if the forward computes it. Logits
+            are stored in the gradient of the weight until it is written, so a small budget costs
+            little time up to that many tokens. The float32 sums of a 16-bit gradient of the input
+            are stored there too, if the budget has no room for them. `storage_ops.plan` shows the
+            plan for a budget.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group, or a DeviceMesh of one dimension, whose ranks hold
             consecutive slices of the vocabulary (linear_weight, linear_bias, weight), of one size
             or not. Every rank has all tokens, in the same order, and target holds indices of the
             whole. For a sequence that is sharded see input_grad. Ranks compare sizes, options and
-            checksums of the targets, on a GPU in the first call of a shape. All of them raise where
-            these differ, and on a CPU also where one rank refuses its arguments. With DTensors it
-            follows from their placements: see the page in docs.
-        valid_classes: of the whole vocabulary, the classes from this one on are padding: they have
-            no probability, and their gradients are 0. None: none is.
+            checksums of the targets, on a GPU in the first call of a shape. All of them raise if
+            these differ, and on a CPU also if one rank refuses its arguments. DTensors need no
+            group: their placements say what the ranks hold.
+        valid_classes: the number of classes of the whole vocabulary before padding. Padding has no
+            probability, and its gradients are 0. None: there is no padding.
         input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
             summed over the ranks. "partial": its own part of that sum, for a caller whose gather
             adds up in its backward (reduce-scatter, as in sequence parallelism). "reduce_scatter":
@@ -194,8 +194,8 @@ def linear_cross_entropy(
         logits_dtype: logits have the dtype of input (None), or torch.float32 with 16-bit input:
             then products are not rounded before the softmax, as importance ratios in reinforcement
             learning need it. Only tiles of logits are in float32, within memory_budget. Each logit
-            takes twice as much of it, and none waits in the gradient of the weight. Gradients of
-            logits are rounded to 16 bits before they are multiplied, as without.
+            takes twice as much of it, and none is stored in the gradient of the weight. Gradients
+            of logits are still rounded to 16 bits before they are multiplied.
         selected_ids: for "selected": (..., K), dtypes of target, K classes for every token. shift
             moves them as it moves target; ignore_index stands for no class.
         top_k: for "topk": how many classes.
@@ -205,10 +205,10 @@ def linear_cross_entropy(
             target and all others have their exact gradient. An average of the classes that are left
             out replaces them in the input's gradient. So its error is far below tolerance * the
             largest norm of a row of linear_weight. 3e-3 has errors like those of
-            rounding to bfloat16. Where the model is sure, most classes are left out of two of the
-            three products; where it is not, as at the first step, nothing is. Not for labels that
-            are smoothed or spread, nor beside "entropy", "selected" and "topk". See the page
-            "Below three products" in docs.
+            rounding to bfloat16. If the model is sure, most classes are left out of two of the
+            three products. If it is not, as at the first step, nothing is. It is an error with
+            smoothed labels and distributions, and with "entropy", "selected" and "topk". See the
+            page "Below three products" in docs.
         max_classes: with gradient_tolerance: the share of the classes, from above 0 to 1, that the
             gradient is multiplied with, whatever tokens leave out. On a GPU that saves one wait for
             the device for each chunk of tokens, so it may be captured in a CUDA graph; "dropped"
@@ -233,15 +233,14 @@ def linear_cross_entropy(
         product runs in the autocast dtype, as F.linear does. A token with a nan or +inf logit, or
         with no logit above -inf, has a nan loss, as in F.cross_entropy.
 
-        A mean or a sum makes its gradients in the forward, and needs three matrix products (more
-        where a small budget forms some logits again, up to five). The backward multiplies them by
-        the upstream gradient, which costs those of 16-bit arguments a second rounding unless it is
-        1 or another power of two. Reduction "none", float16, accumulate_into, and "nll", "lse",
-        "entropy", "selected" or "topk" in `returns` keep a few numbers per token and form the
-        logits again in the backward: four, or up to five. In eager code the last tile of logits
-        stays until then, within memory_budget, or until the next call on the device: a budget with
-        room for all logits takes three. Nothing needing gradients: one. Two runs give the same
-        bits.
+        A mean or a sum computes its gradients in the forward, in three matrix products (up to five
+        with a small budget). The backward multiplies them by the upstream gradient. This rounds
+        those of 16-bit arguments a second time, unless it is 1 or another power of two. Reduction
+        "none", float16, accumulate_into, and "nll", "lse", "entropy", "selected" or "topk" in
+        `returns` keep a few numbers per token. They compute the logits again in the backward, in
+        four or up to five products. Eager code keeps the last tile of logits until then, within
+        memory_budget, or until the next call on the device. A budget for all logits therefore
+        takes three products. A call without gradients takes one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, or calls of a
@@ -267,12 +266,12 @@ def linear_cross_entropy(
         >>> values.shape, ids.shape
         (torch.Size([2, 8, 5]), torch.Size([2, 8, 5]))
     """
-    given: dict[str, Tensor | None] = {
+    checked_tensors: dict[str, Tensor | None] = {
         "input": input, "linear_weight": linear_weight, "target": target,
         "linear_bias": linear_bias, "weight": weight, "token_weight": token_weight,
         "accumulate_into": accumulate_into, "selected_ids": selected_ids,
     }  # fmt: skip
-    check_tensors(OP, given, ("input", "linear_weight", "target"))
+    check_tensors(OP, checked_tensors, ("input", "linear_weight", "target"))
     target = class_indices(target)
     selected_ids = None if selected_ids is None else class_indices(selected_ids)
     memory_budget = budget_of(memory_budget, OP)
@@ -334,9 +333,9 @@ def linear_cross_entropy(
     )
     if "dropped" in returns and any(needs) and not in_forward:
         raise ValueError(
-            "linear_cross_entropy: returns has 'dropped', and the gradients are made in the "
-            "backward; expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
-            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in returns"
+            "linear_cross_entropy: `returns` has 'dropped', but the gradients are computed in the "
+            "backward. Expected reduction 'mean' or 'sum', no float16, no accumulate_into, no "
+            f"torch.func, no target that requires grad and none of {_PER_TOKEN} in `returns`."
         )
     if selected_ids is not None and shift:
         selected_ids = selected_ids[..., int(shift) :, :]

@@ -137,7 +137,7 @@ TOLERANCE = (
     Rule("gradient_tolerance", lambda share: 0 <= share < 1, "a probability from 0 to below 1"),
 )
 
-_NO_TENSOR = "a number, for it gets no gradient: multiply input by a scale that is learned"
+_NO_TENSOR = "a number, because it gets no gradient. Multiply the input by a learned scale"
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 
 RULES = (
@@ -160,7 +160,7 @@ RULES = (
     Rule(
         "plan",
         lambda plan: plan is None or hasattr(plan, "key"),
-        "what storage_ops.plan returns, or None",
+        "the result of storage_ops.plan, or None",
         TypeError,
     ),
 )
@@ -183,8 +183,8 @@ def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) ->
     """Return a call with other tensors; without any, it keeps no memory."""
     kind: Any = type(call)
     names = _tensor_fields(kind)
-    given = (None,) * len(names) if tensors is None else tensors
-    changed: _Call = kind._replace(call, **dict(zip(names, given, strict=True)))
+    values = (None,) * len(names) if tensors is None else tensors
+    changed: _Call = kind._replace(call, **dict(zip(names, values, strict=True)))
     return changed
 
 
@@ -258,8 +258,8 @@ class Call(NamedTuple):
     @staticmethod
     def of_backward(args: Sequence[Any]) -> Call:
         """Return the call of which `for_backward` returned these arguments."""
-        given: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
-        return Call(*given)
+        call_args: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
+        return Call(*call_args)
 
 
 _INTO = Call._fields.index("accumulate_into")

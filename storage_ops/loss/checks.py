@@ -15,14 +15,23 @@ from storage_ops.quantities import parse_bytes
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 OP = "linear_cross_entropy"
-_NONE_NEEDED = "a tensor that needs none: its gradient is not computed; detach it"
+_NONE_NEEDED = "a tensor that needs none, because its gradient is not computed. Detach it"
 
 
 def wrong(
     kind: type[Exception], argument: str, found: object, expected: str, op: str = OP
 ) -> Exception:  # fmt: skip
-    """Return an error that names the argument, its value, and what was expected."""
-    return kind(f"{op}: {argument} {found}; expected {expected}")
+    """Return an error that names an argument, its value, and what was expected.
+
+    Args:
+        kind: the class of the error.
+        argument: the name, and the verb unless `found` begins with one, such as "softcap is".
+        found: the value.
+        expected: other values that are allowed.
+        op: the function whose argument it is.
+    """
+    name, _, verb = argument.partition(" ")
+    return kind(f"{op}: `{name}` {verb}{' ' * bool(verb)}{found}. Expected {expected}.")
 
 
 def check_rules(op: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> None:
@@ -30,8 +39,8 @@ def check_rules(op: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> Non
     for option, fits, expected, kind in rules:
         value = given[option]
         if not fits(value):
-            found = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise wrong(kind, f"{option} is", found, expected, op)
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise wrong(kind, f"{option} is", shown, expected, op)
 
 
 def check_tensors(op: str, given: Mapping[str, object], required: Collection[str]) -> None:
@@ -75,12 +84,12 @@ def check_group(op: str, process_group: Any) -> None:
 def check_layout(op: str, name: str, t: Tensor) -> None:
     """Raise a TypeError for a sparse or nested tensor, which no kernel takes."""
     if t.is_nested:
-        found, rule = "a nested tensor", "a dense one, such as the values() of a jagged tensor"
+        layout, rule = "a nested tensor", "a dense one, such as the values() of a jagged tensor"
     elif t.layout != torch.strided:
-        found, rule = f"a tensor of layout {t.layout}", "a dense one, such as its to_dense()"
+        layout, rule = f"a tensor of layout {t.layout}", "a dense one, such as its to_dense()"
     else:
         return
-    raise TypeError(f"{op}: {name} is {found}; expected {rule}")
+    raise TypeError(f"{op}: `{name}` is {layout}. Expected {rule}.")
 
 
 def class_indices(t: Tensor) -> Tensor:
@@ -100,7 +109,7 @@ def budget_of(memory_budget: Any, op: str) -> Any:
     """Return a memory_budget as a number that the op's schema takes; symbols and None stay."""
     counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not counts:
-        memory_budget = parse_bytes(memory_budget, f"{op}: memory_budget")
+        memory_budget = parse_bytes(memory_budget, f"{op}: `memory_budget`")
     if isinstance(memory_budget, int):
         memory_budget = min(memory_budget, torch.iinfo(torch.int64).max)
     return memory_budget
@@ -120,8 +129,8 @@ def group_of(mesh: Any, name: str) -> Any:
         return mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"{name}: process_group is a mesh of {mesh.ndim} dimensions; expected one: mesh['tp'], "
-            "or a process group"
+            f"{name}: `process_group` is a mesh of {mesh.ndim} dimensions. Expected one dimension, "
+            "such as mesh['tp'], or a process group."
         )
     return mesh.get_group()
 
@@ -154,7 +163,9 @@ def check_arguments(
     check_ignore_index(ignore_index)
     vocab = linear_weight.shape[0]
     if vocab == 0:
-        raise wrong(ValueError, "linear_weight has shape", tuple(linear_weight.shape), "a class")
+        raise wrong(
+            ValueError, "linear_weight has shape", tuple(linear_weight.shape), "at least one class"
+        )
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
     if given["gradient_tolerance"] and target.is_floating_point():
@@ -202,14 +213,14 @@ def check_head(op: str, given: Mapping[str, Tensor]) -> None:
     hint = ""
     if input.dim() >= 1 and weight.dim() >= 2 and shape[0] == input.shape[-1]:
         hints = [
-            f"{states} looks like logits: pass the hidden states, the input of the linear layer",
-            f"{head} looks transposed, as if it were (D, V): pass {head}.T",
+            f"`{states}` looks like logits: pass the hidden states, the input of the linear layer.",
+            f"`{head}` looks transposed, as if it were (D, V): pass {head}.T.",
         ]
         # Few models have fewer classes than hidden sizes.
-        hint = ". " + ". Or ".join(hints if shape[0] >= shape[-1] else reversed(hints))
+        hint = " " + " Or ".join(hints if shape[0] >= shape[-1] else reversed(hints))
     raise ValueError(
-        f"{op}: {head} has shape {shape}; expected {wanted} with D the last size of {states}, "
-        f"which has shape {tuple(input.shape)}{hint}"
+        f"{op}: `{head}` has shape {shape}. Expected {wanted} with D the last size of `{states}`, "
+        f"which has shape {tuple(input.shape)}.{hint}"
     )
 
 
@@ -218,7 +229,7 @@ def check_ignore_index(ignore_index: int) -> None:
     if isinstance(ignore_index, bool) or not is_integer(ignore_index):
         raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
-        raise wrong(ValueError, "ignore_index is", ignore_index, "one that int64 holds")
+        raise wrong(ValueError, "ignore_index is", ignore_index, "a value in the range of int64")
 
 
 def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
@@ -256,7 +267,7 @@ def _check_tolerance(given: Mapping[str, Any]) -> None:
     if unbounded:
         rule = (
             f"none of {_NOT_BOUNDED} with a gradient_tolerance, which does not bound the error of "
-            "their gradients; get them from a call under torch.no_grad()"
+            "their gradients. Compute them in a call under torch.no_grad()"
         )
         raise wrong(ValueError, "returns is", repr(given["returns"]), rule)
 
@@ -264,15 +275,15 @@ def _check_tolerance(given: Mapping[str, Any]) -> None:
 def check_divisor(divisor: float | Tensor, reduction: str) -> None:
     """Raise a TypeError or ValueError unless it is a number for this reduction."""
     if reduction != "sum":
-        rule = "reduction 'sum' with a divisor"
+        rule = "'sum' with a divisor"
         raise wrong(ValueError, "reduction is", repr(reduction), rule)
     if not isinstance(divisor, Tensor):
         if not is_number(divisor):
             raise wrong(TypeError, "divisor is", repr(divisor), "a number, or a tensor")
         return
     if divisor.dim() or divisor.is_complex():
-        found = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
-        raise wrong(ValueError, "divisor", found, "a real number: shape ()")
+        dtype_and_shape = f"of {divisor.dtype} has shape {tuple(divisor.shape)}"
+        raise wrong(ValueError, "divisor", dtype_and_shape, "a real number of shape ()")
     check_needs_none(OP, ("divisor", divisor))
 
 
@@ -283,8 +294,8 @@ def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
     others = [d for d, n in enumerate(part) if n != whole[d]] if same_rank else []
     if not same_rank or len(others) > 1 or any(whole[d] % (part[d] or 1) for d in others):
         rule = (
-            f"that of all tokens with input_grad='reduce_scatter': {part}, one size of it times "
-            "the number of ranks"
+            f"the shape of all tokens with input_grad='reduce_scatter': {part}, with one size "
+            "times the number of ranks"
         )
         raise wrong(ValueError, "target has shape", whole, rule)
     return whole
@@ -296,14 +307,14 @@ def _check_target(tokens: tuple[int, ...], target: Tensor, vocab: int, ignore_in
             rule = f"{(*tokens, vocab)}, one probability per class, for a floating dtype"
             raise wrong(ValueError, "target has shape", tuple(target.shape), rule)
         if ignore_index >= 0:
-            rule = "None with probabilities as targets; give a token_weight of 0 to ignore a token"
+            rule = "None with probabilities as targets. Give a token_weight of 0 to ignore a token"
             raise wrong(ValueError, "ignore_index is", ignore_index, rule)
         return
     if target.dtype not in INDICES:
         rule = "int64, int32 or uint8 class indices, or floating point probabilities"
         raise wrong(TypeError, "target is", target.dtype, rule)
     if tuple(target.shape) != tokens:
-        rule = f"that of input without its last dimension, {tokens}"
+        rule = f"the shape of input without its last dimension, {tokens}"
         raise wrong(ValueError, "target has shape", tuple(target.shape), rule)
 
 
@@ -319,9 +330,9 @@ def _check_picks(
         ("topk", "top_k", top_k),
     ):
         if (name in returns) != (value is not None):
-            found = "None" if value is None else "given"
-            rule = f"it together with {name!r} in returns"
-            raise wrong(ValueError, argument, f"is {found} and returns is {returns}", rule)
+            shown = "None" if value is None else "given"
+            rule = f"a value for it exactly if {name!r} is in returns"
+            raise wrong(ValueError, argument, f"is {shown} and returns is {returns}", rule)
     if selected_ids is not None:
         if selected_ids.dtype not in INDICES:
             raise wrong(TypeError, "selected_ids is", selected_ids.dtype, "int64, int32 or uint8")
@@ -347,5 +358,5 @@ def _check_sum(into: Tensor, linear_weight: Tensor) -> None:
     if into.requires_grad:
         raise wrong(ValueError, "accumulate_into", "requires grad", "a buffer that does not")
     if torch.is_grad_enabled() and not linear_weight.requires_grad:
-        rule = "a weight that does, since its gradient goes to accumulate_into"
+        rule = "a weight that does, because its gradient goes to accumulate_into"
         raise wrong(ValueError, "linear_weight", "does not require grad", rule)

@@ -42,8 +42,8 @@ class _Meshed:
         for name, mesh in others:
             if mesh != self.mesh:
                 raise ValueError(
-                    f"linear_cross_entropy: {name} is on {mesh} and {first} on {self.mesh}; "
-                    "expected one mesh: bring one of them to the other's, or use to_local()"
+                    f"linear_cross_entropy: `{name}` is on {mesh} and `{first}` on {self.mesh}. "
+                    "Expected one mesh. Redistribute one of them, or use to_local()."
                 )
         weight, x = tensors["linear_weight"], tensors["input"]
         assert weight is not None and x is not None
@@ -51,9 +51,9 @@ class _Meshed:
         # FSDP on top of tensor parallelism has slices of slices, in another order.
         if len(sliced) > 1 or any(hasattr(p, "split_factor") for p in self.of(weight)):
             raise ValueError(
-                f"linear_cross_entropy: linear_weight has placements {tuple(self.of(weight))}; "
-                "expected Shard(0), slices of the vocabulary, in at most one dimension of the "
-                "mesh, and Shard(1), Replicate or Partial in others: redistribute it before"
+                f"linear_cross_entropy: `linear_weight` has placements {tuple(self.of(weight))}. "
+                "Expected Shard(0), slices of the vocabulary, in at most one dimension of the "
+                "mesh, and Shard(1), Replicate or Partial in others. Redistribute it first."
             )
         self.vocabulary = sliced[0] if sliced else None
         self.parts: list[int | None] = [None] * self.mesh.ndim
@@ -74,8 +74,8 @@ class _Meshed:
         ranks = self.mesh.size(self.vocabulary)
         if -(-classes // ranks) * (ranks - 1) >= classes:
             raise ValueError(
-                f"linear_cross_entropy: linear_weight has {classes} classes on {ranks} ranks; "
-                "expected one at least on every rank, where Shard(0) puts them"
+                f"linear_cross_entropy: `linear_weight` has {classes} classes on {ranks} ranks. "
+                "Expected at least one on every rank, as Shard(0) distributes them."
             )
 
     def _choose_gather(self, x: Tensor, target: Tensor | None) -> None:
@@ -92,11 +92,11 @@ class _Meshed:
 
     def tokens(self, whole: bool = False) -> Placements:
         """Placements of what has a value per token; `whole`: as the op takes all but the input."""
-        found: Placements = []
+        placements: Placements = []
         for d, part in enumerate(self.parts):
             gathered = part is None or (whole and d == self.vocabulary)
-            found.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
-        return found
+            placements.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
+        return placements
 
     def classes(self) -> Placements:
         """Placements of what has a value per class."""
@@ -163,8 +163,8 @@ def linear_cross_entropy(
     _refuse(process_group, input_grad, accumulate_into)
     if shift and selected_ids is not None:
         raise ValueError(
-            f"linear_cross_entropy: shift is {shift}; expected False with selected_ids and "
-            "DTensors: move the targets before"
+            f"linear_cross_entropy: `shift` is {shift}. Expected False with selected_ids and "
+            "DTensors. Shift the targets before the call."
         )
     meshed = _Meshed({
         "input": input, "linear_weight": linear_weight, "target": target,
@@ -231,8 +231,8 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
         if value is not expected and value != expected:
             kind = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"linear_cross_entropy: {name} is {kind}; expected {expected!r} with DTensors, "
-                "whose placements say where things are; for your own, call to_local() on them"
+                f"linear_cross_entropy: `{name}` is {kind}. Expected {expected!r} with DTensors, "
+                "whose placements give the sharding. To set it yourself, pass their to_local()."
             )
 
 

@@ -112,8 +112,8 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         known = set(linear_cross_entropy.__kwdefaults__ or ()) - own
         if not set(options) <= known:
             raise TypeError(
-                f"LinearCrossEntropyLoss: unknown options {sorted(set(options) - known)}; expected "
-                f"some of {sorted(known)}"
+                f"LinearCrossEntropyLoss: the options {sorted(set(options) - known)} are unknown. "
+                f"Expected some of {sorted(known)}."
             )
         self.num_classes, self.out_features = num_classes, tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
@@ -183,10 +183,10 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
             kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
             raise TypeError(
-                f"LinearCrossEntropyLoss: linear is {kind}{' with forward hooks' * hooked}; "
-                "expected torch.nn.Linear with a forward of its own and no hooks, for the loss "
+                f"LinearCrossEntropyLoss: `linear` is {kind}{' with forward hooks' * hooked}. "
+                "Expected torch.nn.Linear with a forward of its own and no hooks, because the loss "
                 "reads its weight and bias alone. Merge an adapter into the weight, or train the "
-                "layer whole; instead of hooks use torch.nn.utils.parametrizations"
+                "layer whole. Use torch.nn.utils.parametrizations instead of hooks."
             )
 
     def extra_repr(self) -> str:

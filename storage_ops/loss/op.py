@@ -56,8 +56,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = Call(*args)
     if call.in_forward and (call.reduction == "none" or call.accumulate_into is not None):
         raise ValueError(
-            "linear_cross_entropy: early is True; expected False with reduction='none' or "
-            "accumulate_into, whose gradients are made in the backward"
+            "linear_cross_entropy: `early` is True. Expected False with reduction='none' or "
+            "accumulate_into, whose gradients are computed in the backward."
         )
     kept.make_room(call.input)
     run, input = run_of(call), call.input
@@ -118,8 +118,8 @@ def _resumed(
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
     """Return the arguments of the forward; only one backward op takes accumulate_into."""
-    given = args[_UPSTREAM:]
-    call = Call(*given) if into else Call.of_backward(given)
+    call_args = args[_UPSTREAM:]
+    call = Call(*call_args) if into else Call.of_backward(call_args)
     # Its results are those of the backward alone.
     return call._replace(in_forward=False, wants=(False,) * 4, want_dropped=False)
 
@@ -159,8 +159,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
     call = call._replace(accumulate_into=None)
     if call.top_k:  # for the backward both are given
-        given, top_ids = call.selected_ids, output[-6]
-        ids = top_ids if given is None else torch.cat((given, top_ids), -1)
+        selected_ids, top_ids = call.selected_ids, output[-6]
+        ids = top_ids if selected_ids is None else torch.cat((selected_ids, top_ids), -1)
         call = call._replace(selected_ids=ids, top_k=0)
     set_up(ctx, call, _PLACES, output, _DIFFERENTIABLE, tile)
 
@@ -168,8 +168,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     # Outputs that were not asked for are empty, whatever someone differentiates them by.
     asked = [True, *ctx.call.wants[:3], ctx.picks]
-    given = [g if want else None for g, want in zip(upstream, asked, strict=False)]
-    return backward(ctx, given, _second_pass)
+    upstream_grads = [g if want else None for g, want in zip(upstream, asked, strict=False)]
+    return backward(ctx, upstream_grads, _second_pass)
 
 
 def _second_pass(
@@ -243,7 +243,8 @@ def apply(call: Call) -> tuple[Tensor, ...]:
 _FALLBACKS: dict[str, Callable[..., None]] = {
     "_cross_entropy_rows": reference.cross_entropy_rows,
     "_tile_sums": reference.tile_sums,
-    "_gather_tile": reference.gather_tile,
+    "_gather_gradient": reference.gather_gradient,
+    "_put_rows": reference.put_rows,
     "_product": matmul_reference.product,
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,

@@ -1,4 +1,4 @@
-"""Log-probabilities of a few classes of every token: given ones, and the most probable.
+"""Log-probabilities of a few classes of every token: selected classes, and the most probable.
 
 The logits of these classes are read as tiles pass by. log p_k = z_k - lse has the gradient
 [j == k] - p_j with respect to logit j. So its upstream gradient is added to the gradient of the
@@ -21,12 +21,14 @@ from storage_ops.loss.reference import logits_of, row_gradient, slope_of
 
 
 class Picked:
-    """Some classes of each of n tokens, in a call that is under way.
+    """The selected and the most probable classes of n tokens, during a call of the loss.
 
     Attributes:
-        ids, logits: (n, K) given classes; anything that is no class has a logit of 0.
-        top_ids, top: (n, k) the classes of the largest logits so far, and these in order.
-        upstream: (n, K) of the gradients of ids, each of which is there once; None before.
+        ids, logits: (n, K), the selected classes and their logits. The logit of an id that is not a
+            class is 0.
+        top_ids, top: (n, k), the classes with the largest logits so far, and these logits in order.
+        upstream: (n, K), the upstream gradient of each class in `ids`, where every class occurs
+            once. None before `differentiate`.
     """
 
     def __init__(self, head: Head, state: Tensor, bias: Tensor | None):
@@ -45,44 +47,48 @@ class Picked:
         self.upstream: Tensor | None = None
 
     def check(self) -> None:
-        """Raise for a class out of range, where that can be known without a wait."""
+        """Raise for a class out of range, if checking it does not wait for the device."""
         k, size = self._call.top_k, self._vocabulary
         if k > size:
             raise ValueError(
-                f"linear_cross_entropy: top_k is {k}; expected at most {size}, the classes"
+                f"linear_cross_entropy: `top_k` is {k}. Expected at most {size}, the number of "
+                "classes."
             )
         if not (may_count(self._tokens.target) and may_count(self.ids)):
             return
         wrong = self.ids[self._wrong()]
         if len(wrong):
             raise RuntimeError(
-                f"linear_cross_entropy: selected_ids has {int(wrong[0])}, which is out of range; "
-                f"expected ignore_index ({self._call.ignore_index}) or a class index from 0 to "
-                f"{size - 1}"
+                f"linear_cross_entropy: `selected_ids` has {int(wrong[0])}, which is out of range. "
+                f"Expected ignore_index ({self._call.ignore_index}) or a class index from 0 to "
+                f"{size - 1}."
             )
 
     def _outside(self) -> Tensor:
         return (self.ids < 0) | (self.ids >= self._vocabulary)
 
     def _wrong(self) -> Tensor:
-        """Given classes that are none, though the token counts."""
+        """Return a mask of ids that are not classes, although their token is not ignored."""
         wrong = self._outside() & (self.ids != self._call.ignore_index)
         return wrong if (valid := self._valid()) is None else wrong & valid
 
     def _valid(self) -> Tensor | None:
-        """Tokens that are not ignored, as a column; None for all. Others may fill up max_valid."""
+        """Return a mask, as a column, of the tokens that are not ignored. None: all are counted.
+
+        Ignored tokens may fill up the tokens to max_valid.
+        """
         if self._tokens.probabilities:
             return None
         return (self._tokens.target != self._call.ignore_index).unsqueeze(1)
 
     def read(self, step: Step, tile: Tensor) -> None:
-        """Take in a tile of products, before the row kernel has it."""
+        """Read the logits of a tile of products, before the row kernel overwrites it."""
         if self.ids.shape[1]:
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
                 rows = within(part, step.rows)
                 column, here = self._columns(step, part)
-                found = self._logits(step, tile[rows].gather(1, column), column)
-                self.logits[part] = torch.where(here, found, self.logits[part])
+                logits = self._logits(step, tile[rows].gather(1, column), column)
+                self.logits[part] = torch.where(here, logits, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
             for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, on_gpu(tile))):
                 value, column = self._largest(step, tile[within(part, step.rows)], k)
@@ -112,7 +118,7 @@ class Picked:
         call, (rows, columns) = self._call, products.shape
         rises = self._bias is None and not call.softcap and call.logit_scale > 0
         gpu = on_gpu(products)
-        if rises and (gpu or products.element_size() > 2):  # a CPU compares those fast
+        if rises and (gpu or products.element_size() > 2):  # a CPU reduces wide dtypes fast
             return self._logits(step, _of_groups(products))
         size = max(1, top_elements(gpu) // columns)
         return torch.cat([_of_groups(self._logits(step, products[part]))
@@ -127,34 +133,36 @@ class Picked:
             self._take(rows, *(self._ranks.gather(part).unbind(0) for part in parts))
 
     def _take(self, rows: slice, values: Sequence[Tensor], ids: Sequence[Tensor]) -> None:
-        """Keep the largest of some logits, and of equal ones those of the lowest classes."""
-        found, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
+        """Keep the largest logits. Among equal logits, keep those of the lowest classes."""
+        top_values, classes = torch.cat(list(values), 1), torch.cat(list(ids), 1)
         order = classes.argsort(1)
-        found, classes = found.gather(1, order), classes.gather(1, order)
-        order = found.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
-        self.top[rows], self.top_ids[rows] = found.gather(1, order), classes.gather(1, order)
+        top_values, classes = top_values.gather(1, order), classes.gather(1, order)
+        order = top_values.sort(dim=1, descending=True, stable=True).indices[:, : self.top.shape[1]]
+        self.top[rows], self.top_ids[rows] = top_values.gather(1, order), classes.gather(1, order)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        """Return those of the given classes and of the largest, (n, K + k), and the latter's ids.
+        """Return log-probabilities of selected and most probable classes, and ids of the latter.
 
-        They are 0 and -1 where a token is ignored, and 0 for an ignore_index among the given
-        classes.
+        The log-probabilities are (n, K + k), the ids (n, k). For ignored tokens they are 0 and -1.
+        A selected ignore_index also has 0.
         """
         shift, total, *_ = self._state.unbind(0)
-        given = self.logits
-        if given.shape[1]:
-            given = given - shift.unsqueeze(1) - total.log().unsqueeze(1)
-            given = given.masked_fill(self._outside(), 0).masked_fill(self._wrong(), torch.nan)
+        picked_logits = self.logits
+        if picked_logits.shape[1]:
+            picked_logits = picked_logits - shift.unsqueeze(1) - total.log().unsqueeze(1)
+            picked_logits = picked_logits.masked_fill(self._outside(), 0).masked_fill(
+                self._wrong(), torch.nan
+            )
         top, ids = self.top - shift.unsqueeze(1) - total.log().unsqueeze(1), self.top_ids
-        both = torch.cat((given, top), 1) if top.shape[1] else given
+        both = torch.cat((picked_logits, top), 1) if top.shape[1] else picked_logits
         if (valid := self._valid()) is not None:
             both, ids = torch.where(valid, both, 0), torch.where(valid, ids, -1)
         return both, ids
 
     def differentiate(self, upstream: Tensor) -> Tensor:
-        """Set `upstream` from the gradients of `ids`; what the rows' lse has of it, (n,).
+        """Set `upstream` from the gradients of `ids`. Return the upstream gradient of lse, (n,).
 
-        A class that is there several times is left once, so that its gradient is rounded once.
+        Duplicate classes are merged, so that the gradient of a class is rounded once.
         """
         order = self.ids.argsort(1)
         ids, each = self.ids.gather(1, order), upstream.gather(1, order)
@@ -178,7 +186,7 @@ class Picked:
         ])  # fmt: skip
 
     def write(self, step: Step, tile: Tensor, products: Tensor, upstream: Tensor) -> None:
-        """Replace a tile's gradient at these classes, formed in full before it is rounded."""
+        """Overwrite a tile's gradient at these classes by its sum, which is rounded once."""
         assert self.upstream is not None
         for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
             rows, call = within(part, step.rows), self._call
@@ -207,11 +215,11 @@ class Picked:
         column = self.ids[rows] - (self._first + step.classes.start)
         width = step.classes.stop - step.classes.start
         here = (column >= 0) & (column < width)
-        # Where classes are padding, ids that are none may seem to be here.
+        # With padding classes, ids that are not classes may lie inside the tile.
         return column.clamp_(0, width - 1), here
 
     def _logits(self, step: Step, products: Tensor, column: Tensor | None = None) -> Tensor:
-        """Logits of all classes of a step, or of some of each row."""
+        """Return the logits of all classes of a step, or of some columns of each row."""
         z, bias = products.to(self._state.dtype), None
         if self._bias is not None:
             bias = self._bias[step.classes].to(z.dtype)
@@ -234,17 +242,17 @@ class Picked:
 
 
 def _of_groups(z: Tensor) -> Tensor:
-    """Return the largest of each group of columns, the last of which may be smaller."""
+    """Return the largest element of each group of columns. The last group may be smaller."""
     whole = z.shape[1] - z.shape[1] % GROUP
-    found, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
-    return torch.cat((found, last.amax(1, keepdim=True)), 1) if last.shape[1] else found
+    group_max, last = z[:, :whole].unflatten(1, (-1, GROUP)).amax(2), z[:, whole:]
+    return torch.cat((group_max, last.amax(1, keepdim=True)), 1) if last.shape[1] else group_max
 
 
 def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row, and the first of equal ones, and their columns.
+    """Return the k largest elements of each row and their columns; the first of equal elements.
 
-    torch.topk says nothing about which of equal numbers it takes. But the least of those that it
-    takes is certain, and then each column has a rank of its own.
+    torch.topk does not document which of several equal elements it returns. But its smallest value
+    is well defined. So rank all columns by that value and their position.
     """
     z = z.nan_to_num(torch.inf, torch.inf, -torch.inf)
     least = z.topk(k).values[:, -1:]

@@ -80,7 +80,7 @@ def loss_of_positions(
     refuse_forward_mode(input)
     inputs = _shared(input, len(targets := _unbound(target, 2 if dense else 1)))
     weights, biases = _unbound(linear_weight, 1, -1), _unbound(linear_bias, 1)
-    made = [
+    losses = [
         loss(
             x, w, t, linear_bias=b, weight=weight, token_weight=a, reduction=reduction,
             ignore_index=ignore_index, returns=returns, **options,
@@ -89,7 +89,7 @@ def loss_of_positions(
             inputs, weights, targets, biases, _unbound(token_weight, 1), strict=False
         )
     ]  # fmt: skip
-    results = [(each,) if len(returns) == 1 else each for each in made]
+    results = [(each,) if len(returns) == 1 else each for each in losses]
     together = tuple(
         _together(name, [each[i] for each in results], reduction, places)
         for i, name in enumerate(returns)

@@ -73,8 +73,9 @@ def cross_entropy_rows(
         outside = kept & ((target < 0) | (target >= vocabulary))
         if logits.device.type == "cpu" and bool(outside.any()):
             raise RuntimeError(
-                f"linear_cross_entropy: target {int(target[outside][0])} is out of range; expected "
-                f"ignore_index ({ignore_index}) or a class index from 0 to {vocabulary - 1}"
+                f"linear_cross_entropy: `target` {int(target[outside][0])} is out of range. "
+                f"Expected ignore_index ({ignore_index}) or a class index from 0 to "
+                f"{vocabulary - 1}."
             )
     if rows == 0 or columns == 0:
         if phases & UPDATE:
@@ -324,6 +325,68 @@ def tile_sums(
             out[part].zero_().scatter_add_(1, columns, values)
 
 
-def gather_tile(out: Tensor, tile: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Copy some rows and columns of a tile: out[i, j] = tile[rows[i], columns[j]]."""
-    out.copy_(tile[rows.unsqueeze(1), columns])
+def gather_gradient(
+    out: Tensor,
+    sums: Tensor | None,
+    tile: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    lse: Tensor | None,
+    factor: Tensor | None,
+    target: Tensor | None,
+    hit: Tensor | None,
+    bias: Tensor | None,
+    softcap: float,
+    logit_scale: float,
+) -> None:
+    """Compute the gradient of cross-entropy for some classes and tokens of a tile of products.
+
+    out[start[c] + i] is the gradient with respect to class c of tokens[i], for i < count[c]. With p
+    the probabilities and s the slope of the soft-cap, it is s (p factor - hit [c is the target]).
+
+    Args:
+        out: in the dtype of the tile, or in 16 bits; each place is written once at most.
+        sums: (columns,) gets the sum of the absolute gradients of each class that are written,
+            without the targets' parts; or None.
+        tile: (rows, columns) products; without `lse`, gradients, which are copied.
+        tokens: rows of the tile.
+        start: (columns,) negative for a class of which nothing is written.
+        count: (columns,).
+        lse: (rows,) of the logits; +inf for rows whose gradient is 0, whatever their logits are.
+        factor: (rows,) what the gradient has of each probability.
+        target: (rows,) the column of the row's target, or a number that no column has.
+        hit: (rows,) what the gradient has of the target, besides.
+        bias: (columns,) or None.
+        softcap, logit_scale: see `logits_of`.
+    """
+    (classes,) = (start.ge(0) & count.gt(0)).nonzero(as_tuple=True)
+    wide = torch.promote_types(tile.dtype, torch.float32)
+    some = None if bias is None else bias.to(wide)[classes]
+    if sums is not None:
+        sums.zero_()
+    for part in slices(len(tokens), plain_rows(len(tokens), len(classes))):
+        rows, place = tokens[part].unsqueeze(1), torch.arange(part.start, part.stop)
+        values = tile[rows, classes].to(wide)
+        hits: Tensor | int = 0
+        if lse is not None and factor is not None and target is not None and hit is not None:
+            z = logits_of(values, some, softcap, logit_scale)
+            slope = slope_of(z, softcap, 1.0)
+            values = (z - lse[rows]).exp_().mul_(factor[rows]).mul_(slope)
+            hits = torch.where(classes == target[rows], hit[rows] * slope, 0)
+            ignored = lse[rows] == torch.inf
+            values.masked_fill_(ignored, 0)
+            hits.masked_fill_(ignored, 0)
+        written = place.to(tile.device).unsqueeze(1) < count[classes]
+        if sums is not None:
+            sums[classes] += values.abs().masked_fill_(~written, 0).sum(0)
+        flat = start[classes] + place.to(tile.device).unsqueeze(1)
+        out[flat[written]] = (values - hits)[written].to(out.dtype)
+
+
+def put_rows(out: Tensor, rows: Tensor, part: Tensor, add: bool) -> None:
+    """Add rows to those of a matrix, or copy them there: out[rows[i]] += part[i].
+
+    No row appears twice. The sum is rounded once, to the dtype of `out`.
+    """
+    out[rows] = (out[rows].to(part.dtype) + part if add else part).to(out.dtype)

@@ -13,6 +13,7 @@ from storage_ops.loss import formulas
 from storage_ops.loss.call import Call, arithmetic
 from storage_ops.loss.engine.head import Head, bias_dtype
 from storage_ops.loss.engine.run import RowFunction, Run
+from storage_ops.loss.engine.selection import Gather
 from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.picked import Picked
 from storage_ops.loss.planning import planner
@@ -78,15 +79,36 @@ class CrossEntropyRows(RowFunction):
         self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
     ) -> None:
         """See `RowFunction`; a class weighs its probability, and in all its gradient."""
-        call, shift, total = self._head.call, self.state[0, step.rows], self.state[1, step.rows]
-        ignored = self._head.tokens.target[step.rows] == call.ignore_index
-        lse = (shift + total.log()).masked_fill_(ignored, math.inf)
+        call = self._head.call
         bias = None if self.bias is None else self.bias[step.classes]
         of_gradient = buckets is None
         weight = factors.abs() if factors is not None and of_gradient else None
         _OPS._tile_sums(
-            out, tile, lse, weight, bias, buckets, call.softcap, call.logit_scale, slope=of_gradient
-        )
+            out, tile, self._lse(step.rows), weight, bias, buckets, call.softcap, call.logit_scale,
+            slope=of_gradient,
+        )  # fmt: skip
+
+    def gather_gradient(self, step: Step, tile: Tensor) -> Gather:
+        """See `RowFunction`."""
+        head, call, rows = self._head, self._head.call, step.rows
+        lse, factors = self._lse(rows), self.factors(step)
+        target = head.tokens.target[rows] - (head.first_class + step.classes.start)
+        hit = self._upstream(1)[0].expand(head.tokens.count)[rows] * call.logit_scale
+        bias = None if self.bias is None else self.bias[step.classes]
+
+        def gather(out: Tensor, sums: Tensor | None, *places: Tensor) -> None:
+            _OPS._gather_gradient(
+                out, sums, tile, *places, lse, factors, target, hit, bias, call.softcap,
+                call.logit_scale,
+            )  # fmt: skip
+
+        return gather
+
+    def _lse(self, rows: slice) -> Tensor:
+        """Return log sum exp of the logits of some rows, and +inf where the target is ignored."""
+        shift, total = self.state[0, rows], self.state[1, rows]
+        ignored = self._head.tokens.target[rows] == self._head.call.ignore_index
+        return (shift + total.log()).masked_fill_(ignored, math.inf)
 
     def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""

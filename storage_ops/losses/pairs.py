@@ -139,7 +139,7 @@ def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
     """Split values of sequences into those of chosen and those of rejected completions."""
     if values.shape[0] % 2:
         rule = "an even number: the chosen ones, then the rejected ones"
-        raise wrong(loss, ValueError, "the number of sequences is", values.shape[0], rule)
+        raise wrong(loss, ValueError, "target has", f"{values.shape[0]} sequences", rule)
     chosen, rejected = values.tensor_split(2)
     return chosen, rejected
 
@@ -160,7 +160,7 @@ def metrics_of_pairs(
     """Return the metrics of `return_metrics`, detached, with the further results that are given."""
     logps, rewards = logps.detach(), rewards.detach()
     (chosen, rejected), (good, bad) = halves(loss, logps), halves(loss, rewards)
-    found = {
+    metrics = {
         "logps": logps,
         "rewards": rewards,
         "logps/chosen": chosen.mean(),
@@ -170,4 +170,4 @@ def metrics_of_pairs(
         "rewards/margins": (good - bad).mean(),
         "rewards/accuracies": (good > bad).to(rewards.dtype).mean(),
     }
-    return found | {name: value.detach() for name, value in more.items() if value is not None}
+    return metrics | {name: value.detach() for name, value in more.items() if value is not None}

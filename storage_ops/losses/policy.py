@@ -21,6 +21,7 @@ from storage_ops.losses.options import (
     typed_as,
 )
 from storage_ops.losses.sequences import (
+    TINY,
     Scored,
     check_returns,
     check_tensor,
@@ -121,11 +122,11 @@ def grpo(
                   of about 3e-4
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
-            (S, T), or packed: see cu_seqlens. Targets of prompts and padding are ignore_index.
+        input, linear_weight, target: hidden states (S, T, D), head (V, D) and targets (S, T) of the
+            policy, or packed: see cu_seqlens. Targets of prompts and padding are ignore_index.
         advantages: (S,), or one for every token in the shape of its log-probability.
         old_logps: log-probabilities of the targets when they were sampled, in the shape of the
-            tokens' log-probabilities: (S, T), with shift (S, T - 1). None: those of now, so that r
+            tokens' log-probabilities: (S, T), with shift (S, T - 1). None: the current ones, so r
             is 1 and its gradient that of the log-probability.
         loss_type: which f: "grpo", "cispo" or "sapo".
         clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low. "cispo" takes
@@ -135,7 +136,7 @@ def grpo(
         sapo_temperature_pos, sapo_temperature_neg: t, > 0, for "sapo".
         importance: "token" or "sequence".
         importance_sampling_ratio: c, for samples of another engine, whose probabilities differ from
-            those of old_logps: exp(old_logps - logps of the engine), cut off or masked as the
+            those of old_logps: exp(old_logps - logps of the engine), clipped or masked as the
             caller likes. (S,), or one for every token. No gradient flows to it.
         normalize: "sequence", "token" or "length".
         max_length: of a completion, in tokens; for normalize="length". None: the length of rows.
@@ -188,13 +189,13 @@ def grpo(
     within("grpo", "clip_low", clip_low, 0)
     clip_high = clip_low if clip_high is None else clip_high
     within("grpo", "clip_high", clip_high, 0)
-    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, 1e-30)
-    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, 1e-30)
-    within("grpo", "temperature", temperature, 1e-30)
+    within("grpo", "sapo_temperature_pos", sapo_temperature_pos, TINY)
+    within("grpo", "sapo_temperature_neg", sapo_temperature_neg, TINY)
+    within("grpo", "temperature", temperature, TINY)
     number("grpo", "kl_weight", kl_weight)
     number("grpo", "entropy_weight", entropy_weight)
     if delta is not None:
-        within("grpo", "delta", delta, 1e-30)
+        within("grpo", "delta", delta, TINY)
         if loss_type != "grpo":
             raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
     if num_items_in_batch is not None:
@@ -203,7 +204,7 @@ def grpo(
     if max_length is not None and not (whole and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
     if "logit_scale" in options:
-        raise wrong("grpo", TypeError, "logit_scale", "is given", "temperature, its inverse")
+        raise wrong("grpo", TypeError, "logit_scale", "is given", "`temperature`, its inverse")
     options["logit_scale"] = 1 / temperature
     reference = None
     if kl_weight:
@@ -244,8 +245,8 @@ def grpo(
         scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
     )
     if return_metrics:
-        found = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
-        means = {name: _mean(scored, each) for name, each in found.items() if each is not None}
+        metrics = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
+        means = {name: _mean(scored, each) for name, each in metrics.items() if each is not None}
         frozen = {} if reference is None else {"ref_logps": reference}
         return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss

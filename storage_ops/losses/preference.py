@@ -18,6 +18,7 @@ from storage_ops.losses.pairs import (
     nll_of_chosen,
 )
 from storage_ops.losses.sequences import (
+    TINY,
     check_returns,
     check_tensor,
     check_values,
@@ -110,8 +111,8 @@ def dpo(
                         Lu et al. 2024, Discovering Preference Optimization Algorithms, equation 5
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (2 B, T, D), (V, D) and
-            (2 B, T): B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
+        input, linear_weight, target: hidden states (2 B, T, D), head (V, D) and targets (2 B, T) of
+            the policy: B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
         beta: how far the policy may go from its reference, > 0.
         loss_type: a name of the table.
         label_smoothing: e, from 0 to below 0.5, for the formulas that have it. "exo_pair" needs
@@ -155,9 +156,9 @@ def dpo(
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
     check_returns("dpo", return_logps, return_metrics)
-    within("dpo", "beta", beta, 1e-30)
+    within("dpo", "beta", beta, TINY)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
-    within("dpo", "discopop_tau", discopop_tau, 1e-30)
+    within("dpo", "discopop_tau", discopop_tau, TINY)
     within("dpo", "rpo_alpha", rpo_alpha, 0)
     if label_smoothing and loss_type not in SMOOTHED:
         rule = f"0 with loss_type={loss_type!r}"
@@ -225,18 +226,18 @@ def kto(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of Kahneman-Tversky optimisation.
 
-    Sequences were judged one by one, in no pairs. With r = log pi(y) - log ref(y), the loss is the
+    Sequences are judged one by one, not in pairs. With r = log pi(y) - log ref(y), the loss is the
     mean over sequences of
 
         w_d (1 - sigmoid(beta (r - z)))    of a desirable completion
         w_u (1 - sigmoid(beta (z - r)))    of an undesirable one
 
     Ethayarajh et al. 2024, KTO, equation 8, but for a constant that does not depend on the policy.
-    With kl=0 it is APO-zero for sequences in no pairs.
+    With kl=0 it is APO-zero for sequences without pairs.
 
     Args:
-        input, linear_weight, target: the policy and what it is scored with, (S, T, D), (V, D) and
-            (S, T), or packed.
+        input, linear_weight, target: hidden states (S, T, D), head (V, D) and targets (S, T) of the
+            policy, or packed.
         desirable: (S,) bool.
         beta: scale of the rewards, > 0.
         kl: z, the divergence of the policy from the reference, a number or a 0-dimensional tensor;
@@ -262,7 +263,7 @@ def kto(
         ... )
         >>> loss.backward()
     """
-    within("kto", "beta", beta, 1e-30)
+    within("kto", "beta", beta, TINY)
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
@@ -285,9 +286,9 @@ def kto(
     loss = (weight * torch.sigmoid(beta * (1 - 2 * good) * (ratios - z))).mean()
     if not return_metrics:
         return loss
-    found = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
-    for name, values in tuple(found.items()):
-        found[name + "/chosen"] = (values * good).sum() / good.sum()
-        found[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
-    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return loss, found | {"kl": z} | ({} if reference is None else {"ref_logps": reference})
+    metrics = {"logps": logps.detach(), "rewards": beta * ratios.detach()}
+    for name, values in tuple(metrics.items()):
+        metrics[name + "/chosen"] = (values * good).sum() / good.sum()
+        metrics[name + "/rejected"] = (values * (1 - good)).sum() / (1 - good).sum()
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return loss, metrics | {"kl": z} | ({} if reference is None else {"ref_logps": reference})

@@ -15,6 +15,7 @@ from storage_ops.losses.options import ContrastiveOptions, MarginOptions, OddsOp
 from storage_ops.losses.pairs import halves, metrics_of_pairs, nll_of_chosen, smoothed
 from storage_ops.losses.sequences import (
     IGNORED,
+    TINY,
     check_indices,
     check_returns,
     check_values,
@@ -147,7 +148,7 @@ def simpo(
         >>> loss = storage_ops.losses.simpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    within("simpo", "beta", beta, 1e-30)
+    within("simpo", "beta", beta, TINY)
     number("simpo", "gamma", gamma)
     within("simpo", "label_smoothing", label_smoothing, 0, 0.5)
     check_returns("simpo", False, return_metrics)
@@ -210,7 +211,7 @@ def cpo(
         >>> loss = storage_ops.losses.cpo(hidden, head, torch.randint(100, (4, 9)), shift=True)
         >>> loss.backward()
     """
-    within("cpo", "beta", beta, 1e-30)
+    within("cpo", "beta", beta, TINY)
     within("cpo", "alpha", alpha, 0)
     within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
     check_returns("cpo", False, return_metrics)

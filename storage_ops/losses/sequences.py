@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.loss.call import Result, count_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
@@ -65,7 +66,7 @@ class Scored:
 
 def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: str) -> Exception:
     """Return an error that names a loss, its argument, the found value and the expected one."""
-    return kind(f"losses.{loss}: {argument} {found}; expected {rule}")
+    return checks.wrong(kind, argument, found, rule, f"losses.{loss}")
 
 
 def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -81,10 +82,16 @@ def number(loss: str, argument: str, value: Any) -> None:
         raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
 
 
+TINY = 1e-30  # the least value of an option that must be positive
+
+
 def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
     """Raise a ValueError unless a number is in a range that includes `low` and excludes `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
-        raise wrong(loss, ValueError, f"{argument} is", repr(value), f"a number in [{low}, {high})")
+        rule = "a positive number" if low == TINY else f"a finite number of at least {low}"
+        if high < float("inf"):
+            rule = f"a number from {low} to below {high}"
+        raise wrong(loss, ValueError, f"{argument} is", repr(value), rule)
 
 
 def score(
@@ -106,7 +113,9 @@ def score(
     """
     for name in (*_OF_RESULTS, *_OF_THE_LOSS):
         if name in options:
-            raise wrong(loss, TypeError, name, "is given", "an option that the loss does not set")
+            raise wrong(
+                loss, TypeError, name, "is given", "only options that the loss does not set itself"
+            )
     check_indices(loss, "target", target)
     target = scored_target = separated(loss, target, cu_seqlens, shift, ignore_index)
     names: list[Result] = ["nll"]
@@ -117,11 +126,11 @@ def score(
         scored_target = torch.where(second_target == ignore_index, target, second_target)
         options["selected_ids"] = target.unsqueeze(-1)
         names.append("selected")
-    found = linear_cross_entropy(
+    scored = linear_cross_entropy(
         input, linear_weight, scored_target, shift=shift, ignore_index=ignore_index, returns=names,
         **options,
     )  # fmt: skip
-    results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
+    results = dict(zip(names, scored if len(names) > 1 else (scored,), strict=True))
     logps, mask = -results["nll"], _predicted(target, shift) != ignore_index
     second = second_mask = None
     if second_target is not None:
@@ -198,14 +207,16 @@ def reference_logps(
     if ref_input is None or ref_weight is None:
         if ref_bias is not None:
             raise wrong(
-                loss, TypeError, "ref_bias is", "given without ref_input", "both, or neither"
+                loss, TypeError, "ref_bias is", "given without ref_input", "both or neither of them"
             )
         if given is None:
             return None
         check_tensor(loss, "ref_logps", given)
         return given.detach()
     if given is not None:
-        raise wrong(loss, ValueError, "ref_logps", "is given beside ref_input", "one of them")
+        raise wrong(
+            loss, ValueError, "ref_logps", "is given together with ref_input", "one of them"
+        )
     _check_reference(loss, ref_input, ref_weight, ref_bias)
     options.pop("linear_bias", None)
     with torch.no_grad():
@@ -217,15 +228,15 @@ def _check_reference(
     loss: str, ref_input: Tensor, ref_weight: Tensor, ref_bias: Tensor | None
 ) -> None:
     """Raise the TypeError or ValueError that `score` would raise with names of the policy."""
-    given = {"ref_input": ref_input, "ref_weight": ref_weight}
-    for name, t in given.items():
+    reference = {"ref_input": ref_input, "ref_weight": ref_weight}
+    for name, t in reference.items():
         check_tensor(loss, name, t)
-    check_head(f"losses.{loss}", given)
+    check_head(f"losses.{loss}", reference)
     if ref_bias is not None:
         check_tensor(loss, "ref_bias", ref_bias)
         if ref_bias.shape != ref_weight.shape[:1]:
-            found, rule = tuple(ref_bias.shape), str(tuple(ref_weight.shape[:1]))
-            raise wrong(loss, ValueError, "ref_bias has shape", found, rule)
+            bias_shape, rule = tuple(ref_bias.shape), str(tuple(ref_weight.shape[:1]))
+            raise wrong(loss, ValueError, "ref_bias has shape", bias_shape, rule)
 
 
 def check_values(

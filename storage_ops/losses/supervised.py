@@ -11,11 +11,14 @@ from typing_extensions import Unpack
 
 from storage_ops.divergence.api import linear_kl_div
 from storage_ops.loss.api import linear_cross_entropy
+from storage_ops.loss.call import is_number
 from storage_ops.losses.options import KdOptions, SftOptions
-from storage_ops.losses.sequences import IGNORED, check_returns, separated, within, wrong
+from storage_ops.losses.sequences import IGNORED, check_returns, separated, wrong
 
-_OF_TOKENS = "nll", "entropy", "correct"  # what metrics are made of
-_LEAST = 1e-6  # with less of the teacher, the targets' share of it may be out of range
+_OF_TOKENS = "nll", "entropy", "correct"  # results per token that the metrics need
+_LEAST = (
+    1e-6  # for a smaller weight of the teacher, the relative weight of the targets may overflow
+)
 
 
 @overload
@@ -49,8 +52,8 @@ def sft(
 
         sum_i a_i (-log pi(target_i)) / sum_i a_i
 
-    over the tokens that are not ignored. It is `storage_ops.linear_cross_entropy`, which also knows
-    that packed sequences do not predict each other's first token.
+    over the tokens that are not ignored. This is `storage_ops.linear_cross_entropy` for packed
+    sequences, which do not predict the first token of the next one.
 
     Args:
         input, linear_weight, target: (..., D), (V, D) and (...); packed (N, D) or (1, N, D).
@@ -77,7 +80,13 @@ def sft(
         >>> loss.backward()
     """
     if "returns" in options:
-        raise wrong("sft", TypeError, "returns", "is given", "storage_ops.linear_cross_entropy")
+        raise wrong(
+            "sft",
+            TypeError,
+            "returns",
+            "is given",
+            "storage_ops.linear_cross_entropy for results per token",
+        )
     check_returns("sft", False, return_metrics)
     target = separated("sft", target, cu_seqlens, shift, ignore_index)
     call = functools.partial(
@@ -160,11 +169,14 @@ def kd(
         ... )
         >>> loss.backward()
     """
-    within("kd", "alpha", alpha, 0, 1 + 1e-12)
+    if not is_number(alpha) or not 0 <= alpha <= 1:
+        raise wrong("kd", ValueError, "alpha is", repr(alpha), "a number from 0 to 1")
     check_returns("kd", False, return_metrics)
     for name in ("reduction", "token_weight", "scale_by_temperature", "target_weight"):
         if name in options:
-            raise wrong("kd", TypeError, name, "is given", "an option that the loss does not set")
+            raise wrong(
+                "kd", TypeError, name, "is given", "only options that the loss does not set itself"
+            )
     target = separated("kd", target, cu_seqlens, shift, ignore_index)
     own: dict[str, Any] = {
         "linear_bias": linear_bias,
@@ -184,7 +196,7 @@ def kd(
     counted = target[..., int(shift) :] != ignore_index
     loss: Tensor
     if _LEAST <= alpha < 1 and options.get("process_group") is None:  # of the same logits
-        if ignore_index != IGNORED:  # which linear_kl_div would ignore: it is no class
+        if ignore_index != IGNORED:  # linear_kl_div would ignore it, because it is not a class
             target = target.masked_fill(target == IGNORED, IGNORED - 1)
         target = target.masked_fill(target == ignore_index, IGNORED)
         loss = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)

@@ -64,10 +64,10 @@ def clip_ratios(s: Sampled, loss_type: PolicyLossType) -> dict[str, Tensor]:
     """Return which tokens the formula clips, as 0 and 1, by the names of their means."""
     low = (s.ratio < 1 - s.clip_low) & (s.advantages < 0)
     high = (s.ratio > 1 + s.clip_high) & (s.advantages > 0)
-    found = {
+    ratios_by_side = {
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low | high,
     }
-    names = {"grpo": list(found), "cispo": ["clip_ratio/high_mean"], "sapo": []}[loss_type]
-    return {name: found[name].to(s.logps.dtype) for name in names}
+    names = {"grpo": list(ratios_by_side), "cispo": ["clip_ratio/high_mean"], "sapo": []}[loss_type]
+    return {name: ratios_by_side[name].to(s.logps.dtype) for name in names}

@@ -52,8 +52,8 @@ def _set(settings: dict[str, Any]) -> None:
 def _settings() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
     # Whether sums are rounded, and whether the depth is divided at all, are set together.
-    found = {n: (getattr(matmul, n), getattr(matmul, f"{n}_split_k")) for n in _ROUNDED}
-    return {**found, "allow_fp16_accumulation": matmul.allow_fp16_accumulation}
+    settings = {n: (getattr(matmul, n), getattr(matmul, f"{n}_split_k")) for n in _ROUNDED}
+    return {**settings, "allow_fp16_accumulation": matmul.allow_fp16_accumulation}
 
 
 def _without(value: Any) -> Any:

@@ -13,10 +13,10 @@ from torch import nn
 Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 
 
-# Simulations put functions of torch and classes of modules in the place of others, and these back.
-# Two threads that did so at once would leave something behind.
+# Simulations replace functions of torch and classes of modules, and restore them afterwards. Two
+# threads that did so at the same time could restore each other's replacements.
 ONE_AT_A_TIME = threading.RLock()
-_watched: dict[type, tuple[Any, list[_Watch]]] = {}  # by class: its own __call__, and who looks
+_watched: dict[type, tuple[Any, list[_Watch]]] = {}  # by class: its own __call__, and the observers
 _changing = threading.Lock()
 
 
@@ -85,7 +85,7 @@ def _enter(cls: Any, watch: _Watch) -> None:
 def _leave(cls: Any, watch: _Watch) -> None:
     with _changing:
         plain, watches = _watched.get(cls, (None, []))
-        if watch in watches:  # or it was interrupted before
+        if watch in watches:  # an interrupt may have come before it was added
             watches.remove(watch)
         if plain is not None and not watches:
             cls.__call__ = plain

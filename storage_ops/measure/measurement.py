@@ -62,21 +62,21 @@ def numbered(device: str | torch.device) -> torch.device:
         ValueError: that is no device, or there is none.
     """
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device is {device!r}; expected 'cpu' or a CUDA device") from None
-    if found.type != "cuda":
-        return found
+        raise ValueError(f"`device` is {device!r}. Expected 'cpu' or a CUDA device.") from None
+    if torch_device.type != "cuda":
+        return torch_device
     if not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but torch finds none; expected 'cpu'")
-    if found.index is None:
+        raise ValueError(f"`device` is {device!r}, but torch finds no GPU. Expected 'cpu'.")
+    if torch_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    if found.index >= torch.cuda.device_count():
+    if torch_device.index >= torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise ValueError(
-            f"device is {device!r}; expected a number below {there}, as many there are"
+            f"`device` is {device!r}. Expected a number below {there}, the number of GPUs."
         )
-    return found
+    return torch_device
 
 
 @dataclass
@@ -108,7 +108,10 @@ class Measurement:
 
         def __getattr__(self, name: str) -> Any:
             if name in {f.name for f in fields(Measurement)}:
-                raise AttributeError(f"{name} is known only once the block of measure has ended")
+                raise AttributeError(
+                    f"`{name}` is known only after the block of measure has ended. Read it after "
+                    "the block."
+                )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def plot(self, path: str | os.PathLike[str], budget: int | float | str | None = None) -> None:
@@ -141,7 +144,7 @@ class Measurement:
         """
         from storage_ops.measure.plot import save
 
-        save(self, path, None if budget is None else parse_bytes(budget, "budget"))
+        save(self, path, None if budget is None else parse_bytes(budget, "`budget`"))
 
 
 class measure:
@@ -173,7 +176,7 @@ class measure:
     def __init__(self, device: str | torch.device = "cpu", model: nn.Module | None = None) -> None:
         self._device = numbered(device)
         if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"measure: device is {device!r}; expected 'cpu' or a CUDA device")
+            raise ValueError(f"measure: `device` is {device!r}. Expected 'cpu' or a CUDA device.")
         self._marks = Marks(model)
         self._subject = "" if model is None else class_of(uncompiled(model)).__name__
         self._result = Measurement.__new__(Measurement)  # without its numbers until the end
@@ -182,8 +185,8 @@ class measure:
     def __enter__(self) -> Measurement:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError(
-                "measure: a torch profiler or another measure is running; expected none, for torch "
-                "has one profiler at a time"
+                "measure: a torch profiler or another measure is running, and torch has one "
+                "profiler at a time. End it first."
             )
         gc.collect()  # garbage of earlier code must not be freed inside the block
         # Kineto announces each start and stop on stderr unless told otherwise before the first.

@@ -69,12 +69,12 @@ class Marks(contextlib.ExitStack):
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+            raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
         for name, module in model.named_modules() if model is not None else ():
             if is_compiled(module):
                 raise ValueError(
-                    f"model has a compiled module, {name or 'itself'}; expected none, for what is "
-                    "compiled is not called module by module"
+                    f"`model` has a compiled module, {name or 'itself'}. Expected none, because a "
+                    "compiled model is not called module by module."
                 )
         self._model = model
 

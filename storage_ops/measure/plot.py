@@ -69,7 +69,7 @@ def title_of(measurement: Measurement) -> str:
 def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | None = None) -> None:
     """Write a measurement in the format that the ending of a path names; see `Measurement.plot`."""
     if not measurement.lives:
-        raise ValueError("plot: nothing was allocated; expected a measurement of some code")
+        raise ValueError("plot: nothing was allocated. Expected a measurement of some code.")
     check_drawable(path)
     ending = Path(path).suffix.lower()
     if ending == ".pickle":

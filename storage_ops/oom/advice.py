@@ -96,8 +96,8 @@ def _weak(x: object) -> Any:
 
 
 def _strong(x: object) -> Any:
-    found = x() if isinstance(x, weakref.ref) else x
-    return _Gone() if found is None and x is not None else found
+    value = x() if isinstance(x, weakref.ref) else x
+    return _Gone() if value is None and x is not None else value
 
 
 def _parameters_of(model: nn.Module) -> Iterable[str]:
@@ -132,8 +132,10 @@ def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
     loss = "" if step.loss else ", with the loss that the model returns or the sum of its output"
     optimizer = "no optimizer (none was found; explain_oom(optimizer=...) counts its state)"
     if step.optimizer is not None:
-        given = step.optimizer
-        optimizer = (given if isinstance(given, type) else type(given)).__name__
+        optimizer_now = step.optimizer
+        optimizer = (
+            optimizer_now if isinstance(optimizer_now, type) else type(optimizer_now)
+        ).__name__
     there = ", where gradients of earlier batches are there" if step.accumulate else ""
     return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}{there}:"
 

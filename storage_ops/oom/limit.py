@@ -46,14 +46,14 @@ def limit(nbytes: int | float | str, device: str | torch.device = "cpu") -> Iter
         Traceback (most recent call last):
         torch.OutOfMemoryError: limit: out of memory. Tried to allocate 4 MiB for ...
     """
-    most = parse_bytes(nbytes, "nbytes")
+    most = parse_bytes(nbytes, "`nbytes`")
     where = numbered(device)
     if where.type == "cuda":
         with _limited_allocator(most, where):
             yield
         return
     if where.type != "cpu":
-        raise ValueError(f"device is {device!r}; expected 'cpu' or a CUDA device")
+        raise ValueError(f"`device` is {device!r}. Expected 'cpu' or a CUDA device.")
     with torch.compiler.set_stance("force_eager"), following_resizes(), _Limit(most, where):
         yield
 
@@ -74,8 +74,9 @@ class _Limit(Tracking):
             return out
         del out
         error = torch.OutOfMemoryError(
-            f"limit: out of memory. Tried to allocate {readable(level - before)} for {func}; "
-            f"{readable(before)} of {readable(self._most)} are in use"
+            f"limit: out of memory. Tried to allocate {readable(level - before)} for {func}. "
+            f"{readable(before)} of {readable(self._most)} are in use. Pass a larger limit, or "
+            "allocate less."
         )
         error.limit_bytes = self._most  # type: ignore[attr-defined]  # for explain_oom
         for mode in _get_current_dispatch_mode_stack():

@@ -91,17 +91,17 @@ class Tracking(TorchDispatchMode):
     ) -> Any:
         if any(map(is_wrapper_type, types)):
             return NotImplemented  # it is called again for what is inside
-        given = list(filter(self.counts, tensors_in((args, kwargs))))
-        for t in given:
+        counted = list(filter(self.counts, tensors_in((args, kwargs))))
+        for t in counted:
             self._meet(t)
         self._before = self.ledger.level
         out = func(*args, **(kwargs or {}))
-        if func is _OPS.discard_storage.default and given:
-            self.ledger.discard(given[0])
-        elif func is _OPS.share_storage.default and len(given) == 2:
-            self.ledger.share(given[0], given[1], self._copies)
+        if func is _OPS.discard_storage.default and counted:
+            self.ledger.discard(counted[0])
+        elif func is _OPS.share_storage.default and len(counted) == 2:
+            self.ledger.share(counted[0], counted[1], self._copies)
         elif func._schema.is_mutable:
-            for t in given:
+            for t in counted:
                 self.ledger.follow_resize(t.untyped_storage())
         for t in tensors_in(out):
             if self.counts(t):

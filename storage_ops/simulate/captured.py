@@ -238,9 +238,9 @@ class _NumbersOfStep:
 
     def _refuse(self) -> None:
         raise RuntimeError(
-            f"estimate: {self._name}.step decides by values how often it calls its closure, and "
-            "a simulation has no values; expected an optimizer that updates from the gradients of "
-            "one backward, or the closure alone as fn"
+            f"estimate: {self._name}.step decides by values how often it calls its closure, and a "
+            "simulation has no values. Pass an optimizer that updates from the gradients of one "
+            "backward, or the closure alone as `fn`."
         )
 
 

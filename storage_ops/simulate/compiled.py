@@ -53,14 +53,14 @@ class _Graphs:
         if key not in self._known:
             self._known[key] = self._take(loss, leaves, tree)
         run, inputs = self._known[key]
-        found = run(*(leaves[x.index] if isinstance(x, _Leaf) else x for x in inputs))
-        return found[0] if len(found) == 1 else found
+        results = run(*(leaves[x.index] if isinstance(x, _Leaf) else x for x in inputs))
+        return results[0] if len(results) == 1 else results
 
     def _take(
         self, loss: Callable[..., Any], leaves: list[Any], tree: TreeSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Return a function for the graph, and its arguments: leaves, and tensors of the code."""
-        found: list[Any] = []
+        values: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             made = [node.meta.get("example_value") for node in gm.graph.nodes]
@@ -69,7 +69,7 @@ class _Graphs:
             run = _made_of(gm, examples, self._options)
 
             def call(*inputs: object) -> Any:
-                found.extend((run, inputs))
+                values.extend((run, inputs))
                 raise _Taken
 
             return call
@@ -87,17 +87,17 @@ class _Graphs:
                     compiled(tree_unflatten(like, tree))
             except torch._dynamo.exc.Unsupported as error:
                 raise RuntimeError(
-                    "loss is compiled by storage_ops in more than one graph, or not at all, and "
-                    "cannot be simulated as that; expected one that torch.compile takes with "
-                    "fullgraph=True, or the function itself, which is simulated op by op: "
-                    f"{str(error).strip().splitlines()[0]}"
+                    "`loss` is compiled by storage_ops in more than one graph, or not at all. Such "
+                    "a loss cannot be simulated. Pass a loss that torch.compile takes with "
+                    "fullgraph=True. Or pass the function itself, which is simulated op by op. The "
+                    f"error was: {str(error).strip().splitlines()[0]}"
                 ) from error
-        if not found:
+        if not values:
             raise RuntimeError(
-                "loss is compiled by storage_ops, and torch.compile is switched off or takes no "
-                "graph of it; expected the function itself, which is simulated op by op"
+                "`loss` is compiled by storage_ops, but torch.compile is switched off or produces "
+                "no graph of it. Pass the function itself, which is simulated op by op."
             )
-        run, inputs = found
+        run, inputs = values
         places = {id(t): _Leaf(i) for i, t in enumerate(like) if isinstance(t, Tensor)}
         return run, [places.get(id(x), x) for x in inputs]
 
@@ -109,10 +109,10 @@ def as_it_runs(loss: Any, memory_budget: int | None = None) -> Any:
         loss: the loss.
         memory_budget: budget for a compiled loss, in place of the one in its options.
     """
-    found = backend_of(loss)
-    if found is None:
+    backend = backend_of(loss)
+    if backend is None:
         return loss
-    options = found.kwargs.get("options") or {}
+    options = backend.kwargs.get("options") or {}
     if memory_budget is not None:
         options = with_budget(options, memory_budget)
     return functools.partial(_Graphs(options), loss._torchdynamo_orig_callable)
@@ -132,8 +132,8 @@ def with_budget(options: dict[str, Any], memory_budget: int | None) -> dict[str,
 
 def backend_of(loss: object) -> Any:
     """Return the backend "storage_ops" of a compiled loss, or None for any other loss."""
-    found = _compiler_of(loss)
-    return found if found is not None and found.compiler_name == "storage_ops" else None
+    compiler = _compiler_of(loss)
+    return compiler if compiler is not None and compiler.compiler_name == "storage_ops" else None
 
 
 def _compiler_of(loss: object) -> Any:
@@ -197,8 +197,8 @@ def _made_of(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op, partition_fn=partition,
         decompositions=select_decomp_table(),
     )  # fmt: skip
-    made: Callable[..., Any] = make(gm, examples)
-    return made
+    compiled_graph: Callable[..., Any] = make(gm, examples)
+    return compiled_graph
 
 
 def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:

@@ -171,23 +171,23 @@ def estimate(
         32
     """
     ledger = Ledger()
-    held = Captured(fn, args, kwargs)
+    captured = Captured(fn, args, kwargs)
     roles: dict[Block, str] = {}
 
-    simulated = simulating(ledger, held, args, kwargs, Assumption(assume))
+    simulated = simulating(ledger, captured, args, kwargs, Assumption(assume))
     with contextlib.ExitStack() as stack:
         stack.enter_context(showing("estimate"))
-        for root in held.roots:
+        for root in captured.roots:
             stack.enter_context(around_calls(root, noting(ledger)))
         simulation, args, kwargs = stack.enter_context(simulated)
-        for root in held.roots:
+        for root in captured.roots:
             note_roles(roles, PARAMETERS, root.parameters(), simulation)
             note_roles(roles, BUFFERS, root.buffers(), simulation)
-        note_optimizers(roles, held, simulation)
+        note_optimizers(roles, captured, simulation)
         result = call_simulated(fn, args, kwargs)
-        for root in held.roots:
+        for root in captured.roots:
             note_roles(roles, GRADIENTS, (p.grad for p in root.parameters()), simulation)
-        note_optimizers(roles, held, simulation)
+        note_optimizers(roles, captured, simulation)
         estimated = Estimate(
             sent_bytes=dict(simulation.sent),
             subject=getattr(fn, "__name__", type(fn).__name__),
@@ -294,10 +294,10 @@ def _nothing_left(simulation: Simulation, held: Captured) -> Iterator[None]:
     if left:
         first, place = left[0]
         warn_caller(
-            f"estimate: fn left {len(left)} simulated tensors behind, one of shape "
-            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Expected a "
-            "function that stores tensors only in modules, in its arguments, in variables that it "
-            "names itself, and in caches; those are restored"
+            f"estimate: `fn` left {len(left)} simulated tensors behind, one of shape "
+            f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Store "
+            "tensors only in modules, arguments, named variables of `fn` and caches, which are "
+            "restored."
         )
 
 
@@ -321,22 +321,23 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             return fn(*args, **kwargs)
     except UnsupportedOperatorException as error:
         raise RuntimeError(
-            f"estimate: fn calls {name_of(error.func)} at {users_line(error.__traceback__)}, which "
-            "has no implementation for fake tensors; leave that part out of fn"
+            f"estimate: `fn` calls {name_of(error.func)} at {users_line(error.__traceback__)}, "
+            "which has no implementation for fake tensors. Leave that part out of `fn`."
         ) from error
     except (RuntimeError, TypeError) as error:
         does = next((does for text, does in _RAW_ERRORS.items() if text in str(error)), None)
         if does is None and _is_in_jacfwd(error) and "same device" in str(error):
             raise RuntimeError(
-                f"estimate: fn differentiates in forward mode at {users_line(error.__traceback__)} "
-                "with torch.autograd.functional, where torch mixes devices of fake tensors; "
-                "expected torch.func.hessian or torch.func.jacfwd, or strategy='reverse-mode'"
+                "estimate: `fn` differentiates in forward mode at "
+                f"{users_line(error.__traceback__)} with torch.autograd.functional, where torch "
+                "mixes devices of fake tensors. Use torch.func.hessian or torch.func.jacfwd, or "
+                "strategy='reverse-mode'."
             ) from error
         if does is None:
             raise
         raise RuntimeError(
-            f"estimate: fn {does} at {users_line(error.__traceback__)}, which a simulation does "
-            "not have; leave that part out of fn"
+            f"estimate: `fn` {does} at {users_line(error.__traceback__)}, which a simulation does "
+            "not have. Leave that part out of `fn`."
         ) from error
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
@@ -345,7 +346,7 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if "GradScaler" in str(error):
             what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            f"estimate: fn uses {what}, which torch turns off on this machine; expected {expected}"
+            f"estimate: `fn` uses {what}, which torch turns off on this machine. Use {expected}."
         ) from error
 
 

@@ -120,8 +120,8 @@ class Simulation(TorchDispatchMode):
             return [b for part in inside(t) for b in self.blocks_of(part)]
         twin = self.twin(t)
         parts = self._sparse.parts(twin) if twin.layout == torch.sparse_coo else [twin]
-        found = [self.ledger.block_of(part) for part in parts]
-        return [block for block in found if block is not None]
+        blocks = [self.ledger.block_of(part) for part in parts]
+        return [block for block in blocks if block is not None]
 
     def note_random_state(self, t: Tensor) -> None:
         """Record the state of the CPU's generator, which is copied without an op.
@@ -171,9 +171,9 @@ class Simulation(TorchDispatchMode):
             old, new = self.twin(t), self.twin(value)
             if is_wrapper(t) or (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise RuntimeError(
-                    f"estimate: fn sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
-                    f"{tuple(value.shape)} one of {value.dtype}; expected a plain tensor and one "
-                    "of its shape and dtype"
+                    f"estimate: `fn` sets .data of a {tuple(t.shape)} tensor of {t.dtype} to a "
+                    f"{tuple(value.shape)} one of {value.dtype}. Expected a plain tensor and one "
+                    "of its shape and dtype."
                 )
             if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                 self._bytes.pop(t.untyped_storage()._cdata, None)
@@ -241,8 +241,8 @@ class Simulation(TorchDispatchMode):
     def _new_twin(self, t: Tensor) -> Tensor:
         if t.layout != torch.strided:
             raise TypeError(
-                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}; expected "
-                "plain strided tensors"
+                f"estimate: a tensor is a {type(t).__name__} with layout {t.layout}. Expected "
+                "plain strided tensors."
             )
         storage = t.untyped_storage()
         if storage._cdata not in self._bytes:
@@ -276,8 +276,8 @@ class Simulation(TorchDispatchMode):
                 elements = whole[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
                 return elements.as_strided(shape, stride, offset)
 
-        made: Tensor = self.unseen(view)
-        return made
+        fake: Tensor = self.unseen(view)
+        return fake
 
     def _see(self, func: Overload, t: Tensor) -> None:
         self.ledger.see(t, str(func))
@@ -293,8 +293,8 @@ class Simulation(TorchDispatchMode):
     def _new_sparse(self, t: Tensor, new: Callable[[Tensor], Tensor]) -> Tensor:
         if isinstance(t, FakeTensor) or t.is_meta:
             raise TypeError(
-                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}; expected a real "
-                "one, for others do not know how many elements they have"
+                f"estimate: a sparse tensor is a {type(t).__name__} on {t.device}. Expected a real "
+                "one, because others do not know how many elements they have."
             )
         with no_dispatch(), torch.no_grad():
             indices, values, coalesced = t._indices(), t._values(), t.is_coalesced()
@@ -334,10 +334,10 @@ class Simulation(TorchDispatchMode):
             return self._value(func, args[0])
         _check_device(func, kwargs.get("device"))
         args, kwargs = with_tensors(self.twin, (args, kwargs))
-        given = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         is_inside = func is self._wrapped
-        if facts.in_place is not None and not is_inside and given[0].layout == torch.strided:
-            block = self.ledger.block_of(given[0])
+        if facts.in_place is not None and not is_inside and inputs[0].layout == torch.strided:
+            block = self.ledger.block_of(inputs[0])
             func = fake_tensor_gaps.as_real(func, facts.in_place, block, args)
             facts = facts_of(func)
             if func is _aten.add_.Tensor and block is not None:
@@ -354,7 +354,7 @@ class Simulation(TorchDispatchMode):
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
-        if self._sparse.takes(func, args, given):
+        if self._sparse.takes(func, args, inputs):
             with self:
                 return self._sparse(func, args, kwargs)
         try:
@@ -365,7 +365,7 @@ class Simulation(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self._by_values(func, args, kwargs)
         if func._schema.is_mutable:
-            for t in given:
+            for t in inputs:
                 if isinstance(t, FakeTensor) and t.layout == torch.strided:
                     self.ledger.follow_resize(t.untyped_storage())
         scratch.book(self.ledger, func, args, out, self.on_gpu, is_inside)
@@ -474,8 +474,8 @@ def _check_layout(func: Overload, t: Tensor) -> None:
     if t.layout != torch.strided:
         here = Source.here(func, "nothing")
         raise RuntimeError(
-            f"estimate: fn calls {here.name} at {here.line}, which makes a tensor with layout "
-            f"{t.layout} that is not simulated; leave that part out of fn"
+            f"estimate: `fn` calls {here.name} at {here.line}, which makes a tensor with layout "
+            f"{t.layout} that is not simulated. Leave that part out of `fn`."
         )
 
 
@@ -484,6 +484,6 @@ def _check_device(func: Overload, device: torch.device | str | None) -> None:
         return
     if not (torch.device(device).type == "cuda" and torch.cuda.is_available()):
         raise RuntimeError(
-            f"estimate: {func} asks for device {device}, which this machine does not have; "
-            "expected the device of an argument, such as device=x.device"
+            f"estimate: {func} asks for device {device}, which this machine does not have. Use the "
+            "device of an argument, such as device=x.device."
         )

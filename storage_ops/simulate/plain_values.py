@@ -110,9 +110,9 @@ class Watch:
         return _CONSTANT, type(operand), operand
 
     def _watched(self, value: object, expression: Expression) -> WatchedValue:
-        made = WatchedValue(value, expression, self)
-        self._made.append(weakref.ref(made))
-        return made
+        watched = WatchedValue(value, expression, self)
+        self._made.append(weakref.ref(watched))
+        return watched
 
 
 class WatchedValue:

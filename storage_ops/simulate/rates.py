@@ -24,10 +24,10 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     if str(device).lower() in DEVICES:
         rates = named(str(device).lower())
     else:
-        found = torch.device(device)
-        if found.type == "cuda" and torch.cuda.is_available():
-            return rates_of(found)
-        rates = named("cpu" if found.type == "cpu" else DEFAULT_GPU)
+        torch_device = torch.device(device)
+        if torch_device.type == "cuda" and torch.cuda.is_available():
+            return rates_of(torch_device)
+        rates = named("cpu" if torch_device.type == "cpu" else DEFAULT_GPU)
     copies = active()
     if copies is not None and not rates.link:
         rates = replace(rates, link=copies.bytes_per_second)

@@ -91,7 +91,7 @@ def simulate_serving(
     Args:
         model: of transformers.
         inputs: keyword arguments of its forward for the prompt; the last one has the tokens.
-        device: as of `simulate_step`.
+        device: as in `simulate_step`.
 
     Raises:
         ValueError: the model has no cache.
@@ -100,12 +100,12 @@ def simulate_serving(
     name = next((name for name in _NAMES if name in takes), None)
     if name is None or "use_cache" not in takes:
         raise ValueError(
-            f"the model is a {type(model).__name__}, which has no cache; expected one that "
-            "generates text"
+            f"`model` is a {type(model).__name__}, which has no cache. Expected a model that "
+            "generates text."
         )
     on_gpu, rates = is_gpu(model, [inputs], device), rates_for(device, model)
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
-    held = Captured(model, (), inputs)
+    captured = Captured(model, (), inputs)
     roles: dict[Any, str] = {}
     cache_bytes: Counter[str] = Counter()
     events = 0  # when the prompt was processed
@@ -118,7 +118,7 @@ def simulate_serving(
         output = model(**prompt, **options)
         cache = getattr(output, name, None)
         if cache is None:
-            raise ValueError(f"{type(model).__name__} returned no {name}; expected a cache")
+            raise ValueError(f"{type(model).__name__} returned no {name}. Expected a cache.")
         for kind, tensors in _by_kind(cache, model):
             _note(cache_bytes, roles, kind, tensors, simulation)
         following = _following(prompt, output)
@@ -129,7 +129,7 @@ def simulate_serving(
             note_roles(roles, kind, tensors, simulation)
 
     alone, told = ONE_AT_A_TIME, showing("simulating generation")
-    simulated = simulating(ledger, held, (), inputs, Assumption(None), on_gpu, rates)
+    simulated = simulating(ledger, captured, (), inputs, Assumption(None), on_gpu, rates)
     calls = around_calls(model, noting(ledger))
     with alone, told, calls, simulated as (simulation, _, prompt), torch.no_grad():
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
@@ -184,8 +184,8 @@ def _by_kind(cache: Any, model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]
 
 def _numbers(values: object) -> list[Tensor]:
     """Return the tensors of floating-point numbers; a layer also has counts."""
-    found = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-    return [t for t in found if t.is_floating_point()]
+    tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return [t for t in tensors if t.is_floating_point()]
 
 
 def _following(prompt: dict[str, Any], output: Any) -> dict[str, Any]:

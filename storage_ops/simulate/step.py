@@ -180,7 +180,7 @@ def simulate_step(
     check_loss(loss)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
-        raise ValueError("batch is an empty list; expected at least one batch")
+        raise ValueError("`batch` is an empty list. Expected at least one batch.")
     on_gpu, workspace = is_gpu(model, batches, device), workspace_bytes(device, model)
     rates = rates_for(device, model)
     assumption = Assumption(assume)
@@ -202,16 +202,16 @@ def simulate_step(
 def check_model(model: object) -> None:
     """Raise a TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
 
 
 def warn_of_eval_mode(model: nn.Module, function: str) -> None:
     """Warn if a model, such as one of `from_pretrained`, is not in training mode."""
     if not model.training:
         warn_caller(
-            f"{function}: model, a {type(model).__name__}, is in eval mode, in which dropout and "
-            "other parts take less memory than in training. Trainers train in training mode; call "
-            "model.train() first"
+            f"{function}: `model`, a {type(model).__name__}, is in eval mode, in which dropout and "
+            "other parts take less memory than in training. Trainers train in training mode. Call "
+            "model.train() first."
         )
 
 
@@ -219,8 +219,8 @@ def check_accumulate(accumulate: object) -> None:
     """Raise a TypeError if `accumulate` is not a bool, such as a number of batches."""
     if not isinstance(accumulate, bool):
         raise TypeError(
-            f"accumulate is {accumulate!r}; expected True where gradients of several batches are "
-            "added up, however many, or False"
+            f"`accumulate` is {accumulate!r}. Expected True if gradients of several batches are "
+            "added up, or False."
         )
 
 
@@ -245,7 +245,7 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
         kind = ""
     if kind not in ("cpu", "cuda"):
         raise ValueError(
-            f"device is {device!r}; expected one of {', '.join(DEVICES)}, 'cuda', or None"
+            f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}, 'cuda', or None."
         )
     return kind == "cuda"
 
@@ -263,7 +263,8 @@ def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple):
         return batch, {}
     raise TypeError(
-        f"batch is a {type(batch).__name__}; expected a tensor, a tuple, a dict, or a list of such"
+        f"`batch` is a {type(batch).__name__}. Expected a tensor, a tuple, a dict, or a list of "
+        "such."
     )
 
 
@@ -286,7 +287,7 @@ def optimizer_of(
     made = make(trained) if callable(make) and trained else None
     if trained and not isinstance(made, Optimizer):
         raise TypeError(
-            f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, its class, or None"
+            f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, or None."
         )
     _check_step(made)
     return made
@@ -295,8 +296,8 @@ def optimizer_of(
 def _check_step(optimizer: Optimizer | None) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
-            "optimizer is an LBFGS, whose step() runs the model several times by a closure; "
-            "expected one that updates from the gradients of one backward"
+            "`optimizer` is an LBFGS, whose step() runs the model several times by a closure. "
+            "Expected an optimizer that updates from the gradients of one backward."
         )
 
 
@@ -306,7 +307,7 @@ def check_loss(loss: object) -> None:
         return
     form = "a function of the model's output, such as lambda output: cross_entropy(output, labels)"
     if not callable(loss):
-        raise TypeError(f"loss is {loss!r}; expected {form}, or None")
+        raise TypeError(f"`loss` is {loss!r}. Expected {form}, or None.")
     called = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(called)
@@ -316,7 +317,7 @@ def check_loss(loss: object) -> None:
         signature.bind(None)
     except TypeError as error:
         name = getattr(loss, "__qualname__", type(loss).__name__)
-        raise TypeError(f"loss is {name}{signature}: {error}; expected {form}") from None
+        raise TypeError(f"`loss` is {name}{signature}: {error}. Expected {form}.") from None
 
 
 def loss_of(output: object) -> Tensor:
@@ -327,8 +328,8 @@ def loss_of(output: object) -> Tensor:
     numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not numbers:
         raise ValueError(
-            "loss is None and the model's output has no tensor that requires grad; expected a "
-            "function of the output that returns a scalar"
+            "`loss` is None, and no output of the model requires grad. Pass a function of the "
+            "output that returns a scalar."
         )
     first = numbers[0]
     if len(numbers) == 1 and first.numel() == 1:
@@ -399,7 +400,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:
         # Who frees outputs looks for those who saved them, and does not find recordings.
-        raise RuntimeError("outputs are discarded across layers")
+        raise RuntimeError("Outputs are discarded across layers. Simulate the layers together.")
     del settled["input_bytes"]
     return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
 
@@ -449,11 +450,11 @@ def check_value(value: object) -> None:
     """Raise a ValueError for a loss that is not a scalar, or depends on no trained parameter."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise ValueError(f"loss returned {shown}; expected a scalar tensor")
+        raise ValueError(f"`loss` returned {shown}. Expected a scalar tensor.")
     if not value.requires_grad:
         raise ValueError(
-            "loss returned a tensor that needs no gradient; expected one that depends on a "
-            "parameter with requires_grad"
+            "`loss` returned a tensor that needs no gradient. Expected a tensor that depends on a "
+            "parameter with requires_grad."
         )
 
 

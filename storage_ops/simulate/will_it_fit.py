@@ -95,7 +95,7 @@ def will_it_fit(
         >>> report.fits, report.peak_bytes >> 20
         (True, 3520)
     """
-    budget_bytes = parse_bytes(budget, "budget")
+    budget_bytes = parse_bytes(budget, "`budget`")
     check_model(model)
     warn_of_eval_mode(model, "will_it_fit")
     step = simulate_step(

@@ -123,8 +123,8 @@ def _batched(name: str) -> Callable[..., tuple[Any, None]]:
     def rule(info: object, in_dims: tuple[int | None, ...], *args: object) -> tuple[Any, None]:
         if name == "share_storage" and in_dims[0] != in_dims[1]:
             raise RuntimeError(
-                f"share_storage: src is batched by vmap along dimension {in_dims[1]} of what holds "
-                f"the samples; expected dimension {in_dims[0]}, as dst is"
+                f"share_storage: `src` is batched by vmap along dimension {in_dims[1]} of the "
+                f"tensor that holds the samples. Expected dimension {in_dims[0]}, as `dst` is."
             )
         return getattr(_OPS, name)(*args), None
 

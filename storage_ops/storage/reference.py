@@ -92,22 +92,23 @@ def lacks_bytes(t: Tensor) -> bool:
 def storage_of(op: str, name: str, t: Tensor) -> Storage:
     """Return the storage of an argument, or raise for one that the storage ops cannot handle."""
     if t.layout != torch.strided:
-        raise RuntimeError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
+        raise RuntimeError(f"{op}: `{name}` has layout {t.layout}. Expected a strided tensor.")
     if t.is_nested:
         raise RuntimeError(
-            f"{op}: {name} is a nested tensor with layout torch.strided; expected a plain tensor "
-            "or layout torch.jagged"
+            f"{op}: `{name}` is a nested tensor with layout torch.strided. Expected a plain tensor "
+            "or layout torch.jagged."
         )
     if t.is_quantized:
-        raise RuntimeError(f"{op}: {name} is quantized; expected a plain tensor")
+        raise RuntimeError(f"{op}: `{name}` is quantized. Expected a plain tensor.")
     if is_lazy_copy(t):
         raise RuntimeError(
-            f"{op}: {name} is a lazy copy (copy-on-write); expected a tensor that owns its storage"
+            f"{op}: `{name}` is a lazy copy (copy-on-write). Expected a tensor that owns its "
+            "storage."
         )
     if lacks_bytes(t):
         raise RuntimeError(
-            f"{op}: {name} has no bytes of its own, it is a zero tensor or wraps others; expected "
-            "a plain tensor"
+            f"{op}: `{name}` has no bytes of its own, it is a zero tensor or wraps others. "
+            "Expected a plain tensor."
         )
     return t.untyped_storage()
 
@@ -127,10 +128,10 @@ def check_may_lose_bytes(op: str, name: str, storage: Storage, external: bool) -
     is_own = not record.external if record.owner is not None else can_resize(storage)
     if not (is_own or external):
         raise RuntimeError(
-            f"{op}: {name} has bytes that torch cannot resize: they come from numpy, a file, "
+            f"{op}: `{name}` has bytes that torch cannot resize: they come from numpy, a file, "
             "shared memory, pin_memory() or another library, or numpy shows them. Expected a "
-            "tensor whose bytes only torch uses, or allow_external=True if no other code uses "
-            "them any more"
+            "tensor whose bytes only torch uses. Pass allow_external=True if no other code uses "
+            "them any more."
         )
 
 
@@ -164,12 +165,12 @@ def check_alike(dst: Tensor, src: Tensor) -> None:
     """Raise unless both tensors have one dtype and one device."""
     if src.dtype != dst.dtype:
         raise RuntimeError(
-            f"share_storage: src is {src.dtype}; expected {dst.dtype}, the dtype of dst. To bind "
-            f"the bytes as they are, pass src.view({dst.dtype})"
+            f"share_storage: `src` is {src.dtype}. Expected {dst.dtype}, the dtype of `dst`. To "
+            f"bind the bytes as they are, pass src.view({dst.dtype})."
         )
     if src.device != dst.device:
         raise RuntimeError(
-            f"share_storage: src is on {src.device}; expected the device of dst, {dst.device}"
+            f"share_storage: `src` is on {src.device}. Expected the device of `dst`, {dst.device}."
         )
 
 
@@ -206,19 +207,19 @@ def check_elements(dst: Tensor, src: Tensor) -> None:
             size > 1 and to != source for size, to, source in strides
         ):
             raise RuntimeError(
-                f"share_storage: src has strides {list(src.stride())} and storage offset "
-                f"{src.storage_offset()}; expected {list(dst.stride())} and "
-                f"{dst.storage_offset()}, as dst of the same shape has"
+                f"share_storage: `src` has strides {list(src.stride())} and storage offset "
+                f"{src.storage_offset()}. Expected {list(dst.stride())} and "
+                f"{dst.storage_offset()}, those of `dst`, which has the same shape."
             )
         return
     if src.numel() == 0:
-        raise RuntimeError("share_storage: src has no elements; expected those that dst reads")
+        raise RuntimeError("share_storage: `src` has no elements. Expected those that `dst` reads.")
     (begin, end, _), (first, last, has_gaps) = span_of(dst), span_of(src)
     if first > begin or end > last or has_gaps:
         raise RuntimeError(
-            f"share_storage: src has elements {first} to {last - 1} of its storage"
-            f"{', with gaps' if has_gaps else ''}; expected all of elements {begin} to {end - 1}, "
-            "which dst reads"
+            f"share_storage: `src` has elements {first} to {last - 1} of its "
+            f"storage{', with gaps' if has_gaps else ''}. Expected all of elements {begin} to "
+            f"{end - 1}, which `dst` reads."
         )
 
 
@@ -248,18 +249,18 @@ def check_share(
         return None
     check_alike(dst, src)
     if is_discarded(src) or (source.nbytes() == 0 and record_of(source).nbytes > 0):
-        raise RuntimeError("share_storage: src is discarded; expected a tensor with bytes")
+        raise RuntimeError("share_storage: `src` is discarded. Expected a tensor with bytes.")
     needed = max(bytes_reached(dst), to.nbytes() or record_of(to).nbytes)
     if source.nbytes() < needed:
         raise RuntimeError(
-            f"share_storage: src has {source.nbytes()} bytes of storage; "
-            f"expected at least {needed}, the storage of dst"
+            f"share_storage: `src` has {source.nbytes()} bytes of storage. Expected at least "
+            f"{needed}, the storage of `dst`."
         )
     check_elements(dst, src)
     if received_later(source, to):
         raise RuntimeError(
-            "share_storage: src shares the bytes of dst already; sharing them back would close a "
-            "reference cycle"
+            "share_storage: `src` shares the bytes of `dst` already, and sharing them back would "
+            "close a reference cycle. Pass a clone of `src`."
         )
     if not (copies and to.nbytes() == source.nbytes()):
         check_may_lose_bytes("share_storage", "dst", to, external)
@@ -281,8 +282,8 @@ def _check_resizable(op: str, name: str, storage: Storage) -> None:
     """Raise for a storage that only a native library can change."""
     if not can_resize(storage):
         raise RuntimeError(
-            f"{op}: {name} has bytes that torch cannot resize, and allow_external=True needs a "
-            'native library: storage_ops.info()["storage_path"] is "copy"'
+            f"{op}: `{name}` has bytes that torch cannot resize, and allow_external=True needs a "
+            'native library. storage_ops.info()["storage_path"] is "copy".'
         )
 
 

@@ -22,8 +22,8 @@ from storage_ops.storage.reference import can_resize
 
 _OPS = torch.ops.storage_ops
 GUARD = (
-    "this tensor was discarded by storage_ops.discard_storage and has no bytes to read; bind new "
-    "ones with share_storage, or discard with guard=None to resize its storage yourself"
+    "This tensor was discarded by storage_ops.discard_storage and has no bytes to read. Bind new "
+    "bytes with share_storage, or discard with guard=None to resize its storage yourself."
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORK: Any = (torch.distributed.Work,) if torch.distributed.is_available() else ()
@@ -36,9 +36,11 @@ class DiscardedTensorError(RuntimeError):
 def locals_of(op: str, name: str, t: object) -> list[Tensor]:
     """Return the tensors with their own storages behind an argument. Raise if there are none."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a torch.Tensor")
+        raise TypeError(f"{op}: `{name}` is {type(t).__name__}. Expected a torch.Tensor.")
     if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
-        raise RuntimeError(f"{op}: {name} is a FakeTensor, which has no bytes; expected a tensor")
+        raise RuntimeError(
+            f"{op}: `{name}` is a FakeTensor, which has no bytes. Expected a real tensor."
+        )
     if is_traceable_wrapper_subclass(t):
         if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
             return locals_of(op, name, t._values)
@@ -86,7 +88,8 @@ def _on_subclasses(
         behind = [locals_of(op, name, t) for name, t in arguments.items()]
         if len({len(tensors) for tensors in behind}) > 1:
             raise RuntimeError(
-                f"{op}: src holds {len(behind[1])} tensors; expected {len(behind[0])}, as dst does"
+                f"{op}: `src` holds {len(behind[1])} tensors. Expected {len(behind[0])}, the "
+                "number of tensors in `dst`."
             )
         calls = list(zip(*behind, strict=True))
         try:
@@ -97,9 +100,9 @@ def _on_subclasses(
         except (TypeError, NotImplementedError) as error:
             name, kind = next((n, type(t)) for n, t in arguments.items() if type(t) not in _PLAIN)
             raise RuntimeError(
-                f"{op}: {name} is a {kind.__name__}, which does not let the op through; expected a "
-                "class with __tensor_flatten__, or whose __torch_dispatch__ applies storage_ops to "
-                "the tensors that it wraps"
+                f"{op}: `{name}` is a {kind.__name__}, which does not let the op through. Expected "
+                "a class with __tensor_flatten__, or whose __torch_dispatch__ applies storage_ops "
+                "to the tensors that it wraps."
             ) from error
 
 
@@ -121,8 +124,8 @@ def _refuse_leaf(t: Tensor) -> None:
 
 def _fail_leaf(kind: str, t: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"discard_storage: t is a {kind}, of shape {tuple(t.shape)}, and nothing recomputes "
-        "its values; expected an activation, or allow_leaf=True"
+        f"discard_storage: `t` is a {kind}, of shape {tuple(t.shape)}, and nothing recomputes its "
+        "values. Expected an activation. Pass allow_leaf=True to discard it anyway."
     )
 
 
@@ -274,7 +277,10 @@ def _refuse_discarded(name: object, arguments: object) -> bool:
             return False
         if gone:  # a nested tensor need not have a shape
             what = "nested tensor" if leaf.is_nested else f"tensor of shape {tuple(leaf.shape)}"
-            raise DiscardedTensorError(f"{name} reads a {what} whose bytes were discarded")
+            raise DiscardedTensorError(
+                f"{name} reads a {what} whose bytes were discarded. Bind new bytes with "
+                "share_storage first."
+            )
     return True
 
 
@@ -321,7 +327,7 @@ class check_discarded(TorchDispatchMode):
         ...     h + 1
         Traceback (most recent call last):
         storage_ops.storage.storage.DiscardedTensorError: aten.add.Tensor reads a tensor \
-of shape (2,) whose bytes were discarded
+of shape (2,) whose bytes were discarded. Bind new bytes with share_storage first.
     """
 
     def __init__(self) -> None:

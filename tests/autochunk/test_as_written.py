@@ -102,7 +102,7 @@ LOSSES = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:storage_ops.autochunk. not chunked")
+@pytest.mark.filterwarnings("ignore:storage_ops.autochunk. the graph is not")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_loss_and_gradients(loss):
     torch._dynamo.reset()

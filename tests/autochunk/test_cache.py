@@ -1,4 +1,4 @@
-"""A process that finds its graphs in Inductor's caches says what the first one said."""
+"""A process that loads graphs from Inductor's caches repeats the messages of the first process."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# First with what is logged left out, then with it, in one process: the imports take most of it.
+# One process runs without and with logging, because imports take most of the time.
 SCRIPT = """
 import logging, sys, warnings, torch, storage_ops
 from torch._dynamo.utils import counters
@@ -34,7 +34,7 @@ for level in (logging.WARNING, logging.DEBUG):
 
 
 def words(folder, name):
-    """How many graphs were found, and what was said: without what is logged, and with it."""
+    """Return the number of cached graphs, and the messages without and with logging."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "STORAGE_OPS_LOGS": "autochunk"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, name], env=env, capture_output=True, text=True, timeout=500,
@@ -51,7 +51,9 @@ def words(folder, name):
 def test_a_warm_cache(tmp_path):
     for name in ("declined", "chunked"):
         (first, second), quiet, loud = words(tmp_path / name, name)
-        assert first == 0 and second <= 1  # what was not said is compiled anew, a chunk is found
+        assert (
+            first == 0 and second <= 1
+        )  # messages that were not logged are compiled again; a chunk is cached
         assert ["not chunked" in line for line in quiet] == [True] * (name == "declined")
         assert len(loud) > len(quiet) + 2
         found, *again = words(tmp_path / name, name)

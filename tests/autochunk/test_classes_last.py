@@ -176,4 +176,4 @@ def wide_kernel(x, w, t, c):
 def test_a_convolution_that_is_no_product_is_named():
     found = explain(wide_kernel, *data(), num_chunks=4)
     assert not found.chunked
-    assert "aten.convolution.default: a convolution is no matrix product" in found.reason
+    assert "aten.convolution.default: a convolution is not a matrix product" in found.reason

@@ -1,4 +1,4 @@
-"""Graphs that Inductor compiles to wrong values on a CPU: ours are right."""
+"""Compare chunks with float64 where Inductor alone computes wrong values on a CPU."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ def compare(loss, arguments, options=None):
 
 @pytest.mark.slow
 def test_chunks_of_several_rows_at_a_time(monkeypatch):
-    """The bias, whose elements are far from each other, makes Inductor take several rows."""
+    """Inductor processes several rows at once, because the bias is not contiguous."""
     first = chunks._first_that_compiles
 
-    def without_overwriting(program, *rest):  # the second way of a chunk, the first in torch 2.11
+    def without_overwriting(program, *rest):  # torch 2.11 does this first
         over = [(i, value) for i, value in enumerate(program.over) if value is not None]
         if not over:
             return first(program, *rest)
@@ -50,7 +50,7 @@ def test_chunks_with_the_index_of_the_largest():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:storage_ops.autochunk. not chunked")
+@pytest.mark.filterwarnings("ignore:storage_ops.autochunk. the graph is not")
 def test_what_is_not_chunked():
     def loss(x, w, t):
         logits = x + w[:, 0]

@@ -45,7 +45,7 @@ def test_chunked(loss, channels):
 
 
 def test_few_interpolated_classes_of_many_channels_stay_whole():
-    """What is interpolated has fewer elements than the hidden states: there is nothing to save."""
+    """The interpolated classes have fewer elements than the hidden states, so nothing is saved."""
     torch.compiler.reset()
     x, w, t = torch.randn(N, 99, *SIZE), torch.randn(C, 99, 1, 1), torch.randint(C, (N, *LARGE))
     reports = []

@@ -1,4 +1,4 @@
-"""Every rule of the table, by itself: slices give slices, terms give sums, factors stay factors."""
+"""Test each rule of the table alone: on slices of its arguments, on sums and on factors."""
 
 import itertools
 import operator
@@ -29,8 +29,8 @@ def places():
     return torch.tensor([[3], [0], [1]]), torch.tensor([2, 2])
 
 
-# What the schema does not tell. All others get a tensor (4, 6) for every tensor argument, a
-# broadcast one every other time, and 0.5 for every number.
+# Arguments that the schema does not determine. All other ops get 0.5 for every number and a (4, 6)
+# tensor for every tensor argument, which is broadcast every other time.
 SAMPLES = {
     "prims.convert_element_type.default": lambda: (positive(ROWS, COLUMNS), torch.float64),
     "aten.where.self": lambda: (positive(ROWS, 1) > 0.7, *positive(2, ROWS, COLUMNS)),

@@ -31,7 +31,7 @@ def test_every_part_is_known_and_says_what_it_is():
 
 def test_an_unknown_part_is_named(capsys):
     assert cli.main(["bench", "loss"]) == 2
-    assert "part is loss; expected one of autochunk" in " ".join(capsys.readouterr().err.split())
+    assert "PART is loss. Expected one of autochunk" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_a_source_tree_it_says_where_to_get_one(capsys, monkeypatch):

@@ -32,9 +32,9 @@ def call(*options, **more):
         ([], "one of the arguments --call --list is required"),
         (["--call", "5"], "invalid choice: '5'"),
         (["--call", "rows", "--minutes", "soon"], "argument --minutes: invalid float value"),
-        (["--call", "rows", "--minutes", "0"], "--minutes is 0; expected more than 0"),
-        (["--call", "rows", "--wheels", "/no/folder"], "--wheels is /no/folder; expected a folder"),
-        (["--call", "rows", "--real-logits", "/no.npz"], "/no.npz; expected a file"),
+        (["--call", "rows", "--minutes", "0"], "--minutes is 0. Expected more than 0"),
+        (["--call", "rows", "--wheels", "/no/folder"], "--wheels is /no/folder. Expected a folder"),
+        (["--call", "rows", "--real-logits", "/no.npz"], "/no.npz. Expected a file"),
     ],
 )
 def test_wrong_arguments(options, complaint, capsys):

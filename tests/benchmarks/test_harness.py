@@ -1,3 +1,5 @@
+"""The harness of the benchmarks: order, clocks, ratios, results."""
+
 import json
 import time
 
@@ -28,7 +30,7 @@ def test_process_time_is_compared_not_waiting():
 
     seconds = _harness.interleave({"work": work, "wait": lambda: time.sleep(0.1)}, 1)
     (work_wall, worked), (wait_wall, waited) = seconds["work"][0], seconds["wait"][0]
-    # of the two clocks only that of the wall follows the corrections of the time of day
+    # Corrections of the time of day change the wall clock, but not the process clock.
     assert work_wall >= 0.99 * worked and worked >= 0.05 and wait_wall >= 0.1 > 2 * waited
 
 
@@ -117,8 +119,8 @@ def test_no_round_begins_after_the_time_but_a_first(arguments, capsys):
 
 
 def test_peak_is_above_what_was_there():
-    held = torch.empty(1 << 20)
-    mib = _harness.peak(lambda: (held + 1) + (held + 2))
+    base = torch.empty(1 << 20)
+    mib = _harness.peak(lambda: (base + 1) + (base + 2))
     assert mib == 12.0
 
 

@@ -77,6 +77,15 @@ def test_pictures_are_opaque_and_light(result, tmp_path):
         assert corner.min() > 0.95 and pixels[..., :3].min() < 0.3
 
 
+def test_several_panels_have_a_narrow_picture(result, tmp_path):
+    other = [{**r, "shape": "another"} for r in result["rows"]]
+    drawn = pictures.draw(tmp_path, {**result, "rows": result["rows"] + other})
+    assert [path.name for path in drawn] == ["loss.png"]  # a report shows the wide one
+    paths = drawn[0], tmp_path / f"loss{pictures.NARROW}.png"
+    wide, narrow = (image.imread(path).shape for path in paths)
+    assert narrow[0] > narrow[1] and narrow[1] < wide[1] / 2 < 600
+
+
 def test_memory_is_drawn_for_a_dark_page_too(result, tmp_path):
     result["rows"][5]["timeline"] = [[0.0, 1.0], [0.5, 9.0], [1.0, 2.0]]
     pictures.draw(tmp_path, result)

@@ -20,7 +20,7 @@ def test_pages_are_what_make_results_writes():
 
 
 def slug(line):
-    """What a heading is linked by."""
+    """Return the anchor of a heading."""
     return re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-")
 
 
@@ -60,7 +60,7 @@ def test_sections_between_markers_are_replaced_and_nothing_else():
         "<!-- end -->\n2\n"
     )
     assert "400 MiB" in new and "old" not in new and pages.filled(new) == new
-    with pytest.raises(ValueError, match="section is 'plans'; expected one of headline"):
+    with pytest.raises(ValueError, match=r"`section` is 'plans'\. Expected one of headline"):
         pages.filled("<!-- results: plans -->\n<!-- end -->\n")
 
 
@@ -125,6 +125,6 @@ def test_what_is_not_worth_keeping_is_refused(tmp_path, monkeypatch, change):
     monkeypatch.setattr(kept, "RESULTS", tmp_path / "kept")
     whole = {**result("one", ("A", 1)), **change}
     (tmp_path / "a.json").write_text(json.dumps({k: v for k, v in whole.items() if v}))
-    with pytest.raises(ValueError, match="expected one worth keeping"):
+    with pytest.raises(ValueError, match="Expected a complete result"):
         list(kept.take([tmp_path / "a.json"]))
     assert not (tmp_path / "kept").exists()

@@ -1,4 +1,4 @@
-"""Tests of what a library does that Python does without it."""
+"""Runs a test with a native library and with the Python code that replaces it."""
 
 from types import ModuleType
 from typing import Any

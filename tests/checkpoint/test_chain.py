@@ -135,7 +135,7 @@ def test_a_chain_is_plain_without_grad_and_outside_it_is_an_error():
         assert torch.equal(chained(layers, x), chained(layers, x))
     with pytest.raises(RuntimeError, match="outside of its with block"):
         so.OutputDiscardChain().checkpoint(torch.sin, x)
-    with pytest.raises(ValueError, match="determinism_check is 'no'"):
+    with pytest.raises(ValueError, match="`determinism_check` is 'no'"):
         so.OutputDiscardChain(determinism_check="no")
 
 

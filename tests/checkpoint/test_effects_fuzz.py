@@ -222,7 +222,7 @@ def check(case):
 
 @settings(max_examples=150)
 @given(CASES)
-@pytest.mark.filterwarnings("ignore:.*modifies in place what the policy")
+@pytest.mark.filterwarnings("ignore:.*modifies in place tensors that the")
 @pytest.mark.filterwarnings("ignore:the policy of the selective checkpoint saves nothing")
 def test_random_regions_leave_what_eager_leaves(case):
     check(case)

@@ -100,7 +100,7 @@ def test_generators_that_a_region_is_given_or_closes_over(path):
 
 
 def test_register_rng_tracker_refuses_what_it_cannot_use():
-    with pytest.raises(TypeError, match="tracker is int; expected"):
+    with pytest.raises(TypeError, match=r"`tracker` is int\. Expected"):
         so.register_rng_tracker(3)
 
 

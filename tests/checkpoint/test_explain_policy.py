@@ -48,9 +48,9 @@ def test_all_forms_of_a_policy():
     ):
         table = so.explain_policy(layer, x, policy=policy)
         assert sum(r.count for r in table.rows if r.saved and r.op == "aten.addmm") == saved
-    with pytest.raises(ValueError, match=r"policy is 'matmull'; .*did you mean 'matmuls'"):
+    with pytest.raises(ValueError, match=r"`policy` is 'matmull'. .*Did you mean 'matmuls'"):
         so.explain_policy(layer, x, policy="matmull")
-    with pytest.raises(TypeError, match="policy is 3"):
+    with pytest.raises(TypeError, match="`policy` is 3"):
         so.explain_policy(layer, x, policy=3)
 
 

@@ -1,4 +1,4 @@
-"""Embeddings with `max_norm`, and caches that one layer after the other writes in place."""
+"""Embeddings with `max_norm`, and caches that several layers write in place."""
 
 import copy
 from functools import partial
@@ -18,7 +18,7 @@ ROWS, WIDTH, NORM = 2000, 16, 7.3
 
 
 def renormed(dtype=torch.float32):
-    """A weight of which most rows are scaled, and by rounding a second time as well."""
+    """A weight whose rows max_norm scales, and by rounding scales again in a second call."""
     weight = (torch.randn(ROWS, WIDTH) * 10).to(dtype)
     once = torch.embedding_renorm_(weight.clone(), torch.arange(ROWS), NORM, 2.0)
     assert not torch.equal(once, torch.embedding_renorm_(once.clone(), torch.arange(ROWS), NORM, 2))
@@ -26,7 +26,7 @@ def renormed(dtype=torch.float32):
 
 
 def numbers(x):
-    """Rows to look up, by the contents of an input that has a gradient."""
+    """Row indices computed from the values of an input that needs a gradient."""
     return (x.detach().abs() * 1e5).long() % ROWS
 
 
@@ -108,7 +108,7 @@ def test_rows_that_are_no_longer_those_of_the_forward(monkeypatch, copied, how, 
         weight = each.layer.table.weight.detach().clone()
         if each is model and not copied:
             with pytest.raises(
-                RuntimeError, match=r"call it once in the region|was modified in pl"
+                RuntimeError, match=r"Call it once in the region|was modified in pl"
             ):
                 y.sum().backward()
             assert given.grad is None
@@ -214,7 +214,7 @@ def test_max_norm_in_a_simulation():
 def test_tiles_scale_rows_more_than_once_which_is_an_error():
     model = so.tile(Embeds(), 2)
     y = model(torch.randn(30, 4))
-    with pytest.raises(RuntimeError, match=r"call it once in the region"):
+    with pytest.raises(RuntimeError, match=r"Call it once in the region"):
         y.square().sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""A region frees what it made and nobody else names, and nothing that somebody holds."""
+"""A region frees only tensors that it created and that no other code refers to."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ WAYS = (so.output_discard, by_hook, chained, by_mode)
 
 
 class Holding(nn.Module):
-    """A layer that has three tables, each held in its own way, and what it is to return of them."""
+    """A layer with three tables, which it refers to in different ways and returns in part."""
 
     def __init__(self, get):
         super().__init__()
@@ -86,7 +86,7 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_somebody_holds_is_kept(way, name):
-    """Through two forwards before their backward, and a step after it."""
+    """Run two forwards before their backward, and a step afterwards."""
     layer, head, xs = Holding(HELD[name]), nn.Linear(6, 3), torch.randn(3, 5, 6)
     found = []
     for run in (lambda x: head(layer(x)), way(layer, head)):
@@ -125,7 +125,7 @@ def test_a_tensor_of_the_caller_that_the_region_fills(way, alias):
 
 
 def test_an_object_that_holds_an_output_twice():
-    """As an item and as an attribute, as the outputs of transformers do: that is one holder."""
+    """Outputs of transformers have it as item and attribute, which count as one reference."""
     up, x = nn.Linear(6, 6), torch.randn(5, 6, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     out = ckpt.checkpoint(lambda x: transformers.modeling_outputs.BaseModelOutput(up(x)), x)

@@ -31,7 +31,7 @@ AWAY = {
 
 
 class Clock:
-    """Time that passes when it is told to; a recompute does not turn it back."""
+    """A clock that tests advance. A recompute does not set it back."""
 
     def __init__(self):
         self._time = threading.local()  # regions restore plain attributes and lists
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_eager_bit_for_bit(link, name, dtype):
     assert_same(got, step(model, x))
     assert_same(step(away, x), got)
     assert right[0].shape == got[0].shape
-    # All layers but the last bring back what they sent.
+    # All layers but the last bring back the tensors that they sent.
     assert sum(entry[0] == "to device" for entry in link.log) >= 3
 
 
@@ -90,7 +90,7 @@ def test_bytes_are_on_the_host_between(link):
             y = layers(x)
         kept[name] = measured.kept_bytes
         y.sum().backward()
-        del y  # what it holds would be freed while the next one is measured
+        del y  # else its tensors would be freed while the next case is measured
     products = 2 * 6 * 4 * (3 * 64 + 64 + 4 * 64 + 64 + 64) + 4 * 2 * 2 * 6 * 6
     assert kept["saved"] - kept["away"] == pytest.approx(5 * products, rel=0.01)
 
@@ -113,7 +113,7 @@ def test_a_fast_link_is_hidden_and_a_slow_one_is_waited_for():
     assert [entry[0] for entry in fast.log] == ["to host"] * 5 + ["to device"] * 4
     for way, n, begun, ends, asked in fast.log:
         assert n == nbytes and ends == pytest.approx(begun + 0.9)
-        # One layer ahead: asked for when another layer has run.
+        # Tensors are requested one layer ahead, when another layer has run.
         assert asked >= begun + (0.9 if way == "to device" else 0.0)
     with simulated_copies(nbytes / 2.0, clock, clock.sleep) as slow:
         away(x).sum().backward()
@@ -164,7 +164,7 @@ def test_an_in_place_write_in_the_region_recomputes(link):
 def test_an_in_place_write_after_the_region_is_an_error_as_for_what_is_saved(link):
     x = torch.randn(64, requires_grad=True)
     y = region(lambda x: x.sin().cos().exp())(x)
-    y.data.add_(0)  # of the output, whose bytes nothing needs
+    y.data.add_(0)  # the bytes of the output, which nothing reads
     y = region(torch.tanh)(y)
     y.sum().backward()
     assert x.grad.isfinite().all()
@@ -376,7 +376,7 @@ def test_words_combine():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = torch.randn(4, requires_grad=True)
-        with pytest.raises(ValueError, match="expected a bool, 'offload', or"):
+        with pytest.raises(ValueError, match="Expected a bool, 'offload', or"):
             region(torch.sin, lambda *a, **k: "offlaod")(x)
 
 

@@ -11,18 +11,18 @@ from torch.autograd import forward_ad
 import storage_ops as so
 
 
-@pytest.mark.parametrize("way", ["full", "selective", "output_discard", "reentrant", "tile"])
-def test_symbolic_traces_are_those_of_the_plain_model(way):
+@pytest.mark.parametrize("mode", ["full", "selective", "output_discard", "reentrant", "tile"])
+def test_symbolic_traces_are_those_of_the_plain_model(mode):
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4))
     plain = torch.fx.symbolic_trace(model).graph
-    if way == "tile":
+    if mode == "tile":
         so.tile(inner, 2, dim=0)
     else:
-        how = {"use_reentrant": True} if way == "reentrant" else {"mode": way}
-        if way == "selective":
-            how["policy"] = "matmuls"
-        so.apply_activation_checkpoint(model, {"layer_names": ["1"], **how})
+        options = {"use_reentrant": True} if mode == "reentrant" else {"mode": mode}
+        if mode == "selective":
+            options["policy"] = "matmuls"
+        so.apply_activation_checkpoint(model, {"layer_names": ["1"], **options})
     traced, x = torch.fx.symbolic_trace(model), torch.randn(4, 4)
     assert str(traced.graph) == str(plain)
     assert torch.allclose(traced(x), model(x))
@@ -35,7 +35,7 @@ def test_transforms_of_torch_func_in_a_region_are_refused_by_name():
 
     x = torch.randn(4, requires_grad=True)
     for run in (so.CheckpointWrapper(Forces()), so.output_discard(Forces(), torch.square)):
-        with pytest.raises(RuntimeError, match=r"Forces calls a transform of torch.func.*Expected"):
+        with pytest.raises(RuntimeError, match=r"Forces calls a transform of torch.func.*Use"):
             run(x)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -77,12 +77,12 @@ def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
     y = so.output_discard(region, torch.sum)(x, offsets)
     assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
     y = so.output_discard(lambda x: region(x, offsets.clone()), torch.sum)(x)
-    with pytest.raises(RuntimeError, match=r"is a jagged tensor.*offsets that are made outside"):
+    with pytest.raises(RuntimeError, match=r"is a jagged tensor.*Create the offsets outside"):
         y.backward()
     layer = so.CheckpointWrapper(
         Called(lambda x: region(x, offsets.clone())), policy=lambda ctx, op, *a, **k: True
     )
-    with pytest.raises(RuntimeError, match=r"aten.exp of .* differ.*offsets that are made outside"):
+    with pytest.raises(RuntimeError, match=r"aten.exp of .* differ.*Create the offsets outside"):
         layer(x).sum().backward()
 
 
@@ -155,7 +155,7 @@ def test_inference_mode_inside_of_a_region(name):
 
 @pytest.mark.in_turn
 def test_compiled_autograd_over_eager_regions():
-    """It traces hooks of saved tensors; the recompute runs outside of the graph."""
+    """Compiled autograd traces saved-tensor hooks. The recompute runs outside of its graph."""
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # noqa: E731
     plain = nn.Sequential(make(), make(), nn.Linear(4, 2))
     model = copy.deepcopy(plain)

@@ -13,7 +13,7 @@ import storage_ops as so
 
 
 def make():
-    """Two layers and an input; the same every time for one torch seed."""
+    """Return two layers and an input, which depend on the seed of torch alone."""
     return nn.Linear(16, 64), nn.Linear(64, 16), torch.randn(8, 16, requires_grad=True)
 
 
@@ -22,7 +22,7 @@ def gradients(loss, *tensors):
 
 
 def discarded(producer, consumer, *args, **kwargs):
-    """Producer and consumer with the explicit calls; the result and the discarded output."""
+    """Run producer and consumer with explicit calls. Return the result and the discarded output."""
     ckpt = so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(producer, *args, **kwargs)
     y = consumer(h)
@@ -31,7 +31,7 @@ def discarded(producer, consumer, *args, **kwargs):
 
 
 def same_as_eager(producer, consumer, inputs, parameters=(), expect_discarded=True):
-    """Both ways from one random state; every gradient must be equal in every bit."""
+    """Compare eager and discarding runs from one random state, bit for bit."""
     results = []
     for way in ("eager", "discard", "composed"):
         torch.manual_seed(5)
@@ -256,7 +256,7 @@ def test_inside_torch_checkpoint_and_around_it(path):
 
 
 def test_checkpoint_around_a_block_that_goes_on_after_the_discard(path):
-    """An enclosing checkpoint saves what the consumer saved, while it recomputes."""
+    """While it recomputes, an enclosing checkpoint saves the tensors that the consumer saved."""
     from torch.utils.checkpoint import checkpoint
 
     up, down, x = make()

@@ -25,7 +25,7 @@ def test_discard_without_a_region():
 @pytest.mark.parametrize("hook", [None, torch.ones(2), 3])
 def test_hook_tensor_without_a_gradient(hook):
     ckpt, _, h = make()
-    with pytest.raises(RuntimeError, match="hook_tensor for the region region needs no grad"):
+    with pytest.raises(RuntimeError, match="`hook_tensor` for the region region needs no grad"):
         ckpt.discard_output_and_register_recompute(hook)
     assert not so.is_discarded(h)
     y = h * h
@@ -43,7 +43,7 @@ def test_a_second_region_before_the_first_is_finished():
 
 
 def test_unknown_determinism_check():
-    with pytest.raises(ValueError, match="determinism_check is 'maybe'; expected"):
+    with pytest.raises(ValueError, match=r"`determinism_check` is 'maybe'\. Expected"):
         so.OutputDiscardCheckpoint(determinism_check="maybe")
 
 
@@ -82,7 +82,7 @@ def test_input_changed_before_backward(path):
 @pytest.mark.parametrize("hand_on", [lambda h: h, lambda h: h.view(-1)])
 def test_hook_tensor_that_is_the_output(hand_on):
     ckpt, _, h = make()
-    with pytest.raises(RuntimeError, match="hook_tensor is the output of the region region"):
+    with pytest.raises(RuntimeError, match="`hook_tensor` is the output of the region region"):
         ckpt.discard_output_and_register_recompute(hand_on(h))
     assert not so.is_discarded(h)
 
@@ -177,12 +177,12 @@ def test_a_recompute_that_returns_fewer_outputs():
 
 
 def test_one_output_that_cannot_be_freed(path):
-    """What was freed before the refusal is made again at once."""
+    """Outputs that were freed before the error are recomputed at once."""
     x = torch.randn(4, 4, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     first, second = ckpt.checkpoint(lambda x: (x.sin(), x.cos()), x)
     y = (first * first + second * second * second).sum()
-    seen = second.detach().numpy()  # torch does not let go of memory that an array looks at
+    seen = second.detach().numpy()  # torch does not free memory that a numpy array shares
     with pytest.raises(RuntimeError):
         ckpt.discard_output_and_register_recompute(y)
     assert torch.equal(first, x.sin()) and torch.equal(second, x.cos())
@@ -192,7 +192,7 @@ def test_one_output_that_cannot_be_freed(path):
 
 
 def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path):
-    """Its place would read what lies there in the forward's storage: other values."""
+    """At its place in the forward's storage there are other values."""
     calls = []
 
     def either(x):
@@ -205,18 +205,20 @@ def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path
     h = ckpt.checkpoint(either, x)
     y = h * h
     ckpt.discard_output_and_register_recompute(y)
-    with pytest.raises(RuntimeError, match=r"src has strides .* and storage offset 16; expected"):
+    with pytest.raises(RuntimeError, match=r"`src` has strides .* and storage offset 16. Expected"):
         y.sum().backward()
 
 
 def test_a_parameter_that_deepspeed_has_partitioned():
-    """ZeRO-3 gathers a norm's weight in the calls of the norm, and its output is needed before."""
+    """ZeRO-3 gathers the weight of a norm during its call, but its output is needed earlier."""
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()
     so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     y, whole = net(x), net[0].weight.data
     net[0].weight.ds_status, net[0].weight.data = "NOT_AVAILABLE", torch.empty(0).double()
-    with pytest.raises(RuntimeError, match=r"LayerNorm is repeated where DeepSpeed \(ZeRO stage 3"):
+    with pytest.raises(
+        RuntimeError, match=r"LayerNorm is recomputed after DeepSpeed \(ZeRO stage 3"
+    ):
         y.sum().backward()
     net[0].weight.data = whole
     net(x).sum().backward()

@@ -48,8 +48,8 @@ def test_what_a_frozen_region_did_not_make_is_not_freed(path):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"fp8": True}, "fp8 is True; expected None, and a context_fn"),
-    ({"ckpt_manager": object()}, "ckpt_manager is .*; expected None, and regions .* in an"),
+    ({"fp8": True}, "`fp8` is True. Expected None. Pass a context_fn"),
+    ({"ckpt_manager": object()}, "`ckpt_manager` is .*. Expected None. Use an OutputDiscardChain"),
 ])  # fmt: skip
 def test_arguments_of_megatrons_class(options, message):
     so.OutputDiscardCheckpoint(retain_input_tensors=True, fp8=False, ckpt_manager=None)

@@ -318,6 +318,6 @@ def test_a_region_with_a_backward_inside(energy, retain):
 
 def test_a_chain_is_not_entered_twice():
     chain = so.OutputDiscardChain()
-    with chain, pytest.raises(RuntimeError, match="entered within its own with block"):
+    with chain, pytest.raises(RuntimeError, match="entered inside its own with block"):
         chain.__enter__()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -185,7 +185,7 @@ def test_budget_bounds_what_one_tile_takes():
             module(x).backward(g)
         assert m.peak_bytes <= fixed + storage_ops.quantities.parse_bytes(budget, "") * 1.05
     assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
-    with pytest.raises(ValueError, match="for one token, and budget is 1000 B"):
+    with pytest.raises(ValueError, match="for one token, and `budget` is 1000 B"):
         storage_ops.tile(Mlp(32, 256), budget=1000)(x)
 
 
@@ -389,16 +389,16 @@ def test_a_tensor_that_would_get_no_gradient_is_refused():
 def test_wrong_arguments():
     mlp = Mlp()
     for wrong, message in [
-        ({}, "expected one of the two"),
-        ({"tiles": 2, "budget": 3}, "expected one of the two"),
-        ({"tiles": 0}, "tiles is 0"),
-        ({"tiles": True}, "tiles is True"),
-        ({"budget": "many"}, "budget is 'many'"),
-        ({"tiles": 2, "dim": -1}, "dim is -1"),
+        ({}, "Expected a value for exactly one of them"),
+        ({"tiles": 2, "budget": 3}, "Expected a value for exactly one of them"),
+        ({"tiles": 0}, "`tiles` is 0"),
+        ({"tiles": True}, "`tiles` is True"),
+        ({"budget": "many"}, "`budget` is 'many'"),
+        ({"tiles": 2, "dim": -1}, "`dim` is -1"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             storage_ops.tile(mlp, **wrong)
-    with pytest.raises(TypeError, match="module is 3"):
+    with pytest.raises(TypeError, match="`module` is 3"):
         storage_ops.tile(3, 2)
     assert type(mlp) is Mlp
     storage_ops.tile(mlp, 2)

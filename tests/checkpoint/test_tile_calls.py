@@ -46,7 +46,7 @@ def test_budget_is_looked_at_in_every_mode(monkeypatch):
 def test_a_module_without_shapes_is_refused():
     for how in ({"budget": "1MiB"}, {"tiles": 2}):
         module = storage_ops.tile(nn.Sequential(nn.LazyLinear(16)), **how)
-        with pytest.raises(RuntimeError, match="their shapes in its first call"):
+        with pytest.raises(RuntimeError, match="shapes are unknown before its first call"):
             module(torch.randn(2, 2, 16))
 
 

@@ -95,11 +95,11 @@ def test_block_by_block(order, options, repeated):
 
 def test_a_policy_that_saves_nothing_warns_when_it_is_compiled():
     layer = so.CheckpointWrapper(nn.Linear(4, 4), ops_to_save=["aten.mm"])
-    with pytest.warns(UserWarning, match=r"saves nothing in Linear, .* its ops are .*aten.addmm"):
+    with pytest.warns(UserWarning, match=r"saves nothing in Linear, .* Its ops are .*aten.addmm"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 4))
     layer = so.CheckpointWrapper(nn.Linear(4, 4), ops_to_save=["aten.addmm"])
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the policy of the selective")
+        warnings.filterwarnings("error", "The policy of the selective")
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 4))
 
 

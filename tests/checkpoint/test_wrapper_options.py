@@ -38,9 +38,9 @@ def test_a_predicate_is_asked_about_what_the_config_names():
     )
     wrapped = [n for n, m in model.named_modules() if isinstance(m, so.CheckpointWrapper)]
     assert wrapped == ["layers.1", "layers.3"]
-    with pytest.raises(ValueError, match=r"check_fn .* is true of none"):
+    with pytest.raises(ValueError, match=r"`check_fn`.* is true of no module"):
         so.apply_activation_checkpoint(Model(layers=1), {}, check_fn=lambda name, module: False)
-    with pytest.raises(TypeError, match="check_fn is 'Block'"):
+    with pytest.raises(TypeError, match="`check_fn` is 'Block'"):
         so.apply_activation_checkpoint(Model(layers=1), {}, check_fn="Block")
     failing = Model(layers=1)
     with pytest.raises(KeyError):
@@ -93,8 +93,8 @@ def test_contexts_of_the_caller():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"policy": "matmuls"}, "context_fn is given with mode 'selective'"),
-    ({"use_reentrant": True}, "use_reentrant=True; expected mode 'full'"),
+    ({"policy": "matmuls"}, "`context_fn` is given with mode 'selective'"),
+    ({"use_reentrant": True}, "use_reentrant=True. Expected mode 'full'"),
 ])  # fmt: skip
 def test_contexts_and_rules_exclude_one_another(options, message):
     with pytest.raises(ValueError, match=message):
@@ -103,11 +103,11 @@ def test_contexts_and_rules_exclude_one_another(options, message):
 
 def test_options_of_a_wrong_type():
     for name in ("debug", "early_stop", "respect_saved_tensors_hooks"):
-        with pytest.raises(TypeError, match=f"{name} is 'yes'; expected True or False"):
+        with pytest.raises(TypeError, match=f"`{name}` is 'yes'. Expected True or False"):
             so.CheckpointWrapper(nn.Linear(4, 4), **{name: "yes"})
-    with pytest.raises(TypeError, match="context_fn is 3; expected a function"):
+    with pytest.raises(TypeError, match=r"`context_fn` is 3\. Expected a function"):
         so.CheckpointWrapper(nn.Linear(4, 4), context_fn=3)
-    with pytest.raises(ValueError, match="respect_saved_tensors_hooks is True with mode 'full'"):
+    with pytest.raises(ValueError, match="`respect_saved_tensors_hooks` is True with mode 'full'"):
         so.CheckpointWrapper(nn.Linear(4, 4), respect_saved_tensors_hooks=True)
 
 
@@ -128,7 +128,9 @@ def test_debug_names_the_first_op_that_differs(options):
     x = torch.randn(3, 4, requires_grad=True)
     layer = so.CheckpointWrapper(Changing(), **options)
     named = "op 1 was aten.sin in forward and aten.slice"  # a policy compares ops anyway
-    with pytest.raises(RuntimeError, match=named if options else "debug=True names the first op"):
+    with pytest.raises(
+        RuntimeError, match=named if options else "Set debug=True to see the first op"
+    ):
         layer(x).sum().backward()
     layer = so.CheckpointWrapper(Changing(), debug=True, **options)
     line = r"test_wrapper_options\.py:\d+"

@@ -1,4 +1,4 @@
-"""Out of memory for real: the allocator's limit, and who held the memory."""
+"""Out-of-memory errors of the real allocator, and their report of the owners of the memory."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ MIB = 1 << 20
 @each_device
 @pytest.mark.parametrize("steps", [1, 2])
 def test_who_held_it(device, steps):
-    """An activation that is wanted in one step too many does not fit."""
+    """The last step does not fit, and the report names the owners of the memory."""
     width = 512 if device == "cpu" else 1024
     wide = 4 * width
     layers = [
@@ -22,7 +22,7 @@ def test_who_held_it(device, steps):
     ]
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    # On a GPU large beside the workspace of cuBLAS.
+    # On a GPU the input must be large compared with the workspace of cuBLAS.
     x = torch.randn(1024 if device == "cpu" else 16384, width, device=device)
 
     def step():

@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 class Fenced:
-    """A copy of a matrix on a device, amid sevens."""
+    """A copy of a matrix on a device, with a margin of sevens to detect writes outside."""
 
     def __init__(self, values, device):
         rows, columns = values.shape
@@ -86,7 +86,7 @@ class Rows:
         self.spread = probabilities or label_smoothing != 0
 
     def run(self, place, *calls):
-        """State, argmax and logits after calls (begin, end, phases) on slices of the columns."""
+        """Return state, argmax and logits after calls (begin, end, phases) on slices."""
         device = place.device
         target, bias, weight, upstream = (
             None if t is None else t.to(device)
@@ -118,11 +118,11 @@ class Rows:
         """Check a kernel against the CPU kernel."""
         (state, argmax, logits), right = self.run(place, *calls), self.run(CPU, *calls)
         tolerance = 1e-11 if self.arithmetic == torch.float64 else 1e-4
-        kept = [0, 1, 5]  # the rest has a meaning only where it is asked for
+        kept = [0, 1, 5]  # the other rows are defined only if the call asks for them
         kept += [2] if self.phases & SLOPE else []
         kept += [3, 4] if self.spread else []
         torch.testing.assert_close(state[kept], right[0][kept], rtol=tolerance, atol=tolerance)
-        if self.scalars[0] == 0:  # the soft-cap makes ties, and the two round differently
+        if self.scalars[0] == 0:  # the soft-cap creates ties, which both round differently
             assert torch.equal(argmax, right[1])
         rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(logits.dtype, tolerance)
         # Where the soft-cap saturates, its slope is the difference of two numbers near 1.

@@ -1,4 +1,4 @@
-"""What the emulation is for: each fault that is planted in the kernel is found."""
+"""Test the emulation: it detects each fault that is planted in the kernel."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_planted_faults_are_found_and_nothing_else(kernel, fault):
 
 
 def runtime(name):
-    """The library of a sanitizer, to be loaded before python; empty if there is none."""
+    """Return the library of a sanitizer, which must be loaded before Python, or an empty string."""
     asked = ["g++", f"-print-file-name=lib{name}.so"]
     path = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     return path if os.path.isabs(path) else ""
@@ -42,7 +42,7 @@ def runtime(name):
 
 @pytest.fixture(scope="module")
 def watched(compiled, tmp_path_factory):
-    """The kernel that thread sanitizer watches."""
+    """Return the kernel, compiled with the thread sanitizer."""
     if not runtime("tsan"):
         pytest.skip("there is no thread sanitizer")
     return compile_planted(tmp_path_factory.mktemp("watched"), "thread")

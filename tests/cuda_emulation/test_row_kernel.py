@@ -1,4 +1,4 @@
-"""The emulated row kernel, by the tests for a GPU and those of the kernel for the CPU."""
+"""Run the tests of the CUDA and of the CPU row kernel on the emulated kernel."""
 
 import pytest
 
@@ -26,7 +26,7 @@ globals().update(borrowed(fuzz, without=FOR_THE_CPU))
 
 @pytest.fixture(scope="module", autouse=True)
 def in_place_of_the_kernels(compiled):
-    """Both are run as they are on the emulated kernel."""
+    """Call the emulated kernel in both borrowed test files."""
     calls = compiled.calls
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_gpu, "GPU", on_gpu.Place("cpu", compiled))

@@ -89,20 +89,20 @@ def refused(rank):
     x, w, _, t, tw, _ = heads(torch.float32)
     w, tw = w[SLICES[rank]], tw[SLICES[rank]]
     group = dist.group.WORLD
-    with pytest.raises(ValueError, match="valid_classes is 3"):
+    with pytest.raises(ValueError, match="`valid_classes` is 3"):
         so.linear_kl_div(x, w, t, tw, process_group=group, valid_classes=3)
     stored = torch.randn(2, 9, 4).log_softmax(-1), torch.arange(4).expand(2, 9, 4)
-    with pytest.raises(ValueError, match="process_group is given beside a stored teacher"):
+    with pytest.raises(ValueError, match="`process_group` is given together with a stored teacher"):
         so.linear_kl_div(x, w, teacher_topk=stored, process_group=group)
-    with pytest.raises(TypeError, match="process_group is 3"):
+    with pytest.raises(TypeError, match="`process_group` is 3"):
         so.linear_kl_div(x, w, t, tw, process_group=3)
     with pytest.raises(ValueError, match="differ"):  # on every rank, not a hang
         so.linear_kl_div(x, w, t, tw, process_group=group, divergence=("jsd", "tvd")[rank])
-    alone = ("expected", {"token_weight": torch.rand(3)}), ("rank 0 .* has refused", {})
+    alone = ("Expected", {"token_weight": torch.rand(3)}), ("rank 0 .* has refused", {})
     with pytest.raises(ValueError, match=alone[rank > 0][0]):
         so.linear_kl_div(x, w, t, tw, process_group=group, **alone[rank > 0][1])
     sharded = distribute_tensor(torch.randn(VOCAB, 8), init_device_mesh("cpu", (WORLD,)))
-    with pytest.raises(TypeError, match="linear_weight is a DTensor"):
+    with pytest.raises(TypeError, match="`linear_weight` is a DTensor"):
         so.linear_kl_div(x, sharded, t, tw)
 
 

@@ -27,7 +27,7 @@ OPTIONS = [
 def placed(t, mesh, placements, grad=True):
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    # distribute_tensor has no Partial: a sum is pending where each rank has its share of one.
+    # distribute_tensor does not take Partial. So each rank gets an equal share of the sum.
     pending = [d for d, p in enumerate(placements) if isinstance(p, Partial)]
     whole = [Replicate() if d in pending else p for d, p in enumerate(placements)]
     local = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -173,14 +173,18 @@ def refused(rank):
     here = placed(x, plane, everywhere)
     for weight, options, message in (
         (placed(w, plane, [Shard(0), Shard(0)]), {}, "at most one dimension of the mesh"),
-        (placed(w, line, [Shard(0)]), {}, "expected one mesh"),
-        (w, {"process_group": dist.group.WORLD}, "process_group is .*; expected None with DTensor"),
-        (w, {"input_grad": "partial"}, "input_grad is 'partial'; expected 'replicate'"),
-        (w, {"process_group": plane}, "process_group is a mesh of 2 dimensions"),
+        (placed(w, line, [Shard(0)]), {}, "Expected one mesh"),
+        (
+            w,
+            {"process_group": dist.group.WORLD},
+            "`process_group` is .*. Expected None with DTensor",
+        ),
+        (w, {"input_grad": "partial"}, "`input_grad` is 'partial'. Expected 'replicate'"),
+        (w, {"process_group": plane}, "`process_group` is a mesh of 2 dimensions"),
     ):
         with pytest.raises(ValueError, match=message):
             so.linear_cross_entropy(here, weight, target, **options)
-    with pytest.raises(ValueError, match="5 classes on 4 ranks; expected one at least"):
+    with pytest.raises(ValueError, match=r"5 classes on 4 ranks\. Expected at least one"):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
 
 

@@ -80,11 +80,11 @@ def every_way(rank):
             right = trained("plain", rank, **how)
             for way in ("before", "after", "own", "hook"):
                 if strategy is FULL and way == "hook":  # the layers of "before" keep their outputs
-                    with pytest.raises(RuntimeError, match=r"FSDP1.*expected fully_shard"):
+                    with pytest.raises(RuntimeError, match=r"FSDP1.*Use fully_shard"):
                         trained(way, rank, **how)
                 else:
                     assert torch.equal(trained(way, rank, **how), right), (way, how)
-    with pytest.raises(RuntimeError, match=r"FSDP1.*expected fully_shard"):
+    with pytest.raises(RuntimeError, match=r"FSDP1.*Use fully_shard"):
         trained("before", rank, Norm)
     assert torch.equal(trained("after", rank, Norm), trained("plain", rank, Norm))
 

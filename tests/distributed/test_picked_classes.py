@@ -58,7 +58,7 @@ def work(rank):
                 compare(rank, sizes, options, key)
     x, w = torch.randn(4, HIDDEN), torch.randn(22, HIDDEN)
     group, target = dist.group.WORLD, torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="top_k is 67; expected at most 66"):
+    with pytest.raises(ValueError, match=r"`top_k` is 67\. Expected at most 66"):
         so.linear_cross_entropy(x, w, target, process_group=group, returns=("topk",), top_k=67)
     with pytest.raises(ValueError, match=r"the selected classes on ranks 0 and 1 .* differ"):
         ids = torch.full((4, 2), int(rank == 1))

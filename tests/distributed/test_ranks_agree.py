@@ -137,14 +137,14 @@ def calls_that_differ(rank):
     # What one rank raises for by itself, the others are told of.
     for changed, error in (({"w": w[:0]}, ValueError), ({"target": target.short()}, TypeError)):
         given = {"x": x, "w": w, "target": target, **(changed if alone else {})}
-        kind, message = (error, "expected") if alone else (ValueError, "rank 1 .* has refused")
+        kind, message = (error, "Expected") if alone else (ValueError, "rank 1 .* has refused")
         with pytest.raises(kind, match=message):
             so.linear_cross_entropy(*given.values(), process_group=group)
         so.linear_cross_entropy(x, w, target, process_group=group)
-    with pytest.raises(ValueError, match="valid_classes is 44; expected 45 to 66"):
+    with pytest.raises(ValueError, match=r"`valid_classes` is 44\. Expected 45 to 66"):
         so.linear_cross_entropy(x, w, target, process_group=group, valid_classes=44)
     # Every rank is told of a target that is no class, wherever its class would be.
-    with pytest.raises(RuntimeError, match="target 66 is out of range"):
+    with pytest.raises(RuntimeError, match="`target` 66 is out of range"):
         so.linear_cross_entropy(x, w, target.index_fill(0, torch.tensor(2), 66),
                                 process_group=group)  # fmt: skip
     so.linear_cross_entropy(x, w, target, process_group=group)

@@ -73,7 +73,7 @@ def errors(rank):
     options = {"process_group": group, "input_grad": "reduce_scatter"}
     for shape in ((2, 4), (4, 12), (2, 12, 1)):
         x, target = torch.randn(2, 4, HIDDEN), torch.zeros(shape, dtype=torch.long)
-        with pytest.raises(ValueError, match="linear_cross_entropy: target has shape"):
+        with pytest.raises(ValueError, match="linear_cross_entropy: `target` has shape"):
             so.linear_cross_entropy(x, w, target, **options)
     with pytest.raises(TypeError, match="class indices with input_grad"):
         so.linear_cross_entropy(x, w, torch.rand(2, 12, 20), **options)

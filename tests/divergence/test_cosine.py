@@ -87,8 +87,11 @@ def test_no_logits_are_in_memory():
 def test_what_it_has_no_meaning_for():
     made, _ = problem()
     for options, message in (
-        ({"temperature": 2.0}, "temperature is 2.0; expected 1 with divergence='cosine'"),
-        ({"teacher_topk": stored(made, 5)}, "divergence is 'cosine'; expected another one"),
+        ({"temperature": 2.0}, "`temperature` is 2.0. Expected 1 with divergence='cosine'"),
+        (
+            {"teacher_topk": stored(made, 5)},
+            "`divergence` is 'cosine'. Expected another divergence",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(so.linear_kl_div, made, divergence="cosine", **options)

@@ -33,7 +33,7 @@ def shares(monkeypatch):
 
 
 def heads(tokens=300, dtype=torch.float64):
-    """A student and a teacher whose classes are as unlike in frequency as words."""
+    """Return a student and a teacher whose classes have frequencies like those of words."""
     x = torch.randn(tokens, SIZE, dtype=torch.float64)
     w = torch.randn(CLASSES, SIZE, dtype=torch.float64) / SIZE**0.5
     x[:, 0] = 1
@@ -93,7 +93,7 @@ def test_zero_is_as_without_the_option(shares):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_weights_and_upstream_do_not_change_what_is_left_out(shares, reduction):
-    """A token of weight 1e-6, or of weight -3, leaves out what it would with weight 1."""
+    """A token leaves out the same classes with weight 1e-6, -3 or 1."""
     args, tokens = heads(), 300
     weight = torch.randn(tokens, dtype=torch.float64)
     weight[:3] = torch.tensor([0, 1e-6, -3])
@@ -110,7 +110,7 @@ def test_weights_and_upstream_do_not_change_what_is_left_out(shares, reduction):
 
 
 def test_targets_keep_their_gradient(shares):
-    """Targets that have nearly no probability, beside the divergence."""
+    """Targets of nearly no probability keep their gradient beside a divergence."""
     args = heads()
     target = (args[0] @ args[1].T).argmin(1)
     how = {"target": target, "target_weight": 0.5, "reduction": "sum"}
@@ -204,9 +204,9 @@ def test_kd_takes_it(shares, alpha):
 @pytest.mark.parametrize(
     ("tolerance", "error", "message"),
     [
-        pytest.param(1.0, ValueError, "gradient_tolerance is 1.0; expected a pro", id="one"),
-        pytest.param(-0.1, ValueError, "gradient_tolerance is -0.1", id="negative"),
-        pytest.param("1e-3", TypeError, "gradient_tolerance is", id="text"),
+        pytest.param(1.0, ValueError, "`gradient_tolerance` is 1.0. Expected a pro", id="one"),
+        pytest.param(-0.1, ValueError, "`gradient_tolerance` is -0.1", id="negative"),
+        pytest.param("1e-3", TypeError, "`gradient_tolerance` is", id="text"),
     ],
 )
 def test_errors(tolerance, error, message):

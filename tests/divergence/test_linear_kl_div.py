@@ -9,14 +9,14 @@ from storage_ops.divergence import reference
 from storage_ops.loss.engine import tokens as loss_tokens
 
 DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
-# Relative error against float64. Of all classes, some have 16-bit logits that are equal in both
-# heads, where tvd's gradient may have another sign.
+# Relative error against float64. Some classes have equal 16-bit logits in both heads, for which the
+# gradient of tvd may have another sign.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 FLIPS = 0.5
 
 
 def problem(dtype=torch.float32, tokens=(3, 9), hidden=24, teacher=16, vocab=131):
-    """Both heads, and token weights of which some are 0."""
+    """Return both heads, and token weights, some of which are 0."""
     sizes = {
         "x": (*tokens, hidden), "w": (vocab, hidden), "b": (vocab,),
         "t": (*tokens, teacher), "tw": (vocab, teacher), "tb": (vocab,),
@@ -89,7 +89,7 @@ def error(ours, expected):
 
 
 def smallest_budget(made, **options):
-    with pytest.raises(ValueError, match="expected at least") as complaint:
+    with pytest.raises(ValueError, match="Expected at least") as complaint:
         run(so.linear_kl_div, made, memory_budget=0, **options)
     return int(str(complaint.value).split("at least ")[1].split()[0])
 
@@ -129,7 +129,7 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
 
 
 def test_the_definitions_from_their_formulas():
-    """The reference too: written from the formulas once more, with other functions."""
+    """Compare with the formulas, written independently of the reference."""
     made, _ = problem(torch.float64)
     p = ((made["t"] @ made["tw"].T + made["tb"]) / 2).softmax(-1).flatten(0, 1)
     q = ((made["x"] @ made["w"].T + made["b"]) / 2).softmax(-1).flatten(0, 1)
@@ -187,12 +187,12 @@ def test_what_is_outside_of_a_stored_teacher():
     made, _ = problem(torch.float64)
     whole = run(so.linear_kl_div, made, reduction="none")[0]
     before = torch.zeros_like(whole)
-    for count in (1, 5, 30, 131):  # coarser heads differ less
+    for count in (1, 5, 30, 131):  # with fewer classes the heads differ less
         part = run(so.linear_kl_div, made, reduction="none", teacher_topk=stored(made, count))[0]
         assert ((part >= before - 1e-12) & (part <= whole + 1e-12)).all()
         before = part
     torch.testing.assert_close(before, whole)
-    # A teacher that leaves nothing for the others: what it does not know is 0.
+    # The stored classes have all the probability of the teacher, so all others have 0.
     values, ids = stored(made, 5)
     values = values.log_softmax(-1)
     log_q = torch.log_softmax(made["x"] @ made["w"].T + made["b"], -1).gather(-1, ids)
@@ -290,14 +290,14 @@ def test_frozen_arguments(frozen):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shift", [False, True])
 def test_as_on_a_gpu_where_nobodymay_count(monkeypatch, shift, reduction, teacher):
-    """There ignored tokens are worked on, or the first so many are, and have no effect."""
+    """A GPU computes all tokens, or the first max_valid. Ignored ones must have no effect."""
     made, weight = problem(torch.float64)
     options = {"token_weight": weight, "shift": shift, "reduction": reduction}
     if teacher == "topk":
         options["teacher_topk"] = stored(made, 4)
     expected = run(so.linear_kl_div, made, **options)
     count = int((weight[:, 1:] if shift else weight).count_nonzero())
-    with pytest.raises(RuntimeError, match=f"max_valid is {count - 1}"):
+    with pytest.raises(RuntimeError, match=f"`max_valid` is {count - 1}"):
         run(so.linear_kl_div, made, max_valid=count - 1, **options)
     monkeypatch.setattr(loss_tokens, "may_count", lambda target: False)
     for max_valid in (None, "sync", count, count + 2):

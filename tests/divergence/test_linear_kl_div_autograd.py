@@ -203,40 +203,40 @@ GOOD = {"divergence": "jsd", "temperature": 2.0}
 @pytest.mark.parametrize(
     "change, kind, message",
     [
-        refused(ValueError, "divergence is 'kl'", divergence="kl"),
-        refused(ValueError, "beta is 1.5", beta=1.5),
-        refused(TypeError, "beta is", beta=torch.ones(())),
-        refused(ValueError, "temperature is 0.0", temperature=0.0),
-        refused(ValueError, "reduction is 'batchmean'", reduction="batchmean"),
-        refused(TypeError, "shift is 1", shift=1),
-        refused(TypeError, "scale_by_temperature is 'no'", scale_by_temperature="no"),
-        refused(ValueError, "softcap is 0", softcap=0),
-        refused(TypeError, "teacher_softcap is '1'", teacher_softcap="1"),
-        refused(TypeError, "process_group is 3", process_group=3),
-        refused(ValueError, "teacher_tail is 'drop'", teacher_tail="drop"),
-        refused(TypeError, "teacher_input is None", teacher_input=None),
-        refused(TypeError, "teacher_weight is None", teacher_weight=None),
-        refused(ValueError, "teacher_input has shape (2, 16)", teacher_input=torch.randn(2, 16)),
-        refused(ValueError, "teacher_weight has shape", teacher_weight=torch.randn(130, 16)),
-        refused(TypeError, "teacher_weight is", teacher_weight=torch.randn(131, 16).double()),
-        refused(ValueError, "teacher_bias has shape", teacher_bias=torch.randn(3)),
-        refused(ValueError, "linear_weight has shape", linear_weight=torch.randn(131, 25)),
-        refused(ValueError, "linear_bias has shape (2,)", linear_bias=torch.randn(2)),
-        refused(ValueError, "token_weight has shape (2,)", token_weight=torch.ones(2)),
+        refused(ValueError, "`divergence` is 'kl'", divergence="kl"),
+        refused(ValueError, "`beta` is 1.5", beta=1.5),
+        refused(TypeError, "`beta` is", beta=torch.ones(())),
+        refused(ValueError, "`temperature` is 0.0", temperature=0.0),
+        refused(ValueError, "`reduction` is 'batchmean'", reduction="batchmean"),
+        refused(TypeError, "`shift` is 1", shift=1),
+        refused(TypeError, "`scale_by_temperature` is 'no'", scale_by_temperature="no"),
+        refused(ValueError, "`softcap` is 0", softcap=0),
+        refused(TypeError, "`teacher_softcap` is '1'", teacher_softcap="1"),
+        refused(TypeError, "`process_group` is 3", process_group=3),
+        refused(ValueError, "`teacher_tail` is 'drop'", teacher_tail="drop"),
+        refused(TypeError, "`teacher_input` is None", teacher_input=None),
+        refused(TypeError, "`teacher_weight` is None", teacher_weight=None),
+        refused(ValueError, "`teacher_input` has shape (2, 16)", teacher_input=torch.randn(2, 16)),
+        refused(ValueError, "`teacher_weight` has shape", teacher_weight=torch.randn(130, 16)),
+        refused(TypeError, "`teacher_weight` is", teacher_weight=torch.randn(131, 16).double()),
+        refused(ValueError, "`teacher_bias` has shape", teacher_bias=torch.randn(3)),
+        refused(ValueError, "`linear_weight` has shape", linear_weight=torch.randn(131, 25)),
+        refused(ValueError, "`linear_bias` has shape (2,)", linear_bias=torch.randn(2)),
+        refused(ValueError, "`token_weight` has shape (2,)", token_weight=torch.ones(2)),
         refused(ValueError, "requires grad", token_weight=torch.ones(3, 9, requires_grad=True)),
-        refused(TypeError, "teacher_topk is a Tensor", teacher_topk=torch.ones(3)),
+        refused(TypeError, "`teacher_topk` is a Tensor", teacher_topk=torch.ones(3)),
         refused(
             ValueError,
-            "teacher_topk is given beside",
+            "`teacher_topk` is given together",
             teacher_topk=(torch.ones(3, 9, 2), torch.ones(3, 9, 2).long()),
         ),
-        refused(ValueError, "linear_weight has shape", valid_classes=200),
-        refused(ValueError, "valid_classes is 0", valid_classes=0),
-        refused(ValueError, "max_valid is -2", max_valid=-2),
-        refused(ValueError, "memory_budget is 'much'", memory_budget="much"),
-        refused(ValueError, "memory_budget is 10 bytes", memory_budget=10),
-        refused(TypeError, "input is torch.int64", input=torch.ones(3, 9, 24).long()),
-        refused(TypeError, "input is a list", input=[1]),
+        refused(ValueError, "`linear_weight` has shape", valid_classes=200),
+        refused(ValueError, "`valid_classes` is 0", valid_classes=0),
+        refused(ValueError, "`max_valid` is -2", max_valid=-2),
+        refused(ValueError, "`memory_budget` is 'much'", memory_budget="much"),
+        refused(ValueError, "`memory_budget` is 10 bytes", memory_budget=10),
+        refused(TypeError, "`input` is torch.int64", input=torch.ones(3, 9, 24).long()),
+        refused(TypeError, "`input` is a list", input=[1]),
     ],
 )
 def test_errors(change, kind, message):
@@ -248,7 +248,7 @@ def test_errors(change, kind, message):
     so.linear_kl_div(**given)
     with pytest.raises(kind) as raised:
         so.linear_kl_div(**{**given, **change})
-    assert message in str(raised.value) and "expected" in str(raised.value)
+    assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
 def test_errors_of_a_stored_teacher():
@@ -256,7 +256,7 @@ def test_errors_of_a_stored_teacher():
     values, ids = stored(made, 4)
     for wrong, kind, message in (
         (ids.float(), TypeError, "int64, int32 or uint8 class indices"),
-        (ids[..., :3], ValueError, "teacher_topk has shapes"),
+        (ids[..., :3], ValueError, "`teacher_topk` has shapes"),
         (ids + 200, RuntimeError, "classes from 0 to 130"),
         (ids * 0, RuntimeError, "the id 0 twice for a token"),
     ):

@@ -1,4 +1,4 @@
-"""Targets beside a teacher: the student's cross-entropy, of the same logits."""
+"""Targets and a teacher in one call: the cross-entropy uses the logits of the divergence."""
 
 import pytest
 import torch
@@ -88,13 +88,13 @@ def test_the_budget_is_kept(dtype, reduction, times):
     assert m.peak_bytes - returned <= options["memory_budget"]
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["one dtype", "another dtype"])
-def test_a_third_tile_is_of_a_teacher_of_another_dtype_alone(alike):
-    """Else the gradient of the divergence lies over the teacher's logits."""
+@pytest.mark.parametrize("same_dtype", [True, False], ids=["one dtype", "another dtype"])
+def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype):
+    """With one dtype the gradient overwrites the teacher's logits."""
     tokens, vocab = 256, 20_003
     made, _ = problem(torch.float32, (tokens,), 32, 48, vocab)
     x, w = made["x"].requires_grad_(), made["w"].requires_grad_()
-    t, head = ((made[k] if alike else made[k].bfloat16()) for k in ("t", "tw"))
+    t, head = ((made[k] if same_dtype else made[k].bfloat16()) for k in ("t", "tw"))
     peaks = []
     for target in (None, torch.randint(vocab, (tokens,))):
         with so.memory.measure() as m:
@@ -102,11 +102,11 @@ def test_a_third_tile_is_of_a_teacher_of_another_dtype_alone(alike):
             torch.autograd.grad(loss, (x, w))
         peaks.append(m.peak_bytes)
     tile = tokens * vocab * 4
-    assert peaks[1] - peaks[0] < 0.1 * tile if alike else peaks[1] - peaks[0] > 0.9 * tile
+    assert peaks[1] - peaks[0] < 0.1 * tile if same_dtype else peaks[1] - peaks[0] > 0.9 * tile
 
 
 def test_products_of_knowledge_distillation(monkeypatch):
-    """Four, the teacher's among them; as two losses it took seven."""
+    """There are four products, including the teacher's. Two separate losses need seven."""
     kind, formed = type(of(torch.float32, "cpu", 1)), []
     for name in ("logits", "input_gradient", "weight_gradient"):
         plain = getattr(kind, name)
@@ -146,12 +146,12 @@ def test_compile_checkpoint_and_transforms(reduction):
 @pytest.mark.parametrize(
     "change, kind, message",
     [
-        refused(TypeError, "target is torch.float32", target=torch.zeros(3, 9)),
-        refused(ValueError, "target has shape (3, 8)", target=torch.zeros(3, 8).long()),
-        refused(TypeError, "target is a list", target=[1]),
-        refused(ValueError, "target_weight is -1.0", target_weight=-1.0),
-        refused(TypeError, "target_weight is a tensor", target_weight=torch.ones(())),
-        refused(ValueError, "target_weight is nan", target_weight=float("nan")),
+        refused(TypeError, "`target` is torch.float32", target=torch.zeros(3, 9)),
+        refused(ValueError, "`target` has shape (3, 8)", target=torch.zeros(3, 8).long()),
+        refused(TypeError, "`target` is a list", target=[1]),
+        refused(ValueError, "`target_weight` is -1.0", target_weight=-1.0),
+        refused(TypeError, "`target_weight` is a tensor", target_weight=torch.ones(())),
+        refused(ValueError, "`target_weight` is nan", target_weight=float("nan")),
     ],
 )
 def test_errors(change, kind, message):
@@ -159,7 +159,7 @@ def test_errors(change, kind, message):
     given = {"target": targets(), "target_weight": 1.0}
     with pytest.raises(kind) as raised:
         so.linear_kl_div(made["x"], made["w"], made["t"], made["tw"], **{**given, **change})
-    assert message in str(raised.value) and "expected" in str(raised.value)
+    assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
 @pytest.mark.kernels

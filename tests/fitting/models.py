@@ -84,7 +84,7 @@ class Decoder(nn.Module):
 
 
 class Moe(nn.Module):
-    """Every token goes to one expert; which one follows from its place, as values are unknown."""
+    """Every token goes to one expert, by its position, because a simulation has no values."""
 
     def __init__(self, size, experts):
         super().__init__()

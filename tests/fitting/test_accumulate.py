@@ -77,5 +77,5 @@ def test_advice_and_reports(gpt):
 @pytest.mark.parametrize("call", [simulate_step, will_it_fit, storage_ops.fit])
 def test_how_many_batches_there_are_is_not_asked(call):
     given = ("1GiB",) if call is not simulate_step else ()
-    with pytest.raises(TypeError, match="accumulate is 4; expected True where gradients of sev"):
+    with pytest.raises(TypeError, match=r"`accumulate` is 4\. Expected True if gradients of sev"):
         call(torch.nn.Linear(2, 2), torch.ones(2), *given, accumulate=4)

@@ -179,7 +179,7 @@ def test_a_plan_prints_saves_and_loads(tmp_path, searched):
     with pytest.raises(ValueError, match="of another model"):
         storage_ops.load_fit(tmp_path / "fit.json", gpt()[0])
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no plan"):
+    with pytest.raises(ValueError, match="is not a plan"):
         storage_ops.load_fit(tmp_path / "bad.json", other)
 
 
@@ -379,23 +379,23 @@ def test_a_saved_plan_knows_each_layer():
 @pytest.mark.parametrize("value", [None, 1.5, (torch.ones(()),), torch.ones(2)], ids=str)
 def test_a_loss_that_is_no_scalar(value):
     model, batch = llama()
-    with pytest.raises(ValueError, match="expected a scalar tensor"):
+    with pytest.raises(ValueError, match="Expected a scalar tensor"):
         storage_ops.fit(model, batch, "9MB", lambda _: value)
 
 
 def test_wrong_arguments():
     model, batch = llama()
     for wrong, message in [
-        ({"budget": "many"}, "budget is 'many'"),
-        ({"budget": "9MB", "actions": ["tiles"]}, "actions has 'tiles'"),
-        ({"budget": "9MB", "actions": "tile"}, "actions is 'tile'"),
-        ({"budget": "9MB", "device": "h99"}, "device is 'h99'"),
-        ({"budget": "9MB", "optimizer": 3}, "optimizer is 3"),
-        ({"budget": "9MB", "loss": lambda output, labels: output}, "loss is .*'labels'"),
+        ({"budget": "many"}, "`budget` is 'many'"),
+        ({"budget": "9MB", "actions": ["tiles"]}, "`actions` has 'tiles'"),
+        ({"budget": "9MB", "actions": "tile"}, "`actions` is 'tile'"),
+        ({"budget": "9MB", "device": "h99"}, "`device` is 'h99'"),
+        ({"budget": "9MB", "optimizer": 3}, "`optimizer` is 3"),
+        ({"budget": "9MB", "loss": lambda output, labels: output}, "`loss` is .*'labels'"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             storage_ops.fit(model, batch, **wrong)
-    with pytest.raises(ValueError, match="batch is an empty list"):
+    with pytest.raises(ValueError, match="`batch` is an empty list"):
         storage_ops.fit(model, [], "9MB")
-    with pytest.raises(TypeError, match="model is a int"):
+    with pytest.raises(TypeError, match="`model` is a int"):
         storage_ops.fit(3, batch, "9MB")

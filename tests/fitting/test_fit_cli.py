@@ -69,7 +69,7 @@ def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     assert cli.main([*command, "--budget", f"{budget}B", "--save", str(saved)]) == 0
     assert torch.get_default_dtype() == torch.float32
     model = auto.from_pretrained(tmp_path, dtype=torch.bfloat16, **options)
-    with pytest.raises(ValueError, match="differs in: train or eval; expected one like"):
+    with pytest.raises(ValueError, match=r"differs in: train or eval\. Pass a model like"):
         storage_ops.load_fit(saved, model)
     model.train()
     ids = torch.randint(0, 256, (2, 128))
@@ -132,4 +132,4 @@ def test_a_folder_with_a_config(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
     assert cli.main(command) == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "model identifier: llamma, like llama; expected the config.json of a" in complaint
+    assert "model identifier: llamma, like llama. Expected the config.json of a" in complaint

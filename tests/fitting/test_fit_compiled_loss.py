@@ -63,7 +63,7 @@ def test_saved_and_loaded(made, tmp_path):
     plan = search.plan(smallest_of(search))
     plan.save(tmp_path / "fit.json")
     again = copy.deepcopy(model)
-    with pytest.raises(ValueError, match="the loss that fit was given, compiled or with"):
+    with pytest.raises(ValueError, match="the loss that fit was given, which was compiled"):
         storage_ops.load_fit(tmp_path / "fit.json", again, losses(head, labels)["recognised"])
     other = compiled(losses(head, labels)["recognised"])
     loaded = storage_ops.load_fit(tmp_path / "fit.json", again, other)

@@ -1,4 +1,4 @@
-"""Which modules are layers for `fit`, which of them are alike, and what of them is tiled."""
+"""The modules that `fit` takes as layers, those that share a simulation, and those it tiles."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ ADAM = torch.optim.AdamW
 
 
 class Part(nn.Module):
-    """A layer that takes more or less by an attribute."""
+    """A layer whose memory depends on an attribute."""
 
     def __init__(self, **attributes):
         super().__init__()
@@ -61,7 +61,7 @@ def test_layers_that_differ_in_what_they_do_by_an_attribute(small, large):
 
 
 def test_a_plan_is_for_the_model_when_deepspeed_has_partitioned_it():
-    """ZeRO-3 leaves parameters empty, and sets on them and on every module what it needs."""
+    """ZeRO-3 empties parameters, and sets attributes on them and on every module."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 64) for _ in range(3)))
     x = torch.randn(8, 2, 16)
     plan = storage_ops.fit(model, x, "1GiB", actions=["full", "selective"])
@@ -94,7 +94,7 @@ def test_a_plan_is_not_for_a_model_that_differs_by_a_tuple(tmp_path):
         )
     text = (tmp_path / "fit.json").read_text().replace('"format": 4', '"format": 1')
     (tmp_path / "fit.json").write_text(text)
-    with pytest.raises(ValueError, match="format is 1, of another version of storage_ops"):
+    with pytest.raises(ValueError, match="`format` is 1, which another version of storage_ops"):
         storage_ops.load_fit(tmp_path / "fit.json", nn.Sequential(Part(shape=(1, 4))))
 
 
@@ -177,7 +177,7 @@ class Cached(Part):
 
 
 class Prefixed(nn.Module):
-    """Trains what it puts into a cache that its layers extend, as prefix tuning does."""
+    """Trains a prefix in a cache that its layers extend, as prefix tuning does."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_a_model_as_from_pretrained_returns_it():
-    """In eval mode, where layers write into the cache that the model makes by default."""
+    """The model is in eval mode, where layers write into the cache that it creates by default."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
@@ -266,7 +266,7 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
             again.apply()
         assert simulate_step(model, x).peak_bytes == before == first.peak_bytes
     with pytest.raises(
-        ValueError, match=r"differs in: modules; expected one like the one that.*ted$"
+        ValueError, match=r"differs in: modules\. Pass a model like the one that.*ted\.$"
     ):
         storage_ops.load_fit(tmp_path / "plan.json", mlps()[:3].eval())
     first.undo()
@@ -304,7 +304,7 @@ class TwoHeads(nn.Module):
 
 
 class Added(nn.Module):
-    """Layers whose outputs are added up, which saves none of them."""
+    """Adds up the outputs of layers, so that none of them is saved."""
 
     def __init__(self, layers):
         super().__init__()
@@ -339,7 +339,7 @@ def test_outputs_that_layers_save_count_once(make):
 
 
 def test_the_peak_of_a_step_is_never_refused(monkeypatch):
-    """More may be computed of layers than a step takes."""
+    """The sum over layers may exceed the peak of the whole step."""
     model, x = mlps(), torch.randn(512, 32)
     highest = simulate_step(model, x).peak_bytes
     kind = storage_ops.fitting.solve.ActionProblem

@@ -108,12 +108,12 @@ class Routed(nn.Module):
 
 def test_layers_with_a_router_are_planned_with_an_assumption():
     model, x = nn.Sequential(*(Routed() for _ in range(3))), torch.randn(512, 32)
-    with pytest.raises(RuntimeError, match=r"pass assume=\{'topk': "):
+    with pytest.raises(RuntimeError, match=r"Pass assume=\{'topk': "):
         so.fit(model, x, "1GiB")
     assume = {"topk": 0.25}
     none = so.memory.simulate_step(model, x, assume=assume).peak_bytes
     plan = so.fit(model, x, int(0.6 * none), actions=["full"], assume=assume)
-    with pytest.raises(ValueError, match=r"assume is 1\.5"):
+    with pytest.raises(ValueError, match=r"`assume` is 1\.5"):
         so.fit(model, x, "1GiB", assume=1.5)
     plan.apply()
     step = so.memory.simulate_step(model, x, assume=assume)

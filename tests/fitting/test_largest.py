@@ -67,7 +67,7 @@ def test_the_next_number_does_not_fit():
         storage_ops.memory.simulate_step, model, optimizer=torch.optim.AdamW, device="h100",
         accumulate=True,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="device is 'h1'"):
+    with pytest.raises(ValueError, match="`device` is 'h1'"):
         find(device="h1")
     assert largest.found is None and largest.kept is None  # workspaces of cuBLAS alone are larger
     assert largest.least_bytes > 64 << 20 and "Nothing fits into 6 MiB" in str(largest)
@@ -118,11 +118,11 @@ def test_most_limits_the_search():
 @pytest.mark.parametrize(
     ("make", "options", "error", "said"),
     [
-        refused(TypeError, "make_batch is a Tensor; expected a function", make_batch(1)),
-        refused(ValueError, "most is 0", make_batch, most=0),
-        refused(ValueError, "most is True", make_batch, most=True),
+        refused(TypeError, "`make_batch` is a Tensor. Expected a function", make_batch(1)),
+        refused(ValueError, "`most` is 0", make_batch, most=0),
+        refused(ValueError, "`most` is True", make_batch, most=True),
         refused(ValueError, "takes no more memory", lambda _: make_batch(1), actions=[]),
-        refused(ValueError, "actions has 'what'", make_batch, actions=["what"]),
+        refused(ValueError, "`actions` has 'what'", make_batch, actions=["what"]),
     ],
 )
 def test_wrong_arguments(make, options, error, said):
@@ -169,10 +169,10 @@ def test_the_cheapest_gpu(command, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--find", "seq", "--seq", "8"], "--seq is 8; expected none with --find seq"),
-        (["--find", "device", "--device", "a100"], "--device is a100; expected none with --find"),
+        (["--find", "seq", "--seq", "8"], "--seq is 8, but --find seq finds it"),
+        (["--find", "device", "--device", "a100"], "--device is a100, but --find"),
         (["--find", "batch"], "--seq is missing"),
-        (["--find", "batch", "--plot", "fit.png"], "--plot is fit.png; expected none with --find"),
+        (["--find", "batch", "--plot", "fit.png"], "--plot is fit.png, but --find"),
     ],
 )
 def test_complaints(command, options, said, capsys):

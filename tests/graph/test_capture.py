@@ -71,7 +71,7 @@ def test_the_state_of_a_gpu_is_saved_and_put_back():
         assert (state.device.type, state.numel()) == ("cpu", 16)
         assert result.device == torch.device("cuda", 0)
     assert all(node.meta["val"].device == torch.device("cuda", 0) for node in again)
-    with pytest.raises(RuntimeError, match=r"cannot capture; .*graph\.capturable"):
+    with pytest.raises(RuntimeError, match=r"cannot capture. .*graph\.capturable"):
         capture.check_capture(gm.graph)
     assert rng.gpu_of_replays(gm.graph) == torch.device("cuda", 0)
     saves[0].meta["val"] = torch.empty(1, device="meta")

@@ -21,7 +21,7 @@ REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 def gpt(mode, sync):
-    """A step of two micro-batches, of which the first may not average its gradients."""
+    """A step of two micro-batches. The first one may skip averaging its gradients."""
     model = DistributedDataParallel(GPT(layers=1, mode=mode).double())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -51,7 +51,7 @@ def norm():
 
 
 def compare(rank, reductions, make, *args):
-    """State and gradients after traced and eager steps; the module is used both ways in turn."""
+    """Compare state and gradients after traced and eager steps, which alternate on one module."""
     results = []
     seed = int(torch.randint(1 << 30, ()))
     for traced in (False, True):

@@ -153,7 +153,7 @@ def test_arguments_of_a_step_keep_their_type_and_attributes():
     assert torch.equal(traced(x, w)[0], step(x, w)[0])
     w.scale = 2.0
     with pytest.raises(
-        ValueError, match=r"args\[1\]\.scale is 2\.0; expected 3\.0, as when traced"
+        ValueError, match=r"args\[1\]\.scale is 2\.0. Expected 3\.0, as when traced"
     ):
         traced(x, w)
 

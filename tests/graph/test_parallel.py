@@ -198,12 +198,12 @@ def over_a_sequence(rank):
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
             return net(buffer).sum()
 
-    with pytest.raises(ValueError, match="fn uses torch's context_parallel"):
+    with pytest.raises(ValueError, match="`fn` uses torch's context_parallel"):
         graph.trace_step(ring, x)
     assert torch.equal(buffer, x)
     with (
         context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]),
-        pytest.raises(ValueError, match="fn uses torch's context_parallel"),
+        pytest.raises(ValueError, match="`fn` uses torch's context_parallel"),
     ):
         graph.trace_step(lambda x: net(x).sum(), x)
 

@@ -236,5 +236,5 @@ def test_part_of_a_storage_that_is_read_by_its_place_must_stay():
     got = traced(x)
     assert torch.equal(got[0], x * (x * w + 1).cos())
     rows = table[1:]
-    with pytest.raises(RuntimeError, match=r"as_strided.* has modified in place by then"):
+    with pytest.raises(RuntimeError, match=r"as_strided.* modifies in place before"):
         graph.trace_step(lambda x: step(x, lambda: rows), x)

@@ -189,7 +189,7 @@ def _refused_as_a_class(name: str) -> tuple[str, str] | None:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).removeprefix("patch_causal_lm: ").split(";")[0].split(", which")[0]
+    text = str(error).removeprefix("patch_causal_lm: ").split(". ")[0].split(", which")[0]
     return text.replace("|", "/")[:160]
 
 
@@ -230,27 +230,30 @@ def sweep(wanted: list[str] | None = None, log=None) -> list[tuple[str, str, str
     return rows
 
 
+HEAD = """# Types of transformers under `patch_causal_lm`
+
+Which models can `patch_causal_lm` patch? A small model of every type was trained in float32 on a
+CPU, with random weights and with labels, patched and not patched.
+
+* *Equal*: the loss and all gradients differ by at most 0.2 %.
+* *Refused*: `patch_causal_lm` raises an error that names the type.
+* *Refused late*: the first forward with labels raises this error.
+* *Different*: the loss or a gradient differs by more than 0.2 %.
+* *Not built*: the default config gave no small model with a finite loss, so nothing was compared.
+
+A type may be in two families. Most image-text types get only text. Five types need timm or scipy.
+`python -m tests.integrations.sweep --write` writes this page, here with
+transformers {} and torch {}.
+"""
+
+
 def page(rows: list[tuple[str, str, str, str]]) -> str:
-    """The page of docs."""
+    """Return the text of the page."""
     import transformers
 
     verdicts = ("equal", "refused", "refused late", "different", "not built")
     text = [
-        "# Types of transformers under `patch_causal_lm`",
-        "",
-        "Written by `python -m tests.integrations.sweep --write`, with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.split('+')[0]}, on a CPU,",
-        "in float32: small models with random weights, in training mode.",
-        "",
-        "* *Equal*: the patched loss and all gradients are those of the plain model, to 0.2 %.",
-        "* *Refused*: `patch_causal_lm` raises and names the type; *refused late*: its first "
-        "forward with labels does.",
-        "* *Not built*: no small model with a finite loss came of its default config, which says "
-        "nothing about the patch.",
-        "",
-        "A type may be in two families. Most image-text types are given text alone. Five need timm "
-        "or scipy.",
-        "",
+        HEAD.format(transformers.__version__, torch.__version__.split("+")[0]),
         "| family | types | " + " | ".join(verdicts) + " |",
         "|---|" + "---|" * (len(verdicts) + 1),
     ]

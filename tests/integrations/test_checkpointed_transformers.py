@@ -17,7 +17,7 @@ MODELS = {
     "Qwen3DecoderLayer": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL)),
     "Gemma3DecoderLayer": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SMALL)),
 }
-# It gives its layers the cache by place.
+# The model passes the cache to its layers as a positional argument.
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 GPT2["n_positions"] = 64  # transformers 4 has a mask of all positions in each layer
 MODELS["GPT2Block"] = lambda: tf.GPT2LMHeadModel(
@@ -47,7 +47,7 @@ def test_gradients_with_the_default_use_cache(layer, mode):
     model, ids = MODELS[layer]().train(), torch.randint(V, (2, 32))
     expected, right = gradients(model, ids)
     if layer == "Gemma3DecoderLayer" and tf.__version__ < "5":
-        assert expected.past_key_values is None  # it makes no cache in training
+        assert expected.past_key_values is None  # the model creates no cache in training
         so.apply_activation_checkpoint(model, {"layer_classes": [layer], **MODES[mode]})
         out, grads = gradients(model, ids)
         torch.testing.assert_close((out.loss, grads), (expected.loss, right))
@@ -59,7 +59,7 @@ def test_gradients_with_the_default_use_cache(layer, mode):
         out, grads = gradients(model, ids)
     torch.testing.assert_close((out.loss, grads), (expected.loss, right))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # the warning is raised once
         assert gradients(model, ids)[0].past_key_values.get_seq_length() == 0
 
 

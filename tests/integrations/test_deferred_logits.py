@@ -429,7 +429,7 @@ def test_a_class_out_of_range_is_not_ignored():
     ids = torch.randint(V, (3, 5))
     model = Toy()
     storage_ops.patch_causal_lm(model, logits="deferred")
-    with pytest.raises(RuntimeError, match="target -100 is out of range"):
+    with pytest.raises(RuntimeError, match="`target` -100 is out of range"):
         model(ids)["logits"].gather(-1, torch.full((3, 5, 1), -100))
 
 

@@ -117,23 +117,23 @@ def test_checkpoints_of_the_trainer_are_refused_by_the_name_of_their_argument(tm
     model = tiny()
     names = transformers.TrainingArguments.__dataclass_fields__
     name = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in names)
-    with pytest.raises(ValueError, match=rf"{name} is True .*TrainingArguments\({name}=False\)"):
+    with pytest.raises(ValueError, match=rf"`{name}` is True .*TrainingArguments\({name}=False\)"):
         train(tmp_path, fitted(model), model, **{name: True})
 
 
 def test_a_model_in_eval_mode(tmp_path):
     model = tiny().eval()
-    with pytest.warns(UserWarning, match="fit: model, a LlamaForCausalLM, is in eval mode"):
+    with pytest.warns(UserWarning, match="fit: `model`, a LlamaForCausalLM, is in eval mode"):
         plan = fitted(model)
-    with pytest.raises(RuntimeError, match=r"in eval mode then; call model.train\(\) before fit"):
+    with pytest.raises(RuntimeError, match=r"in eval mode then. Call model.train\(\) before fit"):
         train(tmp_path, plan, model)
     plan = fitted(model.train())
     plan.save(tmp_path / "fit.json")
-    with pytest.raises(RuntimeError, match=r"is in eval mode; call model.train\(\) before this"):
+    with pytest.raises(RuntimeError, match=r"is in eval mode. Call model.train\(\) before this"):
         model.eval() and plan.apply()
-    with pytest.raises(ValueError, match=r"is in eval mode; call model.train\(\) before this"):
+    with pytest.raises(ValueError, match=r"is in eval mode. Call model.train\(\) before this"):
         storage_ops.load_fit(tmp_path / "fit.json", model)
-    with pytest.warns(UserWarning, match="will_it_fit: model, a LlamaForCausalLM, is in eval"):
+    with pytest.warns(UserWarning, match="will_it_fit: `model`, a LlamaForCausalLM, is in eval"):
         ids = torch.zeros(1, 4, dtype=torch.long)
         storage_ops.memory.will_it_fit(model, {"input_ids": ids}, device="cpu")
 

@@ -188,7 +188,7 @@ def test_neither_library_is_imported_with_the_package():
 
 def test_what_is_no_plan_is_refused():
     for make in (trainer_callback, lightning_callback):
-        with pytest.raises(TypeError, match="plan is 3"):
+        with pytest.raises(TypeError, match="`plan` is 3"):
             make(3)
 
 
@@ -198,7 +198,7 @@ def test_a_plan_of_another_object_is_refused():
     handler = transformers.trainer_callback.CallbackHandler(
         [trainer_callback(plan)], other, None, None, None
     )
-    with pytest.raises(ValueError, match="plan was made for another object than the Llama"):
+    with pytest.raises(ValueError, match="`plan` was made for another object than the Llama"):
         handler.on_train_begin(None, transformers.TrainerState(), transformers.TrainerControl())
     assert not any(changed(other))
 

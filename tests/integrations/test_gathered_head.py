@@ -121,7 +121,7 @@ def test_what_is_refused(batch):
     model = make("Llama").train()
     Gathers(model.lm_head)
     storage_ops.patch_causal_lm(model, logits="deferred")
-    with pytest.raises(RuntimeError, match="gathered for a call only"):
+    with pytest.raises(RuntimeError, match="gathered for that call only"):
         model(batch["input_ids"])
     gradients(model, batch)
     model.lm_head.register_forward_hook(lambda *_: None)

@@ -54,6 +54,6 @@ def test_errors_change_nothing():
         ({"gradient_tolerance": 0.1, "label_smoothing": 0.1}, ValueError),
         ({"gradient_tolerance": 0.1, "returns": ("loss", "entropy")}, ValueError),
     ):
-        with pytest.raises(kind, match="gradient_tolerance is"):
+        with pytest.raises(kind, match="`gradient_tolerance` is"):
             storage_ops.patch_causal_lm(model, **given)
         assert type(model) is LlamaForCausalLM

@@ -18,8 +18,8 @@ peft = pytest.importorskip("peft")
 
 
 def a_trainer(model, folder, kind=tf.Trainer, function=None, vocabulary=V, length=9, **options):
-    """A Trainer of SGD, which takes small gradients for small."""
-    generator = torch.Generator().manual_seed(5)  # a Trainer seeds the one of torch
+    """Return a Trainer with SGD, whose steps are in proportion to the gradients."""
+    generator = torch.Generator().manual_seed(5)  # a Trainer seeds the generator of torch
     ids = torch.randint(3, vocabulary, (12, length), generator=generator)
     labels = ids.clone()
     labels[::3, :4] = -100
@@ -37,7 +37,7 @@ def a_trainer(model, folder, kind=tf.Trainer, function=None, vocabulary=V, lengt
 
 
 def trained(model, folder, evaluate=False, **options):
-    """Parameters after three steps of a Trainer, and what it has logged."""
+    """Return the parameters after three steps of a Trainer, and its log."""
     trainer = a_trainer(model, folder, **options)
     trainer.train()
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -81,7 +81,7 @@ def test_label_smoothing_without_logits(tmp_path):
 
 
 def focal(nll, count):
-    """A loss that a model does not have: tokens weigh the more, the worse they are."""
+    """A loss of the caller: improbable tokens have larger weights."""
     return ((1 - (-nll.detach()).exp()) * nll).sum() / count
 
 

@@ -227,17 +227,17 @@ def test_a_new_output_layer(batch):
     assert model(**batch).logits is None
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(
-        TypeError, match=r"output layer of LlamaForCausalLM.* is .*Sequential; expected"
+        TypeError, match=r"output layer of LlamaForCausalLM.* is .*Sequential. Expected"
     ):
         model(**batch)
 
 
 def test_models_that_cannot_be_patched():
-    with pytest.raises(TypeError, match=r"model is Linear, without get_output_embeddings\(\)"):
+    with pytest.raises(TypeError, match=r"`model` is Linear, without get_output_embeddings\(\)"):
         storage_ops.patch_causal_lm(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="model is dict"):
+    with pytest.raises(TypeError, match="`model` is dict"):
         storage_ops.patch_causal_lm({})
-    with pytest.raises(TypeError, match="unpatch_causal_lm: model is str; expected"):
+    with pytest.raises(TypeError, match=r"unpatch_causal_lm: `model` is str\. Expected"):
         storage_ops.unpatch_causal_lm("Llama")
     with pytest.raises(TypeError, match="forward of LlamaModel takes no labels"):
         storage_ops.patch_causal_lm(tf.LlamaModel(tf.LlamaConfig(**GROUPED)))

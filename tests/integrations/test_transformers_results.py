@@ -131,14 +131,14 @@ def test_options_stay_with_copies_and_other_ones_are_refused(batch):
     storage_ops.unpatch_causal_lm(model)
     assert "_loss_options" not in vars(model)
     for options, message in (
-        ({"returns": "nll"}, "returns is 'nll'; expected some of"),
-        ({"logits": True}, "logits is True; expected one of .'eval'"),
-        ({"label_smoothing": 2}, "label_smoothing is 2; expected a number"),
+        ({"returns": "nll"}, "`returns` is 'nll'. Expected some of"),
+        ({"logits": True}, "`logits` is True. Expected one of .'eval'"),
+        ({"label_smoothing": 2}, "`label_smoothing` is 2. Expected a number"),
     ):
         with pytest.raises(ValueError, match=message):
             storage_ops.patch_causal_lm(model, **options)
     storage_ops.patch_causal_lm(model, token_weights=torch.rand(2, 2))
-    with pytest.raises(ValueError, match=r"token_weights is of shape \(2, 2\); expected"):
+    with pytest.raises(ValueError, match=r"`token_weights` is of shape \(2, 2\). Expected"):
         model(**batch)
 
 
@@ -146,7 +146,7 @@ def test_weights_are_never_left_out_without_a_word(batch):
     """transformers takes any keyword, and its Trainer removes columns that it does not know."""
     model = make("Llama").train()
     storage_ops.patch_causal_lm(model)
-    with pytest.raises(TypeError, match=r'expected .*token_weights="token_weights"'):
+    with pytest.raises(TypeError, match=r'Call .*token_weights="token_weights"'):
         model(**batch, token_weights=torch.rand(batch["labels"].shape))
     storage_ops.unpatch_causal_lm(model)
     storage_ops.patch_causal_lm(model, token_weights="weights")
@@ -163,12 +163,14 @@ def test_weights_and_smoothing_of_a_loss_that_is_made_without_them(logits, batch
     """Trainer takes the labels from the model where it smooths them itself."""
     model, labels = make("Llama").train(), batch.pop("labels")
     with storage_ops.patch_causal_lm(model, token_weights="weights", logits=logits):
-        with pytest.raises(ValueError, match="token_weights is 'weights', and LlamaForCausalLM is"):
+        with pytest.raises(
+            ValueError, match="`token_weights` is 'weights', and LlamaForCausalLM is"
+        ):
             model(**batch, weights=torch.rand(labels.shape))
         assert model.eval()(**batch).logits is not None
     with storage_ops.patch_causal_lm(model.train(), label_smoothing=0.1, logits=logits):
         if logits == "deferred":
-            with pytest.raises(ValueError, match=r"label_smoothing is 0.1, .* expected labels in"):
+            with pytest.raises(ValueError, match=r"`label_smoothing` is 0.1, .* Pass labels in"):
                 model(**batch)
         else:  # what it was before, and no loss
             assert isinstance(model(**batch).logits, torch.Tensor)

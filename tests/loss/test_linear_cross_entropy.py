@@ -47,7 +47,7 @@ def error(ours, expected):
 
 
 def smallest_budget(x, w, target, b, **options):
-    with pytest.raises(ValueError, match="expected at least") as complaint:
+    with pytest.raises(ValueError, match="Expected at least") as complaint:
         run(so.linear_cross_entropy, x, w, target, b, memory_budget=0, **options)
     return int(str(complaint.value).split("at least ")[1].split()[0])
 
@@ -330,7 +330,7 @@ def test_z_loss_is_returned_at_the_price_of_the_loss():
     """Its gradients are made in the forward too, so the smallest budget suffices for both."""
     x, w = torch.randn(96, 32, requires_grad=True), torch.randn(700, 32, requires_grad=True)
     t = torch.randint(700, (96,))
-    with pytest.raises(ValueError, match="expected at least") as error:
+    with pytest.raises(ValueError, match="Expected at least") as error:
         so.linear_cross_entropy(x, w, t, memory_budget=10)
     least = int(str(error.value).split("at least ")[1].split()[0])
     options = {"z_loss": 0.1, "memory_budget": least}

@@ -390,17 +390,17 @@ def test_module_has_the_names_of_torch():
         x, head.linear.weight, target, linear_bias=head.linear.bias, weight=head.weight, softcap=3.0
     )
     torch.testing.assert_close(head(x, target), right)
-    with pytest.raises(TypeError, match=r"unknown options \['soft_cap'\]; expected some of"):
+    with pytest.raises(TypeError, match=r"options \['soft_cap'\] are unknown. Expected some of"):
         so.LinearCrossEntropyLoss(8, 90, soft_cap=3.0)
     torch.nn.utils.parametrizations.weight_norm(head.linear)
     torch.testing.assert_close(head(x, target), right)
     torch.nn.utils.parametrize.remove_parametrizations(head.linear, "weight")
     handle = head.linear.register_forward_pre_hook(lambda module, args: None)
-    with pytest.raises(TypeError, match=r"linear is torch.*Linear with forward hooks; expected"):
+    with pytest.raises(TypeError, match=r"`linear` is torch.*Linear with forward hooks. Expected"):
         head(x, target)
     handle.remove()
     head.linear = torch.nn.Sequential(head.linear)  # as an adapter of PEFT
-    with pytest.raises(TypeError, match=r"linear is torch.*Sequential; expected torch.nn.Linear"):
+    with pytest.raises(TypeError, match=r"`linear` is torch.*Sequential. Expected torch.nn.Linear"):
         head(x, target)
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):
         theirs = torch.nn.LinearCrossEntropyLoss(8, 90, bias=True)

@@ -240,22 +240,24 @@ def test_no_grad_and_autocast(sequences):
     "given, kind, message",
     [
         refused(
-            ValueError, "selected_ids is None and returns is .* expected it", returns=("selected",)
+            ValueError,
+            "`selected_ids` is None and returns is .* Expected a value",
+            returns=("selected",),
         ),
         refused(
-            ValueError, "top_k is given and returns is .* expected it together with 'topk'", top_k=3
+            ValueError, "`top_k` is given and returns is .* Expected .* exactly if 'topk'", top_k=3
         ),
-        refused(ValueError, "top_k is 0; expected 1 to 11", returns=("topk",), top_k=0),
-        refused(ValueError, "top_k is 12; expected 1 to 11", returns=("topk",), top_k=12),
-        refused(ValueError, "expected at most 10", returns=("topk",), top_k=11, valid_classes=10),
-        refused(TypeError, "top_k is 2.0; expected an int", returns=("topk",), top_k=2.0),
+        refused(ValueError, "`top_k` is 0. Expected 1 to 11", returns=("topk",), top_k=0),
+        refused(ValueError, "`top_k` is 12. Expected 1 to 11", returns=("topk",), top_k=12),
+        refused(ValueError, "Expected at most 10", returns=("topk",), top_k=11, valid_classes=10),
+        refused(TypeError, "`top_k` is 2.0. Expected an int", returns=("topk",), top_k=2.0),
         refused(ValueError, "has shape", returns=("selected",), selected_ids=torch.zeros(5).long()),
         refused(ValueError, "K >= 1", returns=("selected",), selected_ids=torch.zeros(5, 0).long()),
-        refused(TypeError, "expected int64", returns=("selected",), selected_ids=torch.zeros(5, 2)),
-        refused(TypeError, "selected_ids is a list", returns=("selected",), selected_ids=[1]),
+        refused(TypeError, "Expected int64", returns=("selected",), selected_ids=torch.zeros(5, 2)),
+        refused(TypeError, "`selected_ids` is a list", returns=("selected",), selected_ids=[1]),
         refused(
             RuntimeError,
-            "selected_ids has 11, which is out of range; expected ignore_index .-100. or a class",
+            "`selected_ids` has 11, which is out of range. Expected ignore_index .-100. or a class",
             returns=("selected",),
             selected_ids=torch.full((5, 2), 11),
         ),

@@ -31,7 +31,7 @@ def test_samples(info, dtype):
         result = ours(sample)
         count[min(weight.dim(), 3)] += 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it goes back to whole logits
+            warnings.simplefilter("ignore")  # the warning that torch falls back to whole logits
             options = {**sample.kwargs, "options": None}
             right = F.linear_cross_entropy(sample.input, weight, target, **options)
         torch.testing.assert_close(result, right)
@@ -49,7 +49,7 @@ def test_error_inputs(info):
     count = 0
     for error in info.error_inputs("cpu"):
         count += 1
-        with pytest.raises((ValueError, TypeError), match=r"linear_cross_entropy: .*; expected"):
+        with pytest.raises((ValueError, TypeError), match=r"linear_cross_entropy: .*. Expected"):
             ours(error.sample_input)
     assert count >= 4
 
@@ -61,7 +61,7 @@ def test_error_inputs(info):
     {"weight": torch.rand(9), "token_weight": torch.rand(4, 2, 3)}, {"returns": ("nll", "argmax")},
 ])  # fmt: skip
 def test_options_at_every_position(options, dense):
-    """Each position is a loss of its own; a mean divides by what it sums over all of them."""
+    """Each position has its own loss. A mean divides by the sum of weights over all positions."""
     module = so.LinearCrossEntropyLoss(5, 9, True, out_features=(2, 3))
     x, w = torch.randn(4, 5), module.linear.weight.view(9, 2, 3, 5)
     b = module.linear.bias.view(9, 2, 3)
@@ -87,15 +87,15 @@ def test_options_at_every_position(options, dense):
 def test_wrong_arguments_of_positions():
     x, w, t = torch.randn(4, 5), torch.randn(9, 2, 5), torch.randint(9, (4, 2))
     for message, changed in [
-        (r"input has shape \(2, 2, 5\); expected \(N, D\)", {"input": x.view(2, 2, 5)}),
-        (r"target has shape \(4, 3\); expected \(4, 2\)", {"target": torch.zeros(4, 3).long()}),
-        (r"linear_bias has shape \(9,\); expected \(9, 2\)", {"linear_bias": torch.zeros(9)}),
-        (r"weight has shape \(0,\); expected \(9,\)", {"weight": torch.ones(0)}),
-        ("weight is on meta; expected cpu", {"weight": torch.ones(9, device="meta")}),
-        ("ignore_index is 'a'; expected an int", {"ignore_index": "a"}),
-        ("reduction is 'mean'; expected reduction 'sum' with a divisor", {"divisor": 3.0}),
-        ("shift is given; expected none with a 3-D weight", {"shift": 1}),
-        ("options is 'auto'; expected torch.nn.LinearCross", {"options": "auto"}),
+        (r"`input` has shape \(2, 2, 5\). Expected \(N, D\)", {"input": x.view(2, 2, 5)}),
+        (r"`target` has shape \(4, 3\). Expected \(4, 2\)", {"target": torch.zeros(4, 3).long()}),
+        (r"`linear_bias` has shape \(9,\). Expected \(9, 2\)", {"linear_bias": torch.zeros(9)}),
+        (r"`weight` has shape \(0,\). Expected \(9,\)", {"weight": torch.ones(0)}),
+        ("`weight` is on meta. Expected cpu", {"weight": torch.ones(9, device="meta")}),
+        ("`ignore_index` is 'a'. Expected an int", {"ignore_index": "a"}),
+        ("`reduction` is 'mean'. Expected 'sum' with a divisor", {"divisor": 3.0}),
+        ("`shift` is given. Expected none with a 3-D weight", {"shift": 1}),
+        ("`options` is 'auto'. Expected torch.nn.LinearCross", {"options": "auto"}),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             so.linear_cross_entropy(**{"input": x, "linear_weight": w, "target": t, **changed})

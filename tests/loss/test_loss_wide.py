@@ -127,7 +127,7 @@ def test_plan_says_what_it_costs(capsys):
     assert asked[0] == asked[1] == asked[2] and asked[3] == asked[4]
     assert asked[3].seconds > asked[0].seconds
     assert asked[3].rows * asked[3].columns < asked[0].rows * asked[0].columns
-    with pytest.raises(ValueError, match="logits_dtype is 'fp16'; expected None, bfloat16 or"):
+    with pytest.raises(ValueError, match=r"`logits_dtype` is 'fp16'\. Expected None, bfloat16 or"):
         so.plan(8, 8, 8, logits_dtype="fp16", device="h200")
     assert capsys.readouterr().out
 
@@ -147,7 +147,7 @@ def test_autocast_keeps_logits_in_float32():
 
 def test_wrong_dtypes():
     (x, w), target = problem(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"logits_dtype is torch.float64; expected one of"):
+    with pytest.raises(ValueError, match=r"`logits_dtype` is torch.float64. Expected one of"):
         so.linear_cross_entropy(x, w, target, logits_dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"linear_bias is torch.float16; expected"):
+    with pytest.raises(TypeError, match=r"`linear_bias` is torch.float16. Expected"):
         so.linear_cross_entropy(x, w, target, linear_bias=torch.zeros(200).half())

@@ -100,7 +100,7 @@ def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, kind, 
         products = Aten(item, threads, upcasts=kind == "upcast" and item == 2)
     p = dataclasses.replace(p, matmul=products)
     budget = least = planner.smallest_budget(p)
-    with pytest.raises(ValueError, match=f"expected at least {least} "):
+    with pytest.raises(ValueError, match=f"Expected at least {least} "):
         planner.choose(p, least - 1, devices.named(device))
     whole = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
     # Where all logits wait, a wider last slice may divide the others into one more.
@@ -155,47 +155,51 @@ def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
     plan = so.plan(*R2, device="h200", grads=INPUT, strategy="running-rescale")
     assert plan.strategy == schedule.RUNNING_RESCALE
     assert so.plan(*R2, device="h200", num_chunks=8, reduction="sum").rows == 1024
-    with pytest.raises(ValueError, match="memory_budget is 104857600 bytes; expected at least"):
+    with pytest.raises(ValueError, match=r"`memory_budget` is 104857600 bytes\. Expected at least"):
         so.plan(*R2, device="h200", num_chunks=2, strategy="token-chunked", memory_budget="100MiB")
 
 
 @pytest.mark.parametrize(
     "arguments, options, error, complaint",
     [
-        refused(TypeError, "tokens is 1.5; expected an int", (1.5, 2, 3)),
-        refused(ValueError, "tokens is -1; expected at least 0", (-1, 2, 3)),
-        refused(ValueError, "vocab is 0; expected at least 1", (1, 2, 0)),
-        refused(ValueError, "dtype is 'int8'; expected one of float64, float32", (8, 4, 5, "int8")),
-        refused(ValueError, "dtype is torch.int8; expected one of", (8, 4, 5, torch.int8)),
-        refused(TypeError, "dtype is 7; expected one of", (8, 4, 5, 7)),
-        refused(ValueError, "grads is 'input'; expected a sequence of", (8, 4, 5), grads="input"),
+        refused(TypeError, "`tokens` is 1.5. Expected an int", (1.5, 2, 3)),
+        refused(ValueError, "`tokens` is -1. Expected at least 0", (-1, 2, 3)),
+        refused(ValueError, "`vocab` is 0. Expected at least 1", (1, 2, 0)),
         refused(
-            ValueError, "grads is ['x']; expected a sequence of some of", (8, 4, 5), grads=["x"]
+            ValueError, "`dtype` is 'int8'. Expected one of float64, float32", (8, 4, 5, "int8")
         ),
-        refused(ValueError, "reduction is 'avg'; expected one of", (8, 4, 5), reduction="avg"),
+        refused(ValueError, "`dtype` is torch.int8. Expected one of", (8, 4, 5, torch.int8)),
+        refused(TypeError, "`dtype` is 7. Expected one of", (8, 4, 5, 7)),
+        refused(ValueError, "`grads` is 'input'. Expected a sequence of", (8, 4, 5), grads="input"),
         refused(
-            ValueError, "expected None, bfloat16 or float32", (8, 4, 5), accumulate_dtype="fp16"
+            ValueError, "`grads` is ['x']. Expected a sequence of some of", (8, 4, 5), grads=["x"]
         ),
-        refused(TypeError, "max_valid is 'sync'; expected an int", (8, 4, 5), max_valid="sync"),
-        refused(ValueError, "device is 'tpu'; expected one of cpu, h200", (8, 4, 5), device="tpu"),
+        refused(ValueError, "`reduction` is 'avg'. Expected one of", (8, 4, 5), reduction="avg"),
         refused(
-            ValueError, "strategy is 'fast'; expected one of token-", (8, 4, 5), strategy="fast"
+            ValueError, "Expected None, bfloat16 or float32", (8, 4, 5), accumulate_dtype="fp16"
+        ),
+        refused(TypeError, "`max_valid` is 'sync'. Expected an int", (8, 4, 5), max_valid="sync"),
+        refused(
+            ValueError, "`device` is 'tpu'. Expected one of cpu, h200", (8, 4, 5), device="tpu"
+        ),
+        refused(
+            ValueError, "`strategy` is 'fast'. Expected one of token-", (8, 4, 5), strategy="fast"
         ),
         refused(
             ValueError,
-            "strategy is 'token-chunked'; expected one of vocab-sliced",
+            "`strategy` is 'token-chunked'. Expected one of vocab-sliced",
             (8, 4, 5),
             strategy="token-chunked",
             reduction="none",
         ),
-        refused(ValueError, "num_chunks is 9; expected 1 to 8", (8, 4, 5), num_chunks=9),
+        refused(ValueError, "`num_chunks` is 9. Expected 1 to 8", (8, 4, 5), num_chunks=9),
         refused(
-            TypeError, "memory_budget is []; expected a number of", (8, 4, 5), memory_budget=[]
+            TypeError, "`memory_budget` is []. Expected a number of", (8, 4, 5), memory_budget=[]
         ),
-        refused(ValueError, "memory_budget is '1XB'; expected", (8, 4, 5), memory_budget="1XB"),
+        refused(ValueError, "`memory_budget` is '1XB'. Expected", (8, 4, 5), memory_budget="1XB"),
         refused(
             ValueError,
-            "memory_budget is 1048576 bytes; expected at least 18219520 (17.4 MiB) for 8192 tokens",
+            "`memory_budget` is 1048576 bytes. Expected at least 18219520 (17.4 MiB) for 8192",
             R2,
             memory_budget="1MiB",
             device="h200",
@@ -256,14 +260,14 @@ def test_sizes_of_memory_as_text(text, count):
     "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1]
 )
 def test_what_is_no_size_of_memory(text):
-    with pytest.raises(ValueError, match=r"x is .*; expected a number of bytes"):
+    with pytest.raises(ValueError, match=r"x is .*. Expected a number of bytes"):
         parse_bytes(text, "x")
 
 
 @pytest.mark.parametrize("value", [1.5, "1.5", 0.8, "0.5", "0.5B", "79.5", "1e-3", 0.25, 1023.5])
 def test_fractions_of_a_byte_are_refused(value):
     """They are meant in another unit, or as a share of the memory."""
-    with pytest.raises(ValueError, match=f"x is {value!r}; expected a whole number of bytes, or"):
+    with pytest.raises(ValueError, match=f"x is {value!r}. Expected a whole number of bytes, or"):
         parse_bytes(value, "x")
 
 
@@ -278,20 +282,20 @@ def budgets():
     layer, loss = torch.nn.Linear(8, 8), so.linear_cross_entropy
     head = so.LinearCrossEntropyLoss(8, 50, memory_budget=1.5)
     return {
-        "linear_cross_entropy: memory_budget": lambda: loss(x, w, t, memory_budget=1.5),
-        "linear_cross_entropy: memory_budget ": lambda: head(x, t),
-        "linear_kl_div: memory_budget": lambda: so.linear_kl_div(x, w, x, w, memory_budget=1.5),
-        "memory_budget": lambda: so.plan(4, 8, 50, memory_budget=1.5, device="cpu"),
-        "tile: budget": lambda: so.tile(layer, budget=1.5),
-        "budget": lambda: so.fit(layer, x, budget=1.5),
-        "budget ": lambda: so.memory.will_it_fit(layer, x, budget=1.5),
-        "nbytes": lambda: so.memory.limit(1.5).__enter__(),
+        "linear_cross_entropy: `memory_budget`": lambda: loss(x, w, t, memory_budget=1.5),
+        "linear_cross_entropy: `memory_budget` ": lambda: head(x, t),
+        "linear_kl_div: `memory_budget`": lambda: so.linear_kl_div(x, w, x, w, memory_budget=1.5),
+        "`memory_budget`": lambda: so.plan(4, 8, 50, memory_budget=1.5, device="cpu"),
+        "tile: `budget`": lambda: so.tile(layer, budget=1.5),
+        "`budget`": lambda: so.fit(layer, x, budget=1.5),
+        "`budget` ": lambda: so.memory.will_it_fit(layer, x, budget=1.5),
+        "`nbytes`": lambda: so.memory.limit(1.5).__enter__(),
     }
 
 
 @pytest.mark.parametrize("name", list(budgets()))
 def test_every_budget_is_named_where_it_is_a_fraction(name):
-    with pytest.raises(ValueError, match=f"^{name.strip()} is 1.5; expected a whole number"):
+    with pytest.raises(ValueError, match=f"^{name.strip()} is 1.5. Expected a whole number"):
         budgets()[name]()
 
 

@@ -55,7 +55,7 @@ def test_plans_keep_to_the_budget(p, share):
     others = [c.seconds for c in planner.candidates(p, budget, devices.named("cpu"))]
     # None of them, if there is no room for all threads.
     assert plan.seconds <= min(others) if others else plan.threads < p.matmul.threads
-    with pytest.raises(ValueError, match=f"expected at least {least}"):
+    with pytest.raises(ValueError, match=f"Expected at least {least}"):
         planner.choose(p, least - 1)
 
 
@@ -118,9 +118,9 @@ def plans(monkeypatch):
 
 def smallest(*tensors, **options):
     """The smallest budget for a call, as the error says that one below it gets."""
-    with pytest.raises(ValueError, match="memory_budget is 0 bytes") as error:
+    with pytest.raises(ValueError, match="`memory_budget` is 0 bytes") as error:
         so.linear_cross_entropy(*tensors, memory_budget=0, **options)
-    return int(re.search(r"expected at least (\d+)", str(error.value))[1])
+    return int(re.search(r"Expected at least (\d+)", str(error.value))[1])
 
 
 GRADS = [(True, True), (True, False), (False, True), (False, False)]

@@ -66,14 +66,89 @@ def test_sums(shape, name, dtype, weighted):
     close(out, expected.index_add_(1, bucket.long(), values), dtype)
 
 
+def places(height, width, apart):
+    """Tokens in another order; where each class begins, how many it has, and the size of all."""
+    tokens = torch.randperm(height)
+    count = torch.randint(height + 1, (width,))
+    start = torch.randperm(width) * (height + apart)
+    start[torch.rand(width) < 0.3] = -1
+    return tokens, start, count, width * (height + apart)
+
+
+def gathered(values, tokens, start, count, size):
+    """What the op writes, nan elsewhere, and the sums of classes."""
+    out, sums = torch.full((size,), torch.nan).double(), torch.zeros(len(start)).double()
+    for c, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
+        if begin >= 0:
+            out[begin : begin + n] = values[tokens[:n], c]
+            sums[c] = values[tokens[:n], c].abs().sum()
+    return out, sums
+
+
+def narrower(dtype):
+    return [dtype, torch.bfloat16, torch.float16] if dtype == torch.float32 else [dtype]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_gathered(dtype):
-    tile = torch.randn(40, 300).to(dtype)[:, :290]
-    for height, width in [(0, 5), (1, 1), (40, 290), (13, 700)]:
-        rows, columns = torch.randint(40, (height,)), torch.randint(290, (width,))
-        out = torch.full((height, width), torch.nan, dtype=dtype)
-        OPS._gather_tile(out, tile, rows, columns)
-        assert out.equal(tile[rows][:, columns])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 290), (300, 67), (700, 3)])
+def test_numbers_that_are_gathered(shape, dtype):
+    tile = torch.randn(shape[0], shape[1] + 13).to(dtype)[:, : shape[1]]
+    for of in narrower(dtype):
+        *where, size = places(*shape, apart=2)
+        out = torch.full((size,), torch.nan, dtype=of)
+        sums = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
+        OPS._gather_gradient(out, sums, tile, *where, *(None,) * 5, 0.0, 1.0)
+        expected, total = gathered(tile.double(), *where, size)
+        torch.testing.assert_close(out, expected.to(of), rtol=0, atol=0, equal_nan=True)
+        close(sums, total, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("bias", [None, "wide", "own"])
+def test_gradients_that_are_gathered(bias, softcap, dtype):
+    wide, height, width, scale = wide_of(dtype), 300, 101, 1.3
+    tile = (torch.randn(height, width + 13) * 2).to(dtype)[:, :width]
+    tile[5, 3], tile[6, 4] = torch.nan, -torch.inf
+    offset = None
+    if bias is not None:
+        offset = torch.randn(width).to(wide if bias == "wide" else dtype)
+    z = (tile.double() + (0 if offset is None else offset.double())) * scale
+    z = softcap * (z / softcap).tanh() if softcap else z
+    lse, factor, hit = z.logsumexp(1), torch.randn(height).double(), torch.rand(height).double()
+    lse[[5, 7]] = torch.inf  # ignored tokens, one of them with a nan
+    target = torch.randint(-3, width + 3, (height,))  # of other tiles, too
+    slope = (1 - (z / softcap).square()) if softcap else 1
+    values = (z - lse.unsqueeze(1)).exp() * factor.unsqueeze(1) * slope
+    hits = torch.where(torch.arange(width) == target.unsqueeze(1), hit.unsqueeze(1), 0) * slope
+    values[[5, 7]] = 0
+    hits[[5, 7]] = 0
+    numbers = (lse.to(wide), factor.to(wide), target, hit.to(wide), offset, softcap, scale)
+    for of in narrower(dtype):
+        *where, size = places(height, width, apart=3)
+        out = torch.full((size,), torch.nan, dtype=of)
+        sums = torch.full((width,), torch.nan, dtype=wide)
+        OPS._gather_gradient(out, sums, tile, *where, *numbers)
+        expected = gathered(values - hits, *where, size)[0]
+        rtol = {torch.float64: 1e-12, torch.float32: 2e-5}.get(of, torch.finfo(of).eps)
+        torch.testing.assert_close(
+            out.double(), expected, rtol=rtol, atol=rtol * 0.1, equal_nan=True
+        )
+        close(sums, gathered(values, *where, size)[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("width", [1, 8, 1030])
+def test_rows_that_are_put(width, add, dtype):
+    for of in {dtype, wide_of(dtype)}:
+        out = torch.randn(20, width + 3).to(dtype)[:, 1 : width + 1]
+        part = torch.randn(7, width).to(of)
+        rows = torch.randperm(20)[:7]
+        expected = out.double()
+        expected[rows] = part.double() + (expected[rows] if add else 0)
+        OPS._put_rows(out, rows, part, add)
+        assert out.equal(expected.to(wide_of(dtype)).to(dtype))
 
 
 def test_nan_stays_in_its_row_and_column():
@@ -89,10 +164,25 @@ def test_nan_stays_in_its_row_and_column():
 
 def test_out_of_range_is_refused():
     tile, out = torch.randn(3, 4), torch.full((3, 2), 7.0)
-    with pytest.raises(RuntimeError, match="bucket must be from 0 to 1"):
+    with pytest.raises(RuntimeError, match="`bucket` must be from 0 to 1"):
         OPS._tile_sums(
             out, tile, None, None, None, torch.tensor([0, 1, 2, 0], dtype=torch.uint8), 0.0, 1.0
         )
-    with pytest.raises(RuntimeError, match="columns must be from 0 to 3"):
-        OPS._gather_tile(out, tile, torch.arange(3), torch.tensor([0, 4]))
+    flat = torch.full((8,), 7.0)
+    for tokens, start, count, text in [
+        ([0, 3], [0, 2, 4, 6], [2] * 4, "`tokens` must be from 0 to 2"),
+        (
+            [0, 1],
+            [0, 2, 4, 7],
+            [2] * 4,
+            "`start` 7 and `count` 2 of class 3 must be within 8",
+        ),
+        ([0, 1], [0, 2, 4, 5], [2, 2, 3, 2], "`count` 3 of class 2 must be within .* 2 tokens"),
+    ]:
+        with pytest.raises(RuntimeError, match=text):
+            places = map(torch.tensor, (tokens, start, count))
+            OPS._gather_gradient(flat, None, tile, *places, *(None,) * 5, 0.0, 1.0)
+    assert flat.eq(7).all()
+    with pytest.raises(RuntimeError, match="`rows` must be from 0 to 2"):
+        OPS._put_rows(out, torch.tensor([3]), torch.zeros(1, 2), True)
     assert out.eq(7).all()

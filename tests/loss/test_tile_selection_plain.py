@@ -9,7 +9,11 @@ from storage_ops.loss import reference
 from ..borrow import borrowed
 from . import test_tile_selection as native
 
-PLAIN = SimpleNamespace(_tile_sums=reference.tile_sums, _gather_tile=reference.gather_tile)
+PLAIN = SimpleNamespace(
+    _tile_sums=reference.tile_sums,
+    _gather_gradient=reference.gather_gradient,
+    _put_rows=reference.put_rows,
+)
 globals().update(borrowed(native, frozenset({"test_out_of_range_is_refused"})))
 
 

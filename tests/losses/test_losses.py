@@ -163,84 +163,88 @@ def test_compile(form):
 @pytest.mark.parametrize(
     "name, change, kind, message",
     [
-        refused(ValueError, "loss_type is 'exo'", "dpo", loss_type="exo"),
-        refused(ValueError, "beta is 0", "dpo", beta=0),
-        refused(ValueError, "label_smoothing is 0.5", "dpo", label_smoothing=0.5),
-        refused(ValueError, "label_smoothing is 0.1", "dpo", label_smoothing=0.1, loss_type="ipo"),
-        refused(ValueError, "label_smoothing is 0.0", "dpo", loss_type="exo_pair"),
-        refused(ValueError, "discopop_tau is 0", "dpo", discopop_tau=0),
-        refused(ValueError, "rpo_alpha is None", "dpo", rpo_alpha=None),
-        refused(TypeError, "ref_weight is None", "dpo", ref_input=torch.ones(6, 9, D)),
-        refused(ValueError, "ref_logps has shape (5,)", "dpo", ref_logps=torch.ones(5)),
-        refused(TypeError, "ref_logps is a list", "dpo", ref_logps=[0.0] * 6),
-        refused(TypeError, "ref_logps is torch.bool", "dpo", ref_logps=torch.ones(6).bool()),
-        refused(ValueError, "ref_logps is on meta", "dpo", ref_logps=torch.ones(6, device="meta")),
-        refused(TypeError, "ref_bias is given without ref_input", "dpo", ref_bias=torch.ones(V)),
-        refused(TypeError, "target is a list", "dpo", target=[1]),
-        refused(TypeError, "dpo: target is torch.float32", "dpo", target=torch.rand(6, 9, V)),
-        refused(TypeError, "grpo: target is torch.float32", "grpo", target=torch.rand(6, 9, V)),
-        refused(TypeError, "ref_input is a l", "dpo", ref_input=[1], ref_weight=torch.ones(V, D)),
-        refused(TypeError, "ignore_index is 'pad'", "dpo", ignore_index="pad"),
-        refused(TypeError, "returns is given", "dpo", returns=("nll",)),
-        refused(TypeError, "cu_seqlens is torch.float32", "dpo", cu_seqlens=torch.ones(3)),
-        refused(ValueError, "target has shape (6, 9)", "dpo", cu_seqlens=torch.tensor([0, 4])),
-        refused(TypeError, "return_metrics is 1", "dpo", return_metrics=1),
-        refused(TypeError, "return_metrics is 'yes'", "orpo", return_metrics="yes"),
-        refused(TypeError, "nll_target is a list", "orpo", nll_target=[1]),
-        refused(TypeError, "nll_target is torch.float32", "orpo", nll_target=torch.ones(6, 9)),
+        refused(ValueError, "`loss_type` is 'exo'", "dpo", loss_type="exo"),
+        refused(ValueError, "`beta` is 0", "dpo", beta=0),
+        refused(ValueError, "`label_smoothing` is 0.5", "dpo", label_smoothing=0.5),
         refused(
-            ValueError, "nll_target has shape (3, 9", "orpo", nll_target=torch.ones(3, 9).long()
+            ValueError, "`label_smoothing` is 0.1", "dpo", label_smoothing=0.1, loss_type="ipo"
         ),
-        refused(ValueError, "beta is -1", "orpo", beta=-1),
-        refused(ValueError, "label_smoothing is 1", "simpo", label_smoothing=1),
-        refused(ValueError, "gamma is 'x'", "simpo", gamma="x"),
-        refused(ValueError, "alpha is None", "cpo", alpha=None),
-        refused(TypeError, "desirable is torch.float32", "kto", desirable=torch.ones(6)),
-        refused(ValueError, "desirable has shape (5,)", "kto", desirable=torch.ones(5).bool()),
-        refused(TypeError, "desirable is a NoneType", "kto", desirable=None),
-        refused(TypeError, "desirable is a list", "kto", desirable=[True] * 6),
-        refused(ValueError, "kl is nan", "kto", kl=float("nan")),
-        refused(ValueError, "kl has shape (2,)", "kto", kl=torch.ones(2)),
-        refused(ValueError, "kl_weight is 0.1", "grpo", kl_weight=0.1),
-        refused(ValueError, "old_logps has shape (6, 9)", "grpo", old_logps=torch.ones(6, 9)),
-        refused(ValueError, "advantages has shape (3,)", "grpo", advantages=torch.ones(3)),
-        refused(TypeError, "advantages is a list", "grpo", advantages=[1.0] * 6),
-        refused(TypeError, "advantages is torch.bool", "grpo", advantages=torch.ones(6).bool()),
-        refused(TypeError, "old_logps is a list", "grpo", old_logps=[1.0]),
-        refused(ValueError, "entropy_weight is 'x'", "grpo", entropy_weight="x"),
-        refused(ValueError, "kl_weight is nan", "grpo", kl_weight=float("nan")),
-        refused(ValueError, "max_length is 1.5", "grpo", max_length=1.5),
-        refused(ValueError, "loss_type is 'dapo'", "grpo", loss_type="dapo"),
-        refused(ValueError, "delta is 0.0", "grpo", delta=0.0),
-        refused(ValueError, "delta is 4.0", "grpo", delta=4.0, loss_type="sapo"),
-        refused(ValueError, "sapo_temperature_pos is 0", "grpo", sapo_temperature_pos=0),
-        refused(ValueError, "sapo_temperature_neg is None", "grpo", sapo_temperature_neg=None),
-        refused(ValueError, "num_items_in_batch is given", "grpo", num_items_in_batch=9),
-        refused(ValueError, "num_items_in_batch is '9'", "dapo", num_items_in_batch="9"),
+        refused(ValueError, "`label_smoothing` is 0.0", "dpo", loss_type="exo_pair"),
+        refused(ValueError, "`discopop_tau` is 0", "dpo", discopop_tau=0),
+        refused(ValueError, "`rpo_alpha` is None", "dpo", rpo_alpha=None),
+        refused(TypeError, "`ref_weight` is None", "dpo", ref_input=torch.ones(6, 9, D)),
+        refused(ValueError, "`ref_logps` has shape (5,)", "dpo", ref_logps=torch.ones(5)),
+        refused(TypeError, "`ref_logps` is a list", "dpo", ref_logps=[0.0] * 6),
+        refused(TypeError, "`ref_logps` is torch.bool", "dpo", ref_logps=torch.ones(6).bool()),
         refused(
-            ValueError, "num_items_in_batch has shape", "dapo", num_items_in_batch=torch.ones(2)
+            ValueError, "`ref_logps` is on meta", "dpo", ref_logps=torch.ones(6, device="meta")
+        ),
+        refused(TypeError, "`ref_bias` is given without ref_input", "dpo", ref_bias=torch.ones(V)),
+        refused(TypeError, "`target` is a list", "dpo", target=[1]),
+        refused(TypeError, "dpo: `target` is torch.float32", "dpo", target=torch.rand(6, 9, V)),
+        refused(TypeError, "grpo: `target` is torch.float32", "grpo", target=torch.rand(6, 9, V)),
+        refused(TypeError, "`ref_input` is a l", "dpo", ref_input=[1], ref_weight=torch.ones(V, D)),
+        refused(TypeError, "`ignore_index` is 'pad'", "dpo", ignore_index="pad"),
+        refused(TypeError, "`returns` is given", "dpo", returns=("nll",)),
+        refused(TypeError, "`cu_seqlens` is torch.float32", "dpo", cu_seqlens=torch.ones(3)),
+        refused(ValueError, "`target` has shape (6, 9)", "dpo", cu_seqlens=torch.tensor([0, 4])),
+        refused(TypeError, "`return_metrics` is 1", "dpo", return_metrics=1),
+        refused(TypeError, "`return_metrics` is 'yes'", "orpo", return_metrics="yes"),
+        refused(TypeError, "`nll_target` is a list", "orpo", nll_target=[1]),
+        refused(TypeError, "`nll_target` is torch.float32", "orpo", nll_target=torch.ones(6, 9)),
+        refused(
+            ValueError, "`nll_target` has shape (3, 9", "orpo", nll_target=torch.ones(3, 9).long()
+        ),
+        refused(ValueError, "`beta` is -1", "orpo", beta=-1),
+        refused(ValueError, "`label_smoothing` is 1", "simpo", label_smoothing=1),
+        refused(ValueError, "`gamma` is 'x'", "simpo", gamma="x"),
+        refused(ValueError, "`alpha` is None", "cpo", alpha=None),
+        refused(TypeError, "`desirable` is torch.float32", "kto", desirable=torch.ones(6)),
+        refused(ValueError, "`desirable` has shape (5,)", "kto", desirable=torch.ones(5).bool()),
+        refused(TypeError, "`desirable` is a NoneType", "kto", desirable=None),
+        refused(TypeError, "`desirable` is a list", "kto", desirable=[True] * 6),
+        refused(ValueError, "`kl` is nan", "kto", kl=float("nan")),
+        refused(ValueError, "`kl` has shape (2,)", "kto", kl=torch.ones(2)),
+        refused(ValueError, "`kl_weight` is 0.1", "grpo", kl_weight=0.1),
+        refused(ValueError, "`old_logps` has shape (6, 9)", "grpo", old_logps=torch.ones(6, 9)),
+        refused(ValueError, "`advantages` has shape (3,)", "grpo", advantages=torch.ones(3)),
+        refused(TypeError, "`advantages` is a list", "grpo", advantages=[1.0] * 6),
+        refused(TypeError, "`advantages` is torch.bool", "grpo", advantages=torch.ones(6).bool()),
+        refused(TypeError, "`old_logps` is a list", "grpo", old_logps=[1.0]),
+        refused(ValueError, "`entropy_weight` is 'x'", "grpo", entropy_weight="x"),
+        refused(ValueError, "`kl_weight` is nan", "grpo", kl_weight=float("nan")),
+        refused(ValueError, "`max_length` is 1.5", "grpo", max_length=1.5),
+        refused(ValueError, "`loss_type` is 'dapo'", "grpo", loss_type="dapo"),
+        refused(ValueError, "`delta` is 0.0", "grpo", delta=0.0),
+        refused(ValueError, "`delta` is 4.0", "grpo", delta=4.0, loss_type="sapo"),
+        refused(ValueError, "`sapo_temperature_pos` is 0", "grpo", sapo_temperature_pos=0),
+        refused(ValueError, "`sapo_temperature_neg` is None", "grpo", sapo_temperature_neg=None),
+        refused(ValueError, "`num_items_in_batch` is given", "grpo", num_items_in_batch=9),
+        refused(ValueError, "`num_items_in_batch` is '9'", "dapo", num_items_in_batch="9"),
+        refused(
+            ValueError, "`num_items_in_batch` has shape", "dapo", num_items_in_batch=torch.ones(2)
         ),
         refused(
-            TypeError, "importance_sampling_ratio is a f", "grpo", importance_sampling_ratio=1.0
+            TypeError, "`importance_sampling_ratio` is a f", "grpo", importance_sampling_ratio=1.0
         ),
-        refused(ValueError, "ratio has shape", "grpo", importance_sampling_ratio=torch.ones(6, 1)),
-        refused(ValueError, "return_logps is T", "grpo", return_logps=True, return_metrics=True),
-        refused(ValueError, "normalize is 'batch'", "grpo", normalize="batch"),
-        refused(TypeError, "logit_scale is given", "grpo", logit_scale=2.0),
-        refused(ValueError, "max_length is 0", "grpo", max_length=0),
-        refused(TypeError, "target is a NoneType", "kd", target=None),
-        refused(TypeError, "ignore_index is 1.0", "kd", ignore_index=1.0),
-        refused(ValueError, "alpha is 2", "kd", alpha=2),
-        refused(TypeError, "reduction is given", "kd", reduction="sum"),
-        refused(TypeError, "returns is given", "sft", returns=("loss",)),
-        refused(TypeError, "shift is 2", "sft", shift=2),
-        refused(TypeError, "shift is None", "kd", shift=None),
-        refused(TypeError, "shift is 2", "simpo", shift=2),
-        refused(TypeError, "z_loss is given", "dpo", z_loss=1e-4),
-        refused(TypeError, "top_k is given", "orpo", top_k=3),
-        refused(TypeError, "weight is given", "cpo", weight=torch.ones(V)),
-        refused(TypeError, "label_smoothing is given", "orpo", label_smoothing=0.1),
-        refused(TypeError, "divisor is given", "grpo", divisor=3.0),
+        refused(ValueError, "ratio` has shape", "grpo", importance_sampling_ratio=torch.ones(6, 1)),
+        refused(ValueError, "`return_logps` is T", "grpo", return_logps=True, return_metrics=True),
+        refused(ValueError, "`normalize` is 'batch'", "grpo", normalize="batch"),
+        refused(TypeError, "`logit_scale` is given", "grpo", logit_scale=2.0),
+        refused(ValueError, "`max_length` is 0", "grpo", max_length=0),
+        refused(TypeError, "`target` is a NoneType", "kd", target=None),
+        refused(TypeError, "`ignore_index` is 1.0", "kd", ignore_index=1.0),
+        refused(ValueError, "`alpha` is 2", "kd", alpha=2),
+        refused(TypeError, "`reduction` is given", "kd", reduction="sum"),
+        refused(TypeError, "`returns` is given", "sft", returns=("loss",)),
+        refused(TypeError, "`shift` is 2", "sft", shift=2),
+        refused(TypeError, "`shift` is None", "kd", shift=None),
+        refused(TypeError, "`shift` is 2", "simpo", shift=2),
+        refused(TypeError, "`z_loss` is given", "dpo", z_loss=1e-4),
+        refused(TypeError, "`top_k` is given", "orpo", top_k=3),
+        refused(TypeError, "`weight` is given", "cpo", weight=torch.ones(V)),
+        refused(TypeError, "`label_smoothing` is given", "orpo", label_smoothing=0.1),
+        refused(TypeError, "`divisor` is given", "grpo", divisor=3.0),
     ],
 )
 def test_errors(name, change, kind, message):
@@ -256,7 +260,7 @@ def test_errors(name, change, kind, message):
     getattr(losses, name)(**given)
     with pytest.raises(kind) as raised:
         getattr(losses, name)(**{**given, **change})
-    assert message in str(raised.value) and "expected" in str(raised.value)
+    assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
 def test_bounds_that_are_none():
@@ -264,7 +268,7 @@ def test_bounds_that_are_none():
     for bounds in ([1, 4], [0, 9, 5], [0, 99]):
         with pytest.raises(ValueError, match="bounds from 0"):
             losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor(bounds))
-    with pytest.raises(ValueError, match="the number of sequences is 3"):
+    with pytest.raises(ValueError, match="`target` has 3 sequences"):
         losses.orpo(p.x, p.w, p.target, cu_seqlens=torch.tensor([0, 4, 9, 12]))
 
 

@@ -38,7 +38,9 @@ def test_freeing_what_was_there_before_is_negative():
 def test_nothing_is_known_before_the_end():
     with so.memory.measure() as m:
         torch.empty(MIB)
-        with pytest.raises(AttributeError, match="peak_bytes is known only once the block of mea"):
+        with pytest.raises(
+            AttributeError, match="`peak_bytes` is known only after the block of mea"
+        ):
             print(m.peak_bytes)
         with pytest.raises(AttributeError, match="'Measurement' object has no attribute 'peak'"):
             print(m.peak)
@@ -87,7 +89,7 @@ def test_one_profiler_at_a_time():
 
 @pytest.mark.parametrize("device", ["meta", "gpu", "h100", 3.5, print])
 def test_unknown_device(device):
-    message = re.escape(f"device is {device!r}; expected 'cpu' or a CUDA device")
+    message = re.escape(f"`device` is {device!r}. Expected 'cpu' or a CUDA device")
     with pytest.raises(ValueError, match=message):
         so.memory.measure(device)
     with pytest.raises(ValueError, match=message), so.memory.limit("1 GiB", device):
@@ -99,9 +101,11 @@ def test_unknown_device(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu():
-    with pytest.raises(ValueError, match="device is 'cuda', but torch finds none; expected 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"`device` is 'cuda', but torch finds no GPU\. Expected 'cpu'"
+    ):
         so.memory.measure(device="cuda")
-    with pytest.raises(ValueError, match="device is 'cuda:1', but torch finds none"):
+    with pytest.raises(ValueError, match="`device` is 'cuda:1', but torch finds no GPU"):
         so.memory.explain_oom("cuda:1").__enter__()
 
 

@@ -40,7 +40,7 @@ def test_it_is_one_file_for_light_and_dark(report):
 
 
 def test_the_areas_end_at_the_peak(report):
-    """In a picture that is as high as the budget."""
+    """The picture is as high as the budget."""
     budget = report.peak_bytes
     text = page.of(report.step, budget, [])
     svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
@@ -63,7 +63,7 @@ def test_the_command_writes_it(tmp_path, capsys):
     assert main([*command, "--budget", "1MiB"]) == 1
     assert "alone are" in capsys.readouterr().out and "alone are" in out.read_text()
     assert main([*command[:-1], str(tmp_path / "no" / "step.html")]) == 2
-    assert "expected a file in a folder that exists" in capsys.readouterr().err
+    assert "Expected a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_a_step_without_a_budget_that_is_near():

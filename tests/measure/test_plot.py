@@ -95,14 +95,14 @@ def test_owners_of_an_estimate():
 
 
 def test_what_is_no_model_or_compiled_is_refused():
-    with pytest.raises(TypeError, match="model is a int; expected"):
+    with pytest.raises(TypeError, match=r"`model` is a int\. Expected"):
         so.memory.measure(model=3)
     net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="model has a compiled module, 0; expected none"):
+    with pytest.raises(ValueError, match=r"`model` has a compiled module, 0\. Expected none"):
         so.memory.measure(model=net)
     net = nn.Linear(2, 2)
     net.compile()
-    with pytest.raises(ValueError, match="model has a compiled module, itself"):
+    with pytest.raises(ValueError, match="`model` has a compiled module, itself"):
         so.memory.measure(model=net)
 
 
@@ -214,11 +214,11 @@ def test_the_budget_is_a_line(drawn, tmp_path):
     assert below.axes[0].get_ylim()[1] < 1.1 * found.peak_bytes / MIB
     found.plot(tmp_path / "a.html", budget=found.peak_bytes)
     assert "budget" in (tmp_path / "a.html").read_text()
-    with pytest.raises(ValueError, match="budget is 'much'; expected a number of bytes"):
+    with pytest.raises(ValueError, match=r"`budget` is 'much'\. Expected a number of bytes"):
         found.plot("a.png", budget="much")
 
 
 def test_what_is_not_known_before_the_end():
-    with so.memory.measure() as m, pytest.raises(AttributeError, match="device is known only"):
+    with so.memory.measure() as m, pytest.raises(AttributeError, match="`device` is known only"):
         _ = m.device
     assert m.device == "cpu" and m.subject == ""

@@ -79,7 +79,7 @@ def test_limits_in_limits_other_threads_and_compiled_functions():
 
 
 def test_what_is_no_number_of_bytes():
-    with pytest.raises(ValueError, match="nbytes is 'many'"), limit("many"):
+    with pytest.raises(ValueError, match="`nbytes` is 'many'"), limit("many"):
         pass
 
 
@@ -133,7 +133,7 @@ def test_activations_have_the_names_of_their_modules():
 
 
 def test_a_loss_that_cannot_be_called_with_an_output_is_refused():
-    with pytest.raises(TypeError, match="loss is mse_loss"), explain_oom(loss=F.mse_loss):
+    with pytest.raises(TypeError, match="`loss` is mse_loss"), explain_oom(loss=F.mse_loss):
         pytest.fail("the block ran")
 
 

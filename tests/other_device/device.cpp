@@ -1,5 +1,5 @@
-// A device that is neither a CPU nor a GPU, for tests: its memory is the CPU's under another name,
-// and what it does itself is to make tensors and to copy them. All else goes by way of the CPU.
+// A device for tests that is neither a CPU nor a GPU. Its memory is CPU memory under another name.
+// It creates and copies tensors itself, and all other ops fall back to the CPU.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -31,7 +31,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(kDevice, &memory);
 
-// One device with one stream, on which everything is done at once.
+// There is one device with one stream, and its work is synchronous.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }

@@ -138,9 +138,9 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
     libs = tree / "libs"
     libs.mkdir()
     environment = {"STORAGE_OPS_PREBUILT_LIBS": str(libs)}
-    assert "holds no build_info.json" in run_setup(tree, "build", **environment).stderr
+    assert "has no build_info.json" in run_setup(tree, "build", **environment).stderr
     (libs / "build_info.json").write_text(json.dumps({**INFO, "version": "0.0.0"}))
-    assert "is of version 0.0.0; expected" in run_setup(tree, "build", **environment).stderr
+    assert "is of version 0.0.0. Expected" in run_setup(tree, "build", **environment).stderr
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (libs / "build_info.json").write_text(json.dumps({**INFO, "version": version[1]}))
     (libs / "libstorage_ops_cpu.so").write_bytes(content := os.urandom(64))

@@ -1,4 +1,4 @@
-"""What the libraries ask of torch and of the machine; one that asks too much is found."""
+"""Symbols and libraries that the native libraries import. Imports that are too new are found."""
 
 import shutil
 import subprocess
@@ -44,7 +44,7 @@ def test_libraries_need_libraries_of_torch_and_of_the_system_alone(library):
 
 @pytest.fixture
 def link(tmp_path):
-    """Compile and link C code to a library of a name, with whatever it leaves undefined."""
+    """Compile C code, and link it into a library; symbols may stay undefined."""
 
     def link(name, code, *flags):
         (tmp_path / "code.c").write_text(code)

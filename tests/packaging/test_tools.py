@@ -18,7 +18,7 @@ PROJECT = (toolchain.ROOT / "pyproject.toml").read_text()
 
 def test_binding_torches(monkeypatch):
     monkeypatch.setenv("STORAGE_OPS_BINDING_TORCHES", " 2.15;2.9.1")
-    with pytest.raises(SystemExit, match=r"has '2.9.1'; expected minors from 2.10"):
+    with pytest.raises(SystemExit, match=r"has '2.9.1'. Expected minors from 2.10"):
         toolchain.binding_torches()
     monkeypatch.setenv("STORAGE_OPS_BINDING_TORCHES", "2.15, 2.10 2.9")
     with pytest.raises(SystemExit, match=r"has '2.9'"):
@@ -36,7 +36,7 @@ def test_headers_of_another_torch_are_refused(monkeypatch, tmp_path):
     version = tmp_path / "9.1/include/torch/headeronly/version.h"
     version.parent.mkdir(parents=True)
     version.write_text("#define TORCH_VERSION_MAJOR 9\n#define TORCH_VERSION_MINOR 2\n")
-    with pytest.raises(SystemExit, match=r"is of torch 9.2; expected 9.1"):
+    with pytest.raises(SystemExit, match=r"is of torch 9.2. Expected 9.1"):
         toolchain.torch_headers("9.1")
 
 
@@ -80,7 +80,7 @@ CHANGELOG = "# Changelog\n\n## Unreleased\n\n- new\n\n## 1.2.0 - a day\n\n- old\
 
 def test_release_notes():
     assert release_notes.notes("v1.2.0", 'version = "1.2.0"', CHANGELOG) == "- old"
-    with pytest.raises(SystemExit, match=r"tag is v1.2.0, pyproject.toml has version 1.3.0"):
+    with pytest.raises(SystemExit, match=r"tag is v1.2.0, but pyproject.toml has version 1.3.0"):
         release_notes.notes("v1.2.0", 'version = "1.3.0"', CHANGELOG)
     for version in ("1.3.0", "1.1.0"):  # no section, and an empty one
         with pytest.raises(SystemExit, match=rf"no section '## {version}'"):
@@ -162,7 +162,7 @@ def test_one_wheel_is_for_every_cpython_and_lists_what_is_in_it(tmp_path):
 def test_a_wheel_without_its_module_is_not_merged(tmp_path):
     pytest.importorskip("wheel")
     parts = [one_of_a_cpython(tmp_path, "310"), one_of_a_cpython(tmp_path, "311", module=False)]
-    with pytest.raises(SystemExit, match=r"2 wheels have the modules .*cpython-310-.*; expected"):
+    with pytest.raises(SystemExit, match=r"2 wheels have the modules .*cpython-310-.*. Expected"):
         wheel.merge(parts, tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
 
@@ -183,17 +183,36 @@ def test_actions_are_named_by_digest():
                 assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), action
 
 
-def test_the_site_knows_wide_pictures_and_both_of_the_readme(tmp_path):
+def test_the_site_shows_both_pictures_of_the_readme():
     site = pytest.importorskip("build_tools.site")
     text = site._written("README.md")
     light, dark = re.findall(r"!\[[^]]+\]\(([^)#]+)#only-(?:light|dark)\)", text)
     assert dark == light.replace(".png", "-dark.png") and "<picture>" not in text
     assert all((site.ROOT / path).is_file() for path in (light, dark))
-    (tmp_path / "a.svg").touch()
+
+
+def test_the_site_shows_narrow_pictures_on_a_phone(tmp_path):
+    site = pytest.importorskip("build_tools.site")
+    for name in ("a.svg", "a-narrow.svg", "b.png"):
+        (tmp_path / name).touch()
     page, config = SimpleNamespace(url="deep/"), SimpleNamespace(docs_dir=str(tmp_path))
-    html = f'<img alt="a" src="../a.svg"><img alt="b" src="../{light}">'
-    marked = site.on_page_content(html, page, config, None)
-    assert marked == html.replace('<img alt="a"', '<img class="wide" alt="a"')
+    html = '<img alt="a" src="../a.svg"><img alt="b" src="../b.png">'
+    shown = site.on_page_content(html, page, config, None)
+    source = f'<source media="{site.PHONE}" srcset="../a-narrow.svg">'
+    first, second = re.findall("<img[^>]*>", html)
+    assert shown == f"<picture>{source}{first}</picture>{second}"
+    assert site.PHONE in (site.ROOT / "docs/site.css").read_text()
+
+
+def test_the_site_shows_what_is_returned_as_one_text():
+    griffe, yaml = pytest.importorskip("griffe"), pytest.importorskip("yaml")
+    config = yaml.safe_load((toolchain.ROOT / "mkdocs.yml").read_text())
+    handler = config["plugins"][1]["mkdocstrings"]["handlers"]["python"]
+    text = "Summary.\n\nReturns:\n    The loss: a scalar.\n    Products: three.\n"
+    docstring = griffe.Docstring(text)
+    sections = docstring.parse("google", **handler["options"]["docstring_options"])
+    [item] = sections[1].value
+    assert item.description == "The loss: a scalar.\nProducts: three."
 
 
 def test_docstrings_have_an_entry_for_each_name_and_error():

@@ -102,7 +102,7 @@ def test_the_lists_of_the_cpu_are_back_afterwards():
 
 
 def test_every_name_is_an_op_of_this_torch():
-    """Which of them autocast of a GPU casts depends on the version of torch."""
+    """The ops that autocast of a GPU casts depend on the version of torch."""
     lists = autocast._FLOAT32, autocast._RESULT_IN_FLOAT32, autocast._LOWER, autocast._WIDEST
     names = [name for names in lists for name in names.split()]
     assert len(names) == len(set(names))
@@ -111,7 +111,7 @@ def test_every_name_is_an_op_of_this_torch():
     aten = [name[6:] for name in known if re.match(r"aten::\w", name)]
     cast = {name for name in aten if autocast._has_kernel(name, "AutocastCUDA")}
     both = {name for name in aten if autocast._has_kernel(name, "AutocastCPU")}
-    # Inside of others, or of recurrent layers, which are not simulated on a GPU.
+    # These ops run inside others, or in recurrent layers, which are not simulated on a GPU.
     left = "convolution", "cell", "flash_attention", "norm.S"
     others = {name for name in cast - both if not any(word in name for word in left)}
     assert others <= set(names)
@@ -211,4 +211,4 @@ def test_fit_and_a_function_with_labels_of_its_own(tmp_path, capsys):
 
 def test_other_dtypes(command, capsys):
     assert main([*command, "--autocast", "fp32"]) == 2
-    assert "--autocast is fp32; expected bf16 or fp16" in capsys.readouterr().err
+    assert "--autocast is fp32. Expected bf16 or fp16" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import storage_ops as so
-from storage_ops.fitting.step import Books
+from storage_ops.fitting.step import StepLedger
 from storage_ops.loss.planning.devices import rates_of
 from storage_ops.memory import simulate_step
 from storage_ops.simulate.values.assume import Assumption
@@ -71,10 +71,10 @@ def measured(step, model, x, **kwargs):
 
 def simulated(step, model, x, **kwargs):
     """The same of a step in a simulation of a CPU."""
-    books = Books(False, rates_of(torch.device("cpu")), Assumption(None))
-    with books.open(model, (x,), {}):
-        books.run(lambda: step(model, x, **kwargs))
-    return max(books.levels())
+    step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
+    with step_ledger.open(model, (x,), {}):
+        step_ledger.run(lambda: step(model, x, **kwargs))
+    return max(step_ledger.levels())
 
 
 @pytest.mark.parametrize("step", [after, inside, between])

@@ -1,4 +1,4 @@
-"""Parameters that a step freezes, unfreezes or hooks are after a simulation what they were."""
+"""A simulation restores parameters that a step freezes, unfreezes or hooks."""
 
 import pytest
 import torch

@@ -7,17 +7,17 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import storage_ops as so
-from storage_ops.fitting.step import Books
+from storage_ops.fitting.step import StepLedger
 from storage_ops.loss.planning.devices import rates_of
 from storage_ops.simulate.values.assume import Assumption
 
 
 def agree(step):
     """A step on a CPU takes what is measured, to 1 KiB."""
-    books = Books(False, rates_of(torch.device("cpu")), Assumption(None))
-    with books.open(step, (), {}):
-        books.run(step)
-    levels = books.levels()
+    step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
+    with step_ledger.open(step, (), {}):
+        step_ledger.run(step)
+    levels = step_ledger.levels()
     with so.memory.measure("cpu") as m:
         step()
     assert abs(max(levels) - levels[0] - m.peak_bytes) < 1 << 10

@@ -86,7 +86,7 @@ def test_steps_with_sparse_gradients(make):
         on_meta = nn.Embedding(16384, 64, sparse=True, device="meta")
         optimizer, layer, ids = make(on_meta.parameters(), lr=0.1), on_meta, ids.to("meta")
         with pytest.raises(
-            RuntimeError, match=r"pass assume=\{'coalesce': the share of the largest"
+            RuntimeError, match=r"Pass assume=\{'coalesce': the share of the largest"
         ):
             estimate(step)
         assert estimate(step, assume={"coalesce": 0.2}).kept_bytes == pytest.approx(
@@ -157,7 +157,7 @@ def test_a_scheduler_that_reads_the_loss():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_a_scaler_for_a_device_that_is_not_there():
-    with pytest.raises(RuntimeError, match=r"expected torch\.amp\.GradScaler\(x\.device\.type\)"):
+    with pytest.raises(RuntimeError, match=r"Use torch\.amp\.GradScaler\(x\.device\.type\)"):
         estimate(lambda: torch.amp.GradScaler("cuda"))
 
 

@@ -114,9 +114,11 @@ def test_experts_agree_with_what_is_measured(way):
 def test_experts_without_an_assumption(way):
     with pytest.raises(RuntimeError) as error:
         estimate(MoE(way), torch.randn(16, 32))
-    assert "estimate: fn needs the values of a tensor, which depend on topk at" in str(error.value)
+    assert "estimate: `fn` needs the values of a tensor, which depend on topk at" in str(
+        error.value
+    )
     assert "weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)" in str(error.value)
-    assert "pass assume={'topk': the share of its choices" in str(error.value)
+    assert "Pass assume={'topk': the share of its choices" in str(error.value)
 
 
 def test_a_recomputed_layer_makes_the_same_choices():
@@ -185,7 +187,7 @@ def test_sizes_of_ops_without_a_condition():
         (lambda: x.repeat_interleave(x[:, 0].long(), dim=0), "repeat_interleave"),
         (lambda: torch.bincount(x[:, 0].long()), "bincount"),
     ):
-        with pytest.raises(RuntimeError, match=rf"pass assume=\{{'{key}': how many elements"):
+        with pytest.raises(RuntimeError, match=rf"Pass assume=\{{'{key}': how many elements"):
             estimate(fn, assume=0.25)
         assert estimate(fn, assume={key: 512}).kept_bytes > x.nbytes
 
@@ -244,7 +246,7 @@ def test_the_number_that_is_read():
     assert estimate(lambda: x + 1 if torch.equal(x, x) else 0, assume={"item": 0}).peak_bytes
     x = nn.Parameter(x)
     for read in (lambda: x.sum().item(), lambda: float(x.max()), lambda: torch.equal(x, x + 1)):
-        with pytest.raises(RuntimeError, match=r"pass assume=\{'item': the number that is read}"):
+        with pytest.raises(RuntimeError, match=r"Pass assume=\{'item': the number that is read}"):
             estimate(read)
 
 
@@ -267,22 +269,22 @@ def recurrent(x):
     ],
 )
 def test_what_cannot_be_simulated_names_the_line(fn, does):
-    with pytest.raises(RuntimeError, match=rf"estimate: fn {does}.*test_estimate_values\.py:"):
+    with pytest.raises(RuntimeError, match=rf"estimate: `fn` {does}.*test_estimate_values\.py:"):
         estimate(fn, torch.randn(64, 64))
 
 
 @pytest.mark.parametrize(
     ("assume", "error", "message"),
     [
-        (True, TypeError, "assume is True; expected a share"),
-        ("x", TypeError, "assume is 'x'; expected a share"),
-        (1.5, ValueError, "assume is 1.5; expected a share"),
-        (-1, ValueError, "assume is -1; expected a share"),
-        (float("nan"), ValueError, "assume is nan"),
-        ({"topk": 2.0}, ValueError, r"assume\['topk'\] is 2.0"),
-        ({"item": "x"}, TypeError, r"assume\['item'\] is 'x'; expected a number"),
-        ({"top_k": 0.5}, ValueError, "assume has the key 'top_k'; expected the name of an op"),
-        ({"gt": 65}, ValueError, "assume says 65 elements for gt at .*; expected at most the 64"),
+        (True, TypeError, "`assume` is True. Expected a share"),
+        ("x", TypeError, "`assume` is 'x'. Expected a share"),
+        (1.5, ValueError, "`assume` is 1.5. Expected a share"),
+        (-1, ValueError, "`assume` is -1. Expected a share"),
+        (float("nan"), ValueError, "`assume` is nan"),
+        ({"topk": 2.0}, ValueError, r"`assume\['topk'\]` is 2.0"),
+        ({"item": "x"}, TypeError, r"`assume\['item'\]` is 'x'. Expected a number"),
+        ({"top_k": 0.5}, ValueError, "`assume` has the key 'top_k'. Expected the name of an op"),
+        ({"gt": 65}, ValueError, "`assume` says 65 elements for gt at .*. Expected at most the 64"),
     ],
 )
 def test_wrong_assumptions(assume, error, message):

@@ -206,6 +206,8 @@ def test_data_of_another_kind_is_refused(value):
     def fn():
         t.data = value
 
-    with pytest.raises(RuntimeError, match=r"estimate: fn sets .data of a \(4,\) tensor of torch"):
+    with pytest.raises(
+        RuntimeError, match=r"estimate: `fn` sets .data of a \(4,\) tensor of torch"
+    ):
         estimate(fn)
     assert t.shape == (4,) and t.dtype == torch.float32

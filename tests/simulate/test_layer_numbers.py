@@ -88,7 +88,7 @@ def test_equal_layers_cost_one_simulation(how, counts, monkeypatch):
     assert counts["recorded"] == 1
     assert peak == simulated_singly(model, x, monkeypatch)
     search = Search(model, x, optimizer=ADAM, actions=["full"])
-    # To keep and to recompute: the first layer, the last, whose gradient is expanded, the others.
+    # Each of three kinds is kept and recomputed: first, last (expanded gradient) and other layers.
     assert counts["probed"] == 6
     assert abs(search.problem.peak([0] * 24) - peak) <= 0.001 * peak
     assert [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model] == before

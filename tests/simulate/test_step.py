@@ -351,21 +351,21 @@ def test_losses_of_every_kind(how):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        refused(TypeError, "model is a int", model=3),
-        refused(TypeError, "batch is a int; expected a tensor, a tuple, a dict", batch=3),
-        refused(ValueError, "batch is an empty list", batch=[]),
-        refused(ValueError, "device is 'h1000'; expected one of cpu", device="h1000"),
-        refused(TypeError, "optimizer is 'adamw'", optimizer="adamw"),
-        refused(TypeError, "optimizer is an LBFGS", optimizer=torch.optim.LBFGS),
-        refused(TypeError, "loss is 3; expected a function of the model's output", loss=3),
+        refused(TypeError, "`model` is a int", model=3),
+        refused(TypeError, "`batch` is a int. Expected a tensor, a tuple, a dict", batch=3),
+        refused(ValueError, "`batch` is an empty list", batch=[]),
+        refused(ValueError, "`device` is 'h1000'. Expected one of cpu", device="h1000"),
+        refused(TypeError, "`optimizer` is 'adamw'", optimizer="adamw"),
+        refused(TypeError, "`optimizer` is an LBFGS", optimizer=torch.optim.LBFGS),
+        refused(TypeError, "`loss` is 3. Expected a function of the model's output", loss=3),
         refused(
             TypeError,
-            r"loss is cross_entropy\(input: .*'target'; expected a function of the model's output",
+            r"`loss` is cross_entropy\(input: .*'target'. Expected a function of the model's",
             loss=F.cross_entropy,
         ),
-        refused(TypeError, r"loss is MSELoss\(input: .*'target'", loss=nn.MSELoss()),
-        refused(ValueError, r"loss returned a tensor of shape \(4, 8\)", loss=lambda y: y),
-        refused(ValueError, "budget is 'many'", budget="many"),
+        refused(TypeError, r"`loss` is MSELoss\(input: .*'target'", loss=nn.MSELoss()),
+        refused(ValueError, r"`loss` returned a tensor of shape \(4, 8\)", loss=lambda y: y),
+        refused(ValueError, "`budget` is 'many'", budget="many"),
     ],
 )
 def test_wrong_arguments(change, error, message):

@@ -60,12 +60,12 @@ def test_json(command, capsys):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--optimizer", "best"], "--optimizer is best; expected none or one of"),
-        (["--batch", "0"], "--batch is 0; expected 1 or more"),
+        (["--optimizer", "best"], "--optimizer is best. Expected none or one of"),
+        (["--batch", "0"], "--batch is 0. Expected 1 or more"),
         (["--dtype", "int3"], "int3"),
         (["--budget", "all"], "--budget is 'all'"),
-        (["--device", "h1"], "--device is 'h1'; expected one of cpu, h200"),
-        (["--hf-config", "no.json"], "--hf-config is no.json, of which no model can be made"),
+        (["--device", "h1"], "--device is 'h1'. Expected one of cpu, h200"),
+        (["--hf-config", "no.json"], "--hf-config is no.json, which transformers cannot read"),
     ],
 )
 def test_complaints(command, options, complaint, capsys):
@@ -79,4 +79,4 @@ def test_memory_is_drawn(command, tmp_path, capsys):
     assert "optimizer state" in words and "budget 80 GiB" in words
     assert "Step of LlamaForCausalLM on h100: peak" in words
     assert cli.main([*command, "--plot", str(tmp_path / "none" / "memory.svg")]) == 2
-    assert "expected a file in a folder that exists" in capsys.readouterr().err
+    assert "Expected a file in a folder that exists" in capsys.readouterr().err

@@ -84,9 +84,9 @@ OWN = {
 @pytest.mark.parametrize("kind", EXTERNAL)
 def test_bytes_that_other_code_may_use_are_not_freed(path, kind, tmp_path):
     t = EXTERNAL[kind](tmp_path)
-    with pytest.raises(RuntimeError, match="discard_storage: t has bytes that torch cannot"):
+    with pytest.raises(RuntimeError, match="discard_storage: `t` has bytes that torch cannot"):
         so.discard_storage(t)
-    with pytest.raises(RuntimeError, match="share_storage: dst has bytes that torch cannot"):
+    with pytest.raises(RuntimeError, match="share_storage: `dst` has bytes that torch cannot"):
         so.share_storage(t, torch.zeros(2 * SIZE))
     assert not so.is_discarded(t) and torch.equal(t, values())
     received = torch.zeros(SIZE)
@@ -132,7 +132,7 @@ def test_an_array_of_shared_bytes_keeps_them(path, zero_copy):
     array = src.numpy()
     so.discard_storage(dst)
     if path == "binding":
-        with pytest.raises(RuntimeError, match="t has bytes that torch cannot resize"):
+        with pytest.raises(RuntimeError, match="`t` has bytes that torch cannot resize"):
             so.discard_storage(src)
     assert (array == values().numpy()).all()
 

@@ -158,8 +158,8 @@ def test_another_dtype_is_refused(path, dtypes, discarded):
     expected, version = src.clone(), dst._version
     if discarded:
         so.discard_storage(dst)
-    message = f"share_storage: src is {dtypes[1]}; expected {dtypes[0]}, the dtype of dst. To bind "
-    message += f"the bytes as they are, pass src.view({dtypes[0]})"
+    message = f"share_storage: `src` is {dtypes[1]}. Expected {dtypes[0]}, the dtype of `dst`. To "
+    message += f"bind the bytes as they are, pass src.view({dtypes[0]})."
     for call in (so.share_storage, torch.ops.storage_ops._check_storage):
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             call(dst, src)
@@ -189,7 +189,7 @@ def test_another_dtype_is_refused_without_bytes(where, dtypes):
     }.get(where, step)
     with (
         FakeTensorMode() if where == "fake" else contextlib.nullcontext(),
-        pytest.raises(Exception, match=rf"src is {dtypes[1]}; expected {dtypes[0]}, the dtype"),
+        pytest.raises(Exception, match=rf"`src` is {dtypes[1]}. Expected {dtypes[0]}, the dtype"),
     ):
         run()
 
@@ -239,7 +239,7 @@ def test_parameters_and_tensors_that_need_grad(path):
         "a Parameter": p, "a Parameter,": frozen, "a view of a Parameter": p[1:],
         "a leaf tensor that requires grad": torch.ones(4, requires_grad=True),
     }.items():  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"discard_storage: t is {kind}.*allow_leaf=True"):
+        with pytest.raises(RuntimeError, match=f"discard_storage: `t` is {kind}.*allow_leaf=True"):
             so.discard_storage(t)
         assert torch.equal(t, torch.ones_like(t))
     so.discard_storage(p, allow_leaf=True)

@@ -21,7 +21,7 @@ def assert_unchanged(tensors, before):
 def test_source_too_small(path):
     dst, src = torch.ones(8), torch.ones(4)
     before = unchanged(dst, src)
-    with pytest.raises(RuntimeError, match=r"src has 16 bytes of storage; expected at least 32"):
+    with pytest.raises(RuntimeError, match=r"`src` has 16 bytes of storage. Expected at least 32"):
         so.share_storage(dst, src)
     assert_unchanged((dst, src), before)
 
@@ -30,7 +30,7 @@ def test_source_too_small_for_the_rest_of_a_discarded_storage(path):
     base, src = torch.ones(100), torch.ones(4)
     head = base[:4]
     so.discard_storage(base)
-    with pytest.raises(RuntimeError, match="expected at least 400"):
+    with pytest.raises(RuntimeError, match="Expected at least 400"):
         so.share_storage(head, src)
     assert so.is_discarded(base)
 
@@ -39,14 +39,14 @@ def test_source_too_small_after_a_foreign_resize(path):
     dst, src = torch.ones(8), torch.ones(4)
     dst.untyped_storage().resize_(0)
     assert so.is_discarded(dst)
-    with pytest.raises(RuntimeError, match="expected at least 32"):
+    with pytest.raises(RuntimeError, match="Expected at least 32"):
         so.share_storage(dst, src)
 
 
 def test_a_destination_that_numpy_looks_at_leaves_the_source_alone(path):
     dst, src = torch.ones(4), torch.zeros(8)
     array = dst.numpy()
-    with pytest.raises(RuntimeError, match="dst has bytes that torch cannot resize"):
+    with pytest.raises(RuntimeError, match="`dst` has bytes that torch cannot resize"):
         so.share_storage(dst, src)
     assert src.untyped_storage().resizable() and array.sum() == 4
 
@@ -56,7 +56,9 @@ def test_discarded_source(path):
     before = unchanged(dst)
     so.discard_storage(src)
     for view in (src, src[:0], src.view(2, 2)):
-        with pytest.raises(RuntimeError, match="src is discarded; expected a tensor with bytes"):
+        with pytest.raises(
+            RuntimeError, match=r"`src` is discarded\. Expected a tensor with bytes"
+        ):
             so.share_storage(dst, view)
     assert_unchanged((dst,), before)
 
@@ -83,7 +85,7 @@ def test_after_new_bytes_sharing_back_is_fine(path):
 
 
 def test_different_devices(path):
-    with pytest.raises(RuntimeError, match=r"src is on .*; expected the device of dst"):
+    with pytest.raises(RuntimeError, match=r"`src` is on .*. Expected the device of `dst`"):
         so.share_storage(torch.ones(4), torch.ones(4, device="meta"))
 
 
@@ -92,11 +94,11 @@ PLACES = {
     "strides": (BASE[:9].view(3, 3).t(), r"strides \[1, 3\] and storage offset 0"),
     "offset": (BASE[9:18].view(3, 3), r"strides \[3, 1\] and storage offset 9"),
     "expanded": (BASE[:3].expand(3, 3), r"strides \[0, 1\] and storage offset 0"),
-    "later": (BASE[9:], "elements 9 to 39 of its storage; expected all of elements 0 to 8"),
-    "fewer": (BASE[:8], "elements 0 to 7 of its storage; expected all of elements 0 to 8"),
-    "gaps": (BASE[::2], "elements 0 to 38 of its storage, with gaps; expected all of elements"),
-    "rows": (BASE.view(4, 10)[:, :5], "elements 0 to 34 of its storage, with gaps; expected"),
-    "nothing": (BASE[:0], "no elements; expected those that dst reads"),
+    "later": (BASE[9:], "elements 9 to 39 of its storage. Expected all of elements 0 to 8"),
+    "fewer": (BASE[:8], "elements 0 to 7 of its storage. Expected all of elements 0 to 8"),
+    "gaps": (BASE[::2], "elements 0 to 38 of its storage, with gaps. Expected all of elements"),
+    "rows": (BASE.view(4, 10)[:, :5], "elements 0 to 34 of its storage, with gaps. Expected"),
+    "nothing": (BASE[:0], "no elements. Expected those that `dst` reads"),
 }
 
 
@@ -105,7 +107,7 @@ def test_elements_that_the_source_does_not_have(path, kind):
     src, message = PLACES[kind]
     dst = torch.zeros(3, 3)
     before = unchanged(dst, src)
-    with pytest.raises(RuntimeError, match=f"^share_storage: src has {message}"):
+    with pytest.raises(RuntimeError, match=f"^share_storage: `src` has {message}"):
         so.share_storage(dst, src)
     assert_unchanged((dst, src), before)
     so.discard_storage(dst)
@@ -161,9 +163,9 @@ def odd_tensors():
     dense = torch.ones(3, 3)
     lazy = torch._lazy_clone(torch.ones(9)).view(3, 3)
     return {
-        "sparse": (dense.to_sparse(), "expected a strided tensor"),
-        "sparse csr": (dense.to_sparse_csr(), "expected a strided tensor"),
-        "mkldnn": (dense.to_mkldnn(), "expected a strided tensor"),
+        "sparse": (dense.to_sparse(), "Expected a strided tensor"),
+        "sparse csr": (dense.to_sparse_csr(), "Expected a strided tensor"),
+        "mkldnn": (dense.to_mkldnn(), "Expected a strided tensor"),
         "quantized": (torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8), "is quantized"),
         "lazy": (lazy, "copy-on-write"),
     }
@@ -197,9 +199,9 @@ def test_fake_tensor_outside_its_mode(path):
 @pytest.mark.parametrize("value", [None, 3, "h", [torch.ones(2)]])
 def test_not_a_tensor(path, value):
     name = type(value).__name__
-    with pytest.raises(TypeError, match=f"t is {name}; expected a torch.Tensor"):
+    with pytest.raises(TypeError, match=f"`t` is {name}. Expected a torch.Tensor"):
         so.discard_storage(value)
-    with pytest.raises(TypeError, match=f"src is {name}"):
+    with pytest.raises(TypeError, match=f"`src` is {name}"):
         so.share_storage(torch.ones(2), value)
-    with pytest.raises(TypeError, match=f"dst is {name}"):
+    with pytest.raises(TypeError, match=f"`dst` is {name}"):
         so.share_storage(value, torch.ones(2))

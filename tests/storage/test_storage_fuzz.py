@@ -102,9 +102,9 @@ class Programs(RuleBasedStateMachine):
         if source_slot.memory is None:
             error = "is discarded"
         elif len(source_slot.memory.values) < to_slot.needed:
-            error = "expected at least"
+            error = "Expected at least"
         elif not has_elements(held, read):
-            error = "src has strides|src has elements|src has no elements"
+            error = "`src` has (strides|elements|no elements)"
         elif source_slot.origin == to_slot.origin and source_slot.since > to_slot.since:
             error = "reference cycle"
         else:

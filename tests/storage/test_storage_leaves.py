@@ -61,7 +61,7 @@ LEAVES = {
 def test_leaves_are_refused_by_name(path, kind, make):
     t = make()
     with pytest.raises(
-        RuntimeError, match=f"^discard_storage: t is a {kind}, of .*allow_leaf=True"
+        RuntimeError, match=f"^discard_storage: `t` is a {kind}, of .*allow_leaf=True"
     ):
         so.discard_storage(t)
     assert not so.is_discarded(t)
@@ -72,7 +72,7 @@ def test_leaves_are_refused_by_name(path, kind, make):
 def test_a_layer_works_after_the_refusal(path):
     layer, x = nn.Linear(4, 3), torch.randn(2, 4)
     right, kept = layer(x), layer.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="t is a Parameter"):
+    with pytest.raises(RuntimeError, match="`t` is a Parameter"):
         so.discard_storage(layer.weight)
     assert torch.equal(layer(x), right)
     so.discard_storage(layer.weight, allow_leaf=True)
@@ -92,11 +92,11 @@ def test_activations_and_plain_tensors_are_freed(path):
 
 
 def test_leaves_are_refused_in_simulations_and_transforms():
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="t is a view of a Parameter"):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="`t` is a view of a Parameter"):
         so.discard_storage(weight()[1:])
-    with pytest.raises(RuntimeError, match="t is a leaf tensor that requires grad"):
+    with pytest.raises(RuntimeError, match="`t` is a leaf tensor that requires grad"):
         torch.func.grad(lambda x: so.discard_storage(x) or x.sum())(torch.ones(2))
-    with pytest.raises(RuntimeError, match="t is a Parameter"):
+    with pytest.raises(RuntimeError, match="`t` is a Parameter"):
         so.memory.estimate(lambda: so.discard_storage(weight()))
 
 
@@ -112,7 +112,7 @@ def test_compiled_code_refuses_parameters(fullgraph):
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=fullgraph, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="discard_storage: t is a Parameter"):
+    with pytest.raises(RuntimeError, match="discard_storage: `t` is a Parameter"):
         compiled(x, False)
     assert torch.equal(compiled(x, True), layer(x).sin())
 

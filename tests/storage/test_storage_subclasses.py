@@ -106,10 +106,10 @@ def test_a_subclass_that_does_not_let_the_ops_through_is_named(path, kind):
     t = kind(inner)
     name = type(t).__name__
     for call, argument in (
-        (lambda: so.discard_storage(t), "discard_storage: t"),
-        (lambda: so.is_discarded(t), "is_discarded: t"),
-        (lambda: so.share_storage(t, plain), "share_storage: dst"),
-        (lambda: so.share_storage(plain, t), "share_storage: src"),
+        (lambda: so.discard_storage(t), "discard_storage: `t`"),
+        (lambda: so.is_discarded(t), "is_discarded: `t`"),
+        (lambda: so.share_storage(t, plain), "share_storage: `dst`"),
+        (lambda: so.share_storage(plain, t), "share_storage: `src`"),
     ):
         with pytest.raises(RuntimeError, match=f"{argument} is a {name}, which does not let"):
             call()
@@ -119,11 +119,11 @@ def test_a_subclass_that_does_not_let_the_ops_through_is_named(path, kind):
 def test_a_wrapper_is_not_taken_for_what_it_wraps(path):
     inner, plain = torch.ones(4), torch.zeros(4)
     t = Hollow(inner)
-    with pytest.raises(RuntimeError, match="t has no bytes of its own"):
+    with pytest.raises(RuntimeError, match="`t` has no bytes of its own"):
         so.discard_storage(t)
-    with pytest.raises(RuntimeError, match="dst has no bytes of its own"):
+    with pytest.raises(RuntimeError, match="`dst` has no bytes of its own"):
         so.share_storage(t, plain)
-    with pytest.raises(RuntimeError, match="src has no bytes of its own"):
+    with pytest.raises(RuntimeError, match="`src` has no bytes of its own"):
         so.share_storage(plain, t)
     assert not so.is_discarded(t) and inner.sum() == 4 and plain.sum() == 0
 
@@ -147,10 +147,12 @@ def test_nothing_changes_where_one_of_the_tensors_is_refused(path):
     assert not so.is_discarded(t) and torch.equal(t.a, torch.ones(4)) and array.sum() == 4
     dst, src = TwoTensor(torch.zeros(4), torch.zeros(4)), TwoTensor(torch.ones(4), torch.ones(4))
     so.discard_storage(src.b)
-    with pytest.raises(RuntimeError, match="src is discarded"):
+    with pytest.raises(RuntimeError, match="`src` is discarded"):
         so.share_storage(dst, src)
     assert torch.equal(dst.a, torch.zeros(4)) and torch.equal(src.a, torch.ones(4))
-    with pytest.raises(RuntimeError, match="src holds 1 tensors; expected 2, as dst does"):
+    with pytest.raises(
+        RuntimeError, match=r"`src` holds 1 tensors\. Expected 2, the number of tensors in `dst`"
+    ):
         so.share_storage(dst, torch.ones(4))
 
 

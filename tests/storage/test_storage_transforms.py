@@ -69,7 +69,9 @@ def test_a_whole_batch_is_freed_and_bound(path, zero_copy):
 def test_samples_that_lie_elsewhere_in_the_source_are_refused(path, in_dims):
     dst, src = torch.randn(3, 3), torch.randn(3, 3)
     before = dst.clone()
-    with pytest.raises(RuntimeError, match="share_storage: src is batched by vmap along dimension"):
+    with pytest.raises(
+        RuntimeError, match="share_storage: `src` is batched by vmap along dimension"
+    ):
         func.vmap(lambda d, s: so.share_storage(d, s) or d.sum(), in_dims=in_dims)(dst, src)
     assert torch.equal(dst, before)
 

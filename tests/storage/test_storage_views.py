@@ -57,7 +57,7 @@ def test_the_bytes_of_a_lazy_source_are_bound(path, zero_copy, kind):
     assert torch.equal(dst, src)
     assert (dst.data_ptr() == src.data_ptr()) == zero_copy
     so.discard_storage(src)
-    with pytest.raises(RuntimeError, match="src is discarded"):
+    with pytest.raises(RuntimeError, match="`src` is discarded"):
         so.share_storage(LAZY[kind](dst), view)
 
 
@@ -99,11 +99,11 @@ def test_zero_tensors_have_no_bytes_to_free_or_bind(path, dtype):
     t, other = zero(dtype), torch.ones(3, dtype=dtype)
     for odd in (t, t.conj(), t[1:]):
         assert not so.is_discarded(odd)
-        with pytest.raises(RuntimeError, match="t has no bytes of its own, it is a zero tensor"):
+        with pytest.raises(RuntimeError, match="`t` has no bytes of its own, it is a zero tensor"):
             so.discard_storage(odd)
-        with pytest.raises(RuntimeError, match="dst has no bytes of its own"):
+        with pytest.raises(RuntimeError, match="`dst` has no bytes of its own"):
             so.share_storage(odd, other)
-        with pytest.raises(RuntimeError, match="src has no bytes of its own"):
+        with pytest.raises(RuntimeError, match="`src` has no bytes of its own"):
             so.share_storage(other, odd)
     assert torch.equal(t + other, other) and torch.equal(other, torch.ones(3, dtype=dtype))
     with so.check_discarded():
@@ -138,7 +138,7 @@ def test_meta_tensors_have_nothing_to_free(path):
     so.discard_storage(t)
     so.share_storage(t, other)
     assert not so.is_discarded(t) and (t + 1).shape == (3,)
-    with pytest.raises(RuntimeError, match="src is on meta; expected the device of dst, cpu"):
+    with pytest.raises(RuntimeError, match=r"`src` is on meta\. Expected the device of `dst`, cpu"):
         so.share_storage(torch.ones(3), t)
 
 
@@ -151,7 +151,9 @@ def test_nested_tensors_of_layout_strided_are_refused(path):
         (lambda: so.share_storage(nested, plain), "dst"),
         (lambda: so.share_storage(plain, nested), "src"),
     ):
-        with pytest.raises(RuntimeError, match=f"{name} is a nested tensor with layout torch.str"):
+        with pytest.raises(
+            RuntimeError, match=f"`{name}` is a nested tensor with layout torch.str"
+        ):
             call()
     assert not so.is_discarded(nested)
     with so.check_discarded():
@@ -212,7 +214,7 @@ def test_a_storage_that_others_made_too_small(path):
     assert so.is_discarded(t) and not so.is_discarded(t[:2])
     so.discard_storage(t)
     assert_unreadable(path, t)
-    with pytest.raises(RuntimeError, match="src has 8 bytes of storage; expected at least 24"):
+    with pytest.raises(RuntimeError, match=r"`src` has 8 bytes of storage\. Expected at least 24"):
         so.share_storage(t, torch.ones(2))
     so.share_storage(t, again)
     assert torch.equal(t, again)

@@ -21,7 +21,7 @@ class Regroup(Exception):
     """Chunks have to end at multiples of more tokens than `step`."""
 
     def __init__(self, step: Size):
-        super().__init__(f"chunks of whole groups of {step} tokens are needed")
+        super().__init__(f"it needs chunks of whole groups of {step} tokens")
         self.step = step
 
 

@@ -65,7 +65,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
             user = next(u for u in node.users if u not in span.layouts)
             if user.op == "output":
                 raise Conflict("is returned, or kept for a backward that is not in the graph", node)
-            raise Conflict("works on the whole of what should exist in chunks only", user)
+            raise Conflict("needs all tokens at once, but would exist in chunks only", user)
     result, late = Passes([]), set[fx.Node]()
     try:
         _scale(graph, span, result, tangents)
@@ -157,7 +157,7 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     if not used:
         return
     if len(used) > 1:
-        raise Conflict(f"{len(used)} upstream gradients meet in it", used[1])
+        raise Conflict(f"combines {len(used)} upstream gradients", used[1])
     (tangent,) = used
     if shape(tangent):
         sizes = tuple(shape(tangent))
@@ -173,12 +173,12 @@ def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict
 
     Nodes that are left out have degree 0.
     """
-    found: dict[fx.Node, Degree] = {tangent: 1}
+    degrees: dict[fx.Node, Degree] = {tangent: 1}
 
     def degree(item: object) -> Degree:
         if is_zero(item):
             return None
-        return found.get(item, 0) if isinstance(item, fx.Node) else 0
+        return degrees.get(item, 0) if isinstance(item, fx.Node) else 0
 
     for node in graph.nodes:
         if node not in dependent or node is tangent:
@@ -186,7 +186,7 @@ def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict
         if not is_tensor(node):
             raise Conflict("depends on the upstream gradient", node)
         try:
-            found[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
+            degrees[node] = None if is_zero(node) else rule_of(node).degree(node, degree)
         except Conflict as conflict:
             raise Conflict(str(conflict), conflict.node or node) from None
-    return found
+    return degrees

@@ -141,15 +141,15 @@ def _loads(
     """
     if short_name(node) == "_unsafe_index":
         return {(node, i) for i in range(_MANY + 1)}
-    found: set[object] = set()
+    loaded: set[object] = set()
     for arg in node.all_input_nodes:
         if arg not in there and arg.op != "placeholder":
-            found |= known[arg]
+            loaded |= known[arg]
         elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
-            found |= {(arg, i) for i in range(3)}
+            loaded |= {(arg, i) for i in range(3)}
         elif numel(arg) > 1:
-            found.add(arg)
-    return {(node, each) for each in found} if fusion_kind(node) == "gather" else found
+            loaded.add(arg)
+    return {(node, each) for each in loaded} if fusion_kind(node) == "gather" else loaded
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -200,15 +200,15 @@ def _is_reused(node: fx.Node) -> bool:
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """Return the nodes that read a value, also through views of it."""
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     stack = [node]
     while stack:
         for user in stack.pop().users:
             if fusion_kind(user) in _VIEWS:
                 stack.append(user)
             else:
-                found.add(user)
-    return found
+                readers.add(user)
+    return readers
 
 
 def held_inside(node: fx.Node) -> int:
@@ -228,11 +228,11 @@ def held_inside(node: fx.Node) -> int:
 
 def _chunk(node: fx.Node, program: Program, size: int) -> int:
     """Return the bytes of a chunk of `size` groups."""
-    held, values = size * program.group_bytes, values_of(node)
+    live_bytes, values = size * program.group_bytes, values_of(node)
     if program.in_blocks:
-        held += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
+        live_bytes += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
     # Terms of sums that the body forms are there beside the sum.
-    return held + sum(
+    return live_bytes + sum(
         elements(values[spec.place]) * values[spec.place].element_size()
         for spec in program.outputs
         if spec.rows is None and spec.factors is None
@@ -247,8 +247,8 @@ def _sums(node: fx.Node) -> tuple[int, int]:
     programs, values = decode(str(node.args[4])), values_of(node)
     wide, late_results = dict[int, int](), dict[int, int]()
     alone = {each[0].place for each in results_of(programs) if len(each) == 1}
-    given: Any = node.args[0]
-    tensors = iter([v for t in given for v in values_of(t)])
+    source: Any = node.args[0]
+    tensors = iter([v for t in source for v in values_of(t)])
     for program in programs:
         inputs = [([hint(s) for s in v.shape], v.element_size())
                   for v in islice(tensors, len(program.inputs))]  # fmt: skip

@@ -95,10 +95,10 @@ def _is_real(node: fx.Node) -> bool:
 
 def _common(degrees: Iterable[Degree]) -> Degree:
     """Return the degree that all terms of a sum share."""
-    found = {d for d in degrees if d is not None}
-    if len(found) > 1:
-        raise Conflict("adds what grows with the upstream gradient to what does not")
-    return found.pop() if found else None
+    known = {d for d in degrees if d is not None}
+    if len(known) > 1:
+        raise Conflict("adds terms that grow differently with the upstream gradient")
+    return known.pop() if known else None
 
 
 def _times(degrees: Iterable[Degree]) -> Degree:
@@ -117,8 +117,8 @@ def dims_of(dims: Any, rank: int) -> list[int]:
     """Return the dimensions of a reduction as non-negative numbers: all, if it names none."""
     if dims is None or dims == []:
         return list(range(rank))
-    given = [dims] if isinstance(dims, int) else dims
-    return [int(d) % rank for d in given] if rank else []
+    dim_list = [dims] if isinstance(dims, int) else dims
+    return [int(d) % rank for d in dim_list] if rank else []
 
 
 def _all_but(rank: int, whole: Iterable[int] = ()) -> Labels:
@@ -135,13 +135,15 @@ def _spread(node: fx.Node, out: Labels, sizes: list[Any]) -> Labels:
 
 def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
     """Return the adjacent indexed dimensions, the indices, and how many dimensions they make."""
-    given: Any = node.args[1]
-    dims = [d for d, index in enumerate(given) if index is not None]
-    if not all(given[d].meta["val"].dtype.is_signed for d in dims):
-        raise Conflict("is indexed by a mask: apply it to the hidden states, hidden[mask] @ weight")
+    index_args: Any = node.args[1]
+    dims = [d for d, index in enumerate(index_args) if index is not None]
+    if not all(index_args[d].meta["val"].dtype.is_signed for d in dims):
+        raise Conflict(
+            "is indexed by a mask. Apply the mask to the hidden states: hidden[mask] @ weight"
+        )
     if not dims or dims[-1] - dims[0] + 1 != len(dims):
-        raise Conflict("indexes dimensions that are not side by side")
-    indices = [given[d] for d in dims]
+        raise Conflict("indexes dimensions that are not adjacent")
+    indices = [index_args[d] for d in dims]
     return range(dims[0], dims[-1] + 1), indices, max(len(shape(i)) for i in indices)
 
 
@@ -221,12 +223,12 @@ def padding(node: fx.Node) -> Labelled:
 
 def gathering(node: fx.Node) -> Labelled:
     """Label out[i][j] = x[i][index[i][j]] along dim. Other dimensions of equal size go together."""
-    given: Any = node.args[:3]
-    x, dim, index = given
-    sizes, found = shape(x), shape(index)
+    operands: Any = node.args[:3]
+    x, dim, index = operands
+    sizes, index_sizes = shape(x), shape(index)
     dims = dims_of(dim, len(sizes))
-    out = _all_but(len(found))
-    row = [None if d in dims or not same(sizes[d], found[d]) else d for d in out]
+    out = _all_but(len(index_sizes))
+    row = [None if d in dims or not same(sizes[d], index_sizes[d]) else d for d in out]
     args: dict[fx.Node, list[Labels]] = {x: [row]}
     args.setdefault(index, []).append(out)
     return Labelled(out, args)
@@ -271,10 +273,10 @@ def repeating(node: fx.Node) -> Labelled:
 def indexed(node: fx.Node) -> Labelled:
     """Label indexing of adjacent dimensions, which stay whole. One index gives one part."""
     x: Any = node.args[0]
-    dims, indices, made = _indexed(node)
-    row, places = _all_but(len(shape(x)), dims), [("index", i) for i in range(made)]
+    dims, indices, num_dims = _indexed(node)
+    row, places = _all_but(len(shape(x)), dims), [("index", i) for i in range(num_dims)]
     out = [*row[: dims.start], *places, *row[dims.stop :]]
-    sizes = shape(node)[dims.start : dims.start + made]
+    sizes = shape(node)[dims.start : dims.start + num_dims]
     args: dict[fx.Node, list[Labels]] = {x: [row]}
     for index in indices:
         args.setdefault(index, []).append(_spread(index, places, sizes))
@@ -284,11 +286,11 @@ def indexed(node: fx.Node) -> Labelled:
 def index_put(node: fx.Node) -> Labelled:
     """Label an op that writes or adds to indices of adjacent dimensions, which stay whole."""
     x, _, values = list[Any](node.args)[:3]
-    dims, indices, made = _indexed(node)
+    dims, indices, num_dims = _indexed(node)
     sizes = shape(node)
     row = _all_but(len(sizes), dims)
-    written = [*row[: dims.start], *[None] * made, *row[dims.stop :]]
-    room = [*sizes[: dims.start], *[0] * made, *sizes[dims.stop :]]
+    written = [*row[: dims.start], *[None] * num_dims, *row[dims.stop :]]
+    room = [*sizes[: dims.start], *[0] * num_dims, *sizes[dims.stop :]]
     args: dict[fx.Node, list[Labels]] = {x: [row]}
     for index, labels in [*((i, [None] * len(shape(i))) for i in indices),
                           (values, _spread(values, written, room))]:  # fmt: skip
@@ -305,8 +307,8 @@ def selected(node: fx.Node) -> Labelled:
 
 def select_scattered(node: fx.Node) -> Labelled:
     """Label an op that writes one index of a dimension."""
-    given: Any = node.args[:3]
-    x, source, dim = given
+    args: Any = node.args[:3]
+    x, source, dim = args
     row = _all_but(len(shape(x)), dims_of(dim, len(shape(x))))
     return Labelled(row, {x: [row], source: [[d for d in row if d is not None]]})
 
@@ -314,8 +316,8 @@ def select_scattered(node: fx.Node) -> Labelled:
 def product(node: fx.Node) -> Labelled:
     """Label matrix products: (n, k) x (k, m), with a batch in front for bmm. They sum over k."""
     name = str(node.target)
-    given: Any = node.args[: 3 if "addmm" in name else 2]
-    *bias, a, b = given
+    operands: Any = node.args[: 3 if "addmm" in name else 2]
+    *bias, a, b = operands
     batch: Labels = ["b"] if "bmm" in name else []
     out: Labels = [*batch, "n", "m"]
     args: dict[Any, list[Labels]] = {a: [[*batch, "n", "k"]]}

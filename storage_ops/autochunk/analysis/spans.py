@@ -58,8 +58,8 @@ class Span:
 
     def reads_inside(self, arg: fx.Node, layout: Layout) -> bool:
         """Return True if a node of the span reads this argument from the same chunk."""
-        found = self.layouts.get(arg)
-        return isinstance(found, Rows) and equal(found, layout)
+        layout_here = self.layouts.get(arg)
+        return isinstance(layout_here, Rows) and equal(layout_here, layout)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -80,7 +80,7 @@ def amplifies(node: fx.Node, elements: int = 0) -> bool:
 
 def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return the products whose results are interpolated to more elements, and how many."""
-    found: dict[fx.Node, int] = {}
+    factors: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if name_of(node) in _INDICES and "val" in node.meta:
             stack, seen = [node.args[0]], set[object]()
@@ -92,10 +92,10 @@ def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
                     continue
                 seen.add(source)
                 if is_product(source):
-                    found[source] = max(found.get(source, 0), numel(node))
+                    factors[source] = max(factors.get(source, 0), numel(node))
                 elif source.op == "call_function" and name_of(source) in rules.RULES:
                     stack += source.all_input_nodes
-    return found
+    return factors
 
 
 def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> list[fx.Node]:
@@ -111,18 +111,20 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
     for node in reversed(graph.nodes):
         sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
         results[node] = 0 if stops(node) else max(sizes, default=0)
-    found = []
+    amplifying = []
     for node in graph.nodes:
         if node in tried:
             continue
         if is_product(node):
             larger = node not in after and amplifies(node, larger_results.get(node, 0))
         else:
-            given = [numel(a) for a in node.all_input_nodes if a in upstream]
-            larger = bool(given and results[node]) and numel(node) > max(*given, results[node])
+            input_sizes = [numel(a) for a in node.all_input_nodes if a in upstream]
+            larger = bool(input_sizes and results[node]) and numel(node) > max(
+                *input_sizes, results[node]
+            )
         if larger:
-            found.append(node)
-    return sorted(found, key=numel, reverse=True)
+            amplifying.append(node)
+    return sorted(amplifying, key=numel, reverse=True)
 
 
 def rows_of(amplifier: fx.Node) -> list[Rows]:
@@ -148,12 +150,12 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
         return reshape(rows, shape(arg), shape(node))
     labelled = labels_of(node)
     for labels in labelled.args[arg]:
-        found = labels[rows.lo : rows.hi]
-        if all(label is not None and label in labelled.out for label in found):
-            lo = labelled.out.index(found[0])
-            if labelled.out[lo : lo + len(found)] == found:
-                return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(node))
-        if all(label in labelled.sums for label in found):
+        row_labels = labels[rows.lo : rows.hi]
+        if all(label is not None and label in labelled.out for label in row_labels):
+            lo = labelled.out.index(row_labels[0])
+            if labelled.out[lo : lo + len(row_labels)] == row_labels:
+                return canonical(replace(rows, lo=lo, hi=lo + len(row_labels)), shape(node))
+        if all(label in labelled.sums for label in row_labels):
             return Partial(labelled.mean)
     return None
 
@@ -217,11 +219,11 @@ class _Propagation:
             except Regroup:
                 if must or not self.cut:
                     raise
-                log.debug("%s: read between two passes", node)
+                log.debug("%s: computed whole between two passes", node)
             except Conflict as conflict:
                 if must:
                     raise Conflict(str(conflict), conflict.node or node) from None
-                log.debug("%s: read between two passes, for it %s", node, conflict)
+                log.debug("%s: computed whole between two passes, because it %s", node, conflict)
 
     def refuse_output(self, node: fx.Node) -> None:
         for a in node.all_input_nodes:
@@ -233,7 +235,7 @@ class _Propagation:
         reads = self.needs(node, out)
         for _, layout in [(node, out), *reads]:
             if isinstance(layout, Rows) and not same(layout.outer, 1):
-                raise Conflict("has its tokens side by side several times", node)
+                raise Conflict("has several groups of tokens next to each other", node)
         for arg, layout in reads:
             self.take_results(node, arg, layout)
             inside = self.span.layouts.get(arg)
@@ -258,7 +260,7 @@ class _Propagation:
         if isinstance(layout, Rows):
             self.pull(arg, layout)
         if arg not in self.span.layouts:
-            raise Conflict("is one of several results of what is not in chunks", node)
+            raise Conflict("is one of several results of an op that is not in chunks", node)
 
     def pull(self, node: fx.Node, rows: Rows) -> None:
         """Evaluate a large value in chunks although no amplifier leads to it."""
@@ -269,17 +271,17 @@ class _Propagation:
         try:
             self.accept(node, rows)
         except Conflict as conflict:
-            log.debug("%s: read whole, for it %s", node, conflict)
+            log.debug("%s: computed whole, because it %s", node, conflict)
 
     def result(self, node: fx.Node, known: list[fx.Node]) -> Layout:
         """Return the layout of a node, from the layouts of its arguments."""
         arg = known[0]
         rows = self.span.layouts[arg]
         assert isinstance(rows, Rows)
-        found = follow(node, arg, rows)
-        if found is None:
+        layout = follow(node, arg, rows)
+        if layout is None:
             raise self.mixing(node, arg, rows)
-        return found
+        return layout
 
     def mixing(self, node: fx.Node, arg: fx.Node, rows: Rows) -> Exception:
         """Return the error for an op that mixes tokens, perhaps only within groups."""
@@ -308,19 +310,19 @@ class _Propagation:
             return [(arg, reshape(out, shape(node), shape(arg)))]
         labelled = rule.labels(node)
         if isinstance(out, Rows):
-            rows, found = out, labelled.out[out.lo : out.hi]
+            rows, row_labels = out, labelled.out[out.lo : out.hi]
         else:
             arg = next(a for a in labelled.args if isinstance(self.span.layouts.get(a), Rows))
-            given = self.span.layouts[arg]
-            assert isinstance(given, Rows)
-            labels = next(x for x in labelled.args[arg] if x[given.lo] in labelled.sums)
-            rows, found = given, labels[given.lo : given.hi]
+            arg_rows = self.span.layouts[arg]
+            assert isinstance(arg_rows, Rows)
+            labels = next(x for x in labelled.args[arg] if x[arg_rows.lo] in labelled.sums)
+            rows, row_labels = arg_rows, labels[arg_rows.lo : arg_rows.hi]
         reads: list[tuple[fx.Node, Layout]] = []
         for arg, each in labelled.args.items():
             for labels in each:
-                layout = read(node, arg, labels, found, rows)
+                layout = read(node, arg, labels, row_labels, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
-                    raise Conflict(f"reads {arg} in two ways", node)
+                    raise Conflict(f"reads {arg} with two layouts", node)
                 reads.append((arg, layout))
         return reads
 
@@ -385,7 +387,7 @@ def _propagate_along(
             if not same(
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):
-                raise Conflict("amplifies other tokens", found.node) from None
+                raise Conflict("is larger than its input, for other tokens", found.node) from None
             amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
         except Regroup as group:
             regrouped += 1
@@ -397,4 +399,4 @@ def _propagate_along(
                 raise Conflict(str(group)) from None
             else:
                 step = group.step
-    raise Conflict("needs chunks of ever larger groups", next(iter(amplifiers)))
+    raise Conflict("needs ever larger groups of tokens in a chunk", next(iter(amplifiers)))

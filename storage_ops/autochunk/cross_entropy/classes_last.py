@@ -35,9 +35,9 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
     for node in list(gm.graph.nodes):
         names = _LOSSES.get(node.target) if node.op == "call_function" else None
         if names is not None:
-            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            if _is_wanted(given, least):
-                _rewrite(node, given)
+            options = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            if _is_wanted(options, least):
+                _rewrite(node, options)
     for node in list(gm.graph.nodes):
         if node.target in _CONVOLUTIONS and _is_head(node, least):
             _replace_convolution(node)
@@ -51,8 +51,8 @@ def _is_head(node: fx.Node, least: int) -> bool:
     layers = {*_CONVOLUTIONS, F.linear, torch.matmul, torch.bmm}
     x: Any = node.args[0] if node.args else node.kwargs["input"]
     after = reached([node])
-    made = max([node, *(n for n in after if n.target is F.interpolate)], key=numel)
-    larger = numel(made) > numel(x) and nbytes(made) > least
+    largest = max([node, *(n for n in after if n.target is F.interpolate)], key=numel)
+    larger = numel(largest) > numel(x) and nbytes(largest) > least
     return larger and not any(n.target in layers for n in after)
 
 
@@ -88,10 +88,10 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
         target = given.pop("target")
         logits = call(torch.flatten, logits, 0, -2)
         loss: Any = node.target
-        made = call(loss, logits, call(torch.flatten, target), **given)
+        result = call(loss, logits, call(torch.flatten, target), **given)
         if given.get("reduction") == "none":
-            made = call(torch.ops.aten.view_as.default, made, target)
-    node.replace_all_uses_with(made)
+            result = call(torch.ops.aten.view_as.default, result, target)
+    node.replace_all_uses_with(result)
     unused = [node]
     while unused:  # other dead nodes stay: they may have side effects
         dead = unused.pop()
@@ -165,24 +165,24 @@ def _order(node: fx.Node, rank: int) -> list[int]:
     _, *rest = node.args
     target: Any = node.target
     target = target if callable(target) else getattr(torch.Tensor, target)
-    made = target(small, *rest, **node.kwargs)
-    return [size - 1 for size in made.shape]
+    moved = target(small, *rest, **node.kwargs)
+    return [size - 1 for size in moved.shape]
 
 
 def _as_product(call: Calls, node: fx.Node) -> fx.Node | None:
     """Return a convolution whose kernel is one element as a product, with the channels last."""
     names = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, weight = given["input"], given["weight"]
+    options = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, weight = options["input"], options["weight"]
     for name, wanted in zip(("stride", "padding", "dilation"), _STRIDES, strict=True):
-        value = given.get(name, wanted)
+        value = options.get(name, wanted)
         if any(v != wanted for v in (value if isinstance(value, (tuple, list)) else [value])):
             return None
-    if any(size != 1 for size in _shape(weight)[2:]) or given.get("groups", 1) != 1:
+    if any(size != 1 for size in _shape(weight)[2:]) or options.get("groups", 1) != 1:
         return None
     if len(_shape(x)) != len(_shape(weight)):
         return None
     hidden = _turned(call, x)
     if hidden is None:
         hidden = call(torch.movedim, x, 1, -1)
-    return call(F.linear, hidden, call(torch.flatten, weight, 1), given.get("bias"))
+    return call(F.linear, hidden, call(torch.flatten, weight, 1), options.get("bias"))

@@ -72,8 +72,8 @@ class ForwardSlice:
         Such a tensor is in memory before and after the call. A chunk saves nothing on it.
         """
         source = self.inputs.get(owner(node))
-        given = [n for n in self.gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-        return source is not None and any(_shares_storage(source, n) for n in given)
+        inputs = [n for n in self.gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+        return source is not None and any(_shares_storage(source, n) for n in inputs)
 
 
 def _value(node: fx.Node) -> Any:
@@ -113,15 +113,15 @@ def _product(node: fx.Node) -> Product | None:
 
 def products(graph: fx.Graph) -> list[fx.Node]:
     """Return the products that are larger than their factor, the largest first."""
-    found = {}
+    by_product = {}
     for node in graph.nodes:
         product = _product(node)
         if product is None or not _is_tensor(node):
             continue
-        given = [a for a in node.all_input_nodes if _is_tensor(a)]
-        if given and numel(node) > numel(given[: product.left + 1][-1]):
-            found[node] = numel(node)
-    return sorted(found, key=found.__getitem__, reverse=True)
+        tensors = [a for a in node.all_input_nodes if _is_tensor(a)]
+        if tensors and numel(node) > numel(tensors[: product.left + 1][-1]):
+            by_product[node] = numel(node)
+    return sorted(by_product, key=by_product.__getitem__, reverse=True)
 
 
 def forget_bounds(graph: fx.Graph) -> None:
@@ -171,21 +171,21 @@ def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     tokens = numel(product) // max(hint(_value(product).shape[-1]), 1)
     after = reached([product])
     order = [n for n in graph.nodes if n in after]
-    large, found, stack = {product}, {product}, list[fx.Node]()
+    large, inside, stack = {product}, {product}, list[fx.Node]()
     for node in order:
         if node.op != "output" and numel(node) > tokens:
             large.add(node)
-        chooses = _name(node) in _CHOOSING and not found.isdisjoint(node.all_input_nodes)
+        chooses = _name(node) in _CHOOSING and not inside.isdisjoint(node.all_input_nodes)
         if chooses or node in large or not large.isdisjoint(node.all_input_nodes):
             if node.op == "output":
                 raise Conflict("is returned, or kept for a backward", product)
             stack.append(node)
         while stack:
             new = stack.pop()
-            if new not in found:
-                found.add(new)
+            if new not in inside:
+                inside.add(new)
                 stack += [a for a in new.all_input_nodes if a in after]
-    return [product, *(n for n in order if n in found)]
+    return [product, *(n for n in order if n in inside)]
 
 
 def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
@@ -196,12 +196,12 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
     """
     nodes = _up_to_rows(gm.graph, product)
     if len(nodes) > MOST or any(map(_product, nodes[1:])):
-        raise Conflict("leads to more than a loss", product)
+        raise Conflict("computes more than a loss", product)
     known = set(nodes)
     ends = [n for n in nodes[1:] if any(user not in known for user in n.users)]
     run = NodeReplay(gm.graph, nodes)
     if not all(isinstance(_value(n), (Tensor, torch.SymInt)) for n in ends):
-        raise Conflict("leads to more than tensors", product)
+        raise Conflict("computes values that are not tensors", product)
     _check_unchanged(ends)
     graph = run.trace(ends)
     inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), run.inputs, strict=True))
@@ -224,7 +224,7 @@ class NodeReplay:
             run |= _of_integers(nodes, self.given)  # a mask again keeps another number of tokens
         for node in run:
             if _is_opaque(node):
-                raise Conflict("is no plain function", node)
+                raise Conflict("is not a plain function", node)
         last = max(map(order.index, nodes), default=0)
         run |= {n for n in order[:last] if n.op == "call_function" and _name(n) in _SCOPES}
         self.order = [n for n in order if n in run]
@@ -264,7 +264,7 @@ class NodeReplay:
 
         graph = traced(run, list(map(_value, self.inputs)), grads=False)
         if any(n.op not in ("placeholder", "call_function", "output") for n in graph.nodes):
-            raise Conflict("reads a tensor that is no input", ends[0] if ends else None)
+            raise Conflict("reads a tensor that is not an input", ends[0] if ends else None)
         decompose(graph, graph.nodes)
         graph.eliminate_dead_code()
         return graph
@@ -293,34 +293,34 @@ def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx
         if node.op == "call_function" and (
             node.is_impure() or torch.Tag.nondeterministic_seeded in tags
         ):
-            raise Conflict("changes something in place, or is random")
+            raise Conflict("changes a tensor in place, or is random")
     return graph
 
 
 def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
     """Return the nodes that the function computes under torch.no_grad."""
-    found, enabled = set[fx.Node](), True
+    nodes, enabled = set[fx.Node](), True
     for node in order:
         if node.op == "call_function" and _name(node) == _GRADS:
             enabled = bool(node.args[0])
         elif not enabled:
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
     """Return arguments that depend on integers only, such as targets and masks, or on nothing."""
-    found: set[fx.Node] = set()
+    integers: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
     while stack:
         node = stack.pop()
         value = _value(node)
-        if node in found | given or node.op not in ("call_function", "call_method"):
+        if node in integers | given or node.op not in ("call_function", "call_method"):
             continue
         if isinstance(value, Tensor) and all(map(_is_integral, node.all_input_nodes)):
-            found.add(node)
+            integers.add(node)
             stack += node.all_input_nodes
-    return found
+    return integers
 
 
 def _check_unchanged(nodes: Iterable[fx.Node]) -> None:
@@ -394,7 +394,7 @@ class Splice:
         for node in wanted.graph.nodes:
             if node in needed:
                 if is_product(node):
-                    raise Conflict("would be formed", node)
+                    raise Conflict("would be computed for all tokens at once", node)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
                 self.env[node] = self.call(node.target, *args, **kwargs)
         return self.env[wanted]

@@ -74,7 +74,7 @@ class Emitter:
         splice = self.splice = Splice(self.forward, reduction.loss)
         call, copy = splice.call, splice.copy
         # The weights of the tokens do not depend on the rows, of which only zeros are to be had.
-        given, marks = list(reduction.leaves), None if reduction.uniform else self.marks(per_token)
+        leaves, marks = list(reduction.leaves), None if reduction.uniform else self.marks(per_token)
         for row in per_token.rows:
             dtype, sizes = arithmetic(row.meta["val"].dtype), self.numbers(shape(row))
             if marks is None:
@@ -83,13 +83,13 @@ class Emitter:
             else:
                 zeros = call(_ATEN._to_copy.default, marks, dtype=dtype)
                 zeros = call(_ATEN.reshape.default, zeros, sizes)
-            given.append(zeros)
-        splice.env.update(zip(reduction.inputs, given, strict=True))
+            leaves.append(zeros)
+        splice.env.update(zip(reduction.inputs, leaves, strict=True))
         token_weights, at_zero = copy(reduction.weight), copy(reduction.total)
         if marks is not None:  # else the op would leave tokens out that make the loss nan
             lost = call(_ATEN.where.ScalarOther, call(_ATEN.isnan.default, at_zero), marks, 0.0)
             token_weights = call(_ATEN.add.Tensor, token_weights, lost)
-        made = self.op(
+        results = self.op(
             [per_token],
             copy(per_token.targets[0]) if per_token.dense else self.flat(per_token.targets[0]),
             class_weight=self.classes(per_token),
@@ -97,7 +97,7 @@ class Emitter:
             token_weight=None if reduction.uniform else token_weights,
             reduction="sum", label_smoothing=reduction.label_smoothing, z_loss=reduction.z_loss,
         )  # fmt: skip
-        new = call(operator.getitem, made, 0)
+        new = call(operator.getitem, results, 0)
         if reduction.uniform:
             new = call(_ATEN.mul.Tensor, new, call(_ATEN.select.int, token_weights, 0, 0))
         new = call(_ATEN.add.Tensor, new, at_zero)
@@ -128,16 +128,16 @@ class Emitter:
         """Return the node of Dynamo's graph before which the rows exist and may have gradients."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
         if self.learns and self.is_shared():
-            raise Conflict("has a weight that another product has, too", forward.product)
+            raise Conflict("shares its weight with another product", forward.product)
         inside, position = set(forward.nodes), {node: i for i, node in enumerate(order)}
         first = min(position[u] for e in forward.ends for u in e.users if u not in inside)
         still = without_gradients(order) if self.learns else set()
         while order[first] in still:
             first -= 1
         if any(position[node] >= first for node in forward.inputs.values()):
-            raise Conflict("reads what is not there when the first of its rows is read")
-        found: fx.Node = order[first]
-        return found
+            raise Conflict("reads a tensor that is computed only after its first result is needed")
+        place: fx.Node = order[first]
+        return place
 
     def is_shared(self) -> bool:
         """Return True if another product of about this size has the same weight.
@@ -161,13 +161,13 @@ class Emitter:
         most = max(len(each.targets) for each in ranges)
         if per_token.dense:
             if spread:
-                raise Conflict("has distributions, and a sum over all classes")
+                raise Conflict("has probabilities as targets, and a sum over all classes")
             targets = [self.splice.copy(per_token.targets[0])]
         else:
             targets = [self.targets(ranges, k) for k in range(max(most, 1))]
         selected = call(_ATEN.stack.default, targets[1:], -1) if len(targets) > 1 else None
         classes = self.classes(per_token)
-        made = self.op(
+        results = self.op(
             ranges, targets[0], ignore_index=EVERY, in_forward=False, selected_ids=selected,
             class_weight=classes if spread or per_token.dense else None,
             reduction="none" if spread else "sum", label_smoothing=float(spread),
@@ -178,11 +178,11 @@ class Emitter:
         @functools.cache
         def result(name: str, k: int = 0) -> fx.Node:
             if name == "nll" and k:
-                picked = call(_ATEN.select.int, call(operator.getitem, made, 4), -1, k - 1)
+                picked = call(_ATEN.select.int, call(operator.getitem, results, 4), -1, k - 1)
                 value = call(_ATEN.neg.default, picked)
             else:
                 place = ("spread", "nll", "lse", "entropy").index(name)
-                value = call(operator.getitem, made, place)
+                value = call(operator.getitem, results, place)
             if name == "nll" and classes is not None and not per_token.dense:
                 weights = call(_ATEN.index_select.default, classes, 0, targets[k])
                 value = call(_ATEN.mul.Tensor, value, weights)
@@ -229,17 +229,17 @@ class Emitter:
             "softcap": per_token.softcap, "logit_scale": per_token.logit_scale, "grad_mask": learns,
             "wants": [False] * 4, **options,
         }  # fmt: skip
-        given: Any = self.input(ranges), weight, target, per_token.bias and copy(per_token.bias)
-        made = Call(*given, **options)  # type: ignore[arg-type]
-        given = fx.map_arg(tuple(made), lambda n: n.meta["example_value"])
-        values = Call(*given)
+        arguments: Any = self.input(ranges), weight, target, per_token.bias and copy(per_token.bias)
+        call_args = Call(*arguments, **options)  # type: ignore[arg-type]
+        arguments = fx.map_arg(tuple(call_args), lambda n: n.meta["example_value"])
+        values = Call(*arguments)
         budget, plan = plan_of(values, self.num_chunks, self.budget)
         passes = 1 + (not values.in_forward and any(learns))
         count = max(self.emitted.num_chunks, plan.num_chunks * plan.num_slices)
         self.emitted = Emitted(count, max(self.emitted.num_passes, passes))
         log.debug("%s: it is linear cross-entropy, %s", self.forward.product, options)
         op = torch.ops.storage_ops.linear_cross_entropy.default
-        return self.splice.call(op, *made._replace(memory_budget=budget))
+        return self.splice.call(op, *call_args._replace(memory_budget=budget))
 
     def input(self, ranges: list[PerToken]) -> fx.Node:
         """Return the input of all ranges: the product's own, if the ranges cover it in order."""
@@ -285,8 +285,8 @@ class Emitter:
 
     def numbers(self, sizes: list[Size]) -> list[int | fx.Node]:
         """Return sizes as arguments of a call."""
-        found = map(self.size, sizes)
-        return [n if isinstance(n, int) else self.splice.copy(n) for n in found]
+        size_nodes = map(self.size, sizes)
+        return [n if isinstance(n, int) else self.splice.copy(n) for n in size_nodes]
 
 
 def _number(item: object) -> Any:
@@ -306,6 +306,6 @@ def _of_one_call(one: PerToken, other: PerToken) -> bool:
     """Return True if two PerTokens differ in their range of tokens only."""
     if one is other:
         return True
-    given = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)
+    heads = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)
              for h in (one, other)]  # fmt: skip
-    return given[0] == given[1] and not one.dense and not other.dense
+    return heads[0] == heads[1] and not one.dense and not other.dense

@@ -1,7 +1,8 @@
-"""The part of a loss from the hidden states to its rows, a few numbers per token.
+"""The part of a loss from the hidden states to a few numbers per token, the rows.
 
-It is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of the terms
-of linear cross-entropy, each times a number. A row may also be such a sum without a gradient.
+This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of
+the terms of linear cross-entropy, each times a number. A row may also be such a sum without a
+gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from storage_ops.autochunk.rewrite.body import Body
 
 _TOKENS, _HIDDEN = 16, 2  # of the comparison
 _MOST = 4  # classes of a token whose log-probabilities are read
-# What may happen to logits: analytic functions, which agree everywhere if they do on random tokens,
-# and the largest logit of a row. Others, such as clamp, may differ where no random token is.
+# Functions that may be applied to logits: analytic ones, which agree everywhere if they agree on
+# random tokens, and the largest logit of a row. Others, such as clamp, may differ between tokens.
 _ANALYTIC = {
     "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "add", "addcdiv", "addcmul", "addmm",
     "alias", "amax", "cat", "clone", "detach", "div", "exp", "exp2", "expand", "expm1", "gather",
@@ -48,7 +49,7 @@ VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias")
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a row: the numbers by which its terms are multiplied.
+    """The coefficients of the terms of a row.
 
     row = sum_k nll_k C_t (lse - z_t) + spread sum_j C_j (lse - z_j) + lse lse + entropy entropy,
     with t the k-th target. `detached`: it has no gradient.
@@ -67,7 +68,7 @@ class Terms:
 
 
 class PerToken:
-    """A product and its rows as the op needs them.
+    """A product and its rows, with the arguments of the op that replaces them.
 
     Attributes:
         span: from the product to the rows.
@@ -97,7 +98,7 @@ class PerToken:
         self.body = Body(span, Builder(forward.graph, span.amplifiers, span.layouts))
         self.body.run([n for n in forward.graph.nodes if n in span.layouts], self.rows)
         if self.body.ints or not isinstance(self.vocabulary, int):
-            raise Conflict("has classes without a number")
+            raise Conflict("has a symbolic number of classes")
         _check_analytic(self.body.graph)
         self.roles = [self._role(arg, layout) for arg, layout, _ in self.body.inputs]
 
@@ -117,7 +118,7 @@ class PerToken:
             if node in after and any(user not in layouts for user in node.users):
                 per_token = numel(node) * hint(self.vocabulary) == numel(self.amplifier)
                 if not isinstance(layouts[node], Rows) or not per_token:
-                    raise Conflict(f"{node} is no value per token")
+                    raise Conflict(f"{node} does not have one value per token")
                 rows.append(node)
         return rows
 
@@ -135,7 +136,7 @@ class PerToken:
         wide = bool(sizes) and same(sizes[-1], self.vocabulary) and value.is_floating_point()
         vector = isinstance(layout, Whole) and wide and all(same(s, 1) for s in sizes[:-1])
         if self.forward.learns(arg) or value.dtype == torch.bool:
-            raise Conflict(f"{arg} has a gradient, or is a mask")
+            raise Conflict(f"{arg} needs a gradient, or is a mask")
         if rows and not value.is_floating_point() and not self.dense:
             known = [k for k, t in enumerate(self.targets) if _alike(bare(t), bare(arg))]
             if known or len(self.targets) < _MOST:
@@ -143,13 +144,13 @@ class PerToken:
                 return f"target {known[0] if known else len(self.targets) - 1}"
         if rows and wide and len(sizes) == 2 and not self.targets:
             if not self.forward.is_given(arg):  # chunks make their part of them, the op needs all
-                raise Conflict(f"{arg} is made by the function itself", arg)
+                raise Conflict(f"{arg} is computed by the function itself", arg)
             self.targets.append(arg)
             return "probabilities"
         if vector and self.classes in (None, bare(arg)):
             self.classes = bare(arg)
             return "classes"
-        raise Conflict(f"{arg} is none of its inputs")
+        raise Conflict(f"{arg} is not an input that linear_cross_entropy has")
 
     def fit(self) -> None:
         """Find the terms of the rows. Raise Conflict if there are others."""
@@ -167,7 +168,7 @@ class PerToken:
         for row in self.rows:
             got = values[self.body.values.index(row)].flatten()
             numbers = fit(got.detach(), [term.detach() for term in tokens.terms])
-            # Not only the values: a row may be detached, or have another gradient in part.
+            # Check gradients too: a row may be detached, or have another gradient than its value.
             left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
             factors = torch.rand_like(got)
             slope, whole, size = (tokens.gradient((v * factors).sum())
@@ -176,14 +177,14 @@ class PerToken:
             if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")
             *nll, spread, lse, entropy = numbers
-            # A sum of logits: V lse would take its digits, and of weights it is another number.
+            # A sum of logits is inexact beside V * lse. With class weights the factor is not V.
             if lse and (spread or (any(nll) and (self.dense or self.classes is not None))):
                 raise Conflict("is a sum of logits", row)
             self.terms.append(Terms(nll, spread, lse, entropy, detached))
 
 
 class _Tokens:
-    """Random tokens, and what the terms are for them."""
+    """Random tokens, and the values of the terms for them."""
 
     def __init__(self, per_token: PerToken):
         double: Any = {"dtype": torch.float64}
@@ -214,8 +215,8 @@ class _Tokens:
         """Return the gradient of a number with respect to input and weight, flattened."""
         if not value.requires_grad:
             return torch.zeros(1)
-        found = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
-        return torch.cat([g.flatten() for g in found if g is not None])
+        gradients = torch.autograd.grad(value, self.learning, retain_graph=True, allow_unused=True)
+        return torch.cat([g.flatten() for g in gradients if g is not None])
 
 
 def _untransposed(node: Any) -> tuple[fx.Node, bool]:
@@ -263,13 +264,13 @@ def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
 
 def _check_analytic(body: fx.Graph) -> None:
     """Raise Conflict if random tokens cannot tell the function of the logits from another."""
-    found: set[fx.Node] = set()
+    after_product: set[fx.Node] = set()
     for node in body.nodes:
         name = short_name(node)
-        if found.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
-            found.add(node)
+        if after_product.intersection(node.all_input_nodes) or name in ("mm", "addmm"):
+            after_product.add(node)
             if node.op == "call_function" and name not in _ANALYTIC:
-                raise Conflict(f"{name} of logits")
+                raise Conflict(f"applies {name} to the logits")
 
 
 def _transform(amplifier: fx.Node, bias: fx.Node | None) -> tuple[float, float]:
@@ -307,11 +308,11 @@ def fit(got: Tensor, terms: Sequence[Tensor]) -> list[float]:
     """Return the numbers c with got = sum_i c_i terms_i. Raise Conflict if there are none."""
     basis = torch.stack(list(terms), 1)
     size = basis.norm(dim=0).clamp(min=1e-300)
-    found = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
-    error = (basis @ found - got).norm()
+    coefficients = torch.linalg.lstsq(basis / size, got[:, None]).solution[:, 0] / size
+    error = (basis @ coefficients - got).norm()
     if not error <= 1e-9 * (got.norm() + 1e-30):
-        raise Conflict("has other values")
-    return [float(c) if abs(c) > 1e-9 else 0.0 for c in found]
+        raise Conflict("is not the gradient of any known function of the logits")
+    return [float(c) if abs(c) > 1e-9 else 0.0 for c in coefficients]
 
 
 def in_double(graph: fx.Graph) -> fx.GraphModule:

@@ -71,9 +71,9 @@ def recognise(
 
     If anything goes wrong, the graph computes the same as before.
     """
-    found, largest, graph = Recognised(), 0, gm.graph
+    recognised, largest, graph = Recognised(), 0, gm.graph
     if in_body():
-        return found
+        return recognised
     forget_bounds(graph)
     least = 0 if num_chunks is not None else budget_of(0, memory_budget)
     try:
@@ -97,20 +97,20 @@ def recognise(
             emitted = emit(forward, ranges, num_chunks, memory_budget)
             graph.lint()
             sweep(forward)
-            found.num_chunks = max(found.num_chunks, emitted.num_chunks)
-            found.num_passes = max(found.num_passes, emitted.num_passes)
-            found.largest = max(found.largest, size)
-            found.saved += nbytes(product)
+            recognised.num_chunks = max(recognised.num_chunks, emitted.num_chunks)
+            recognised.num_passes = max(recognised.num_passes, emitted.num_passes)
+            recognised.largest = max(recognised.largest, size)
+            recognised.saved += nbytes(product)
     gm.recompile()
-    return found
+    return recognised
 
 
 def _amplifier(forward: ForwardSlice) -> fx.Node:
     size = numel(forward.product)
-    found: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
-    if not found:
-        raise Conflict("is no matrix product", forward.product)
-    return found[0]
+    matching: list[fx.Node] = [n for n in forward.graph.nodes if is_product(n) and numel(n) == size]
+    if not matching:
+        raise Conflict("is not a matrix product", forward.product)
+    return matching[0]
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
             yield
     except Conflict as conflict:
         undo()
-        log.debug("%s: no linear cross-entropy, %s: %s", product, conflict.node, conflict)
+        log.debug("%s: not a linear cross-entropy, %s: %s", product, conflict.node, conflict)
     except Exception as error:
         undo()
         log.debug("%s: not recognised", product, exc_info=error)
@@ -192,6 +192,6 @@ def emit(
     try:
         reduction = _reduction_of(ranges)
     except Conflict as conflict:
-        log.debug("%s: no sum of cross-entropies, it %s", forward.product, conflict)
+        log.debug("%s: not a sum of cross-entropies, it %s", forward.product, conflict)
         return emitter.rows()
     return emitter.loss(reduction)

@@ -44,12 +44,12 @@ class Reduction:
 
     def __init__(self, per_token: PerToken):
         self.per_token, self.label_smoothing, self.z_loss = per_token, 0.0, 0.0
-        found = loss_of(per_token.forward)
-        if found is None:
-            raise Conflict("leads to no loss")
+        loss_and_nodes = loss_of(per_token.forward)
+        if loss_and_nodes is None:
+            raise Conflict("does not lead to a loss")
         if len(per_token.targets) != 1 or any(t.entropy or t.detached for t in per_token.terms):
-            raise Conflict("is no sum of cross-entropy and squares of lse")
-        self.loss, nodes = found
+            raise Conflict("is not a sum of cross-entropy and squares of lse")
+        self.loss, nodes = loss_and_nodes
         self.ends = NodeReplay(per_token.forward.gm.graph, nodes, per_token.forward.ends)
         self.between = self._between()
         inputs = per_token.forward.inputs
@@ -57,11 +57,11 @@ class Reduction:
         self.leaves = list(dict.fromkeys([*own, *self.ends.inputs]))
         for leaf in self.leaves:
             if learns(leaf):
-                raise Conflict("has a gradient", leaf)
+                raise Conflict("needs a gradient", leaf)
         self.graph = self._trace()
         for node in self.graph.nodes:
             if is_product(node) or numel(node) > _MOST:
-                raise Conflict("is too large for what follows a value per token", node)
+                raise Conflict("is too large to be computed from a value per token", node)
         self.inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
         self.weight: fx.Node = end[0]
@@ -73,16 +73,16 @@ class Reduction:
 
     def _between(self) -> list[fx.Node]:
         """Return the ATen nodes between rows and ends, and the nodes that they read, in order."""
-        found: set[fx.Node] = set()
+        between: set[fx.Node] = set()
         stack = list(self.per_token.forward.values)
         while stack:
             node = stack.pop()
-            if node not in found and node not in self.per_token.rows:
-                found.add(node)
+            if node not in between and node not in self.per_token.rows:
+                between.add(node)
                 stack += node.all_input_nodes
-        if any(map(is_product, found)):
+        if any(map(is_product, between)):
             raise Conflict("reads the size of the logits")
-        return [n for n in self.per_token.forward.graph.nodes if n in found]
+        return [n for n in self.per_token.forward.graph.nodes if n in between]
 
     def _trace(self) -> fx.Graph:
         per_token, forward = self.per_token, self.per_token.forward
@@ -118,12 +118,12 @@ class Reduction:
         """Return True if all tokens have the same weight."""
         node = self.weight
         while numel(node) > 1 and node.op == "call_function":
-            given = [a for a in node.all_input_nodes if numel(a) > 1]
-            if not given:
+            per_token_inputs = [a for a in node.all_input_nodes if numel(a) > 1]
+            if not per_token_inputs:
                 return short_name(node) in ("expand", "full")
-            if len(given) > 1 or short_name(node) not in (*VIEWS, "mul", "div", "neg"):
+            if len(per_token_inputs) > 1 or short_name(node) not in (*VIEWS, "mul", "div", "neg"):
                 return False
-            node = given[0]
+            node = per_token_inputs[0]
         return numel(node) == 1
 
     def fit(self) -> None:
@@ -131,17 +131,17 @@ class Reduction:
         run = fx.Interpreter(in_double(self.graph)).run
         # Enough draws for every kind of token that the loss may treat differently.
         draws = 2 + 64 // max(numel(self.per_token.rows[0]), 1)
-        found = [options for _ in range(draws) if (options := self._draw(run)) is not None]
-        if not found:
+        fitted = [options for _ in range(draws) if (options := self._draw(run)) is not None]
+        if not fitted:
             raise Conflict("has no weights")
-        smoothing, z_loss = found[0]
-        for other, square in found:
+        smoothing, z_loss = fitted[0]
+        for other, square in fitted:
             if abs(smoothing - other) > 1e-6 * smoothing or abs(z_loss - square) > 1e-6 * z_loss:
-                raise Conflict("has options that are no numbers")
+                raise Conflict("has options that are not numbers")
         if not 0 <= smoothing <= 1 or z_loss < 0:
-            raise Conflict("is no loss")
+            raise Conflict("is not a loss")
         if (smoothing or z_loss) and self._chooses():
-            raise Conflict("chooses among its tokens")
+            raise Conflict("selects some of its tokens")
         self.label_smoothing, self.z_loss = smoothing, z_loss
 
     def _draw(self, run: Callable[..., Any]) -> tuple[float, float] | None:
@@ -175,7 +175,7 @@ class Reduction:
             total = z_loss * (weight * values.square()).sum()
         total = total + torch.cat(pulled) @ torch.cat(flat)
         if not abs(loss - at_zero - total) <= 1e-6 * (abs(loss) + abs(total)):
-            raise Conflict("shows another loss than the one whose gradient follows")
+            raise Conflict("returns another loss than the one that is differentiated")
         return smoothing, z_loss
 
     def _chooses(self) -> bool:
@@ -194,12 +194,12 @@ class Reduction:
 
 def _literals(nodes: Iterable[fx.Node]) -> list[int]:
     """Return integers on both sides of the numbers that values are compared with."""
-    found = {0, 1}
+    literals = {0, 1}
     for node in nodes:
         around = _COMPARISONS.get(short_name(node))
         if around is not None and isinstance(node.args[1], int):
-            found |= set(range(node.args[1] - around, node.args[1] + around + 1))
-    return sorted(found)
+            literals |= set(range(node.args[1] - around, node.args[1] + around + 1))
+    return sorted(literals)
 
 
 def _drawn(node: fx.Node, numbers: list[int]) -> Any:

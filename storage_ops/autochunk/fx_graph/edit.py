@@ -53,9 +53,9 @@ class SizeNodes:
         """Take sizes from nodes; `call` adds one."""
         self.call = call
         # Dead nodes have lost their arguments, and are no source.
-        given = [n for n in nodes if n.op != "call_function" or n.args]
-        self.known = _sizes_of(n for n in given if n.op == "placeholder")
-        self.others = _sizes_of(given)
+        sources = [n for n in nodes if n.op != "call_function" or n.args]
+        self.known = _sizes_of(n for n in sources if n.op == "placeholder")
+        self.others = _sizes_of(sources)
 
     def __call__(self, size: Size) -> int | fx.Node:
         """Return a size as a number or as a node.
@@ -70,15 +70,15 @@ class SizeNodes:
 
     def _of(self, expression: Any) -> int | fx.Node:
         name = str(expression)
-        found = self.known.get(name)
-        if found is None:
+        size_node = self.known.get(name)
+        if size_node is None:
             if expression.is_Integer:
                 return int(expression)
-            found = self._combined(expression)
-        if isinstance(found, tuple):
-            found = self.call(torch.ops.aten.sym_size.int, *found)
-        self.known[name] = found
-        return found
+            size_node = self._combined(expression)
+        if isinstance(size_node, tuple):
+            size_node = self.call(torch.ops.aten.sym_size.int, *size_node)
+        self.known[name] = size_node
+        return size_node
 
     def _combined(self, expression: Any) -> fx.Node | tuple[fx.Node, int]:
         """Return a sum or product of input sizes as a node, else another value of the same size."""
@@ -90,25 +90,25 @@ class SizeNodes:
             node: fx.Node = functools.reduce(functools.partial(self.call, law), parts)
             return node
         except Conflict:
-            found = self.others.get(str(expression))
-            if found is None:
+            size_node = self.others.get(str(expression))
+            if size_node is None:
                 raise
-            return found
+            return size_node
 
 
 def _sizes_of(nodes: Iterable[fx.Node]) -> dict[str, fx.Node | tuple[fx.Node, int]]:
     """Return the sizes that nodes are, or that their values have."""
-    found: dict[str, fx.Node | tuple[fx.Node, int]] = {}
-    given = [(n, n.meta.get("val")) for n in nodes]
-    for node, value in given:
+    sources: dict[str, fx.Node | tuple[fx.Node, int]] = {}
+    values = [(n, n.meta.get("val")) for n in nodes]
+    for node, value in values:
         if isinstance(value, torch.SymInt):
-            found.setdefault(str(value), node)
-    for node, value in given:
+            sources.setdefault(str(value), node)
+    for node, value in values:
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(shape(node)):
                 if not isinstance(size, int):
-                    found.setdefault(str(size), (node, dim))
-    return found
+                    sources.setdefault(str(size), (node, dim))
+    return sources
 
 
 class Builder:

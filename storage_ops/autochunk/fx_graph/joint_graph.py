@@ -26,11 +26,11 @@ _LEAST = sys.float_info.min  # a budget of 0 ignores what must be saved
 
 def disconnect(graph: fx.Graph) -> bool:
     """Remove the connections that ops of the graph have made for themselves, if there are any."""
-    found = [n for n in graph.nodes if name_of(n) == str(_CONNECT)]
-    for node in found:
+    connects = [n for n in graph.nodes if name_of(n) == str(_CONNECT)]
+    for node in connects:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    return bool(found)
+    return bool(connects)
 
 
 def connect(graph: fx.Graph) -> None:

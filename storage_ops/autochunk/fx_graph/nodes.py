@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 Size: TypeAlias = Any  # int, or torch.SymInt
-_UNBOUNDED = 8192  # a size that nothing is known of before the graph runs
+_UNBOUNDED = 8192  # a size that is unknown before the graph runs
 
 
 def name_of(node: fx.Node) -> str:
@@ -54,7 +54,7 @@ def argument(node: fx.Node, index: int, name: str, default: object) -> Any:
 
 
 def is_zero(node: object) -> bool:
-    """Return True if a value is certainly zero. Zero times anything is taken for zero."""
+    """Return True if a value is certainly zero. A product with zero counts as zero."""
     if isinstance(node, (int, float)):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -83,7 +83,9 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if schema is None or not schema.returns:
         return None
     alias = schema.returns[0].alias_info
-    fresh_by_name = "_unsafe_view" in name_of(node)  # a view in fact, which its schema does not say
+    fresh_by_name = "_unsafe_view" in name_of(
+        node
+    )  # it returns a view, although its schema does not say so
     return node.args[0] if fresh_by_name or (alias is not None and not alias.is_write) else None
 
 
@@ -101,8 +103,8 @@ def ends(graph: fx.Graph) -> list[fx.Node]:
 
 def returned(graph: fx.Graph) -> list[Any]:
     """Return the values that a graph returns, one or several."""
-    (given,) = next(n for n in graph.nodes if n.op == "output").args
-    return list(given) if isinstance(given, (tuple, list)) else [given]
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def leading_to(
@@ -112,15 +114,15 @@ def leading_to(
 
     `replaced` maps a node to the node that takes its place.
     """
-    found = set(nodes)
-    stack = list(found)
+    before = set(nodes)
+    stack = list(before)
     while stack:
         for arg in stack.pop().all_input_nodes:
             now = (replaced or {}).get(arg, arg)
-            if now not in found:
-                found.add(now)
+            if now not in before:
+                before.add(now)
                 stack.append(now)
-    return found
+    return before
 
 
 def is_hinted(size: Size) -> bool:
@@ -135,7 +137,7 @@ def hint(size: Size) -> int:
     """Return a size as a number: the example's if it is symbolic, else the largest possible."""
     if is_hinted(size):
         return size if isinstance(size, int) else int(size.node.hint)
-    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all tokens
     return int(most) if most.is_Integer else _UNBOUNDED
 
 
@@ -178,12 +180,12 @@ def reached(
     starts: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
     """Return all direct and indirect users of nodes. Users that fail `through` end the search."""
-    found: set[fx.Node] = set()
+    after: set[fx.Node] = set()
     stack = list(starts)
     while stack:
         for user in stack.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in after:
+                after.add(user)
                 if through(user):
                     stack.append(user)
-    return found
+    return after

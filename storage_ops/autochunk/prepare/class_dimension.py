@@ -69,23 +69,23 @@ class _Moving:
         after = reached([self.product], lambda n: not stops(n))
         nodes = [n for n in self.graph.nodes if n in after]
         for node in nodes:
-            given = self.given(node)
-            place = self.place(node) if given and _is_known(node) else None
+            inputs = self.given(node)
+            place = self.place(node) if inputs and _is_known(node) else None
             if place is not None:
                 self.places[node] = place
-                if place == len(shape(node)) - 1 and self.unchanged.issuperset(given):
+                if place == len(shape(node)) - 1 and self.unchanged.issuperset(inputs):
                     self.unchanged.add(node)
         if len(self.unchanged) == len(self.places):
             return
         for node in nodes:
             if node in self.places:
                 self.last(node, self.places[node])
-            elif not self.unchanged.issuperset(given := self.given(node)):
-                new = self.apply(node, self.places[given[0]]) if _is_known(node) else None
+            elif not self.unchanged.issuperset(inputs := self.given(node)):
+                new = self.apply(node, self.places[inputs[0]]) if _is_known(node) else None
                 if new is not None:
                     node.replace_all_uses_with(new)
                     continue
-                for arg in given:
+                for arg in inputs:
                     node.replace_input_with(arg, self.first(arg))
         retire(self.graph)
         sort(self.graph)
@@ -106,8 +106,8 @@ class _Moving:
         if kind == "view":
             return _seen(shape(arg), place, shape(node))
         if kind == "permute":
-            found: int = permuting(node).out.index(place)
-            return found
+            moved_place: int = permuting(node).out.index(place)
+            return moved_place
         return place + added
 
     def last(self, node: fx.Node, dim: int) -> fx.Node:
@@ -116,11 +116,11 @@ class _Moving:
         if dim == len(shape(node)) - 1 and (node in self.unchanged or node not in self.places):
             return node
         if key not in self.moved:
-            made = self.apply(node, dim) if self.is_made_again(node) else None
-            if made is None:
+            moved = self.apply(node, dim) if self.is_made_again(node) else None
+            if moved is None:
                 source = self.first(node) if node in self.places else node
-                made = self.to_end(source, dim)
-            self.moved[key] = made
+                moved = self.to_end(source, dim)
+            self.moved[key] = moved
         return self.moved[key]
 
     def to_end(self, node: fx.Node, dim: int) -> fx.Node:
@@ -169,17 +169,17 @@ class _Moving:
             return call(node.target, _to_end(args[0], dim), *args[1:], **kwargs)
         if kind in ("reduce", "sum"):
             x, rank = args[0], len(shape(args[0]))
-            given = argument(node, 1, "dim", None)
-            dims = dims_of(given, rank)
-            if given is None and short_name(node) in ("argmax", "argmin"):
+            dims_arg = argument(node, 1, "dim", None)
+            dims = dims_of(dims_arg, rank)
+            if dims_arg is None and short_name(node) in ("argmax", "argmin"):
                 return None  # an index of the elements in their order
             if node in self.places and not argument(node, 2, "keepdim", False):
                 dim = next(d for d in range(rank)
                            if d not in dims and d - sum(e < d for e in dims) == dim)  # fmt: skip
             if len(args) > 1:
                 new = [_moved_dim(d, dim, rank) for d in dims]
-                args[1] = new[0] if isinstance(given, int) else new
-            elif given is not None:
+                args[1] = new[0] if isinstance(dims_arg, int) else new
+            elif dims_arg is not None:
                 return None
             return call(node.target, self.last(x, dim), *args[1:], **kwargs)
         rank = len(shape(node))
@@ -210,11 +210,11 @@ class _Moving:
             rest = [d - (d > source) for d in order if d != source]
             return self.permuted(self.last(x, source), [*rest, len(rest)])
         if node in self.places or x not in self.places:
-            found = _seen(shape(node), dim, shape(x))
-            if found is None:
+            seen_dim = _seen(shape(node), dim, shape(x))
+            if seen_dim is None:
                 return None
             sizes = _to_end(shape(node), dim)
-            x = self.last(x, found)
+            x = self.last(x, seen_dim)
         elif same(shape(x)[dim], 1):  # it may stand anywhere
             sizes, x = shape(node), self.last(x, dim)
         else:

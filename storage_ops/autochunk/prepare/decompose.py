@@ -84,8 +84,8 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
             matrix = call(_ATEN.squeeze.dim, repeated, 0)
         elif turned:
             matrix = call(_ATEN.permute.default, matrix, [1, 0])
-        made = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
-        node.replace_all_uses_with(call(_ATEN.reshape.default, made, sizes))
+        product = call(_ATEN.mm.default, call(_ATEN.reshape.default, x, [-1, hidden]), matrix)
+        node.replace_all_uses_with(call(_ATEN.reshape.default, product, sizes))
         joined.add(node)
     retire(graph)
     return joined
@@ -133,11 +133,11 @@ def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     builder = Builder(graph, [amplifier])
     for node in asked:
         try:
-            found = builder.size(node.meta["val"])
+            size_node = builder.size(node.meta["val"])
         except Conflict:
             continue
-        if isinstance(found, fx.Node):
-            node.replace_all_uses_with(found)
+        if isinstance(size_node, fx.Node):
+            node.replace_all_uses_with(size_node)
     retire(graph)
     sort(graph)
 
@@ -256,18 +256,18 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
     columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
     column = call(_ATEN.unsqueeze.default, columns, 1)
     if name == "aten.index.Tensor":
-        made = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
+        result = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
     else:
         values = args[2]
         added = len(args) > 3 and args[3]  # each row has one index: nothing is written twice
         if not added and is_zero(values):
-            made = call(_ATEN.scatter.value, x, 1, column, 0)
+            result = call(_ATEN.scatter.value, x, 1, column, 0)
         else:
             if shape(values) != shape(columns):  # one number for all rows
                 values = call(_ATEN.expand.default, values, sizes)
             op = _ATEN.scatter_add.default if added else _ATEN.scatter.src
-            made = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
-    node.replace_all_uses_with(made)
+            result = call(op, x, 1, column, call(_ATEN.unsqueeze.default, values, 1))
+    node.replace_all_uses_with(result)
     return True
 
 
@@ -304,11 +304,11 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     end = sys.maxsize if index == -1 else index + 1
     if name == "aten.select.int":
-        made = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, dim, index, end), dim)
+        result = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, dim, index, end), dim)
     else:
         part = call(_ATEN.unsqueeze.default, args[1], dim)
-        made = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
-    node.replace_all_uses_with(made)
+        result = call(_ATEN.slice_scatter.default, x, part, dim, index, end)
+    node.replace_all_uses_with(result)
     return True
 
 
@@ -316,10 +316,10 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
     """Write a part of a split as a slice, and every k-th index as an index of a new dimension."""
     call, args = Calls(graph, node), list[Any](node.args)
     size = SizeNodes(call, _with_sizes(graph, node))
-    made: Any = args[0]
-    if name_of(node) == "getitem" and name_of(made).startswith("aten.split"):
-        x, dim = made.args[0], argument(made, 2, "dim", 0) % len(shape(node))
-        before = [v.shape[dim] for v in made.meta["val"][: args[1]]]
+    producer: Any = args[0]
+    if name_of(node) == "getitem" and name_of(producer).startswith("aten.split"):
+        x, dim = producer.args[0], argument(producer, 2, "dim", 0) % len(shape(node))
+        before = [v.shape[dim] for v in producer.meta["val"][: args[1]]]
         begin = sum(before)
         try:
             ends = [size(begin), size(begin + shape(node)[dim])]
@@ -328,19 +328,19 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
         new = call(_ATEN.slice.Tensor, x, dim, *ends)
     elif name_of(node) in ("aten.slice.Tensor", "aten.slice_scatter.default"):
         count = 1 + ("scatter" in name_of(node))
-        given, sizes = args[:count], shape(args[0])
+        operands, sizes = args[:count], shape(args[0])
         dim, begin, step = (argument(node, count + i, "", d) for i, d in ((0, 0), (1, 0), (3, 1)))
         whole = isinstance(sizes[dim], int) and step != 1 and sizes[dim] % step == 0
-        taken = shape(given[-1] if count > 1 else node)[dim]
+        taken = shape(operands[-1] if count > 1 else node)[dim]
         first = isinstance(begin, int) and 0 <= begin < step
         if not (whole and first and same(taken, sizes[dim] // step)):
             return False
-        x = call(_ATEN.reshape.default, given[0], [*sizes[:dim], -1, step, *sizes[dim + 1 :]])
+        x = call(_ATEN.reshape.default, operands[0], [*sizes[:dim], -1, step, *sizes[dim + 1 :]])
         bounds = dim + 1, begin, begin + 1
         if name_of(node) == "aten.slice.Tensor":
             new = call(_ATEN.squeeze.dim, call(_ATEN.slice.Tensor, x, *bounds), dim + 1)
         else:
-            part = call(_ATEN.unsqueeze.default, given[1], dim + 1)
+            part = call(_ATEN.unsqueeze.default, operands[1], dim + 1)
             new = call(_ATEN.slice_scatter.default, x, part, *bounds)
             new = call(_ATEN.reshape.default, new, sizes)
     else:
@@ -361,13 +361,13 @@ def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     """Write a stack that is viewed with another dimension split as a stack along that dimension."""
-    made: Any = node.args[0] if node.args else None
-    if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(made):
+    producer: Any = node.args[0] if node.args else None
+    if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(producer):
         return False
-    if name_of(made) != "aten.cat.default":
+    if name_of(producer) != "aten.cat.default":
         return False
-    parts: Any = made.args[0]
-    sizes, dim = shape(parts[0]), argument(made, 1, "dim", 0) % len(shape(made))
+    parts: Any = producer.args[0]
+    sizes, dim = shape(parts[0]), argument(producer, 1, "dim", 0) % len(shape(producer))
     if len(parts) < 2 or any(shape(p) != sizes for p in parts):
         return False
     if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
@@ -399,15 +399,15 @@ def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
     they come before the `visible` results of the function.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
-    found: set[fx.Node] = set()
+    values: set[fx.Node] = set()
     for node in graph.nodes:
         if _written(node) & set(inputs):
-            found.update(node.all_input_nodes)
+            values.update(node.all_input_nodes)
     outputs = returned(graph)
     if visible is not None and inputs:
         new = max(len(outputs) - len(inputs) - visible, 0)
-        found.update(n for n in outputs[:new] if isinstance(n, fx.Node))
-    return found
+        values.update(n for n in outputs[:new] if isinstance(n, fx.Node))
+    return values
 
 
 class Mutations:
@@ -424,7 +424,7 @@ class Mutations:
         end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
         for node, written in self.changes.items():
             if self.place[node] < end and written & bases:
-                raise Conflict("changes in place what is read in chunks", node)
+                raise Conflict("changes in place a tensor that is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
         """Raise Conflict if a reader has moved to the other side of an in-place change."""
@@ -438,7 +438,9 @@ class Mutations:
                     continue
                 before = self.place.get(node, -1) < self.place[change]  # the new ones came before
                 if before != (now[node] < now[change]):
-                    raise Conflict(f"would be read on the other side of {change}", node)
+                    raise Conflict(
+                        f"would be read on the other side of the in-place {change}", node
+                    )
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
@@ -446,8 +448,8 @@ def _written(node: fx.Node) -> set[fx.Node]:
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return set()
-    found: list[fx.Node] = []
+    targets: list[fx.Node] = []
     for i, each in enumerate(schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
-            fx.map_arg(argument(node, i, each.name, None), found.append)
-    return {owner(n) for n in found}
+            fx.map_arg(argument(node, i, each.name, None), targets.append)
+    return {owner(n) for n in targets}

@@ -52,11 +52,11 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     done, waiting = [], [product]
     while waiting:
         each = waiting.pop(0)
-        found = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
-        if found is None:
+        rewritten = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
+        if rewritten is None:
             done.append(each)
         else:
-            waiting[:0] = found
+            waiting[:0] = rewritten
     return done
 
 
@@ -71,15 +71,15 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
             tokens = TokenRanges(graph, product, first, small, stacks)
             if not tokens.chosen:
                 return None
-            found = _Parts(graph, tokens).run()
+            rewritten = _Parts(graph, tokens).run()
             mutations.check_order(graph)
-            if not small or (len(found) == 1 and not _has_sizes(found[0], shape(product))):
-                return found
+            if not small or (len(rewritten) == 1 and not _has_sizes(rewritten[0], shape(product))):
+                return rewritten
             undo()  # all tokens are read
             return None
         except Conflict as conflict:
             undo()
-            log.debug("%s: stays in one, %s: %s", product, conflict.node, conflict)
+            log.debug("%s: not split, %s: %s", product, conflict.node, conflict)
     return None
 
 
@@ -207,26 +207,26 @@ class _Parts:
             if left and _has_sizes(left, sizes) and left.meta["val"].dtype == like:
                 return left  # type: ignore[no-any-return]
         for arg in zeros:
-            given = reads[arg]
-            assert isinstance(given, Rows)
-            new[arg] = self.zeros(arg, self.sizes(arg, given, begin, end))
-        made = node
+            layout = reads[arg]
+            assert isinstance(layout, Rows)
+            new[arg] = self.zeros(arg, self.sizes(arg, layout, begin, end))
+        part_node = node
         if rule.labels is None:
             (source,) = new
-            made = self.reshaped(new[source], sizes)
+            part_node = self.reshaped(new[source], sizes)
         elif any(a is not value for a, value in new.items()) or not _has_sizes(node, sizes):
-            made = self.call(
+            part_node = self.call(
                 self.target(node),
                 *(self.numbers(sizes) if i == rule.sizes else fx.map_arg(a, lambda a: new.get(a, a))
                   for i, a in enumerate(node.args)),
                 **node.kwargs,
             )  # fmt: skip
-        if not _has_sizes(made, sizes):
-            raise Conflict("is no range of its own value", node)
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        if not _has_sizes(part_node, sizes):
+            raise Conflict("is not a range of its own value", node)
+        part_node.meta["stack_trace"] = node.meta.get("stack_trace")
         if node is self.tokens.product:
-            self.products.append(made)
-        return made
+            self.products.append(part_node)
+        return part_node
 
     def target(self, node: fx.Node) -> Any:
         """Return the op to call for a range. A mean becomes a sum."""
@@ -254,7 +254,7 @@ class _Parts:
         """Return all ranges of a value, side by side."""
         rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
         if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
-            raise Conflict("works on all of what should exist in ranges only", reader)
+            raise Conflict("needs all tokens at once, but would exist in ranges only", reader)
         if self.tokens.mask is not None and len(intervals) > 1:
             return self.put_back(node, rows)
         sizes, dim, places = _in_one_dimension(node, rows, [0, *(end for _, end in intervals)])
@@ -263,15 +263,15 @@ class _Parts:
             part = self.part(node, begin, end)
             part = part or self.zeros(node, self.sizes(node, rows, begin, end))
             parts.append(self.reshaped(part, [*sizes[:dim], last - first, *sizes[dim + 1 :]]))
-        made = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
-        return self.reshaped(made, shape(node))
+        joined = parts[0] if len(parts) == 1 else self.call(_ATEN.cat.default, parts, dim)
+        return self.reshaped(joined, shape(node))
 
     def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
         """Return the tokens that a mask keeps at their places, between zeros."""
         (begin, end), left_out = self.tokens.intervals(node)
         part, sizes = self.part(node, begin, end), shape(node)
         if self.part(node, *left_out) is not None:
-            raise Conflict("is read where a mask leaves tokens out", node)
+            raise Conflict("is read where a mask drops tokens", node)
         whole = self.zeros(node, self.seen(node, rows))
         if part is not None:
             part = self.reshaped(part, [*sizes[: rows.lo], end, *sizes[rows.hi :]])
@@ -282,7 +282,7 @@ class _Parts:
         """Return the sizes of a value with the dimensions of the mask for its tokens."""
         sizes, mask = shape(node), self.tokens.mask
         if mask is None or not same(rows.per * rows.outer, 1):
-            raise Conflict("keeps parts of groups", node)
+            raise Conflict("keeps parts of groups of tokens", node)
         return [*sizes[: rows.lo], *shape(mask), *sizes[rows.hi :]]
 
     def indices(self, rows: Rows) -> list[fx.Node | None]:
@@ -294,20 +294,20 @@ class _Parts:
         All ops that index with the mask then read these vectors.
         """
         call, value, symbols = self.graph.call_function, mask.meta["val"], dict[Any, Any]()
-        found = call(_ATEN.nonzero.default, (mask,))
+        places = call(_ATEN.nonzero.default, (mask,))
         with value.fake_mode:
-            found.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
-        vectors = [self.call(_ATEN.select.int, found, 1, i) for i in range(value.dim())]
+            places.meta["val"] = value.new_empty(self.tokens.kept, value.dim(), dtype=torch.int64)
+        vectors = [self.call(_ATEN.select.int, places, 1, i) for i in range(value.dim())]
         for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
-            given: Any = user.args[1]
-            each = (vectors if index is mask else [index] for index in given)
+            indices: Any = user.args[1]
+            each = (vectors if index is mask else [index] for index in indices)
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
         if symbols:  # a size known at run time only is known from this node on
             from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
 
             path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
-            found.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
+            places.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
         return vectors
 
     def zeros(self, like: fx.Node, sizes: list[Size]) -> fx.Node:
@@ -325,7 +325,7 @@ class _Parts:
         if not _is_all(node, rows, begin, end):
             if self.tokens.mask is not None:
                 if not same(begin, 0):
-                    raise Conflict("is read where a mask leaves tokens out", node)
+                    raise Conflict("is read where a mask drops tokens", node)
                 split = self.reshaped(node, self.seen(node, rows))
                 part = self.call(_ATEN.index.Tensor, split, self.indices(rows))
             else:

@@ -1,4 +1,4 @@
-"""Reorders tokens where each of them is a few numbers.
+"""Reorders tokens while they are small, before an op makes them large.
 
 Mixup adds targets to the same targets in another order, `q.flip(0)` or `q[order]`. A chunk cannot
 take its part of such a tensor. But the op commutes with all ops that work on each token alone, so
@@ -30,18 +30,18 @@ def reorder_sources(graph: fx.Graph, amplifier: fx.Node, least: int) -> None:
 
     Args:
         amplifier: tensors that depend on it, or on a matrix product, keep their order.
-        least: elements of the largest tensor that is small.
+        least: tensors with more elements than this are large.
     """
     starts = [amplifier, *(n for n in graph.nodes if is_product(n))]
-    after, found = {*starts, *reached(starts)}, list[fx.Node]()
+    after, moved = {*starts, *reached(starts)}, list[fx.Node]()
     done: dict[tuple[fx.Node, int, str], fx.Node] = {}
     for node in list(graph.nodes):
         if node not in after and numel(node) > least and _is_order(node):
-            found += _each_alone(graph, node)
-    if not found:
+            moved += _each_alone(graph, node)
+    if not moved:
         return
-    while found:
-        node = found.pop()
+    while moved:
+        node = moved.pop()
         source, dim, order = _order(node)
         sources = _sources(source, dim)
         if sources is None:
@@ -54,10 +54,10 @@ def reorder_sources(graph: fx.Graph, amplifier: fx.Node, least: int) -> None:
             if key not in done:
                 done[key] = _reordered(call, node, arg, place)
                 if numel(arg) > least:
-                    found.append(done[key])
+                    moved.append(done[key])
             new[arg] = done[key]
-        given: Any = fx.map_arg((source.args, source.kwargs), functools.partial(_replaced, new))
-        node.replace_all_uses_with(call(source.target, *given[0], **given[1]))
+        call_args: Any = fx.map_arg((source.args, source.kwargs), functools.partial(_replaced, new))
+        node.replace_all_uses_with(call(source.target, *call_args[0], **call_args[1]))
     retire(graph)
     sort(graph)
 
@@ -75,8 +75,12 @@ def _is_order(node: fx.Node) -> bool:
         return shape(node) == shape(args[0])
     if name_of(node) != "aten.index.Tensor" or shape(node) != shape(args[0]):
         return False
-    given = [index for index in args[1] if index is not None]
-    return len(given) == 1 and len(shape(given[0])) == 1 and given[0].meta["val"].dtype.is_signed
+    index_list = [index for index in args[1] if index is not None]
+    return (
+        len(index_list) == 1
+        and len(shape(index_list[0])) == 1
+        and index_list[0].meta["val"].dtype.is_signed
+    )
 
 
 def _each_alone(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
@@ -84,21 +88,21 @@ def _each_alone(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     x, dims = node.args[:2]
     if name_of(node) not in _FLIPS or len(dims) == 1:  # type: ignore[arg-type]
         return [node]
-    call, found = Calls(graph, node, before=node), list[fx.Node]()
+    call, reordered = Calls(graph, node, before=node), list[fx.Node]()
     for dim in dims:  # type: ignore[union-attr]
-        found.append(call(node.target, found[-1] if found else x, [dim]))
-    if found:
-        node.replace_all_uses_with(found[-1])
-    return found
+        reordered.append(call(node.target, reordered[-1] if reordered else x, [dim]))
+    if reordered:
+        node.replace_all_uses_with(reordered[-1])
+    return reordered
 
 
 def _order(node: fx.Node) -> tuple[fx.Node, int, Any]:
     """Return the reordered value, its dimension, and the indices, or the op itself for a flip."""
-    x, given = list[Any](node.args)[:2]
+    x, indices = list[Any](node.args)[:2]
     if name_of(node) in _FLIPS:
-        return x, given[0] % len(shape(x)), node.target
-    (dim,) = (d for d, index in enumerate(given) if index is not None)
-    return x, dim, given[dim]
+        return x, indices[0] % len(shape(x)), node.target
+    (dim,) = (d for d, index in enumerate(indices) if index is not None)
+    return x, dim, indices[dim]
 
 
 def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
@@ -121,7 +125,7 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
         labelled = rule.labels(node)
     except Conflict:
         return None
-    label, found = labelled.out[dim], dict[fx.Node, int]()
+    label, sources = labelled.out[dim], dict[fx.Node, int]()
     if label is None:
         return None
     for arg, each in labelled.args.items():
@@ -129,12 +133,12 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
         if any(other != place for other in others):
             return None
         if place is not None:
-            found[arg] = place
-    return found
+            sources[arg] = place
+    return sources
 
 
 def _reordered(call: Calls, node: fx.Node, arg: fx.Node, dim: int) -> fx.Node:
-    """Return an argument in the order that an op makes, along one of its dimensions."""
+    """Return an argument, reordered along a dimension as op `node` reorders its input."""
     _, _, order = _order(node)
     if isinstance(order, fx.Node):
         return call(_ATEN.index.Tensor, arg, [*[None] * dim, order])

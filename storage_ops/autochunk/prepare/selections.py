@@ -25,28 +25,28 @@ class Link(NamedTuple):
 
 def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
     """Return the dimension along which an op selects, and the links. None for any other op."""
-    given: Any = node.args
-    found: tuple[int, list[Link]] | None = None
+    args: Any = node.args
+    choice: tuple[int, list[Link]] | None = None
     if name_of(node) == "aten.cat.default":
-        found = _put_together(node, given[0])
+        choice = _put_together(node, args[0])
     elif name_of(node) == "aten.constant_pad_nd.default":
-        found = _padded(node, *given[:2])
+        choice = _padded(node, *args[:2])
     elif name_of(node) in ("aten.slice.Tensor", "aten.slice_scatter.default"):
-        found = _cut_out(node, given[0])
-    return found and (found[0], [x for x in found[1] if not same(x.begin, x.end)])
+        choice = _cut_out(node, args[0])
+    return choice and (choice[0], [x for x in choice[1] if not same(x.begin, x.end)])
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
     """Return the mask and first dimension of an op that selects by a mask, or undoes that."""
-    given: Any = node.args
+    args: Any = node.args
     if name_of(node) == "aten.index_put.default":
-        known = is_zero(given[0])
+        known = is_zero(args[0])
     else:
         known = name_of(node) == "aten.index.Tensor"
-    if not known or any(index is not None for index in given[1][:-1]):
+    if not known or any(index is not None for index in args[1][:-1]):
         return None
-    mask = given[1][-1]
-    return (len(given[1]) - 1, mask) if mask.meta["val"].dtype == torch.bool else None
+    mask = args[1][-1]
+    return (len(args[1]) - 1, mask) if mask.meta["val"].dtype == torch.bool else None
 
 
 def _put_together(node: fx.Node, sources: list[fx.Node]) -> tuple[int, list[Link]]:

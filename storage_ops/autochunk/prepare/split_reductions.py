@@ -44,8 +44,8 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     if name not in {*_EXTREME, *_TRUTH, *_VARIANCE}:
         return False
     x: Any = node.args[0]
-    given = argument(node, 1, "dim", None)
-    dims, keep = dims_of(given, len(shape(x))), bool(argument(node, 2, "keepdim", False))
+    dims_arg = argument(node, 1, "dim", None)
+    dims, keep = dims_of(dims_arg, len(shape(x))), bool(argument(node, 2, "keepdim", False))
     if name in _VARIANCE:
         keep = bool(node.kwargs.get("keepdim", False))
     rank = 0
@@ -59,26 +59,26 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     call = Calls(graph, x)
     if name in _EXTREME:
         op: Any = _EXTREME[name]
-        made = call(op, call(op, x, [last], True), dims, keep)
+        result = call(op, call(op, x, [last], True), dims, keep)
         if rank:
-            made = call(_ATEN.reshape.default, made, [1] * rank)
+            result = call(_ATEN.reshape.default, result, [1] * rank)
     elif name in _TRUTH:
         op = _TRUTH[name]
         each = call(op.dim, x, last, True)
-        made = call(op.default, each) if name.endswith("default") else call(
+        result = call(op.default, each) if name.endswith("default") else call(
             op.dims, each, dims, keep
         )  # fmt: skip
     else:
         try:
             size = SizeNodes(call, sizes)
-            made = _variance(call, size, x, node, dims, keep)
+            result = _variance(call, size, x, node, dims, keep)
         except Conflict:
             return False
-    if isinstance(made, fx.Node):
-        node.replace_all_uses_with(made)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
         return True
     for user in list(node.users):
-        user.replace_all_uses_with(made[user.args[1]])
+        user.replace_all_uses_with(result[user.args[1]])
     return True
 
 
@@ -104,8 +104,8 @@ def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
     token = call(place, each, 0, True)
     chosen = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, chosen, 0, token), 0)
     token = call(_ATEN.squeeze.dim, token, 0)
-    made = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, token, classes), chosen)
-    node.replace_all_uses_with(made)
+    position = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, token, classes), chosen)
+    node.replace_all_uses_with(position)
     return True
 
 
@@ -131,15 +131,15 @@ def _variance(
     correction: Any = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     if not isinstance(count, int):
-        raise Conflict("has a count without a number")
+        raise Conflict("divides by a symbolic number of elements")
     # A negative count, or none, is a division by zero, as in the op itself.
-    found = call(_ATEN.div.Tensor, total, max(count - correction, 0))
-    found = call(torch.ops.prims.convert_element_type.default, found, dtype)
+    variance = call(_ATEN.div.Tensor, total, max(count - correction, 0))
+    variance = call(torch.ops.prims.convert_element_type.default, variance, dtype)
     if "var_mean" not in name_of(node):
-        return found
+        return variance
     if not keep:
-        center = call(_ATEN.reshape.default, center, [size(s) for s in shape(found)])
-    return found, call(torch.ops.prims.convert_element_type.default, center, dtype)
+        center = call(_ATEN.reshape.default, center, [size(s) for s in shape(variance)])
+    return variance, call(torch.ops.prims.convert_element_type.default, center, dtype)
 
 
 def _below_views(node: fx.Node) -> fx.Node:

@@ -107,25 +107,25 @@ class TokenRanges:
             try:
                 chosen = self._choice(node, known[0], rows)
                 if chosen is None:
-                    found = self._masked(node, known[0]) or follow(node, known[0], rows)
+                    arg_rows = self._masked(node, known[0]) or follow(node, known[0], rows)
                 elif self.mask is not None:
                     continue  # in a later attempt
                 elif not (self.small or self.is_wide(known[0], rows)):
                     continue  # it reads all of them
                 elif link:
-                    found = self._linked(node, *chosen)
+                    arg_rows = self._linked(node, *chosen)
                 else:
                     self.sliced = True
                     rows, dim, _ = chosen
                     outer = math.prod(shape(known[0])[rows.lo : dim])
                     self.outer = max(self.outer, outer, key=hint)
-                    found = canonical(rows, shape(node))
+                    arg_rows = canonical(rows, shape(node))
             except Conflict as conflict:
                 log.debug("%s: %s", node, conflict)
                 continue
-            if isinstance(found, Rows):
-                self.rows[node] = found
-            elif isinstance(found, Partial) and link:
+            if isinstance(arg_rows, Rows):
+                self.rows[node] = arg_rows
+            elif isinstance(arg_rows, Partial) and link:
                 self.sums[node] = known[0]
 
     def _pull(self) -> None:
@@ -138,10 +138,10 @@ class TokenRanges:
                     if arg in self.rows or arg.op != "call_function" or isinstance(rows, Spread):
                         continue
                     if self.is_wide(arg, rows):
-                        chosen, found = self._choice(arg, arg, rows), canonical(rows, shape(arg))
+                        chosen, arg_rows = self._choice(arg, arg, rows), canonical(rows, shape(arg))
                         if chosen and self.mask is not None:
                             continue
-                        self.rows[arg] = self._linked(arg, *chosen) if chosen else found
+                        self.rows[arg] = self._linked(arg, *chosen) if chosen else arg_rows
             except Conflict as conflict:
                 log.debug("%s: %s", node, conflict)
 
@@ -149,24 +149,24 @@ class TokenRanges:
         self, node: fx.Node, arg: fx.Node, rows: Rows
     ) -> tuple[Rows, int, list[Link]] | None:
         """Return the tokens of an argument that an op selects, the dimension, and the links."""
-        found = choice_of(node)
-        if found is None or rows.lo <= found[0] < rows.hi:
-            return found and (rows, *found)
-        dim, sizes = found[0], shape(arg)
+        choice = choice_of(node)
+        if choice is None or rows.lo <= choice[0] < rows.hi:
+            return choice and (rows, *choice)
+        dim, sizes = choice[0], shape(arg)
         if name_of(node) == "aten.cat.default" and self.stacks:
             return None
         if dim < rows.lo and all(same(s, 1) for s in sizes[dim : rows.lo]):
-            return replace(rows, lo=dim), *found  # one sequence among several
+            return replace(rows, lo=dim), *choice  # one sequence among several
         if same(sizes[dim], 1) and same(length(arg, rows), 1):
-            return replace(rows, lo=dim, hi=dim + 1), *found  # one token
+            return replace(rows, lo=dim, hi=dim + 1), *choice  # one token
         return None
 
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
         """Return where the tokens are after an op keeps those of a mask, or puts them in zeros."""
-        found = mask_of(node)
-        if found is None or self.product in leading_to([found[1]]):
+        masked = mask_of(node)
+        if masked is None or self.product in leading_to([masked[1]]):
             return None
-        (lo, mask), rows = found, self.rows[arg]
+        (lo, mask), rows = masked, self.rows[arg]
         if self.sliced:
             self.aside[mask] = arg
             return None
@@ -175,26 +175,26 @@ class TokenRanges:
         count = shape(node if taken else arg)[lo]
         if self.mask is None and taken:
             self.mask, self.kept = mask, count
-        given = canonical(every if taken else kept, shape(arg))
-        if mask is not self.mask or not equal(canonical(rows, shape(arg)), given):
+        mask_rows = canonical(every if taken else kept, shape(arg))
+        if mask is not self.mask or not equal(canonical(rows, shape(arg)), mask_rows):
             raise Conflict("keeps other tokens, or parts of them", node)
         end = math.prod(shape(mask))
         links = [Link(0, count, arg, 0), *([] if taken else [Link(count, end, None, 0)])]
-        self.links[node] = given, links
+        self.links[node] = mask_rows, links
         return canonical(kept if taken else every, shape(node))
 
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):
-            raise Conflict("chooses along another dimension")
+            raise Conflict("selects along another dimension")
         if not links:
             raise Conflict("works on no tokens")
         inner = math.prod(shape(node)[dim + 1 : rows.hi])
 
         def token(index: Size) -> Size:
-            found = quotient(index * inner, rows.per)
-            if not same(found * rows.per, index * inner):
+            token_index = quotient(index * inner, rows.per)
+            if not same(token_index * rows.per, index * inner):
                 raise Conflict("drops parts of tokens")
-            return found
+            return token_index
 
         self.links[node] = (
             replace(rows, lo=dim),
@@ -215,15 +215,15 @@ class TokenRanges:
         if rule.labels is None:
             (source,) = tensors(node)
             return {source: self.rows.get(source) or reshape(rows, shape(node), shape(source))}
-        labelled, found = rule.labels(node), dict[fx.Node, Rows | Spread]()
+        labelled, layout_of = rule.labels(node), dict[fx.Node, Rows | Spread]()
         labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
         for arg, each in labelled.args.items():
             layouts = [read(node, arg, row, labels, rows) for row in each]
             if any(not equal(x, layouts[0]) for x in layouts[1:]):
-                raise Conflict(f"reads {arg} in two ways", node)
+                raise Conflict(f"reads {arg} with two layouts", node)
             if isinstance(layouts[0], (Rows, Spread)):
-                found[arg] = layouts[0]
-        return found
+                layout_of[arg] = layouts[0]
+        return layout_of
 
     def is_wide(self, node: fx.Node, rows: Rows) -> bool:
         """Return True if a value has many numbers for each token."""
@@ -267,10 +267,10 @@ class TokenRanges:
                 continue
             known = less(0, new) and less(new, end) and all(less(new, p) for p in cuts[place:])
             if not known and self.mask is None:
-                raise Conflict("is cut into ranges whose order is not known", node)
+                raise Conflict("is split into ranges in an unknown order", node)
             cuts.insert(place, new)
         if len(cuts) >= _MOST:
-            raise Conflict(f"is cut into more than {_MOST} ranges", node)
+            raise Conflict(f"is split into more than {_MOST} ranges", node)
         return len(cuts) > before
 
 

@@ -132,17 +132,17 @@ class Body:
             rows = layout.rows if isinstance(layout, Spread) else layout
             if not isinstance(rows, Rows):
                 continue
-            found = self.graph.call_method("size", (placeholder, rows.hi - 1))
+            size_node = self.graph.call_method("size", (placeholder, rows.hi - 1))
             if same(rows.per, per):
-                return found
+                return size_node
             if not same(rows.per, 1):
                 divisor = self._int(self.builder.size(rows.per))
-                found = self.graph.call_function(operator.floordiv, (found, divisor))
+                size_node = self.graph.call_function(operator.floordiv, (size_node, divisor))
             if not same(per, 1):
                 factor = self._int(self.builder.size(per))
-                found = self.graph.call_function(operator.mul, (found, factor))
-            return found
-        raise Conflict("no input has rows")
+                size_node = self.graph.call_function(operator.mul, (size_node, factor))
+            return size_node
+        raise Conflict("none of its inputs has a dimension of tokens")
 
     def _copy(self, node: fx.Node) -> None:
         rule, layout = rule_of(node), self.span.layouts[node]
@@ -151,7 +151,7 @@ class Body:
         def take(arg: fx.Node) -> Any:
             if not is_tensor(arg):
                 if not isinstance(arg.meta.get("val"), (int, torch.SymInt)):
-                    raise Conflict(f"reads {arg}, which is no tensor and no size", node)
+                    raise Conflict(f"reads {arg}, which is neither a tensor nor a size", node)
                 return self._int(arg)
             if self.span.reads_inside(arg, reads[arg]):
                 return self.env[arg]
@@ -275,26 +275,26 @@ def _formed(
 
 def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int | None:
     """Let a value overwrite a product. Return the value's index, or None."""
-    graph, layouts, found = body.graph, body.span.layouts, None
+    graph, layouts, overwritten = body.graph, body.span.layouts, None
     place = body.env[amplifier]
     for i, node in enumerate(body.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
         sized = sized and equal(layouts[node], layouts[amplifier]) and i not in taken
-        if found is None and sized and value.dtype == like.dtype:
-            found = i
+        if overwritten is None and sized and value.dtype == like.dtype:
+            overwritten = i
         elif _is_view(body.env[node], place):
             return None  # and would change with it
-    if found is None or any(_is_view(body.env[body.values[found]], body.env[n])
+    if overwritten is None or any(_is_view(body.env[body.values[overwritten]], body.env[n])
                             for n in body.span.amplifiers if n in body.env):  # fmt: skip
         return None
     (end,) = (n for n in graph.nodes if n.op == "output")
     values: Any = end.args[0]
     with graph.inserting_before(end):
-        written = graph.call_function(torch.ops.aten.copy_.default, (place, values[found]))
+        written = graph.call_function(torch.ops.aten.copy_.default, (place, values[overwritten]))
     written.meta["val"] = place.meta["val"]
-    end.args = ([written if i == found else v for i, v in enumerate(values)],)
-    return found
+    end.args = ([written if i == overwritten else v for i, v in enumerate(values)],)
+    return overwritten
 
 
 def _is_view(node: fx.Node, of: fx.Node) -> bool:

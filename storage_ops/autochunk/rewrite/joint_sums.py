@@ -47,7 +47,7 @@ def add_up(graph: fx.Graph, terms: list[Term]) -> None:
 def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
     """Return the sums of terms that are read nowhere else."""
     known = {t.value: [t] for t in terms if shape(t.raw)}
-    found: dict[fx.Node, list[Term]] = {}
+    terms_of: dict[fx.Node, list[Term]] = {}
     for node in graph.nodes:
         if name_of(node) != "aten.add.Tensor" or node.kwargs:
             continue
@@ -55,10 +55,10 @@ def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
         group = [term for part in parts for term in part]
         alike = {(t.kind, t.raw.meta["val"].dtype, str(shape(t.raw))) for t in group}
         if len(parts) == 2 and all(parts) and len(alike) == 1 and len(set(group)) == len(group):
-            known[node] = found[node] = group
+            known[node] = terms_of[node] = group
             for arg in node.all_input_nodes:
-                found.pop(arg, None)
-    return {total: group for total, group in found.items() if _only_read_by(total, group, graph)}
+                terms_of.pop(arg, None)
+    return {total: group for total, group in terms_of.items() if _only_read_by(total, group, graph)}
 
 
 def _only_read_by(total: fx.Node, group: list[Term], graph: fx.Graph) -> bool:
@@ -67,13 +67,13 @@ def _only_read_by(total: fx.Node, group: list[Term], graph: fx.Graph) -> bool:
 
 def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]]]:
     """Group the sums: those of the same ops go together."""
-    found: list[dict[fx.Node, list[Term]]] = []
+    groups: list[dict[fx.Node, list[Term]]] = []
     for total, group in sums.items():
         calls = {t.call for t in group}
-        near = [s for s in found if calls & {t.call for g in s.values() for t in g}]
-        found = [s for s in found if s not in near]
-        found.append({k: v for s in [*near, {total: group}] for k, v in s.items()})
-    return found
+        near = [s for s in groups if calls & {t.call for g in s.values() for t in g}]
+        groups = [s for s in groups if s not in near]
+        groups.append({k: v for s in [*near, {total: group}] for k, v in s.items()})
+    return groups
 
 
 def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term]]) -> None:
@@ -82,8 +82,8 @@ def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term
     sizes: dict[int, list[Any]] = {}
     programs: list[Program] = []
     for call in calls:
-        given: Any = call.args
-        flat, own = list(given[2]), decode(given[4])
+        call_args: Any = call.args
+        flat, own = list(call_args[2]), decode(call_args[4])
         for index, (spec, *_) in enumerate(results_of(own)):
             place = places.setdefault((call, index), len({*places.values()}))
             sizes[place], flat = flat[: spec.rank], flat[spec.rank :]
@@ -93,8 +93,8 @@ def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term
     joined: list[Any] = [[x for call in calls for x in call.args[i]] for i in (0, 1, 3)]  # type: ignore[union-attr]
     flat = [s for place in range(len(sizes)) for s in sizes[place]]
     target: Any = calls[0].target
-    made = builder.call(target, *joined[:2], flat, joined[2], encode(programs))
-    results = {p: builder.call(operator.getitem, made, p) for p in sizes}
+    united = builder.call(target, *joined[:2], flat, joined[2], encode(programs))
+    results = {p: builder.call(operator.getitem, united, p) for p in sizes}
     for total, (first, *_) in sums.items():
         steps, node = [], first.value
         while node is not first.raw:

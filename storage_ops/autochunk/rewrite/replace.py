@@ -93,8 +93,8 @@ def rewrite(
             formed,
             over,
         )
-        held, inside = group_bytes(span, body, program)
-        program = program._replace(group_bytes=held, block_bytes=inside)
+        live_bytes, inside = group_bytes(span, body, program)
+        program = program._replace(group_bytes=live_bytes, block_bytes=inside)
         sizes = [builder.size(s) for n in outputs for s in shape(n)]
         call = builder.call(
             torch.ops.storage_ops._chunked_span.default,
@@ -126,11 +126,11 @@ def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
         for arg, layout, _ in body.inputs  # each chunk copies its rows of them
         if isinstance(layout, Rows) and not are_one(arg.meta["val"], layout.lo, layout.hi)
     }
-    groups, held = max(hint(span.groups), 1), sum(map(nbytes, kept))
+    groups, live_bytes = max(hint(span.groups), 1), sum(map(nbytes, kept))
     largest = max(map(numel, span.amplifiers))
     if not program.in_blocks and any(numel(n) > largest for n in body.env if n in span.large):
-        held = max(held, whole)  # logits that are interpolated are no product
-    return -(-held // groups), -(-inside // groups)
+        live_bytes = max(live_bytes, whole)  # logits that are interpolated are no product
+    return -(-live_bytes // groups), -(-inside // groups)
 
 
 def _replace(

@@ -78,24 +78,25 @@ def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callab
     def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
         return torch.compile(graph, dynamic=None if dynamic else False)
 
-    ways, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
+    versions, over = [], [(i, value) for i, value in enumerate(program.over) if value is not None]
     if not over or torch.__version__ >= "2.12":
-        ways.append(compiled(body))
+        versions.append(compiled(body))
     if over:
-        ways.append(_overwriting(compiled(_without_copy(program)), over))
-    ways.append(decode_graph(program.body))
+        versions.append(_overwriting(compiled(_without_copy(program)), over))
+    versions.append(decode_graph(program.body))
 
     def run(*args: Any) -> Any:
         while True:
             try:
-                return ways[0](*args)
+                return versions[0](*args)
             except torch._dynamo.exc.TorchDynamoException as error:
-                if len(ways) == 1:
+                if len(versions) == 1:
                     raise
-                del ways[0]
-                if len(ways) == 1:
+                del versions[0]
+                if len(versions) == 1:
                     warnings.warn(
-                        f"storage_ops.autochunk: chunks run uncompiled, which failed: {error}",
+                        "storage_ops.autochunk: compiling a chunk failed, so chunks run "
+                        f"uncompiled: {error}",
                         stacklevel=2,
                     )
 
@@ -178,10 +179,10 @@ def chunked_span(
             numbers, ints = ints[: p.num_ints], ints[p.num_ints :]
             cuts = [Input(t, c, 1 if c is None else _number(c.per, numbers))
                     for t, c in zip(own, p.inputs, strict=True)]  # fmt: skip
-            ends, given = p.bounds(count), [(t.shape, t.element_size()) for t in own]
+            ends, own_sizes = p.bounds(count), [(t.shape, t.element_size()) for t in own]
             for spec in p.outputs:
                 shape, alone = shapes[spec.place], len(of_result[spec.place]) == 1
-                if alone and len(ends) > 2 and p.waits(spec, shape, given):
+                if alone and len(ends) > 2 and p.waits(spec, shape, own_sizes):
                     assert spec.factors is not None
                     cut = cuts[spec.factors[1].place]
                     waiting = Waiting(spec, shape, cut.per, cut.tensor, len(ends) - 1)
@@ -217,17 +218,17 @@ class _Run:
 
         Each such sum also learns which other results have the same factors.
         """
-        p, found = self.program, dict[int, Waiting]()
+        p, waiting = self.program, dict[int, Waiting]()
         for held, result in self.results:
             product = p.holds_product(held)
-            if isinstance(result, Waiting) and product is not None and product not in found:
-                found[product] = result
+            if isinstance(result, Waiting) and product is not None and product not in waiting:
+                waiting[product] = result
                 for spec, other in self.results:
                     if isinstance(other, Result) and p.shares_factor(spec) == product:
                         assert spec.factors is not None
                         right = self.cuts[spec.factors[1].place].tensor
                         result.others.append((other, right))
-        return found
+        return waiting
 
     def __call__(self, ends: list[int]) -> None:
         """Work through the groups between these places."""
@@ -279,8 +280,8 @@ class _Run:
 
     def _multiply(self, values: list[Tensor], tensors: list[Tensor], begin: int, end: int) -> None:
         def factor(f: Factor) -> Tensor:
-            found = (values if f.source == "value" else tensors)[f.place]
-            return found.t() if f.transposed else found
+            operand = (values if f.source == "value" else tensors)[f.place]
+            return operand.t() if f.transposed else operand
 
         for spec, result in self.products:
             assert spec.factors is not None

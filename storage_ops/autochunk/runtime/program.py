@@ -148,8 +148,8 @@ class Program(NamedTuple):
     @property
     def num_ints(self) -> int:
         """Return how many integers the body takes."""
-        given = [kind for kind, *_ in self.body if kind == "input"]
-        return len(given) - len(self.inputs) - len(self.formed)
+        inputs = [kind for kind, *_ in self.body if kind == "input"]
+        return len(inputs) - len(self.inputs) - len(self.formed)
 
 
 def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
@@ -189,10 +189,10 @@ def _output(rows: Any, rank: int, dtype: str, value: Any, factors: Any, place: i
 
 def results_of(programs: Sequence[Program]) -> list[list[Output]]:
     """Return the outputs of each result."""
-    found: dict[int, list[Output]] = {}
+    outputs: dict[int, list[Output]] = {}
     for output in (o for p in programs for o in p.outputs):
-        found.setdefault(output.place, []).append(output)
-    return [found[place] for place in range(len(found))]
+        outputs.setdefault(output.place, []).append(output)
+    return [outputs[place] for place in range(len(outputs))]
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:
@@ -236,7 +236,10 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
         return {"float": item.hex()}  # exact, and inf and nan too
     if item is None or isinstance(item, (bool, int, str)):
         return item
-    raise TypeError(f"an argument of type {type(item).__name__} in a chunk")
+    raise TypeError(
+        f"A chunk has an argument of type {type(item).__name__}. Expected a node, a number, text, "
+        "None, a device, a dtype, or a container of them."
+    )
 
 
 def _decode(item: object, nodes: list[fx.Node]) -> Any:

@@ -61,7 +61,10 @@ class OutputDiscardChain:
 
     def __enter__(self) -> OutputDiscardChain:
         if self._open:
-            fail("an OutputDiscardChain was entered within its own with block; use another one")
+            fail(
+                "an OutputDiscardChain was entered inside its own with block. Use another chain "
+                "there."
+            )
         self._open = True
         # Where no call is a region there is nobody to find.
         plain = torch.compiler.is_compiling() or regions.tracing()
@@ -98,7 +101,10 @@ class OutputDiscardChain:
             RuntimeError: called outside of the chain's with block.
         """
         if not self._open:
-            fail("checkpoint() of an OutputDiscardChain was called outside of its with block")
+            fail(
+                "checkpoint() of an OutputDiscardChain was called outside of its with block. Call "
+                "it inside."
+            )
         return self.run(fn, args, kwargs)
 
     def run(

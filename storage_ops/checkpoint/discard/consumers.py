@@ -148,8 +148,8 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
             names = _users(region, output, blocks)
             fail(
                 f"output {entry.index} of {region.name} is also saved by {names}, outside of "
-                "consumer(); every use that autograd saves must run inside of it before the "
-                "discard; nothing was freed"
+                "consumer(). Nothing was freed. Run every op that saves the output inside "
+                "consumer(), before the discard."
             )
         entry.is_referenced = True
 
@@ -163,7 +163,7 @@ def _users(region: Region, output: Tensor | None, blocks: Iterable[ConsumerHooks
     """Names of the nodes that read an output outside of the blocks, as far as they can be found."""
     target = None if output is None else output.grad_fn
     covered = [(block.start, block.end) for block in blocks]
-    found: set[str] = set()
+    users: set[str] = set()
     seen: set[Node] = set()
     stack = [t.grad_fn for t in _live_tensors() if t.grad_fn is not None]
     while stack and target is not None:
@@ -174,6 +174,6 @@ def _users(region: Region, output: Tensor | None, blocks: Iterable[ConsumerHooks
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         number = node._sequence_nr()
         if target in parents and not any(a <= number < b for a, b in covered):
-            found.add(node.name())
+            users.add(node.name())
         stack += parents
-    return " and ".join(sorted(found)) or "something"
+    return " and ".join(sorted(users)) or "something"

@@ -82,9 +82,9 @@ class Containers:
             before: what `count` returned. A container that is not in there had one holder, the
                 caller, be it a variable or an attribute; one in another container had none.
         """
-        found: set[int] = set()
+        keys: set[int] = set()
         if not self._all:
-            return found
+            return keys
         now, names = self.count(), self._names()
         for value in self._all:
             at = id(value)
@@ -93,8 +93,8 @@ class Containers:
             else:
                 is_stored = now[at].holders > 0 and (names[at] > 1 or at in self._inner)
             if is_stored:
-                found.update(k for leaf in tree_leaves(value) if (k := storage_key(leaf)))
-        return found
+                keys.update(k for leaf in tree_leaves(value) if (k := storage_key(leaf)))
+        return keys
 
     def taken(self, t: Tensor | None, before: dict[int, Counts]) -> int:
         """Return how many times the containers do not hold an item any more that they held before.

@@ -87,7 +87,7 @@ class OutputDiscardCheckpoint:
             that differs. "none" does not compare saved tensors.
         debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
-        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+        context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute, such as those of `create_selective_checkpoint_contexts`.
         retain_input_tensors: an argument of Megatron-LM's class. Outputs that share memory with an
             input are kept whatever it is.
@@ -127,18 +127,18 @@ class OutputDiscardCheckpoint:
     ) -> None:
         if fp8:
             raise TypeError(
-                f"OutputDiscardCheckpoint: fp8 is {fp8!r}; expected None, and a context_fn whose "
-                "second context is the recompute phase of TransformerEngine"
+                f"OutputDiscardCheckpoint: `fp8` is {fp8!r}. Expected None. Pass a context_fn "
+                "whose second context is the recompute phase of TransformerEngine."
             )
         if ckpt_manager is not None:
             raise TypeError(
-                f"OutputDiscardCheckpoint: ckpt_manager is {ckpt_manager!r}; expected None, and "
-                "regions that feed one another in an OutputDiscardChain"
+                f"OutputDiscardCheckpoint: `ckpt_manager` is {ckpt_manager!r}. Expected None. Use "
+                "an OutputDiscardChain for regions that feed one another."
             )
         if determinism_check not in CHECKS:
             raise ValueError(
-                f"OutputDiscardCheckpoint: determinism_check is {determinism_check!r}; "
-                f"expected one of {CHECKS}"
+                f"OutputDiscardCheckpoint: `determinism_check` is {determinism_check!r}. Expected "
+                f"one of {CHECKS}."
             )
         self.options = Options(preserve_rng_state, determinism_check, debug, context_fn)
         self._region: Region | None = None
@@ -164,8 +164,8 @@ class OutputDiscardCheckpoint:
         if self._region is not None:
             warnings.warn(
                 f"OutputDiscardCheckpoint: the output of {self._region.name} was not discarded and "
-                "stays in memory; call discard_output_and_register_recompute() or clear() after "
-                "each region",
+                "stays in memory. Call discard_output_and_register_recompute() or clear() after "
+                "each region.",
                 stacklevel=2,
             )
         self.clear()
@@ -206,8 +206,8 @@ class OutputDiscardCheckpoint:
         """
         if not self._called:
             fail(
-                "checkpoint() was not called; there is no output for "
-                "discard_output_and_register_recompute() to discard"
+                "checkpoint() was not called, so discard_output_and_register_recompute() has no "
+                "output to discard. Call checkpoint() first."
             )
         region = self._region
         if region is None:  # no grad mode, compiled, or inside another checkpoint: nothing is kept
@@ -215,19 +215,19 @@ class OutputDiscardCheckpoint:
             return
         if not hook_tensors and not self._blocks:
             fail(
-                f"no hook_tensor was given for the region {region.name}, and no consumer ran in "
-                "`with consumer():`; expected one of them, or the output would never be restored"
+                f"no `hook_tensor` was given for the region {region.name}, and no consumer ran in "
+                "`with consumer():`. One of them is needed to restore the output in backward."
             )
         for t in hook_tensors:
             if not isinstance(t, Tensor) or not (t.requires_grad or region.is_frozen):
                 fail(
-                    f"hook_tensor for the region {region.name} needs no grad; expected a tensor "
-                    "computed from its output, whose gradient triggers the recompute"
+                    f"`hook_tensor` for the region {region.name} needs no grad. Expected a tensor "
+                    "computed from its output, whose gradient triggers the recompute."
                 )
             if region.made_this(t):
                 fail(
-                    f"hook_tensor is the output of the region {region.name}, or a view of it; "
-                    "expected a tensor computed from it by its consumer"
+                    f"`hook_tensor` is the output of the region {region.name}, or a view of it. "
+                    "Expected a tensor that its consumer computes from it."
                 )
         self._discard(hook_tensors)
         for t in hook_tensors:

@@ -144,9 +144,11 @@ class ActivationCheckpointConfig:
             object.__setattr__(self, name, _list_of(name, getattr(self, name)))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
+                raise TypeError(f"`{name}` is {getattr(self, name)!r}. Expected True or False.")
         if isinstance(self.every_k, bool) or not isinstance(self.every_k, int) or self.every_k < 1:
-            raise ValueError(f"every_k is {self.every_k!r}; expected a whole number of at least 1")
+            raise ValueError(
+                f"`every_k` is {self.every_k!r}. Expected a whole number of at least 1."
+            )
         _check_choice("mode", self.mode, (None, *MODES))
         _check_choice("determinism_check", self.determinism_check, CHECKS)
         self.policies()
@@ -158,34 +160,35 @@ class ActivationCheckpointConfig:
         rules = [name for name in _RULES if getattr(self, name)]
         if self.mode == "selective" and not rules:
             raise ValueError(
-                f"mode is 'selective', but nothing says what to save; expected one of "
-                f"{', '.join(_RULES)}"
+                "`mode` is 'selective', but no option says what to save. Set one of "
+                f"{', '.join(_RULES)}."
             )
         if self.mode in ("full", "output_discard") and rules:
             raise ValueError(
-                f"mode is {self.mode!r}, which saves nothing, but {' and '.join(rules)} is given; "
-                "expected mode 'selective'"
+                f"`mode` is {self.mode!r}, which saves nothing, but {' and '.join(rules)} is "
+                "given. Set `mode` to 'selective'."
             )
         if self.use_reentrant and self.effective_mode != "full":
             raise ValueError(
-                f"use_reentrant is True with mode {self.effective_mode!r}; a reentrant checkpoint "
-                "can only save nothing. Expected use_reentrant=False"
+                f"`use_reentrant` is True with mode {self.effective_mode!r}, but a reentrant "
+                "checkpoint cannot save anything. Set use_reentrant=False."
             )
         if self.determinism_check == "checksum" and self.use_reentrant:
             raise ValueError(
-                "determinism_check is 'checksum' and use_reentrant is True, which compares "
-                "nothing; expected use_reentrant=False"
+                "`determinism_check` is 'checksum' and `use_reentrant` is True, but a reentrant "
+                "checkpoint compares nothing. Set use_reentrant=False."
             )
         if self.respect_saved_tensors_hooks and self.effective_mode != "selective":
             raise ValueError(
-                f"respect_saved_tensors_hooks is True with mode {self.effective_mode!r}, which "
-                "saves nothing; expected mode 'selective'"
+                f"`respect_saved_tensors_hooks` is True with mode {self.effective_mode!r}, which "
+                "saves nothing. Set `mode` to 'selective'."
             )
         others = [name for name in rules if name not in (*_OPS, "mm_shapes_to_recompute")]
         if saved and not others and saved <= recomputed:
             raise ValueError(
-                f"ops_to_recompute has every op of ops_to_save, {list(self.ops_to_save or ())}; "
-                "expected a policy that saves something"
+                "`ops_to_recompute` has every op of `ops_to_save`, "
+                f"{list(self.ops_to_save or ())}. Expected a policy that saves the result of at "
+                "least one op."
             )
 
     @property
@@ -197,10 +200,14 @@ class ActivationCheckpointConfig:
 
     def policies(self) -> list[Policy]:
         """Return the policy functions that `policy` names."""
-        given = self.policy
-        if given is None:
+        own_policy = self.policy
+        if own_policy is None:
             return []
-        items = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        items = (
+            own_policy
+            if isinstance(own_policy, Sequence) and not isinstance(own_policy, str)
+            else [own_policy]
+        )
         return [named_policy(item) for item in items]
 
     @staticmethod
@@ -213,15 +220,17 @@ class ActivationCheckpointConfig:
         Example:
             >>> storage_ops.ActivationCheckpointConfig.from_dict({"layer_clases": ["Block"]})
             Traceback (most recent call last):
-            ValueError: unknown key 'layer_clases'; did you mean 'layer_classes'?
+            ValueError: The config has the unknown key 'layer_clases'. Did you mean ...
         """
         if not isinstance(values, Mapping):
-            raise TypeError(f"the config is {values!r}; expected a mapping of names to values")
+            raise TypeError(f"The config is {values!r}. Expected a mapping of names to values.")
         known = [f.name for f in dataclasses.fields(ActivationCheckpointConfig)]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-                raise ValueError(f"unknown key {key!r}; did you mean {near[0]!r}?")
+                raise ValueError(
+                    f"The config has the unknown key {key!r}. Did you mean {near[0]!r}?"
+                )
         return ActivationCheckpointConfig(**values)
 
     @staticmethod
@@ -242,7 +251,9 @@ class ActivationCheckpointConfig:
         try:
             values = json.loads(_text_of(source, (".json",)))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the config is not JSON: {error}") from error
+            raise ValueError(
+                f"The config is not JSON: {error}. Expected an object of names and values."
+            ) from error
         return ActivationCheckpointConfig.from_dict(values)
 
     @staticmethod
@@ -265,7 +276,9 @@ class ActivationCheckpointConfig:
         try:
             values = yaml.safe_load(_text_of(source, (".yaml", ".yml")))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ValueError(f"the config is not YAML: {error}") from error
+            raise ValueError(
+                f"The config is not YAML. Expected a mapping of names to values. {error}"
+            ) from error
         return ActivationCheckpointConfig.from_dict(values)
 
 
@@ -280,8 +293,8 @@ def named_policy(policy: object) -> Policy:
         return NAMED[policy]
     if not callable(policy):
         raise TypeError(
-            f"policy is {policy!r}, a {type(policy).__name__}; expected one of {', '.join(NAMED)}, "
-            "or a function policy(ctx, op, *args, **kwargs)"
+            f"`policy` is {policy!r}, a {type(policy).__name__}. Expected one of "
+            f"{', '.join(NAMED)}, or a function policy(ctx, op, *args, **kwargs)."
         )
     return policy
 
@@ -292,8 +305,8 @@ def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
         return
     names = [c for c in choices if isinstance(c, str)]
     near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}{hint}")
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"`{name}` is {value!r}. Expected one of {', '.join(names)}.{hint}")
 
 
 def _list_of(name: str, value: object) -> Any:
@@ -328,7 +341,7 @@ def _name_of(name: str, item: object) -> Any:
             wants += f", such as {type(item).__name__!r}"
     elif isinstance(item, type):
         wants += "; layer_classes takes classes"
-    raise TypeError(f"{name} contains {item!r}, a {type(item).__name__}; expected {wants}")
+    raise TypeError(f"`{name}` contains {item!r}, a {type(item).__name__}. Expected {wants}.")
 
 
 def _text_of(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> str:

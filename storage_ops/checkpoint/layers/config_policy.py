@@ -61,17 +61,17 @@ def _shapes(patterns: Collection[str], model: nn.Module, field: str) -> list[tup
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear)
     }
-    found: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     for pattern in patterns:
         matching = [module for name, module in layers.items() if fnmatchcase(name, pattern)]
         if not matching:
             near = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = f" Did you mean {', '.join(near)}?" if near else ""
             raise ValueError(
-                f"{field} contains {pattern!r}, which matches the name of no linear layer{hint}"
+                f"`{field}` contains {pattern!r}, which matches the name of no linear layer.{hint}"
             )
-        found += [(module.in_features, module.out_features) for module in matching]
-    return found
+        shapes += [(module.in_features, module.out_features) for module in matching]
+    return shapes
 
 
 def qualified_name(name: str) -> str:

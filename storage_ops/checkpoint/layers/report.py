@@ -168,10 +168,10 @@ def _kept_bytes(
         places = places_of(model)
         copies = {t: imitate(t) for t in dict.fromkeys(t for *_, t in places)}
         places = [(where, name, copies[t]) for where, name, t in places]
-        given, named = tree_map_only(Tensor, imitate, (args, kwargs))
+        arguments, named = tree_map_only(Tensor, imitate, (args, kwargs))
         with scope.pretend() as pretended, torch.enable_grad(), _Storages() as storages:
             with unchanged(model, args, kwargs), replaced(places):
-                outputs = model(*given, **named)
+                outputs = model(*arguments, **named)
             nbytes: int = storages.nbytes(without=pretended.storages)
         del outputs
         return nbytes, tuple(sorted(pretended.kept_classes))

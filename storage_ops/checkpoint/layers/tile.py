@@ -70,7 +70,8 @@ class Tiling:
             if self.tiles is None:
                 fail(
                     type(module).__name__,
-                    "is compiled with a budget, which needs a run on fake tensors; expected tiles",
+                    "is compiled with a budget, which needs a run on fake tensors. Pass `tiles` "
+                    "instead of `budget`.",
                 )
             call = partial(forward, module)
             if torch.is_grad_enabled():
@@ -101,8 +102,8 @@ class Tiling:
         if not 0 <= dim < x.ndim - 1:
             fail(
                 type(module).__name__,
-                f"got an input of shape {tuple(x.shape)}, and dim is {self.dim}; expected a "
-                "dimension of it other than the last",
+                f"got an input of shape {tuple(x.shape)}, and `dim` is {self.dim}. Expected a "
+                "dimension of the input other than the last.",
                 ValueError,
             )
         return dim
@@ -162,8 +163,8 @@ def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
     if least > budget:
         fail(
             pieces.name,
-            f"takes {readable(least, up=True)} ({least} bytes) for one token, and budget is "
-            f"{readable(budget)}; expected at least that",
+            f"needs {readable(least, up=True)} ({least} bytes) for one token, and `budget` is "
+            f"{readable(budget)}. Pass a larger budget.",
             ValueError,
         )
     while low < high:
@@ -210,16 +211,16 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
                 if out.requires_grad:
                     out.backward(gradient)
 
-        found = _estimators[0](step, piece, gradient, *fakes.values())
-    return int(found.peak_bytes - found.input_bytes)
+        estimate = _estimators[0](step, piece, gradient, *fakes.values())
+    return int(estimate.peak_bytes - estimate.input_bytes)
 
 
 def _fake(shape: Sequence[int], t: Tensor) -> Tensor:
-    made = torch.empty(shape, dtype=t.dtype, device=t.device)
+    fake = torch.empty(shape, dtype=t.dtype, device=t.device)
     if t.requires_grad:
-        made.requires_grad_()
-        made.grad = torch.empty_like(made)
-    return made
+        fake.requires_grad_()
+        fake.grad = torch.empty_like(fake)
+    return fake
 
 
 class Tiled(Replaced):
@@ -301,39 +302,43 @@ def tile(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"tile: module is {module!r}, a {type(module).__name__}; expected a torch.nn.Module"
+            f"tile: `module` is {module!r}, a {type(module).__name__}. Expected a torch.nn.Module."
         )
     if (tiles is None) == (budget is None):
         raise ValueError(
-            f"tile: tiles is {tiles!r} and budget is {budget!r}; expected one of the two"
+            f"tile: `tiles` is {tiles!r} and `budget` is {budget!r}. Expected a value for exactly "
+            "one of them."
         )
     for name, value in (("tiles", tiles), ("dim", dim)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"tile: {name} is {value!r}; expected a whole number")
+            raise TypeError(f"tile: `{name}` is {value!r}. Expected a whole number.")
     if tiles is not None and tiles < 1:
-        raise ValueError(f"tile: tiles is {tiles}; expected at least 1")
+        raise ValueError(f"tile: `tiles` is {tiles}. Expected at least 1.")
     if dim == -1:
-        raise ValueError("tile: dim is -1; expected a dimension other than the last")
-    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: budget"), dim)
+        raise ValueError("tile: `dim` is -1. Expected a dimension other than the last.")
+    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: `budget`"), dim)
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        fail(name, "is a ScriptModule; expected a module in Python", TypeError)
+        fail(name, "is a ScriptModule. Expected a module in Python.", TypeError)
     parts = module if isinstance(module, nn.Sequential) else [module]
     if any(isinstance(part, nn.modules.conv._ConvNd) for part in parts):
         fail(
             name,
-            "is a convolution, whose channels are in dimension 1; expected a module with features "
-            "in the last dimension, such as nn.Linear for a convolution of kernel size 1",
+            "is a convolution, whose channels are in dimension 1. Expected a module with features "
+            "in the last dimension, such as nn.Linear for a convolution of kernel size 1.",
             TypeError,
         )
     if "forward" in vars(module):
-        fail(name, "has a forward on the instance; expected that of its class")
+        fail(
+            name,
+            "has a forward that was replaced on the instance. Expected the forward of its class.",
+        )
     now = tiling_of(module)
     if now is not None and now != how:
         fail(
             name,
-            f"is tiled already, as {now}; expected the same, {how}, or "
-            "remove_activation_checkpoint(model) first",
+            f"is tiled already, as {now}. Pass the same options ({how}), or call "
+            "remove_activation_checkpoint(model) first.",
         )
     if now is None:
         set_tiling(module, how)
@@ -372,6 +377,6 @@ def _input_of(
         return kwargs[key], lambda module, t: original(module, *args, **others, **{key: t})
     fail(
         type(module).__name__,
-        f"got {count} tensors; expected one, as the first argument or by keyword",
+        f"got {count} tensors. Expected one, as the first argument or by keyword.",
         TypeError,
     )

@@ -76,8 +76,8 @@ class Pieces:
         if any(is_lazy(t) for *_, t in places):
             fail(
                 self.name,
-                "has parameters that get their shapes in its first call; expected a call of the "
-                "module before it is tiled",
+                "has parameters whose shapes are unknown before its first call. Call the module "
+                "once before it is tiled.",
             )
         return places
 
@@ -109,15 +109,16 @@ class Pieces:
         if not isinstance(out, Tensor):
             fail(
                 self.name,
-                f"returned a {type(out).__name__}; expected one tensor with the tokens of its "
-                "input in the same dimension",
+                f"returned a {type(out).__name__}. Expected one tensor with the tokens of its "
+                "input in the same dimension.",
                 TypeError,
             )
         if out.ndim <= self.dim or out.shape[self.dim] != piece.shape[self.dim]:
             fail(
                 self.name,
                 f"returned a tensor of shape {tuple(out.shape)} for an input of shape "
-                f"{tuple(piece.shape)}; expected as many tokens in dimension {self.dim}",
+                f"{tuple(piece.shape)}. Expected the same number of tokens in dimension "
+                f"{self.dim}.",
                 ValueError,
             )
         return out
@@ -130,8 +131,8 @@ class Pieces:
                 fail(
                     self.name,
                     f"uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                    "neither its input nor a parameter of it; expected such a tensor to be one of "
-                    "its parameters, or to need no gradient",
+                    "neither its input nor a parameter of it. Make the tensor one of its "
+                    "parameters, or detach it.",
                 )
 
 
@@ -179,8 +180,8 @@ class _TiledCall:
         if self._inputs is None or self._state is None:
             fail(
                 pieces.name,
-                "is needed in a second backward pass, but the first one freed its input; use "
-                "retain_graph=True",
+                "is needed in a second backward pass, but the first one freed its input. Pass "
+                "retain_graph=True to the first.",
             )
         self._state.effects.check(pieces.name)
         writes = self._state.effects.without_repeated_writes(pieces.name, checks=True)
@@ -366,8 +367,8 @@ class _Tiled(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         fail(
             ctx.call.pieces.name,
-            "got dual numbers of forward-mode AD; tiles have no forward-mode derivatives. Expected "
-            "the module without tiles (storage_ops.disable_checkpointing())",
+            "got dual numbers of forward-mode AD, and tiles have no forward-mode derivatives. Run "
+            "the module without tiles: storage_ops.disable_checkpointing().",
         )
 
     @staticmethod
@@ -375,8 +376,8 @@ class _Tiled(torch.autograd.Function):
         if torch.is_grad_enabled():
             fail(
                 ctx.call.pieces.name,
-                "was differentiated with create_graph=True; tiles have first derivatives only. "
-                "Expected the module without tiles",
+                "was differentiated with create_graph=True, and tiles have first derivatives only. "
+                "Run the module without tiles: storage_ops.disable_checkpointing().",
             )
         return (None, *ctx.call.backward(gradient, ctx.needs_input_grad[1:]))
 
@@ -460,7 +461,7 @@ def check_tokens(pieces: Pieces, x: Tensor) -> bool:
         fail(
             pieces.name,
             f"is not token-wise: its output at one place of dimension {pieces.dim} depends on its "
-            "input at another; expected a module such as an MLP or a norm of the last dimension",
+            "input at another. Expected a module such as an MLP or a norm of the last dimension.",
             ValueError,
         )
     return True

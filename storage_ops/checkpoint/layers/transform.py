@@ -71,17 +71,19 @@ def apply_activation_checkpoint(
         [True, True]
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}, a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"`model` is {model!r}, a {type(model).__name__}. Expected a torch.nn.Module."
+        )
     if isinstance(cfg, Mapping):
         cfg = ActivationCheckpointConfig.from_dict(cfg)
     if not isinstance(cfg, ActivationCheckpointConfig):
-        raise TypeError(f"cfg is {cfg!r}; expected an ActivationCheckpointConfig")
+        raise TypeError(f"`cfg` is {cfg!r}. Expected an ActivationCheckpointConfig.")
     if check_fn is not None and not callable(check_fn):
-        raise TypeError(f"check_fn is {check_fn!r}; expected a function of a name and a module")
+        raise TypeError(f"`check_fn` is {check_fn!r}. Expected a function of a name and a module.")
     if not (cfg.layer_classes or cfg.layer_names or cfg.allow_no_match or check_fn):
         raise ValueError(
-            "the config names no layers; expected layer_classes, such as ['LlamaBlock'], "
-            "layer_names, such as ['layers.*'], or a check_fn"
+            "The config names no layers. Set layer_classes, such as ['LlamaBlock'], layer_names, "
+            "such as ['layers.*'], or pass a check_fn."
         )
     chosen = _chosen(model, cfg, check_fn)
     how = Checkpointing.of(cfg, model)
@@ -97,17 +99,17 @@ def apply_activation_checkpoint(
             continue
         if holder is None:
             raise ValueError(
-                f"mode is 'output_discard', but no module around the layer {name!r} uses its "
-                "output; expected a layer within a module that does"
+                f"`mode` is 'output_discard', but no module around the layer {name!r} uses its "
+                "output. Expected a layer inside a module that does."
             )
         now = scope.options_of(holder)
         if now is not None and now != options:
             raise RuntimeError(
-                f"{class_of(holder).__name__} frees outputs of layers already, with {now}; "
-                f"expected the same, {options}, or remove_activation_checkpoint(model) first"
+                f"{class_of(holder).__name__} already frees outputs of layers, with {now}. Pass "
+                f"the same options ({options}), or call remove_activation_checkpoint(model) first."
             )
     changed: list[nn.Module] = []
-    held: list[nn.Module] = []
+    holders: list[nn.Module] = []
     separated: list[nn.Module] = []
     try:
         for _, layer, holder in chosen:
@@ -119,11 +121,11 @@ def apply_activation_checkpoint(
                 changed.append(layer)
             if discarding and holder is not None and scope.options_of(holder) is None:
                 scope.hold(holder, **options)
-                held.append(holder)
+                holders.append(holder)
     except BaseException:  # an interrupt too
         for layer in changed:
             wrapper.unset_checkpointing(layer)
-        for holder in held:
+        for holder in holders:
             scope.release(holder)
         for holder in separated:
             sharing.rejoin(holder)
@@ -179,17 +181,17 @@ def _chosen(
     if not matching or unmatched:
         text = "; ".join(f"{name!r} matches no module{_near(name, of)}" for name, of in unmatched)
         if check_fn is not None and not matching and not text:
-            text = f"check_fn {check_fn!r} is true of none"
+            text = f"`check_fn`, {check_fn!r}, is true of no module"
         if not matching:
             raise ValueError(
-                f"no layer of {type(model).__name__} matches: {text}; "
-                "expected at least one, or allow_no_match=True"
+                f"No layer of {type(model).__name__} matches: {text}. Expected at least one match, "
+                "or allow_no_match=True."
             )
-        warnings.warn(f"activation checkpoint: {text}", stacklevel=3)
+        warnings.warn(f"apply_activation_checkpoint: {text}.", stacklevel=3)
     if not chosen:
         raise ValueError(
-            f"every_k is {cfg.every_k}, but only {len(matching)} layers match; expected at most "
-            "as many, or allow_no_match=True"
+            f"`every_k` is {cfg.every_k}, but only {len(matching)} layers match. Pass at most that "
+            "number, or allow_no_match=True."
         )
     return chosen
 

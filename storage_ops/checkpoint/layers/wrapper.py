@@ -123,7 +123,7 @@ class CheckpointWrapper(Replaced):
 
     Args:
         module: the module; changed in place and returned.
-        context_fn: as of `torch.utils.checkpoint`: returns two context managers, for the forward
+        context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute. Not with rules of what to save, which are such a pair.
         options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
             `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is
@@ -199,26 +199,26 @@ def _wrapped(
     refused = [name for name in _SELECTION if name in options]
     if refused:
         raise ValueError(
-            f"CheckpointWrapper: {refused[0]} chooses layers of a model, and this wraps one "
-            "module; expected apply_activation_checkpoint(model, cfg)"
+            f"CheckpointWrapper: `{refused[0]}` selects layers of a model, and the wrapper takes "
+            "one module. Use apply_activation_checkpoint(model, cfg)."
         )
     cfg = ActivationCheckpointConfig.from_dict(options)
     if cfg.effective_mode == "output_discard":
         raise ValueError(
-            "CheckpointWrapper: mode is 'output_discard', which needs the module that holds this "
-            "one; expected apply_activation_checkpoint(model, cfg), or storage_ops.OutputDiscard"
+            "CheckpointWrapper: `mode` is 'output_discard', which needs the module around this "
+            "one. Use apply_activation_checkpoint(model, cfg), or storage_ops.OutputDiscard."
         )
     if context_fn is not None and not callable(context_fn):
-        raise TypeError(f"context_fn is {context_fn!r}; expected a function of no arguments")
+        raise TypeError(f"`context_fn` is {context_fn!r}. Expected a function of no arguments.")
     if context_fn is not None and (cfg.effective_mode != "full" or cfg.use_reentrant):
         raise ValueError(
-            f"context_fn is given with mode {cfg.effective_mode!r} and use_reentrant="
-            f"{cfg.use_reentrant}; expected mode 'full' and use_reentrant=False"
+            f"`context_fn` is given with mode {cfg.effective_mode!r} and "
+            f"use_reentrant={cfg.use_reentrant}. Expected mode 'full' and use_reentrant=False."
         )
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"CheckpointWrapper: module is {module!r}, a {type(module).__name__}; expected a "
-            "torch.nn.Module"
+            f"CheckpointWrapper: `module` is {module!r}, a {type(module).__name__}. Expected a "
+            "torch.nn.Module."
         )
     how = Checkpointing.of(cfg, module, context_fn)
     check(module, how)
@@ -237,20 +237,20 @@ def check(module: nn.Module, how: Checkpointing) -> None:
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"{name} is a ScriptModule, whose forward cannot be replaced; expected a module in "
-            "Python"
+            f"{name} is a ScriptModule, whose forward cannot be replaced. Expected a module in "
+            "Python."
         )
     if "forward" in vars(module) and "_old_forward" in vars(module):
         raise RuntimeError(
-            f"accelerate has replaced the forward of {name} on the instance, and will put the old "
-            "one back, without a checkpoint; expected a module that is checkpointed before "
-            "accelerate adds its hook"
+            f"The forward of {name} was replaced on the instance by accelerate, which will restore "
+            "the old one, without a checkpoint. Checkpoint the module before accelerate adds its "
+            "hook."
         )
     now = checkpointing_of(module)
     if now is not None and now != how:
         raise RuntimeError(
-            f"{name} is checkpointed already, as {now}; expected the same, {how}, or "
-            "remove_activation_checkpoint(model) first"
+            f"{name} is checkpointed already, as {now}. Pass the same options ({how}), or call "
+            "remove_activation_checkpoint(model) first."
         )
 
 

@@ -1,4 +1,4 @@
-"""A region: one call whose saved tensors are freed, and made again by a second call in backward.
+"""A region: a call whose saved tensors are freed, and recomputed by a second call in backward.
 
 `region.py` tells the story from the call to the backward. The inputs are kept as autograd keeps
 tensors (`inputs.py`). In compiled and traced code a region becomes a mark in the graph

@@ -119,8 +119,8 @@ def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> N
         name = next(key for key, value in named if at in tree_leaves(value))
     fail(
         f"argument {name} of {region}, or a tensor in it, was modified in place between forward "
-        f"and recompute, or by {region} itself; expected a new tensor in place of the write, as "
-        "torch.cat makes one, or a copy as the argument if later code writes it"
+        f"and recompute, or by {region} itself. Return a new tensor instead of writing in place, "
+        "as torch.cat does. If later code writes the argument, pass a copy."
     )
 
 
@@ -134,15 +134,15 @@ def explain_lost_memory(region: str, fn: Callable[..., object], error: RuntimeEr
     """
     if any(message in str(error) for message in _FREED):
         fail(
-            f"{region} is repeated where the memory of a tensor that it reads was freed. "
-            "FullyShardedDataParallel (FSDP1) does so to parameters: expected fully_shard (FSDP2), "
-            "or regions chosen after the modules were wrapped, or SHARD_GRAD_OP"
+            f"{region} is recomputed after the memory of a tensor that it reads was freed, as "
+            "FullyShardedDataParallel (FSDP1) does with parameters. Use fully_shard (FSDP2) or "
+            "SHARD_GRAD_OP, or select the regions after the modules were wrapped."
         )
     if fsdp.lacks_parameters(fn):
         fail(
-            f"{region} is repeated where DeepSpeed (ZeRO stage 3) has partitioned a parameter of "
-            "it, which the hooks of another module gather; expected regions of whole layers, such "
-            "as full or selective checkpoints, or stage 2"
+            f"{region} is recomputed after DeepSpeed (ZeRO stage 3) has partitioned a parameter of "
+            "it, which the hooks of another module gather. Use regions of whole layers, such as "
+            "full or selective checkpoints, or use stage 2."
         )
 
 
@@ -196,8 +196,8 @@ def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
         # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
-        made: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
-        return lambda: [partial(_saved_for, each) for each in made]
+        held_inputs: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
+        return lambda: [partial(_saved_for, each) for each in held_inputs]
     saved = [save(t, False) for t in inputs]
     return lambda: [s.unpack for s in saved]
 

@@ -51,8 +51,8 @@ def run_reentrant(
         if not any(p.requires_grad for p in parameters):
             return fn(*args, **kwargs)
         raise RuntimeError(
-            f"use_reentrant is True, but no input of {name} needs grad, so its parameters would "
-            "get none; expected use_reentrant=False"
+            f"`use_reentrant` is True, but no input of {name} needs grad, so its parameters would "
+            "get no gradients. Set use_reentrant=False."
         )
     _refuse_inputs(leaves, name)
     # The forward runs without grad: a weight that it computes has no graph for the code around.
@@ -77,8 +77,8 @@ def _refuse_inputs(leaves: list[Any], name: str) -> None:
         else:
             continue
         raise RuntimeError(
-            f"use_reentrant is True, and an input of {name} is a {kind}, for which torch's "
-            "reentrant checkpoint has no gradient; expected use_reentrant=False"
+            f"`use_reentrant` is True, and an input of {name} is a {kind}, for which torch's "
+            "reentrant checkpoint has no gradient. Set use_reentrant=False."
         )
 
 
@@ -151,7 +151,7 @@ class _ReentrantCall:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in known:
                 warn_caller(
-                    f"{self._name} puts a tensor into one of its arguments; use_reentrant is True, "
-                    "so that tensor has no gradient. Expected use_reentrant=False"
+                    f"{self._name} puts a tensor into one of its arguments. `use_reentrant` is "
+                    "True, so that tensor has no gradient. Set use_reentrant=False."
                 )
                 return

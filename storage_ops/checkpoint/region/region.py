@@ -199,14 +199,15 @@ class Region:
         for entry in freed:
             if entry.is_modified:
                 fail(
-                    f"output {entry.index} of {self.name} was modified in place after the region; "
-                    "the recompute could not restore it, nothing was freed"
+                    f"output {entry.index} of {self.name} was modified in place after the region, "
+                    "so the recompute could not restore it. Nothing was freed. Modify a clone "
+                    "instead."
                 )
         message = (
-            f"the output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
-            f"{guard.where()} and is read before the recompute; its consumers must run before the "
-            "discard, inside of consumer() or with a hook tensor whose gradient comes before every "
-            "other use in backward"
+            f"The output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
+            f"{guard.where()} and is read before the recompute. Run its consumers before the "
+            "discard, inside consumer(). Or pass a hook tensor whose gradient comes before every "
+            "other use in backward."
         )
         try:
             for entry in freed:
@@ -256,13 +257,13 @@ class Region:
 
     def _freed_before(self) -> list[Region]:
         """Return the regions whose outputs a repetition of this one misses, in their order."""
-        found: set[Region] = set()
+        regions: set[Region] = set()
         stack = [self]
         while stack:
-            missing = {r for r in stack.pop().producers if r._discarded} - found
-            found |= missing
+            missing = {r for r in stack.pop().producers if r._discarded} - regions
+            regions |= missing
             stack += missing
-        return sorted(found, key=lambda region: region._serial)
+        return sorted(regions, key=lambda region: region._serial)
 
     def recompute(self, for_another: bool = False) -> None:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
@@ -283,7 +284,7 @@ class Region:
             if self._fn is None:
                 fail(
                     f"the region {self.name} is needed in a second backward pass, but the first "
-                    "one freed it; use retain_graph=True"
+                    "one freed it. Pass retain_graph=True to the first."
                 )
             if self.producers:
                 for producer in self._freed_before():
@@ -347,8 +348,8 @@ class Region:
         if checks:
             saved_tensors.check(again, self.name, lambda: self._difference(log, stops))
         if modified:
-            given = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            check_unread(self.name, modified, outputs, start, given)
+            tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
+            check_unread(self.name, modified, outputs, start, tensors)
         if not self._running:
             self._bind(outputs)
         return again
@@ -356,8 +357,8 @@ class Region:
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_next: bool) -> Any:
         assert self._state is not None
         captured = [t for ref in self._parameters if (t := ref()) is not None]
-        given = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
-        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *given], is_next)
+        parameters = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
+        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *parameters], is_next)
 
     def _modified(self) -> list[Tensor]:
         seen = ((ref(), version) for ref, version in self._versions)
@@ -367,8 +368,10 @@ class Region:
         """Return the difference that the logs of ops show, for an error."""
         noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
-            unknown = "" if self.options.debug else "; debug=True names the first op that differs"
-            return f"; {noted}" if noted else unknown
+            unknown = (
+                "" if self.options.debug else " Set debug=True to see the first op that differs."
+            )
+            return f" Difference: {noted}." if noted else unknown
         if stops:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)
@@ -381,12 +384,13 @@ class Region:
             if not isinstance(again, Tensor):
                 fail(
                     f"output {entry.index} of {self.name} was {first} in forward and is no tensor "
-                    "when it is recomputed"
+                    "when it is recomputed. The region must return the same outputs both times."
                 )
             if not first.is_like(Saved(again, self._checksums)):
                 fail(
                     f"output {entry.index} of {self.name} was {first} in forward and is "
-                    f"{Saved(again, self._checksums)} when it is recomputed"
+                    f"{Saved(again, self._checksums)} when it is recomputed. The region must "
+                    "return the same outputs both times."
                 )
         bound: set[int] = set()
         for entry in self._discarded:
@@ -459,8 +463,8 @@ class Region:
             return False
         if self._running:
             fail(
-                f"{self.name} has a backward pass of its own right after torch.rrelu in training, "
-                "whose noise cannot be repeated alone; expected another op in between"
+                f"{self.name} runs a backward pass of its own right after torch.rrelu in training, "
+                "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
 

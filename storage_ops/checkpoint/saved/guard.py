@@ -31,9 +31,8 @@ _STRIDED = torch.strided
 def storage_key(value: Any) -> int | None:
     """Return a number that identifies the storage of a strided tensor, or None if it has none.
 
-    Without a storage of their own are nested tensors, those that torch.func wraps, and some wrapper
-    subclasses: those that do not name the tensors inside by `__tensor_flatten__`. Nothing here can
-    free their bytes and restore them.
+    Nested tensors and tensors that torch.func wraps have no storage of their own. Neither have
+    wrapper subclasses without `__tensor_flatten__`. Their bytes cannot be freed and restored.
     """
     if type(value) not in _PLAIN:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED:
@@ -47,7 +46,7 @@ def storage_key(value: Any) -> int | None:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # torch.func's wrappers, told apart for free
+    except NotImplementedError:  # a cheap test for torch.func's wrappers
         return None
 
 
@@ -71,8 +70,8 @@ def where() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_messages: Any = WeakIdKeyDictionary()  # of each discarded output, as long as it lives
-# What looks at a tensor without reading its bytes; getters of attributes are let through anyway.
+_messages: Any = WeakIdKeyDictionary()  # the message of each discarded output, as long as it lives
+# Functions that do not read the bytes of a tensor. Getters of attributes are always allowed.
 _HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",
              "is_floating_point", "element_size", "__hash__", "__len__", "type"}  # fmt: skip
 
@@ -93,7 +92,9 @@ class _Watched(Tensor):
         if not (ours or name == "__get__" or name in _HARMLESS):
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
-                    raise DiscardedTensorError(_messages.get(leaf, "a tensor was discarded"))
+                    raise DiscardedTensorError(
+                        _messages.get(leaf, "A tensor was discarded and has no bytes to read.")
+                    )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from storage_ops.foundation.op_names import Op
 from storage_ops.foundation.ops import Args, Kwargs
 
-# Returns what Dynamo does with the frames of this thread; None where it does nothing.
+# Returns the frame callback of Dynamo in this thread; None: Dynamo is off.
 _dynamo: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 class LightMode(TorchDispatchMode):
     """Base of the modes that are active while a user's model runs; they define `dispatch`.
 
-    Dynamo must not compile what a mode does. torch switches it off and on again around each op,
-    which takes a microsecond, a tenth of what selective checkpoints cost the host. Here that is
-    done only where Dynamo is on, as it is behind a graph break of compiled code.
+    Dynamo must not compile the code of a mode. torch therefore switches Dynamo off around each op.
+    That takes a microsecond, a tenth of the host time of selective checkpoints. This class does so
+    only if Dynamo is on, as after a graph break of compiled code.
     """
 
     supports_higher_order_operators = True
@@ -55,7 +55,7 @@ class LightMode(TorchDispatchMode):
 @functools.cache
 def _without_dynamo() -> Callable[..., Any]:
     """Return a function that calls `dispatch` of a mode without Dynamo."""
-    from torch._dynamo.decorators import skip  # imports Dynamo, which takes a second
+    from torch._dynamo.decorators import skip  # imports Dynamo, for a second
 
     skip(LightMode.__torch_dispatch__)  # this frame alone, and without a wrapper
     apart: Callable[..., Any]

@@ -29,8 +29,8 @@ _PLAIN = frozenset((int, float, bool, str))
 _SAVED_TENSOR, _END = object(), object()
 _ADVICE = (
     "A region must do the same work both times. A cache that grows, such as that of keys and "
-    "values, makes it do more: switch it off (use_cache=False). Work that only the first call "
-    "does, such as making a table, belongs outside of the region"
+    "values, makes it do more: switch the cache off (use_cache=False). Move work that only the "
+    "first call does, such as making a table, out of the region."
 )
 Call = list[Any]
 
@@ -41,11 +41,11 @@ ORIGIN = "_storage_ops_origin"
 
 def describe_call(args: Args, kwargs: Kwargs) -> Call:
     """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
-    found: Call = []
-    _describe(args, found)
+    description: Call = []
+    _describe(args, description)
     if kwargs:
-        _describe(kwargs.values(), found)
-    return found
+        _describe(kwargs.values(), description)
+    return description
 
 
 def _describe(values: Iterable[object], found: Call) -> None:
@@ -150,7 +150,7 @@ class Cursor:
             if _has_symbol(call) and _has_symbol(again):
                 fail(
                     f"the jagged tensors that {readable(facts.name)} of {self._region} is called "
-                    f"with differ when it is recomputed: {explain_offsets(self._region)}"
+                    f"with differ when it is recomputed. {explain_offsets(self._region)}"
                 )
         if self._in_step:
             self._lose_step(facts.name)
@@ -243,14 +243,14 @@ def describe_failure(region: str, difference: str, why: str, name: str) -> str:
         name: the op whose saved result is not that of a call.
     """
     reason = {
-        HAS_NO_RESULT: f"{readable(name)} has a saved result, but not for this call",
+        HAS_NO_RESULT: f"No saved result of {readable(name)} belongs to this call.",
         MAY_BE_OF_ANOTHER_CALL: (
-            f"a saved result of {readable(name)} that was used by then may be that of another call"
+            f"A saved result of {readable(name)} that was used before may belong to another call."
         ),
     }[why]
     return (
         f"selective checkpoint: {region} does other work when it is recomputed than in "
-        f"forward: {difference}; {reason}. {_ADVICE}"
+        f"forward. Difference: {difference}. {reason} {_ADVICE}"
     )
 
 
@@ -258,7 +258,7 @@ def describe_modified(region: str, name: str) -> str:
     """Return the error for a saved result of an op that was modified after its region."""
     return (
         f"selective checkpoint: a result of {readable(name)} that was saved in {region} was "
-        "modified in place after it"
+        "modified in place after it. Modify a clone instead."
     )
 
 
@@ -296,7 +296,7 @@ class OpLog(TorchDispatchMode):
         for index, ((name, line), (other, other_line)) in enumerate(pairs):
             if name != other:
                 return (
-                    f"; op {index} was {name} at {line} in forward and {other} at {other_line} "
-                    "when it was recomputed"
+                    f" Difference: op {index} was {name} at {line} in forward and {other} at "
+                    f"{other_line} when it was recomputed."
                 )
-        return f"; the {len(self.ops)} ops were the same, with other arguments"
+        return f" The {len(self.ops)} ops were the same, with other arguments."

@@ -66,9 +66,9 @@ def discardable_outputs(
         inputs: tensors that the region was given.
         start: sequence number of the region's first autograd node; None if nothing needs grad.
     """
-    found = _candidates(leaves, {None, *map(storage_key, inputs)}, start)
-    held = _held(found, leaves, attributes) if found else set()
-    return [entry for entry in found if entry.key not in held]
+    outputs = _candidates(leaves, {None, *map(storage_key, inputs)}, start)
+    referenced = _held(outputs, leaves, attributes) if outputs else set()
+    return [entry for entry in outputs if entry.key not in referenced]
 
 
 def _candidates(
@@ -76,7 +76,7 @@ def _candidates(
 ) -> list[DiscardableOutput]:
     for leaf in leaves:
         wait_for(leaf)  # the end of a collective is a modification, and until then it holds bytes
-    found: list[DiscardableOutput] = []
+    outputs: list[DiscardableOutput] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -88,8 +88,10 @@ def _candidates(
             # A parameter, or a view of a tensor from outside, must not be freed.
             if leaf.layout is not torch.strided or node is None or node._sequence_nr() < start:
                 continue
-        found.append(DiscardableOutput(index, key, leaf.detach(), weakref.ref(leaf), leaf._version))
-    return found
+        outputs.append(
+            DiscardableOutput(index, key, leaf.detach(), weakref.ref(leaf), leaf._version)
+        )
+    return outputs
 
 
 def _held(
@@ -100,21 +102,21 @@ def _held(
     The same count reveals tensors that came from outside the region: a parameter, a cache, a
     tensor that the region was to fill.
     """
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    names = [*map(id, given), *map(id, given), *map(id, attributes.values())]
-    roots = {id(t): t for leaf in given for t in (leaf, leaf._base) if t is not None}
-    del given
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    names = [*map(id, tensors), *map(id, tensors), *map(id, attributes.values())]
+    roots = {id(t): t for leaf in tensors for t in (leaf, leaf._base) if t is not None}
+    del tensors
     keys = {at: key for at, t in roots.items() if (key := storage_key(t)) is not None}
     counts = {at: RefCounts.counted(key, weakref.ref(roots[at])) for at, key in keys.items()}
     # One more name is in `roots`.
-    held = {key for at, key in keys.items() if counts[at].names > names.count(at) + 1}
+    referenced = {key for at, key in keys.items() if counts[at].names > names.count(at) + 1}
     handles = [m.key for m in found for t in (m.handle, m.handle._base) if t is not None]
     own = [*keys.values(), *handles]
     for entry in found:
         entry.first_counts = counts[id(leaves[entry.index])]
         if entry.first_counts.tensors > own.count(entry.key):
-            held.add(entry.key)
-    return held
+            referenced.add(entry.key)
+    return referenced
 
 
 def _origin(output: Tensor) -> Any:
@@ -159,8 +161,8 @@ class SavedTensor:
         if self.tensor._version != self.version:
             fail(
                 f"a tensor of shape {tuple(self.tensor.shape)} that a consumer has saved was "
-                f"modified in place: it is at version {self.tensor._version}, expected "
-                f"{self.version}"
+                f"modified in place. It is at version {self.tensor._version}, expected "
+                f"{self.version}. Modify a clone instead."
             )
         return self.tensor
 

@@ -72,12 +72,12 @@ class RefCounts(NamedTuple):
     @staticmethod
     def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> RefCounts:
         """Return the counts of a live storage and of the tensor that a region returned."""
-        held = output()
-        if held is None:
+        output_object = output()
+        if output_object is None:
             return RefCounts(_count(key) - _ONE + 1 - uses, 0, 0)
-        places: int = held._use_count()  # type: ignore[attr-defined]
+        places: int = output_object._use_count()  # type: ignore[attr-defined]
         # Counted here: passing a tensor on takes one more reference where dynamo sees every call.
-        names = sys.getrefcount(held) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
+        names = sys.getrefcount(output_object) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
         return RefCounts(_count(key) - _ONE + 1 - uses, places, names)
 
     @staticmethod
@@ -139,13 +139,13 @@ def _in_variables(key: int) -> list[tuple[Tensor, int]]:
     Tensors in a short container, or in an object with attributes, that a variable names count as
     well.
     """
-    found: dict[int, tuple[Tensor, int]] = {}
+    by_id: dict[int, tuple[Tensor, int]] = {}
     seen: set[int] = set()
     for value in variables():
         for t in _inside(value, seen):
             if isinstance(t, Tensor) and storage_key(t) == key:
-                found[id(t)] = (t, found[id(t)][1] + 1 if id(t) in found else 1)
-    return list(found.values())
+                by_id[id(t)] = (t, by_id[id(t)][1] + 1 if id(t) in by_id else 1)
+    return list(by_id.values())
 
 
 def variables() -> Iterator[Any]:
@@ -164,13 +164,13 @@ def _variables(frame: FrameType) -> list[Any]:
     code, values = frame.f_code, frame.f_locals
     own = {*code.co_varnames, *code.co_cellvars}  # the others are counted where they are its own
     of_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-    found = [value for name, value in values.items() if name in own or not of_function]
+    variables = [value for name, value in values.items() if name in own or not of_function]
     # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
     # that asks for it.
     asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
     if of_function and type(values) is dict and not asks:
         values.clear()
-    return found
+    return variables
 
 
 def _inside(value: object, seen: set[int]) -> Iterator[Any]:

@@ -37,8 +37,8 @@ def call_region(
             raise
     fail(
         f"{name} calls a transform of torch.func, such as grad or vjp, which cannot run in a "
-        "checkpoint. Expected torch.autograd.grad(..., create_graph=True), or the call outside of "
-        "checkpointed layers"
+        "checkpoint. Use torch.autograd.grad(..., create_graph=True), or move the call out of "
+        "checkpointed layers."
     )
 
 
@@ -68,7 +68,7 @@ def fail_modified(name: str, t: Tensor) -> NoReturn:
     """Raise the error for a tensor that region `name` would read with other contents."""
     fail(
         f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place between "
-        "forward and recompute"
+        "forward and recompute. Modify it after the backward pass, or modify a clone."
     )
 
 
@@ -96,11 +96,11 @@ class Saved:
         parameter: int | None, is_leaf: bool, version: int,
     ) -> Saved:  # fmt: skip
         """Return a description that was made without Python."""
-        found = Saved.__new__(Saved)
+        saved = Saved.__new__(Saved)
         layout = torch.Size(shape), stride, getattr(torch, dtype), torch.device(device)
-        found.layout, found.checksum, found.parameter = layout, None, parameter
-        found.is_leaf, found.version = is_leaf, version
-        return found
+        saved.layout, saved.checksum, saved.parameter = layout, None, parameter
+        saved.is_leaf, saved.version = is_leaf, version
+        return saved
 
     @property
     def is_jagged(self) -> bool:
@@ -125,8 +125,8 @@ class Saved:
 def explain_offsets(name: str) -> str:
     """Return why a jagged tensor that region `name` makes does not fit the one of the forward."""
     return (
-        f"{name} makes its offsets, and torch takes new offsets for other sizes. Expected offsets "
-        "that are made outside of the region"
+        f"{name} creates its offsets, and torch takes new offsets for other sizes. Create the "
+        "offsets outside of the region."
     )
 
 
@@ -199,29 +199,29 @@ def compare(
     if len(again) != len(first):
         fail(
             f"{name} saved {len(first)} tensors in forward and {len(again)} when it was "
-            f"recomputed; it must do the same work both times{hint()}"
+            f"recomputed. It must do the same work both times.{hint()}"
         )
     for index, (before, (after, t)) in enumerate(zip(first, again, strict=True)):
         if before.parameter != after.parameter:
             fail(
                 f"tensor {index} that {name} saves is another parameter of shape {tuple(t.shape)} "
-                "when it is recomputed: it was exchanged since the forward in a place that the "
-                "region does not reach"
+                "when it is recomputed. It was replaced after the forward in a place that the "
+                "region does not reach. Replace it after the backward pass."
             )
         if not before.is_like(after):
             if before.is_jagged and after.is_jagged:
                 fail(
                     f"tensor {index} that {name} saves is a jagged tensor, {before} in forward and "
-                    f"{after} when it is recomputed: {explain_offsets(name)}"
+                    f"{after} when it is recomputed. {explain_offsets(name)}"
                 )
             fail(
                 f"tensor {index} that {name} saves was {before} in forward and is {after} when it "
-                f"is recomputed, different metadata or contents{hint()}"
+                f"is recomputed. The metadata or contents differ.{hint()}"
             )
         if t._version != after.version:
             fail(
                 f"tensor {index} that {name} saves, {before}, was modified in place after autograd "
-                "had saved it"
+                "had saved it. Modify a clone instead."
             )
         if before.is_leaf and before.version != after.version:
             fail_modified(name, t)

@@ -194,8 +194,8 @@ def saved_tensors(checksums: bool, logs_ops: bool) -> SavedTensors:
     """
     if _native is None or checksums or logs_ops:
         return SavedTensors(checksums)
-    made: SavedTensors = _native.SavedTensors()
-    return made
+    tensors: SavedTensors = _native.SavedTensors()
+    return tensors
 
 
 def check(again: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:

@@ -59,8 +59,8 @@ def _written(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[FunctionalT
     for place, declared in enumerate(func._schema.arguments):
         if declared.alias_info is None or not declared.alias_info.is_write:
             continue
-        given = args[place] if place < len(args) else kwargs.get(declared.name)
-        for t in tree_leaves(given):
+        argument = args[place] if place < len(args) else kwargs.get(declared.name)
+        for t in tree_leaves(argument):
             if not isinstance(t, FunctionalTensor):
                 continue
             _sync(t)

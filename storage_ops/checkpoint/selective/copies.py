@@ -73,8 +73,8 @@ class _GpuCopies:
     def to_host(self, t: Tensor) -> Copy:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a policy says 'offload' while a CUDA graph is captured, in which host memory "
-                "cannot be allocated; expected a policy that saves or recomputes"
+                "A policy says 'offload' while a CUDA graph is captured, when host memory cannot "
+                "be allocated. Use a policy that saves or recomputes."
             )
         source = bytes_of(t)
         host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)

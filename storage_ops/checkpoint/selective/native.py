@@ -45,24 +45,24 @@ def contexts(policy: Policy, region: str, preserve_rng_state: bool) -> tuple[Any
     """
     if _native is None or torch._C._len_torch_dispatch_stack():
         return None
-    made = _native_policy(policy)
-    if made is None or made.needs_python(region):
+    native_policy = _native_policy(policy)
+    if native_policy is None or native_policy.needs_python(region):
         return None
-    results = _native.SavedResults(made, region, preserve_rng_state)
+    results = _native.SavedResults(native_policy, region, preserve_rng_state)
     return results.forward(), results.recompute()
 
 
 def _native_policy(policy: Policy) -> Any:
     known = _native.ops_of_libraries()
     try:
-        number, made = _made.get(policy, (-1, None))
+        number, policy_object = _made.get(policy, (-1, None))
     except TypeError:  # a policy of a user without a hash, or without weak references
         return None
     if number != known:
         ops = ops_saved(policy)
-        made = None if ops is None else _native.policy(sorted(ops.names), ops.k)
-        _made[policy] = _native.ops_of_libraries(), made
-    return made
+        policy_object = None if ops is None else _native.policy(sorted(ops.names), ops.k)
+        _made[policy] = _native.ops_of_libraries(), policy_object
+    return policy_object
 
 
 def leave_to_python() -> None:
@@ -98,8 +98,8 @@ def warn_of_nothing(region: str, calls: dict[str, int]) -> None:
     if calls:
         ran = [f"{readable(name)} x{n}" for name, n in Counter(calls).most_common(8)]
         warn_caller(
-            f"the policy of the selective checkpoint saves nothing in {region}, which is "
-            f"recomputed as a whole; its ops are {', '.join(ran)}"
+            f"The policy of the selective checkpoint saves nothing in {region}, which is "
+            f"recomputed as a whole. Its ops are {', '.join(ran)}."
         )
 
 
@@ -107,8 +107,8 @@ def warn_of_modified(region: str, names: Iterable[str]) -> None:
     """Warn that results of these ops are modified in a region, so that they are not saved."""
     ops = ", ".join(sorted(map(readable, set(names))))
     warn_caller(
-        f"{region} modifies in place what the policy of its selective checkpoint "
-        f"saves: results of {ops} are recomputed instead"
+        f"{region} modifies in place tensors that the policy of its selective checkpoint saves. "
+        f"Results of {ops} are recomputed instead."
     )
 
 

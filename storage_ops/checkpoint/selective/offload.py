@@ -21,8 +21,8 @@ from storage_ops.checkpoint.selective.copies import Copies, Copy, read_as
 from storage_ops.storage.storage import discard_storage, is_discarded, share_storage
 
 _MESSAGE = (
-    "this result of a checkpointed region is in host memory, by a policy that says 'offload', and "
-    "is read before the backward of the region"
+    "This result of a checkpointed region is in host memory, by a policy that says 'offload', and "
+    "is read before the backward of the region."
 )
 
 

@@ -62,8 +62,8 @@ def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _K
         decision = policy(ctx, op, *args, **kwargs)
     except TypeError as error:
         raise RuntimeError(
-            f"the policy {policy!r} failed for {op}: {error}; expected a function "
-            "policy(ctx, op, *args, **kwargs)"
+            f"The policy {policy!r} failed for {op}: {error}. Expected a function policy(ctx, op, "
+            "*args, **kwargs)."
         ) from error
     if decision is True or decision in _SAVING:
         return True
@@ -72,8 +72,8 @@ def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _K
     if decision in _OFFLOADING:
         return OFFLOAD
     raise ValueError(
-        f"the policy {policy!r} returned {decision!r} for {op}; expected a bool, 'offload', or a "
-        "CheckpointPolicy that saves or recomputes"
+        f"The policy {policy!r} returned {decision!r} for {op}. Expected a bool, 'offload', or a "
+        "CheckpointPolicy that saves or recomputes."
     )
 
 
@@ -277,7 +277,7 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
     for call in calls:
         if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
             raise TypeError(
-                f"save_calls: calls has {call!r}; expected pairs such as ('aten::mm', 0)"
+                f"save_calls: `calls` has {call!r}. Expected pairs such as ('aten::mm', 0)."
             )
         kept.add((family_of(call[0]), call[1]))
     return _SaveCalls(frozenset(kept))
@@ -407,8 +407,8 @@ def offload(policy: Policy) -> Policy:
 
 def _not_begun(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} counts the ops of one region and was not told where that begins; give "
-        "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn"
+        f"{name} counts the ops of one region and was not told where that begins. Pass "
+        "functools.partial(storage_ops.policies.contexts, policy) to checkpoint as context_fn."
     )
 
 
@@ -459,7 +459,7 @@ def every_kth(policy: Policy, k: int) -> Policy:
         >>> policy = policies.every_kth(policies.save("aten.mm"), 3)
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"every_kth: k is {k!r}; expected a whole number of at least 1")
+        raise ValueError(f"every_kth: `k` is {k!r}. Expected a whole number of at least 1.")
     return _EveryKth(policy, k)
 
 

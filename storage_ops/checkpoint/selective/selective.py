@@ -103,10 +103,10 @@ class _ForCompile:
         kept = saves_result(self.policy, ctx, op, args, kwargs)
         if kept == OFFLOAD:
             raise RuntimeError(
-                f"the policy of the selective checkpoint says 'offload' for "
-                f"{readable(name_of(op))} in {self.region}, which is compiled or traced: only "
-                "eager code brings bytes back from host memory; expected a policy that saves or "
-                "recomputes"
+                "The policy of the selective checkpoint says 'offload' for "
+                f"{readable(name_of(op))} in {self.region}, which is compiled or traced. Only "
+                "eager code brings bytes back from host memory. Use a policy that saves or "
+                "recomputes."
             )
         if kept:
             self.saves_any = True
@@ -131,8 +131,8 @@ def _ending(mode: type) -> type:
             names = ", ".join(map(readable, missing))
             warn_caller(
                 f"{decide.region} makes fewer calls of {names} where it is compiled than the "
-                "policy of its selective checkpoint saves: what it counts on is recomputed; "
-                "expected a policy for compiled code"
+                "policy of its selective checkpoint saves, so they are recomputed. Use a policy "
+                "for compiled code."
             )
 
     # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.
@@ -188,14 +188,14 @@ class _Result:
         """Begin to copy the bytes to host memory, if nobody else holds them."""
         ours = {id(t): t for t in (*tensors_in(self.value), *(t for t, _ in self.versions))}
         for key, t in by_storage(tensors_in(self.value)).items():
-            held = sum(storage_key(each) == key for each in ours.values())
+            references = sum(storage_key(each) == key for each in ours.values())
             inside = locals_of("offload", "a result", t)
             copies = copies_for(inside[0]) if len(inside) == 1 else None
             if (
                 copies is not None
                 and not is_discarded(t)
                 and is_own(inside[0])
-                and is_shared_by_at_most(key, held)
+                and is_shared_by_at_most(key, references)
             ):
                 self.trips.append(Trip(inside[0], copies))
 
@@ -302,14 +302,14 @@ class _Recording(_Following):
         tensors = tensors_in(out)
         if any(t.is_inference() for t in tensors):  # they have no versions, so writes are unseen
             return out
-        made = by_storage(tensors)
-        for key, t in made.items():
+        by_key = by_storage(tensors)
+        for key, t in by_key.items():
             if key in self._on_storage:
                 self._on_storage[key].watch(_detached(t))
         if not wanted or not tensors:  # a number costs nothing
             return out
         # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
-        if made.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
+        if by_key.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
             value = with_tensors(_detached, out)
             random: RandomState = []
             if facts.may_draw and saved.preserve_rng_state:
@@ -318,7 +318,7 @@ class _Recording(_Following):
             saved.results[position] = result
             for t in tensors_in(value):
                 result.watch(t)
-            self._on_storage |= dict.fromkeys(made, result)
+            self._on_storage |= dict.fromkeys(by_key, result)
         return out
 
     def _note_collective(

@@ -25,11 +25,11 @@ def without_cache(
         module, args, kwargs: the layer and its call.
         always: in eval mode, too.
     """
-    given = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not (given and (module.training or always)):
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not (caches and (module.training or always)):
         return args, kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
-    empty = [cache for cache in given if _is_empty(cache, layer)]
+    empty = [cache for cache in caches if _is_empty(cache, layer)]
     if not empty:
         return args, kwargs
 
@@ -67,7 +67,7 @@ def warn_once(kind: str) -> None:
 @functools.cache
 def _warn_once(kind: str) -> None:
     warn_caller(
-        f"{kind} is checkpointed, and its model was called with use_cache=True: in training the "
-        "layer runs without the cache, as with gradient_checkpointing_enable(). use_cache=False "
-        "says so"
+        f"{kind} is checkpointed, and its model was called with use_cache=True. In training the "
+        "layer runs without the cache, as with gradient_checkpointing_enable(). Pass "
+        "use_cache=False."
     )

@@ -1,7 +1,7 @@
 """Find out from names and instructions whether a region's code may write tensors in place.
 
-To compare and copy bytes takes time and memory. So parameters, and large tensors, are looked after
-only where Python code that the region runs can write them. Such code assigns to items, calls a
+Comparing and copying bytes takes time and memory. So parameters and large tensors are checked only
+if Python code that the region runs can write them. Such code assigns to items, calls a
 method whose name ends in an underscore, or reads `.data`.
 """
 
@@ -25,9 +25,9 @@ WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write paramet
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
-# Names of the function that torch.no_grad() makes of another one; since torch 2.15 its own name.
+# The names of functions that torch.no_grad() decorates. Since torch 2.15 they keep their own name.
 _DECORATED = _WITHOUT_GRAD | {"decorate_context"}
-_MANY = 4096  # pieces of code of which is remembered what they tell
+_MANY = 4096  # cached results of `elsewhere_of`
 _ENTRIES = ("forward", "__call__")
 # Packages whose functions write no tensor of a model through `.data`, unless the code says so.
 _PASSED_OVER = frozenset(
@@ -36,7 +36,7 @@ _PASSED_OVER = frozenset(
 
 
 class Facts(NamedTuple):
-    """The facts that the instructions of code tell.
+    """Facts that the instructions of a code object show.
 
     Attributes:
         writes: how it may write tensors.
@@ -102,9 +102,9 @@ def of_calls(
     refers to. A library defines more methods, for saving a model, for example, which write too.
 
     Args:
-        classes: those of the objects and modules that the region reaches.
-        called: the names that each function uses that it reaches.
-        elsewhere: what these functions name elsewhere (`elsewhere_of`).
+        classes: the classes of the objects and modules that the region reaches.
+        called: for each function that the region reaches, the names that the function uses.
+        elsewhere: the results of `elsewhere_of` for these functions.
     """
     known = dict.fromkeys(classes)
     names = set[str]().union(*called)

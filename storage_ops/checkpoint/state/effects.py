@@ -137,11 +137,11 @@ class Effects:
             t = each.lost()
             if t is not None:
                 fail(
-                    f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, of "
-                    "which no copy is kept for the recompute: it was not written before, and a "
-                    f"region copies {BUDGET >> 20} MiB of such tensors; it is copied from the next "
-                    "forward on. Or make a new tensor in place of the write, or write outside of "
-                    "the region"
+                    f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, and no "
+                    "copy of it is kept for the recompute. It was not written before, and a region "
+                    f"copies at most {BUDGET >> 20} MiB of such tensors. Return a new tensor "
+                    "instead, or write outside of the region. From the next forward on the tensor "
+                    "is copied."
                 )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:

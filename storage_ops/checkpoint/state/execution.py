@@ -73,8 +73,8 @@ def _accessors(source: object) -> State:
         if hasattr(source, get) and hasattr(source, put):
             return getattr(source, get), getattr(source, put)
     raise TypeError(
-        f"register_rng_tracker: tracker is {type(source).__name__}; expected a torch.Generator, "
-        "random, numpy.random or an object with get_states() and set_states(states)"
+        f"register_rng_tracker: `tracker` is {type(source).__name__}. Expected a torch.Generator, "
+        "random, numpy.random or an object with get_states() and set_states(states)."
     )
 
 
@@ -277,8 +277,8 @@ class ExecutionState:
         if self._dual is not None and forward_ad.unpack_dual(self._dual).tangent is None:
             fail(
                 f"{region} ran in a torch.autograd.forward_ad.dual_level() block that has ended, "
-                "and dual numbers lose their tangents there. Expected a backward inside of the "
-                "block, or a forward without checkpoints (storage_ops.disable_checkpointing())"
+                "and dual numbers lose their tangents there. Run the backward inside the block, or "
+                "the forward without checkpoints (storage_ops.disable_checkpointing())."
             )
 
     def __enter__(self) -> None:

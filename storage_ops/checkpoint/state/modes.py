@@ -93,8 +93,8 @@ def _missing(first: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, ...]:
     if [*map(id, again)] != [*map(id, first[: len(again)])]:
         fail(
             f"a recompute found the Python modes {_names(now)} active, and its forward ran in "
-            f"{_names(first)}. Expected a backward in none of these modes, or in the same, entered "
-            "in the same order"
+            f"{_names(first)}. Run the backward in none of these modes, or in the same modes, "
+            "entered in the same order."
         )
     return first[len(again) :]
 

@@ -22,11 +22,11 @@ _RENORM = torch.ops.aten.embedding_renorm_.default
 def fail_parameter(region: str, t: Tensor) -> NoReturn:
     """Raise the error for a region whose forward has written a parameter."""
     fail(
-        f"{region} itself modifies a parameter of shape {tuple(t.shape)} in place, of which no "
-        "copy is kept, so the recompute cannot read what the forward read; expected the write "
-        "outside of the region, or from the first forward on and at most 64 MiB of parameters. An "
-        "embedding with max_norm writes its weight at each call: call it once in the region, "
-        "before other uses of the weight, and run the backward before its next call"
+        f"{region} itself modifies a parameter of shape {tuple(t.shape)} in place, and no copy is "
+        "kept, so the recompute cannot read what the forward read. Write outside of the region, or "
+        "from the first forward on and at most 64 MiB of parameters. An embedding with max_norm "
+        "writes its weight at each call. Call it once in the region, before other uses of the "
+        "weight, and run the backward before its next call."
     )
 
 

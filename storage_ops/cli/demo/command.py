@@ -21,13 +21,16 @@ from storage_ops.tables import Grid
 
 def _complaint(args: argparse.Namespace) -> str | None:
     if args.preset not in PRESETS:
-        return f"--preset is {args.preset}; expected one of {', '.join(PRESETS)}"
+        return f"--preset is {args.preset}. Expected one of {', '.join(PRESETS)}."
     if args.text is not None and not args.text.is_file():
-        return f"--text is {args.text}; expected a file"
+        return f"--text is {args.text}. Expected the path of a file."
     if args.steps < 2:
-        return f"--steps is {args.steps}; expected at least 2"
+        return f"--steps is {args.steps}. Expected at least 2."
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        return f"--device is {args.device}; this torch ({torch.__version__}) sees no GPU"
+        return (
+            f"--device is {args.device}, but this torch ({torch.__version__}) sees no GPU. Pass "
+            "--device cpu."
+        )
     return None
 
 
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         data, tokenizer = corpus.encode(text, config.vocab)
     config = dataclasses.replace(config, vocab=tokenizer.get_vocab_size())
     if len(data) <= config.context + 1:
-        output.complain(f"the text has {len(data)} tokens; expected over {config.context + 1}")
+        output.complain(f"--text has {len(data)} tokens. Expected more than {config.context + 1}.")
         return 2
     console.print(
         f"{len(text) / 1e6:.1f} MB of text, {len(data):,} tokens, vocabulary {config.vocab:,}; "

@@ -45,16 +45,18 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         if args.quantize is None:
             whose = f"--hf-config has a quantization_config of {scheme.name}"
         raise ValueError(
-            f"{whose}, which freezes the weights; expected --lora R with it, or --quantize none"
+            f"{whose}, which freezes the weights. Pass --lora R too, or --quantize none."
         )
     if args.prepare_kbit_training and scheme is None:
-        raise ValueError("--prepare-kbit-training is given; expected --quantize with it")
+        raise ValueError(
+            "--prepare-kbit-training is given without --quantize. Pass --quantize too."
+        )
     if scheme is not None:
         quantize(model, scheme)
         if kind := unquantized_experts(model):
             output.note(
                 f"{scheme.name} leaves the experts in {kind} as they are: it quantizes linear "
-                "layers alone"
+                "layers alone."
             )
     if lora is None:
         return model
@@ -93,27 +95,27 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
     )
     try:
         with torch.device("meta"), _without_warnings():
-            made: nn.Module = peft.get_peft_model(model, config)
+            adapted_model: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         config_of: Any = model.config
         if lora.modules is None:
             raise ValueError(
-                f"--lora is {lora.rank}, and PEFT has no default for {config_of.model_type}; "
-                f"expected modules, such as {lora.rank}:all-linear"
+                f"--lora is {lora.rank}, and PEFT has no default for {config_of.model_type}. "
+                f"Expected modules, such as {lora.rank}:all-linear."
             ) from error
         raise ValueError(f"--lora has modules that PEFT refuses: {error}") from error
-    for module in made.modules():
+    for module in adapted_model.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, QuantizedExperts):
             raise ValueError(
-                f"--lora trains adapters of {type(base).__name__}, whose weights are quantized; "
-                f"expected other modules, such as {lora.rank}:q_proj,v_proj"
+                f"--lora trains adapters of {type(base).__name__}, whose weights are quantized. "
+                f"Expected other modules, such as {lora.rank}:q_proj,v_proj."
             )
         if isinstance(base, (Linear4bit, Linear8bit)):
             base.copies_output = isinstance(base, Linear4bit)
             kind: Any = type(module)
             module.__class__ = _as_on_bitsandbytes(kind)
-    return made
+    return adapted_model
 
 
 @functools.lru_cache(maxsize=16)

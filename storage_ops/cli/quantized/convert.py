@@ -51,8 +51,8 @@ def quantize(model: Any, scheme: Scheme) -> None:
     if not count:
         kind = "experts of GPT-OSS" if scheme.name == "mxfp4" else "linear layers to quantize"
         raise ValueError(
-            f"--quantize is {scheme.name}; expected another, since {type(model).__name__} has no "
-            f"{kind}"
+            f"--quantize is {scheme.name}, but {type(model).__name__} has no {kind}. Pass another "
+            "scheme."
         )
 
 

@@ -60,8 +60,8 @@ def refuse_with_function(args: argparse.Namespace) -> None:
     for name in ("quantize", "lora", "lora_dropout", "prepare_kbit_training"):
         if value := getattr(args, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} is {value}; expected none with --model, whose "
-                "function can return a model with adapters or quantized layers"
+                f"--{name.replace('_', '-')} is {value}, but --model can return a model with "
+                f"adapters or quantized layers itself. Leave out --{name.replace('_', '-')}."
             )
 
 
@@ -73,16 +73,20 @@ def lora_of(args: argparse.Namespace) -> Lora | None:
     """
     if args.lora is None:
         if args.lora_dropout:
-            raise ValueError(f"--lora-dropout is {args.lora_dropout}; expected --lora with it")
+            raise ValueError(
+                f"--lora-dropout is {args.lora_dropout} without --lora. Pass --lora too."
+            )
         return None
     rank, colon, names = args.lora.partition(":")
     modules = names.split(",")
     if not rank.isdecimal() or int(rank) < 1 or (colon and not all(modules)):
         raise ValueError(
-            f"--lora is {args.lora}; expected a rank of 1 or more, or a rank and modules, such as "
-            "16:q_proj,v_proj or 16:all-linear"
+            f"--lora is {args.lora}. Expected a rank of 1 or more, or a rank and modules, such as "
+            "16:q_proj,v_proj or 16:all-linear."
         )
     if not 0 <= args.lora_dropout < 1:
-        raise ValueError(f"--lora-dropout is {args.lora_dropout}; expected at least 0, less than 1")
+        raise ValueError(
+            f"--lora-dropout is {args.lora_dropout}. Expected at least 0, less than 1."
+        )
     chosen = names if names == "all-linear" else modules if colon else None
     return Lora(int(rank), chosen, args.lora_dropout)

@@ -62,9 +62,9 @@ def scheme_of(option: str | None, config: object, dtype: torch.dtype) -> Scheme 
     make = _METHODS.get(str(getattr(method, "value", method)))
     if make is None:
         raise ValueError(
-            f"--hf-config has a quantization_config of {method}, which is not simulated; expected "
+            f"--hf-config has a quantization_config of {method}, which is not simulated. Expected "
             f"{', '.join(_METHODS)}. Choose how weights are stored with --quantize, of "
-            f"{', '.join(NAMES)}"
+            f"{', '.join(NAMES)}."
         )
     return make(facts)
 
@@ -78,8 +78,8 @@ def _of_bitsandbytes(facts: Mapping[str, Any]) -> Scheme:
     if facts.get("load_in_8bit"):
         if facts.get("llm_int8_has_fp16_weight"):
             raise ValueError(
-                "--hf-config has llm_int8_has_fp16_weight, which keeps 16-bit weights; expected "
-                "false, or --quantize none"
+                "--hf-config has llm_int8_has_fp16_weight, which keeps 16-bit weights. Expected "
+                "false, or --quantize none."
             )
         outliers = float(facts.get("llm_int8_threshold", 6.0))
         return Scheme("int8", outliers=outliers, skipped=skipped)
@@ -87,8 +87,8 @@ def _of_bitsandbytes(facts: Mapping[str, Any]) -> Scheme:
     name = f"{facts.get('bnb_4bit_quant_type', 'fp4')}{double}"
     if name not in FOUR_BITS:
         raise ValueError(
-            f"--hf-config has bnb_4bit_quant_type {facts['bnb_4bit_quant_type']}; expected nf4 or "
-            "fp4"
+            f"--hf-config has bnb_4bit_quant_type {facts['bnb_4bit_quant_type']}. Expected nf4 or "
+            "fp4."
         )
     return Scheme(
         name,
@@ -106,8 +106,8 @@ def _of_fp8(facts: Mapping[str, Any]) -> Scheme | None:
     for key, plain in understood:
         if facts.get(key, plain) != plain:
             raise ValueError(
-                f"--hf-config has {key} {facts[key]}, which is not simulated; expected {plain}, or "
-                "--quantize"
+                f"--hf-config has {key} {facts[key]}, which is not simulated. Expected {plain}, or "
+                "--quantize."
             )
     block = facts.get("weight_block_size", (128, 128))
     scale = torch.float8_e8m0fnu if facts.get("scale_fmt") == "ue8m0" else torch.float32
@@ -157,13 +157,13 @@ _METHODS = {
 
 
 def _skipped(facts: Mapping[str, Any], *keys: str) -> tuple[str, ...] | None:
-    found = next((facts[key] for key in keys if facts.get(key) is not None), None)
-    return None if found is None else tuple(found)
+    names = next((facts[key] for key in keys if facts.get(key) is not None), None)
+    return None if names is None else tuple(names)
 
 
 def _dtype(facts: Mapping[str, Any], key: str, default: str) -> torch.dtype:
     name = str(facts.get(key) or default).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"--hf-config has {key} {name}; expected a dtype of torch")
-    return found
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--hf-config has {key} {name}. Expected a dtype of torch.")
+    return dtype

@@ -57,7 +57,7 @@ def check_capture(graph: fx.Graph) -> None:
     if saving is not None:
         raise RuntimeError(
             f"traced step: {saving.name} reads the state of a generator, which a CUDA graph cannot "
-            "capture; expected step.gm, generators = storage_ops.graph.capturable(step.gm)"
+            "capture. Run `step.gm, generators = storage_ops.graph.capturable(step.gm)` first."
         )
 
 

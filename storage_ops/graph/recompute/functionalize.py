@@ -49,8 +49,8 @@ class _Contents:
         self.version = 0
         if t.storage_offset() != 0 or t.untyped_storage().nbytes() != t.numel() * t.element_size():
             raise RuntimeError(
-                f"remat: {base.name}, made by {base.target} in a region that modifies it in place, "
-                "does not cover its storage; expected a tensor that does, such as its clone"
+                f"remat: {base.name}, computed by {base.target} in a region that modifies it in "
+                "place, does not cover its storage. Modify a clone instead."
             )
 
 
@@ -62,45 +62,48 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
             op has no form that is not in place.
     """
     graph = gm.graph
-    maker: dict[int, fx.Node] = {}
-    born: dict[fx.Node, int] = {}
+    creator_of: dict[int, fx.Node] = {}
+    version_of: dict[fx.Node, int] = {}
     tracked: dict[int, _Contents] = {}
-    gone: list[fx.Node] = []
+    replaced: list[fx.Node] = []
     for node in list(graph.nodes):
         key = storage_of(node)
         if key is not None:
-            maker.setdefault(key, node)
+            creator_of.setdefault(key, node)
         targets = tensors_of(written(node)) if mark_of(node).path else []
         for source in list(node.all_input_nodes):
             contents = tracked.get(storage_of(source) or 0)
-            if contents is not None and born.get(source, -1) < contents.version:
+            if contents is not None and version_of.get(source, -1) < contents.version:
                 node.replace_input_with(source, _view(graph, contents, source, node, mode))
         if key in tracked:
-            born[node] = tracked[key].version
-        makers = [maker.get(storage_of(target) or 0, target) for target in targets]
-        for made_by in makers:
-            if not _is_local(made_by, node) and any(p.discards for p in mark_of(made_by).path):
-                raise _escapes(node, made_by)
-        if not any(_is_local(made_by, node) for made_by in makers):
-            continue  # it is run once, in place
+            version_of[node] = tracked[key].version
+        creators = [creator_of.get(storage_of(target) or 0, target) for target in targets]
+        for creator in creators:
+            if not _is_local(creator, node) and any(p.discards for p in mark_of(creator).path):
+                raise _escapes(node, creator)
+        if not any(_is_local(creator, node) for creator in creators):
+            continue  # the op runs once, so it can stay in place
         if updates_statistics(node):
-            for made_by in makers:
-                made_by.meta[KEPT] = True
+            for creator in creators:
+                creator.meta[KEPT] = True
             continue
         if len(targets) > 1:
-            raise RuntimeError(f"remat: {node.target} in a region modifies several tensors at once")
-        (target,), (made_by,) = targets, makers
+            raise RuntimeError(
+                f"remat: {node.target} ({node.name}) in a region modifies several tensors at once. "
+                "Expected an op that modifies one tensor."
+            )
+        (target,), (creator,) = targets, creators
         where = storage_of(target)
         assert where is not None
         if where not in tracked:
-            tracked[where] = _Contents(made_by)
+            tracked[where] = _Contents(creator)
         _write(graph, tracked[where], node, target, mode)
-        born[tracked[where].base] = tracked[where].version
-        born[node] = -1
-        gone.append(node)
-    for node in reversed(gone):
+        version_of[tracked[where].base] = tracked[where].version
+        version_of[node] = -1
+        replaced.append(node)
+    for node in reversed(replaced):
         graph.erase_node(node)
-    if gone:
+    if replaced:
         refresh_views(graph, mode)
     _keep_views(graph)
 
@@ -112,15 +115,15 @@ def _keep_views(graph: fx.Graph) -> None:
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     writes = written_at(order)
-    maker: dict[int, fx.Node] = {}
+    creator_of: dict[int, fx.Node] = {}
     for node, at in order.items():
         key = storage_of(node)
         if key is None:
             continue
-        made_by = maker.setdefault(key, node)
-        if key not in writes or not mark_of(node).path or made_by is node:
+        creator = creator_of.setdefault(key, node)
+        if key not in writes or not mark_of(node).path or creator is node:
             continue
-        if _is_local(made_by, node) and KEPT not in made_by.meta:
+        if _is_local(creator, node) and KEPT not in creator.meta:
             continue
         last = max((order[user] for user in node.users), default=at)
         if any(at < place < last for place in writes[key]):
@@ -155,7 +158,7 @@ def reinplace(graph: fx.Graph) -> None:
 def _write(
     graph: fx.Graph, contents: _Contents, node: fx.Node, target: fx.Node, mode: FakeTensorMode
 ) -> None:
-    """Compute the next version of a storage's contents in place of an in-place op."""
+    """Replace an in-place op by an op that returns the next version of a storage's contents."""
     geometry = _geometry(target.meta["val"])
     if rng.is_random(node) and next(written(node)) is node.args[0]:
         result = _fill(graph, node, mode)
@@ -163,7 +166,7 @@ def _write(
         result = _functional_call(graph, node, mode)
     with graph.inserting_before(node):
         if isinstance(result.meta["val"], tuple):
-            # The op is not in place any more. It returns its result and the modified tensors.
+            # The functional op returns the result of the op, and then the modified tensors.
             value, result = (_item(graph, result, place) for place in (0, -1))
             node.replace_all_uses_with(value)
         elif not any(written(result)):
@@ -189,10 +192,10 @@ def _write(
 def _functional_call(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
     """Add the functional form of an in-place op before it."""
     op = _functional(node)
-    # Arguments that have their default are left out, and the functional op may have none.
-    given = {a.name: argument(node, a.name) for a in op._schema.arguments}
-    positional = [given[a.name] for a in op._schema.arguments if not a.kwarg_only]
-    options = {a.name: given[a.name] for a in op._schema.arguments if a.kwarg_only}
+    # `node.args` omit default values, but the functional op may have no defaults. So pass all.
+    values = {a.name: argument(node, a.name) for a in op._schema.arguments}
+    positional = [values[a.name] for a in op._schema.arguments if not a.kwarg_only]
+    options = {a.name: values[a.name] for a in op._schema.arguments if a.kwarg_only}
     with graph.inserting_before(node):
         result = graph.call_function(op, tuple(positional), options)
     result.meta = dict(node.meta)
@@ -260,12 +263,12 @@ def _functional(node: fx.Node) -> OpOverload:
     for overload in itertools.chain(
         [o for o in overloads if o == op._overloadname], [o for o in overloads if o == "default"]
     ):
-        found: OpOverload = getattr(packet, overload)
-        if not found._schema.is_mutable and _names(found) == _names(op):
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if not candidate._schema.is_mutable and _names(candidate) == _names(op):
+            return candidate
     raise RuntimeError(
-        f"remat: {op} modifies a tensor of a region in place and has no functional form; "
-        "expected an op that can be run again"
+        f"remat: {op} modifies a tensor of a region in place and has no functional form. Expected "
+        "an op that can be run again."
     )
 
 
@@ -282,14 +285,14 @@ def _geometry(t: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     return tuple(t.shape), tuple(t.stride()), t.storage_offset()
 
 
-def _is_local(maker: fx.Node, node: fx.Node) -> bool:
-    path = mark_of(maker).path
+def _is_local(creator: fx.Node, node: fx.Node) -> bool:
+    path = mark_of(creator).path
     return bool(path) and path[0].region == mark_of(node).path[0].region
 
 
 def _escapes(node: fx.Node, target: fx.Node) -> RuntimeError:
     return RuntimeError(
         f"remat: {node.target} ({node.name}) in a checkpointed region modifies {target.name} in "
-        "place, the output of another region, which discards and recomputes it. Expected the op "
-        "that is not in place, or a clone inside the region"
+        "place. It is the output of another region, which discards and recomputes it. Use the op "
+        "that is not in place, or modify a clone inside the region."
     )

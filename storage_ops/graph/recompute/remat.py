@@ -85,7 +85,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         >>> gm = storage_ops.graph.remat(gm, verify=True)
     """
     if not isinstance(gm, fx.GraphModule):
-        raise TypeError(f"remat: gm is a {type(gm).__name__}; expected a torch.fx.GraphModule")
+        raise TypeError(f"remat: `gm` is a {type(gm).__name__}. Expected a torch.fx.GraphModule.")
     forget_tags()
     if BEFORE not in gm.meta:
         gm = recompute(gm, foreign=not any(KEY in node.meta for node in gm.graph.nodes))
@@ -221,10 +221,9 @@ class _Rewrite:
         copied = self._snapshots[source, at]
         if node.target in _BY_STORAGE and _geometry(copied) != _geometry(source):
             raise RuntimeError(
-                f"remat: {node.target} ({node.name}) is to be recomputed from {source.name}, which "
-                f"{self._nodes[at].target} ({self._nodes[at].name}) has modified in place by then; "
-                "expected a region to read it by another op, or it to stay as it is until the "
-                "region's backward"
+                f"remat: {node.target} ({node.name}) must be recomputed from {source.name}, which "
+                f"{self._nodes[at].target} ({self._nodes[at].name}) modifies in place before. "
+                "Modify it after the region's backward, or have the region read it by another op."
             )
         return copied
 
@@ -325,8 +324,8 @@ def _one_mode(gm: fx.GraphModule) -> FakeTensorMode:
     bare = next((n for n in gm.graph.nodes if n.op == "placeholder" and "val" not in n.meta), None)
     if bare is not None and bare.users:
         raise ValueError(
-            f"remat: node.meta of the input {bare.name} has no 'val'; expected a graph of "
-            "trace_step or make_fx, whose nodes have values"
+            f"remat: node.meta of the input {bare.name} has no 'val'. Expected a graph of "
+            "trace_step or make_fx, whose nodes have values."
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for node in gm.graph.nodes:

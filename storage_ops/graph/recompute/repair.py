@@ -26,7 +26,7 @@ from storage_ops.graph.recompute.functionalize import is_new
 from storage_ops.graph.recompute.verify import REPEATS
 
 aten = torch.ops.aten
-_INSTEAD = "trace the function with storage_ops.graph.trace_step instead of make_fx"
+_INSTEAD = "Trace the function with storage_ops.graph.trace_step instead of make_fx."
 _regions = itertools.count(-1, -1)
 
 
@@ -52,12 +52,13 @@ def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     if repeats.unclear:
         warnings.warn(
             f"remat: {', '.join(node.name for node in repeats.unclear)} may recompute random "
-            "numbers, and the graph does not say which; its gradients are wrong if so: " + _INSTEAD,
+            "numbers, and the graph does not say which. If so, its gradients are wrong. "
+            + _INSTEAD,
             stacklevel=4,
         )
     if not marked and not repeats.found:
         warnings.warn(
-            "remat: nothing in this graph says what was checkpointed, and nothing is recomputed; "
+            "remat: the graph does not say what was checkpointed, so nothing is recomputed. "
             + _INSTEAD,
             stacklevel=4,
         )
@@ -154,13 +155,13 @@ def _can_replay(node: fx.Node) -> bool:
 
 def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of forwards: those where a backward pass begins, and their ancestors."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if _begins_backward(node):
-            found.update(node.all_input_nodes)
-        if node in found:
-            found.update(node.all_input_nodes)
-    return found
+            nodes.update(node.all_input_nodes)
+        if node in nodes:
+            nodes.update(node.all_input_nodes)
+    return nodes
 
 
 def _leads_past_gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -110,7 +110,7 @@ def gpu_of_replays(graph: fx.Graph) -> torch.device | None:
     devices = {device_of(node) for node in saving} - {torch.device("cpu")}
     if len(devices) > 1:
         raise RuntimeError(
-            f"remat: random ops on {sorted(map(str, devices))} are to be run again; expected those "
-            "of one GPU, for torch saves the state of the current GPU only"
+            f"remat: random ops on {sorted(map(str, devices))} must be run again. Expected random "
+            "ops on one GPU, because torch saves the state of the current GPU only."
         )
     return next(iter(devices), None)

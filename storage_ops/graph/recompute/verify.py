@@ -26,8 +26,8 @@ def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
     unclear = [n.name for n in first.graph.nodes if n.meta.get(REPEATS, n.name) is None]
     if unclear:
         raise RuntimeError(
-            f"remat: cannot verify a graph that does not say whose numbers {', '.join(unclear)} "
-            "repeat; expected one of storage_ops.graph.trace_step"
+            "remat: cannot verify a graph that does not say whose random numbers "
+            f"{', '.join(unclear)} repeat. Expected a graph of storage_ops.graph.trace_step."
         )
     # A compiler's backend runs under modes that compute no values.
     with _disable_current_modes(), torch.random.fork_rng():
@@ -51,7 +51,7 @@ def _compare(first: fx.GraphModule, second: fx.GraphModule) -> None:
             difference = (one.double() - other.double()).abs().max().item()
             raise RuntimeError(
                 f"remat: {name} differs by {difference:.3g} from that of the graph without "
-                "recomputation; expected the same bits"
+                "recomputation. Expected the same bits."
             )
 
 
@@ -61,12 +61,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _run(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    given = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
+    arguments = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
         # Not by calling the graph, which may take its inputs in containers.
-        outputs = tree_leaves(_Eager(gm).run(*given, enable_io_processing=False))
-    return [*outputs, *given, *_random_states()]
+        outputs = tree_leaves(_Eager(gm).run(*arguments, enable_io_processing=False))
+    return [*outputs, *arguments, *_random_states()]
 
 
 class _Eager(fx.Interpreter):
@@ -100,10 +100,10 @@ def _random_states() -> list[Tensor]:
 def _random(value: object, generator: torch.Generator) -> Any:
     if isinstance(value, Tensor):
         shape = [_size(n) for n in value.shape]
-        made = torch.zeros(shape, dtype=value.dtype, device=value.device)
+        values = torch.zeros(shape, dtype=value.dtype, device=value.device)
         if value.is_floating_point():
-            made.copy_(torch.randn(shape, generator=generator, dtype=torch.float64))
-        return made.as_strided(shape, made.stride()) if made.is_contiguous() else made
+            values.copy_(torch.randn(shape, generator=generator, dtype=torch.float64))
+        return values.as_strided(shape, values.stride()) if values.is_contiguous() else values
     return _size(value)
 
 

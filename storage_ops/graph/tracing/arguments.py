@@ -44,7 +44,7 @@ class Layout:
     def check(self, name: str, t: object) -> None:
         """Raise an error unless `t` has the layout of the trace."""
         if not isinstance(t, Tensor):
-            raise TypeError(f"traced step: {name} is {t!r}; expected a tensor, as when traced")
+            raise TypeError(f"traced step: {name} is {t!r}. Expected a tensor, as when traced.")
         for what, traced, given in (
             ("shape", self.shape, tuple(t.shape)),
             ("stride", self.stride, t.stride() if self.stride is not None else None),
@@ -59,8 +59,8 @@ class Layout:
                 )
             if not same:
                 raise ValueError(
-                    f"traced step: {name} has {what} {given}; expected {traced}, as when traced "
-                    "(trace the function again for another)"
+                    f"traced step: {name} has {what} {given}. Expected {traced}, as when traced. "
+                    "Trace the function again for another value."
                 )
 
 
@@ -100,7 +100,7 @@ class Arguments:
                 if leaf.requires_grad and not leaf.is_leaf:
                     raise ValueError(
                         f"trace_step: {self._names[place]} has a grad_fn, whose backward would not "
-                        "be part of the step; expected a leaf, such as its .detach()"
+                        "be part of the step. Pass a leaf, such as its .detach()."
                     )
                 self._attributes[place] = _attributes(leaf)
                 self._leaves[place] = None
@@ -129,8 +129,8 @@ class Arguments:
         if is_traceable_wrapper_subclass(t):
             names, context = t.__tensor_flatten__()
             inner = {name: self._stand_in(getattr(t, name), frozenset()) for name in names}
-            made = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
-            return made.requires_grad_(t.requires_grad)
+            stand_in = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
+            return stand_in.requires_grad_(t.requires_grad)
         options: dict[str, Any] = {"static_shapes": True}
         if dynamic:
             from torch._dynamo.source import ConstantSource
@@ -156,8 +156,8 @@ class Arguments:
         paths, spec = tree_flatten_with_path((args, kwargs))
         if spec != self._spec:
             raise TypeError(
-                f"traced step: the arguments have the structure {spec}; expected {self._spec}, as "
-                "when traced"
+                f"traced step: the arguments have the structure {spec}. Expected {self._spec}, as "
+                "when traced."
             )
         leaves = [leaf for _, leaf in paths]
         plain: list[Tensor] = []
@@ -171,41 +171,41 @@ class Arguments:
                 name, read = self._tied[place]
                 if leaf is not read(leaves):
                     raise ValueError(
-                        f"traced step: {self._names[place]} and {name} are two tensors; expected "
-                        "one, as when traced: trace the function again with two"
+                        f"traced step: {self._names[place]} and {name} are two tensors. Expected "
+                        "one, as when traced. Trace the function again with two."
                     )
             elif place in self._holders:
                 if leaf is not traced:
                     raise ValueError(
                         f"traced step: {self._names[place]} is another {type(leaf).__name__} than "
-                        "when traced; expected the same object, whose tensors are read at each "
-                        "call, or a pytree of tensors, such as a dict"
+                        "when traced. Pass the same object, whose tensors are read at each call. "
+                        "Or pass a pytree of tensors, such as a dict."
                     )
             elif not _equal(leaf, traced):
                 raise ValueError(
-                    f"traced step: {self._names[place]} is {leaf!r}; expected {traced!r}, for what "
-                    "is no tensor was fixed when traced"
+                    f"traced step: {self._names[place]} is {leaf!r}. Expected {traced!r}: "
+                    "arguments that are not tensors are constants of the trace."
                 )
         shape_env = self._fake_mode.shape_env
         if shape_env is not None and not shape_env.evaluate_guards_for_args(self.stand_ins, plain):
             sizes = [tuple(t.shape) for t in plain]
             guards = [str(guard.expr) for guard in shape_env.guards]
             raise ValueError(
-                f"traced step: the arguments have the sizes {sizes}; expected every dynamic "
+                f"traced step: the arguments have the sizes {sizes}. Expected every dynamic "
                 f"dimension to be 2 or more{' and ' if guards else ''}{' and '.join(guards)}, as "
-                "when traced: trace the function again"
+                "when traced. Trace the function again for other sizes."
             )
         return leaves, plain
 
     def _check_attributes(self, place: int, t: Tensor) -> None:
         now = _attributes(t)
         for name, traced in self._attributes[place].items():
-            given = now.get(name)
-            plain = not isinstance(traced, Tensor) and type(given) is type(traced)
-            if given is not traced and not (plain and given == traced):
+            value_now = now.get(name)
+            plain = not isinstance(traced, Tensor) and type(value_now) is type(traced)
+            if value_now is not traced and not (plain and value_now == traced):
                 raise ValueError(
-                    f"traced step: {self._names[place]}.{name} is {given!r}; expected {traced!r}, "
-                    "as when traced"
+                    f"traced step: {self._names[place]}.{name} is {value_now!r}. Expected "
+                    f"{traced!r}, as when traced."
                 )
 
 

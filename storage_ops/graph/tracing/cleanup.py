@@ -40,7 +40,7 @@ def clean(gm: fx.GraphModule, lifted: Sequence[fx.Node]) -> list[bool]:
 def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:
     """Drop the clone of a gradient that autograd makes because it does not own it in a trace."""
     last: dict[int, fx.Node] = {}
-    given = {
+    gradients = {
         key
         for node in graph.nodes
         if node.op in ("placeholder", "get_attr")
@@ -61,6 +61,6 @@ def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:
         (key, nbytes), *_ = storages(value)
         whole = nbytes == next(storages(clone))[1]
         same = value.stride() == clone.stride()
-        if whole and same and key not in given and last[key] is node:
+        if whole and same and key not in gradients and last[key] is node:
             node.replace_all_uses_with(source)
             graph.erase_node(node)

@@ -40,7 +40,7 @@ def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
             for kind in kinds.intersection(_REFUSED):
                 raise ValueError(
                     f"trace_step: {name} is a {kind}, which communicates in hooks that a graph "
-                    "cannot hold; expected DistributedDataParallel or fully_shard"
+                    "cannot hold. Use DistributedDataParallel or fully_shard."
                 )
             if fully_sharded.is_sharded(module):
                 stack.enter_context(fully_sharded.recorded(name, module))
@@ -62,8 +62,8 @@ def _check(name: str, module: DistributedDataParallel) -> None:
     for what, has in unusual.items():
         if has:
             raise ValueError(
-                f"trace_step: {name} is a DistributedDataParallel with {what}; expected one that "
-                "averages its gradients"
+                f"trace_step: {name} is a DistributedDataParallel with {what}. Expected one that "
+                "averages its gradients."
             )
 
 

@@ -82,8 +82,8 @@ def _check(name: str, module: Any) -> None:
         for what, has in unusual.items():
             if has:
                 raise ValueError(
-                    f"trace_step: {name} is an FSDPModule with {what}; expected one that averages "
-                    "the gradients of its parameters"
+                    f"trace_step: {name} is an FSDPModule with {what}. Expected one that averages "
+                    "the gradients of its parameters."
                 )
 
 
@@ -117,8 +117,8 @@ def _gather(
         for _, _, parameter in parameters:
             if id(parameter) not in whole:
                 whole[id(parameter)] = _gathered(parameter, parts, precision)
-    for held, key, parameter in parameters:
-        held[key] = whole[id(parameter)]
+    for attributes, key, parameter in parameters:
+        attributes[key] = whole[id(parameter)]
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args, kwargs = _cast((args, kwargs), precision.param_dtype)
     return args, kwargs
@@ -135,8 +135,8 @@ def _put_back(
     args: object,
     output: object,
 ) -> Any:
-    for held, key, parameter in parameters:
-        held[key] = parameter
+    for attributes, key, parameter in parameters:
+        attributes[key] = parameter
     return output if precision.output_dtype is None else _cast(output, precision.output_dtype)
 
 

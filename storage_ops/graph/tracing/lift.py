@@ -79,8 +79,8 @@ class Lift(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
         if func in _REPLAYS:
             raise RuntimeError(
-                f"trace_step: fn runs a graph that repeats random numbers by {func.name()}; "
-                "expected the function that the graph was made of"
+                f"trace_step: `fn` runs a graph that repeats random numbers by {func.name()}. "
+                "Trace the function that the graph was made of."
             )
         flat, spec = tree_flatten((args, kwargs or {}))
         self.saw(flat)
@@ -118,10 +118,10 @@ class Lift(TorchDispatchMode):
 
     def slot_of(self, t: Tensor) -> Slot:
         """Return the slot from which a tensor is read at each call."""
-        found = self._slots.get(id(t))
-        if found is None and _place_of(t) is not None:
-            found = self._slots_by_place.get(_place_of(t))
-        return found or Slot(_describe(t), lambda: t)
+        slot = self._slots.get(id(t))
+        if slot is None and _place_of(t) is not None:
+            slot = self._slots_by_place.get(_place_of(t))
+        return slot or Slot(_describe(t), lambda: t)
 
     def restore(self) -> None:
         """Undo changes of in-place ops to the real tensors in autograd: graphs and versions."""
@@ -243,9 +243,9 @@ class Gradients(TorchFunctionMode):
         """Raise an error if a tensor that exists at each call gets the memory of another tensor."""
         if value is not t and (_place_of(t) is None or _place_of(t) != _place_of(value)):
             raise RuntimeError(
-                f"trace_step: fn sets .data of {self._lift.slot_of(t).name}, whose memory a graph "
-                "cannot exchange; expected its values to be overwritten, by .copy_(...) under "
-                "torch.no_grad()"
+                f"trace_step: `fn` sets .data of {self._lift.slot_of(t).name}, whose memory a "
+                "graph cannot replace. Overwrite the values instead: .copy_(...) under "
+                "torch.no_grad()."
             )
 
     def is_untouched(self, t: Tensor, grad: Tensor | None) -> bool:

@@ -61,8 +61,8 @@ class Optimizers:
             handle.remove()
         for what, now, then in _differences([*self._before, *self.stepped]):
             raise RuntimeError(
-                f"trace_step: fn changes {what} from {then!r} to {now!r}, which a graph cannot; "
-                "expected that outside of fn, such as the step of a scheduler"
+                f"trace_step: `fn` changes {what} from {then!r} to {now!r}, which a graph cannot "
+                "do. Change it outside of `fn`, as the step of a scheduler does."
             )
 
     def check(self) -> None:
@@ -73,8 +73,8 @@ class Optimizers:
         """
         for what, now, then in _differences(self.stepped):
             raise ValueError(
-                f"traced step: {what} is {now!r}; expected {then!r}, as when traced: trace the "
-                "function again, or make it a tensor, which is read at each call"
+                f"traced step: {what} is {now!r}. Expected {then!r}, as when traced. Trace the "
+                "function again, or make it a tensor, which is read at each call."
             )
 
 

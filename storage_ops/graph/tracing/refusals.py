@@ -17,7 +17,7 @@ from storage_ops.graph.tracing.slots import Closure
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-# Each begins a ring; the first before it changes a buffer.
+# Each function begins a ring of context parallelism. The first runs before buffers are changed.
 _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
 
 
@@ -26,7 +26,7 @@ def refused(closure: Closure) -> Iterator[None]:
     """Raise an error in a with block if fn uses a feature that a graph cannot contain.
 
     Raises:
-        ValueError: a ring of torch's context parallelism is under way already, or async tensor
+        ValueError: a ring of torch's context parallelism runs already, or async tensor
             parallelism is asked for.
     """
     _refuse_async(closure)
@@ -47,8 +47,8 @@ def _unseeded(module: ModuleType, name: str) -> Any:
         if threading.get_ident() != thread:
             return plain(*args, **kwargs)
         raise RuntimeError(
-            f"trace_step: fn calls {module.__name__}.{name}, and a graph cannot set the state of a "
-            "generator; expected that outside of fn, or a torch.Generator from there"
+            f"trace_step: `fn` calls {module.__name__}.{name}, and a graph cannot set the state of "
+            "a generator. Call it outside of `fn`, or pass a torch.Generator from there."
         )
 
     return refuse
@@ -77,10 +77,10 @@ def _without_rings() -> Iterator[None]:
 
 def _raise_ring(*_: object, **__: object) -> Any:
     raise ValueError(
-        "trace_step: fn uses torch's context_parallel, whose ring of attention works on buffers "
-        "and streams that a graph cannot hold; expected keys and values gathered by "
-        "all_gather_tensor_autograd of torch.distributed._functional_collectives, or the step "
-        "without trace_step"
+        "trace_step: `fn` uses torch's context_parallel, whose ring of attention works on buffers "
+        "and streams that a graph cannot hold. Gather keys and values by "
+        "all_gather_tensor_autograd of torch.distributed._functional_collectives, or run the step "
+        "without trace_step."
     )
 
 
@@ -92,7 +92,7 @@ def _refuse_async(closure: Closure) -> None:
         if hasattr(t, "device_mesh"):
             raise ValueError(
                 f"trace_step: {closure.slots[id(t)].name} is a DTensor, and "
-                "torch._inductor.config._micro_pipeline_tp, async tensor parallelism, is True; "
-                "expected False: it is a pass of Inductor, which a traced step does not go "
-                "through, so use torch.compile for that instead of trace_step"
+                "torch._inductor.config._micro_pipeline_tp (async tensor parallelism) is True. "
+                "Expected False: it is a pass of Inductor, which a traced step does not run. Use "
+                "torch.compile instead of trace_step for it."
             )

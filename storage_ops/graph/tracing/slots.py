@@ -68,27 +68,27 @@ class Closure:
 
 def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
     """Return all tensors, modules and containers that named values reach."""
-    found = Closure({}, [], [], [], [], [], [])
+    closure = Closure({}, [], [], [], [], [], [])
     for visit in walk(roots):
         value = visit.value
         if visit.kind == PLAIN and value is not None:
             continue
         slot = _slot_of(visit)
         if slot.write is not None and isinstance(value, _STATE):
-            found.places.append((slot, value))
+            closure.places.append((slot, value))
         if visit.kind == TENSOR:
             if not visit.is_first:
-                found.again.append((value, slot))
+                closure.again.append((value, slot))
                 continue
-            found.slots[id(value)] = slot
-            found.tensors.append(value)
+            closure.slots[id(value)] = slot
+            closure.tensors.append(value)
         elif visit.is_first and isinstance(value, nn.Module):
-            found.modules.append((slot.name, value))
+            closure.modules.append((slot.name, value))
         elif visit.is_first and isinstance(value, Optimizer):
-            found.optimizers.append(value)
+            closure.optimizers.append(value)
         if visit.is_first and visit.kind != PLAIN:
-            found.containers += [(slot.name, each) for each in _contents_of(visit)]
-    return found
+            closure.containers += [(slot.name, each) for each in _contents_of(visit)]
+    return closure
 
 
 def _slot_of(visit: Visit) -> Slot:

@@ -65,7 +65,9 @@ class TracedStep(Generic[P, T]):
 
     def __init__(self, fn: Callable[P, T], args: object, kwargs: object) -> None:
         if not callable(fn):
-            raise TypeError(f"trace_step: fn is {fn!r}, a {type(fn).__name__}; expected a function")
+            raise TypeError(
+                f"trace_step: `fn` is {fn!r}, a {type(fn).__name__}. Expected a function."
+            )
         functools.update_wrapper(self, fn, updated=())
         roots = [("fn", fn), *holders(args, kwargs)]
         closure = closure_of(roots)
@@ -111,9 +113,9 @@ class TracedStep(Generic[P, T]):
                     gm = make_fx(flat)(*self._arguments.stand_ins)
             except GuardOnDataDependentSymNode as error:
                 raise RuntimeError(
-                    "trace_step: the value of a tensor decides what fn does"
-                    f"{_place_of(error)}; expected code that runs in the same way for all values, "
-                    "such as torch.where, or the decision outside of fn"
+                    f"trace_step: the value of a tensor decides what `fn` does{_place_of(error)}. "
+                    "Use code that runs in the same way for all values, such as torch.where. Or "
+                    "decide outside of `fn`."
                 ) from error
             finally:
                 gradients.restore()
@@ -144,8 +146,8 @@ class TracedStep(Generic[P, T]):
         for name, module, training in self._training:
             if module.training != training:
                 raise ValueError(
-                    f"traced step: {name}.training is {module.training}; expected {training}, as "
-                    "when traced"
+                    f"traced step: {name}.training is {module.training}. Expected {training}, as "
+                    "when traced."
                 )
         self._optimizers.check()
         for sharded in self._sharded:
@@ -185,8 +187,8 @@ class TracedStep(Generic[P, T]):
             now = _read(first), _read(again)
             if now[0] is not now[1] and not any(t is _GONE for t in now):
                 raise ValueError(
-                    f"traced step: {first.name} and {again.name} are two tensors; expected one, as "
-                    "when traced: trace the function again with two"
+                    f"traced step: {first.name} and {again.name} are two tensors. Expected one, as "
+                    "when traced. Trace the function again with two."
                 )
         places: dict[int, int] = {}
         for place, t in enumerate(inputs):
@@ -195,8 +197,8 @@ class TracedStep(Generic[P, T]):
                 names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
                 raise ValueError(
                     f"traced step: {names[other]} and {names[place]} are one tensor, which "
-                    "requires grad or is modified; expected two: trace the function again, or pass "
-                    "a copy"
+                    "requires grad or is modified. Expected two, as when traced. Trace the "
+                    "function again, or pass a copy."
                 )
 
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
@@ -207,8 +209,8 @@ class TracedStep(Generic[P, T]):
         for gradient in self._gradients:
             if gradient.used and gradient.read(leaves).grad is not None:
                 raise RuntimeError(
-                    f"traced step: {gradient.name}.grad is set, and fn reads gradients; expected "
-                    "None, as when traced: drop it before the step, or inside fn"
+                    f"traced step: {gradient.name}.grad is set, and `fn` reads gradients. Expected "
+                    "None, as when traced. Set it to None before the step, or inside `fn`."
                 )
         previous: list[tuple[_Gradient, Tensor | None]] = []
         for gradient in self._gradients:
@@ -334,8 +336,8 @@ def _nothing_left_behind(
 
     State that fn replaces (`_replaced`) is expected. Any other tensor that is left is an error.
     """
-    held = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
-    before = [(name, holder, holder.copy()) for name, holder in held]
+    containers = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
+    before = [(name, holder, holder.copy()) for name, holder in containers]
     left: list[str] = []
     names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
     torch.clear_autocast_cache()
@@ -363,9 +365,9 @@ def _nothing_left_behind(
         forget_tags()
     if left:
         raise RuntimeError(
-            f"trace_step: fn keeps a tensor of the step in {', '.join(dict.fromkeys(left))}; "
-            "expected it to be returned instead, or a tensor to be there already, which it "
-            "replaces (an optimizer whose state this is must take one step before)"
+            f"trace_step: `fn` keeps a tensor of the step in {', '.join(dict.fromkeys(left))}. "
+            "Return the tensor instead, or have `fn` replace a tensor that exists before the step. "
+            "If this is the state of an optimizer, let it take one step before."
         )
 
 
@@ -373,9 +375,9 @@ def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
     for value in values:
         if any(is_traced(t, fake_mode) for t in closure_of([("result", value)]).tensors):
             raise RuntimeError(
-                f"trace_step: fn returns a {type(value).__name__}, which holds a tensor of the "
-                "step where it cannot be found; expected tensors in a pytree, such as a dict or a "
-                "tuple"
+                f"trace_step: `fn` returns a {type(value).__name__}, which holds a tensor of the "
+                "step where it cannot be found. Return tensors in a pytree, such as a dict or a "
+                "tuple."
             )
 
 
@@ -389,8 +391,8 @@ def _replaced(
             assert slot.write is not None
             if new is _GONE:
                 raise RuntimeError(
-                    f"trace_step: fn deletes {slot.name}, which holds a tensor; expected it to "
-                    "stay, or to be set to None"
+                    f"trace_step: `fn` deletes {slot.name}, which holds a tensor. Keep it, or set "
+                    "it to None."
                 )
             yield slot.write, new
 

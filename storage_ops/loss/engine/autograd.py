@@ -112,19 +112,19 @@ def backward(
             needed.
     """
     needs, keep = [ctx.needs_input_grad[place] for place in ctx.places], retained()
-    given = connect(upstream, ctx.sources)
+    upstream_grads = connect(upstream, ctx.sources)
     saved = ctx.saved_tensors  # once: a checkpoint gives them once
-    made: Gradients
+    gradients: Gradients
     with torch.no_grad():
         if not ctx.ready:
-            made = second_pass(ctx, saved, given, needs)
-        elif (loss := given[0]) is None:
-            made = (None,) * 3
+            gradients = second_pass(ctx, saved, upstream_grads, needs)
+        elif (loss := upstream_grads[0]) is None:
+            gradients = (None,) * 3
         else:
             pairs = zip(saved, needs, strict=False)
-            made = [times(g, loss, keep) if need else None for g, need in pairs]
-    grads = [g if need else None for g, need in zip(made, needs, strict=False)]
-    grads = once(grads, [*given, *(ctx.roots if ctx.ready else saved[1:])])
+            gradients = [times(g, loss, keep) if need else None for g, need in pairs]
+    grads = [g if need else None for g, need in zip(gradients, needs, strict=False)]
+    grads = once(grads, [*upstream_grads, *(ctx.roots if ctx.ready else saved[1:])])
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for place, grad in zip(ctx.places, grads, strict=False):
         result[place] = grad

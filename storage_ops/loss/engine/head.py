@@ -132,7 +132,7 @@ def _valid_of(sizes: list[int], valid: int | None) -> int:
     total, before = sum(sizes), sum(sizes[:-1])
     if valid is not None and not before < valid <= total:
         raise ValueError(
-            f"linear_cross_entropy: valid_classes is {valid}; expected {before + 1} to {total}, so "
-            "that every rank has a class that is no padding"
+            f"linear_cross_entropy: `valid_classes` is {valid}. Expected {before + 1} to {total}, "
+            "so that every rank has a class that is not padding."
         )
     return total if valid is None else valid

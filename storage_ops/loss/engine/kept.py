@@ -28,8 +28,8 @@ def make_room(like: Tensor) -> None:
     """Free what calls on a tensor's device keep."""
     place = _place(like)
     for token in [token for token, (other, _) in list(_kept.items()) if other == place]:
-        found = _kept.pop(token, None)
-        tile = None if found is None else found[1]()
+        entry = _kept.pop(token, None)
+        tile = None if entry is None else entry[1]()
         if tile is not None:
             free(tile)
 

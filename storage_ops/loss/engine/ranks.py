@@ -273,8 +273,8 @@ def _compared(every: Tensor) -> list[int]:
     refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
     if refused:
         raise ValueError(
-            f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call; "
-            "expected a call that is right on every rank: the error of that rank says what is wrong"
+            f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call. "
+            "Expected a correct call on every rank. Read the error of that rank."
         )
     for index, what in enumerate(_COMPARED, 1):
         others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
@@ -282,8 +282,8 @@ def _compared(every: Tensor) -> list[int]:
             values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
             raise ValueError(
                 f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
-                f"differ{values}; expected the same tokens and options on every rank, each "
-                "with its slice of the vocabulary: gather a sequence that is sharded first"
+                f"differ{values}. Expected the same tokens and options on every rank, each with "
+                "its slice of the vocabulary. If the sequence is sharded, gather it first."
             )
     return [int(row[0]) for row in rows]
 
@@ -319,9 +319,9 @@ def check(
         sizes = _compared(every)
         if sizes != assumed:
             raise ValueError(
-                f"linear_cross_entropy: the ranks have {sizes} classes, and the graph is one for "
-                f"{assumed}; expected a call outside of a trace before it, by which ranks learn "
-                "the sizes of each other's slices"
+                f"linear_cross_entropy: the ranks have {sizes} classes, and the graph was traced "
+                f"for {assumed}. Call the loss outside of a trace first, so that ranks learn the "
+                "sizes of each other's slices."
             )
         agreed.add(tuple(like))
     return every.new_zeros(())

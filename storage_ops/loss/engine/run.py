@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from storage_ops.loss.engine.head import Head
 from storage_ops.loss.engine.kept import free
 from storage_ops.loss.engine.ranks import traced
-from storage_ops.loss.engine.selection import Selection, select
+from storage_ops.loss.engine.selection import Gather, Selection, select
 from storage_ops.loss.engine.sums import Sums
 from storage_ops.loss.planning.problem import padded
 from storage_ops.loss.planning.schedule import (
@@ -40,6 +40,7 @@ from storage_ops.loss.planning.schedule import (
     MERGE,
     RUNNING_RESCALE,
     UPDATE,
+    WEIGHT,
     Place,
     Schedule,
     Step,
@@ -91,6 +92,13 @@ class RowFunction(ABC):
         if there is no such factor.
         """
         return None
+
+    def gather_gradient(self, step: Step, tile: Tensor) -> Gather:
+        """Return a function of the gradient with respect to some logits of a tile.
+
+        The tile stays as it is. Only a row function that does not select by gradient has it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def needed_classes(self, step: Step) -> Tensor:
@@ -247,6 +255,7 @@ class Run(Generic[Rows]):
             self._merge(step.rows)
             return
         tile, change, selection = self._logits(step), None, None
+        gather: Gather | None = None
         if step.phases & GRADIENT:
             self._end_merges(step.rows)
         selects = bool(step.phases & GRADIENT and step.adds and self._selects)
@@ -255,6 +264,10 @@ class Run(Generic[Rows]):
                 self.rows.work(step._replace(phases=UPDATE), tile)
                 step = step._replace(phases=GRADIENT)
             selection = self._select(step, tile)
+            if selection is not None and not (step.adds & WEIGHT and self.sums.bias is not None):
+                # Only what is multiplied is computed. The bias has a gradient of every class.
+                gather = self.rows.gather_gradient(step, tile)
+                step = step._replace(phases=0)
         if step.phases:
             change = self.rows.work(step, tile)
         if selects and self.rows.selects_by_gradient:
@@ -262,13 +275,13 @@ class Run(Generic[Rows]):
         if step.adds:
             if change is not None:
                 self.sums.rescale(step, change)
-            self.sums.add(step, self._gathered(step), tile, selection)
+            self.sums.add(step, self._gathered(step), tile, selection, gather)
             self._advance_merges()
 
     def _select(self, step: Step, tile: Tensor) -> Selection | None:
         """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
         head, factors = self.head, self.rows.factors(step)
-        found = select(
+        selection = select(
             functools.partial(self.rows.mass_sums, step, tile, factors),
             self.rows.needed_classes(step),
             tile.shape,
@@ -277,11 +290,11 @@ class Run(Generic[Rows]):
             head.call.max_classes,
             factors,
         )
-        if found is None:  # nor does it for tokens of the same batch
+        if selection is None:  # nor does it for tokens of the same batch
             self._selects = False
         elif self.dropped is not None:
-            self.dropped[step.rows] += found.dropped
-        return found
+            self.dropped[step.rows] += selection.dropped
+        return selection
 
     def _logits(self, step: Step) -> Tensor:
         """Return the tile of a step, multiplied, copied, or as it was left."""

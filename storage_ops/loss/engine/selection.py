@@ -19,14 +19,18 @@ out classes of which a token has next to nothing:
 * A token *needs* the shortest prefix of buckets beyond which it has no more mass than it may leave
   out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
 * Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
-  the few that need more than is worth that, are multiplied with all other classes in place.
+  the few that need more than is worth that, are multiplied with all other classes where they are.
+* Of cross-entropy, only the part of the gradient that is multiplied is computed, from the logits.
+  It is written class by class, each as a run of tokens by need, for several buckets at a time. A
+  gather of single classes of a row would read a sector of memory for each number.
 * The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
   columns where all tokens have one sign, and its products with weight and input are thin. Each
   token then has one average class for the classes that it leaves out of a bucket, so it loses no
   probability. A divergence leaves them out for good: a token has gradients of both signs.
-* r and c need no pass over the gradient. They are the masses times a *factor* for each token, which
-  is what its gradient has of each probability: 1 / tokens for a mean.
+* r and c of all tokens need no pass over the gradient. They are the masses times a *factor* for
+  each token, which is what its gradient has of each probability: 1 / tokens for a mean. The part of
+  c that is multiplied is added up when it is gathered.
 
 If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -35,15 +39,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.call import arithmetic
-from storage_ops.loss.planning.cost import BUCKETS, flat_tokens, gathered_classes
+from storage_ops.loss.planning.cost import (
+    BUCKETS,
+    flat_tokens,
+    gathered_classes,
+    gathered_numbers,
+    padded_tokens,
+)
 from storage_ops.loss.planning.schedule import slices
 from storage_ops.matmul import Matmul
 
@@ -55,6 +65,9 @@ GATHERING = {"cpu": 96, "cuda": 400}
 
 # Adds up the masses of a tile: of each class, or of each token by bucket.
 MassSums = Callable[[Tensor, Tensor | None], None]
+# Computes the gradient with respect to logits of a tile: out, sums, tokens, start and count, as
+# `reference.gather_gradient` has them.
+Gather = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -64,22 +77,18 @@ class Margins:
     Attributes:
         left: (rows, gathered buckets + 1) what each token leaves out of each gathered bucket and of
             the rest. Tokens are in the order of `Selection.tokens`.
-        signs: (rows,) the sign of each token's gradient.
         columns: (classes,) the sum of the absolute gradient of each class, of all tokens.
     """
 
     left: Tensor
-    signs: Tensor
     columns: Tensor
 
     def column(self, classes: slice | Tensor, kept: Tensor) -> Tensor:
-        """Return the absolute gradient of classes, without that of the first tokens, `kept`.
+        """Return the absolute gradient of classes, without `kept`, which some tokens have.
 
         It is 0 where a token with a nan has all of them in its own.
         """
-        own = self.columns.new_empty(kept.shape[1])
-        _OPS._tile_sums(own, kept, None, self.signs[: len(kept)], None, None, 0.0, 1.0)
-        return (self.columns[classes] - own).nan_to_num_(0.0, 0.0, 0.0)
+        return (self.columns[classes] - kept[classes]).nan_to_num_(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -108,11 +117,56 @@ class Selection:
     dropped: Tensor
     margins: Margins | None
 
-    def pieces(self, at_once: int) -> list[tuple[int, slice]]:
-        """Return the bucket and the place among `classes` of so many that are gathered at once."""
-        ends = enumerate(itertools.pairwise(self.bounds))
-        gathered = list(ends)[: len(self.counts)]
-        return [(k, part) for k, (a, b) in gathered for part in slices(b, at_once, a)]
+    def pieces(self, classes: int, numbers: int) -> Iterator[list[Piece]]:
+        """Yield the pieces of the gathered buckets, in lists of what is gathered at a time.
+
+        Args:
+            classes: the most of a piece.
+            numbers: the most of a list, or one piece.
+        """
+        together: list[Piece] = []
+        for k, count in enumerate(self.counts):
+            for place in slices(self.bounds[k + 1], classes, self.bounds[k]):
+                begin = together[-1].end if together else 0
+                piece = Piece(k, place, count, begin)
+                if together and piece.end > numbers:
+                    yield together
+                    piece, together = replace(piece, begin=0), []
+                together.append(piece)
+        if together:
+            yield together
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bucket, and where the gradient of the tokens that need it is written.
+
+    Attributes:
+        bucket: the number of the bucket.
+        place: where the classes of the piece are in `Selection.classes`.
+        count: how many tokens need the bucket.
+        begin: where the gradient of the piece begins in the memory of a gather.
+    """
+
+    bucket: int
+    place: slice
+    count: int
+    begin: int
+
+    @property
+    def stride(self) -> int:
+        """Return the distance between the gradients of two classes: one token more, aligned."""
+        return padded_tokens(self.count)
+
+    @property
+    def end(self) -> int:
+        """Return where the gradient of the piece ends."""
+        width: int = self.place.stop - self.place.start
+        return self.begin + width * self.stride
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return the gradient of the piece, (classes, count + 1), from the memory of a gather."""
+        return numbers[self.begin : self.end].view(-1, self.stride)[:, : self.count + 1]
 
 
 def select(
@@ -152,98 +206,161 @@ def select(
     for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
         buckets[classes[begin:end]] = k
     classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
-    held = like.new_empty(high, len(bounds) - 1)
-    mass_sums(held, buckets)
+    bucket_mass = like.new_empty(high, len(bounds) - 1)
+    mass_sums(bucket_mass, buckets)
     # held[:, k:] summed from the last bucket on, where numbers are small.
-    tails = torch.nn.functional.pad(held.flip(1).cumsum(1).flip(1), (0, 1))
+    tails = torch.nn.functional.pad(bucket_mass.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
         needs, counts, flat = torch.ones_like(tails[:, 0], dtype=torch.int64), [high], 0
     else:
         needs = tails[:, 1:-1].le(may_drop).logical_not_().sum(1) + 1  # of nan all
-        found = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
-        if found is None:
+        cheapest = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
+        if cheapest is None:
             return None
-        counts, flat = found
+        counts, flat = cheapest
         needs.masked_fill_(needs > len(counts), len(bounds) - 1)
     dropped = tails.gather(1, needs.unsqueeze(1)).squeeze(1)
     tokens = needs.argsort(descending=True, stable=True)
     margins = None
     if factors is not None:
         used = len(counts)
-        left = torch.cat((held[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(1)
+        left = torch.cat((bucket_mass[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(
+            1
+        )
         left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
         left.nan_to_num_(0.0, 0.0, 0.0)
-        margins = Margins(left[tokens], factors.sign()[tokens], columns)
+        margins = Margins(left[tokens], columns)
     return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
 def multiply(
     chosen: Selection,
     matmul: Matmul,
-    dz: Tensor,
+    gather: Gather,
     x: Tensor,
     w: Tensor,
     into_input: Tensor | None,
     into_weight: Tensor | None,
+    add: bool,
 ) -> None:
     """Multiply the gradient of a tile with what was chosen.
 
     Args:
         chosen: for this tile.
         matmul: who multiplies.
-        dz: (rows, classes) the gradient with respect to the logits.
-        x, w: (rows, D) and (classes, D), in the dtype of dz.
+        gather: computes the gradient with respect to some logits.
+        x, w: (rows, D) and (classes, D).
         into_input: (rows, D) zeros in the dtype of the arithmetic, that get the input's gradient in
             the order of `chosen.tokens`.
-        into_weight: (classes, D) that the weight's gradient is added to.
+        into_weight: (classes, D) that the weight's gradient is added to, or written to.
+        add: `into_weight` has values.
     """
-    x, at_once = x[chosen.tokens], gathered_classes(matmul.cuda)
-    flat, count, margins = chosen.flat, len(x), chosen.margins
-    like = dz.new_empty(0, dtype=arithmetic(dz.dtype))
+    count, margins, wide = len(x), chosen.margins, arithmetic(x.dtype)
+    ordered = x.new_empty(count + 1, x.shape[1])
+    ordered[:count], x = x[chosen.tokens], ordered
     if margins is not None:
         # Each token's part of what is left out of a bucket, and its average input and weight.
         whole = margins.left.abs().sum(0)
         shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
-        inputs, weights = like.new_zeros(2, len(whole), x.shape[1])
-        matmul.weight_gradient(shares, x, inputs, False)
-    # The rest of the classes: those of flat tokens, and what others leave out as one more token.
-    rows = x[:flat] if margins is None else torch.cat((x[:flat], inputs[-1:].to(x.dtype)))
-    sums = like.new_zeros(rows.shape)
-    for part in slices(len(w), at_once) if len(rows) else ():
-        piece = dz.new_empty(len(rows), part.stop - part.start)
-        piece[:flat] = dz[chosen.tokens[:flat], part]
-        if margins is not None:
-            piece[flat] = margins.column(part, piece[:flat])
-        piece.masked_fill_(chosen.buckets[part] < len(chosen.counts), 0)
-        matmul.input_gradient(piece, w[part], sums, True)
-        if into_weight is not None:
-            matmul.weight_gradient(piece, rows, into_weight[part], True)
-        del piece
+        inputs, weights = x.new_zeros(2, len(whole), x.shape[1], dtype=wide)
+        matmul.weight_gradient(shares, x[:count], inputs, False)
+    average = None if margins is None else inputs[-1]
+    sums = _multiply_rest(chosen, matmul, gather, x, w, average, into_weight, add)
     if margins is not None:
-        weights[-1] = sums[flat]
+        weights[-1] = sums[-1]
     if into_input is not None:
-        into_input[:flat] = sums[:flat]
-    del rows, sums
-    for k, place in chosen.pieces(at_once):
-        needed, classes = chosen.counts[k], chosen.classes[place]
-        others = margins if needed < count else None
-        weight, piece = w[classes], dz.new_empty(needed, len(classes))
-        _OPS._gather_tile(piece, dz, chosen.tokens[:needed], classes)
-        if others is not None:
-            column = others.column(classes, piece)
-            weights[k] += column.to(w.dtype) @ weight
-        if into_input is not None:
-            matmul.input_gradient(piece, weight, into_input[:needed], True)
-        del weight
-        if into_weight is not None:
-            product = like.new_empty(len(classes), x.shape[1])
-            matmul.weight_gradient(piece, x[:needed], product, False)
-            if others is not None:
-                product.addr_(column, inputs[k])
-            into_weight.index_add_(0, classes, product.to(into_weight.dtype))
-            del product
+        into_input[: chosen.flat] = sums[: chosen.flat]
+    del sums
+    room = gathered_numbers(matmul.cuda, count, len(w))
+    for pieces in chosen.pieces(gathered_classes(matmul.cuda), room):
+        numbers, kept = _gathered(chosen, pieces, gather, x, len(w))
+        for piece in pieces:
+            classes, gradient = chosen.classes[piece.place], piece.of(numbers)
+            weight, needed = w.index_select(0, classes), piece.count
+            if margins is not None and kept is not None and needed < count:
+                # What others leave out is that of one more token. Later buckets have fewer tokens.
+                x[needed] = inputs[piece.bucket]
+                column = margins.column(classes, kept)
+                weights[piece.bucket] += column.to(w.dtype) @ weight
+                gradient[:, needed] = column
+                used = needed + 1
+            else:
+                used = needed
+            if into_input is not None:
+                matmul.input_gradient(gradient[:, :needed].t(), weight, into_input[:needed], True)
+            del weight
+            if into_weight is not None:
+                dtype = wide if add else into_weight.dtype
+                product = x.new_empty(len(classes), x.shape[1], dtype=dtype)
+                matmul.weight_gradient(gradient[:, :used].t(), x[:used], product, False)
+                _OPS._put_rows(into_weight, classes, product, add)
+                del product
     if margins is not None and into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+
+
+def _gathered(
+    chosen: Selection, pieces: list[Piece], gather: Gather, x: Tensor, classes: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of some pieces, and the sum of each class; None without margins."""
+    start = torch.full((classes,), -1, device=x.device)
+    count = torch.zeros_like(start)
+    for piece in pieces:
+        of = chosen.classes[piece.place]
+        start[of] = torch.arange(piece.begin, piece.end, piece.stride, device=x.device)
+        count[of] = piece.count
+    numbers = x.new_empty(pieces[-1].end)
+    kept = None if chosen.margins is None else torch.empty_like(chosen.margins.columns)
+    gather(numbers, kept, chosen.tokens, start, count)
+    return numbers, kept
+
+
+def _multiply_rest(
+    chosen: Selection,
+    matmul: Matmul,
+    gather: Gather,
+    x: Tensor,
+    w: Tensor,
+    average: Tensor | None,
+    into_weight: Tensor | None,
+    add: bool,
+) -> Tensor:
+    """Multiply flat tokens with the classes that are not gathered.
+
+    Args:
+        chosen, matmul, gather, w, into_weight, add: see `multiply`.
+        x: (rows, D) the tokens' inputs, by need.
+        average: (D,) the input of what the other tokens leave out of these classes, or None.
+
+    Returns:
+        (flat tokens, D) their input gradient; with `average` one row more: the weight of what the
+        others leave out.
+    """
+    flat, margins, used = chosen.flat, chosen.margins, len(chosen.counts)
+    rows = x[:flat] if average is None else torch.cat((x[:flat], average.to(x.dtype).unsqueeze(0)))
+    sums = x.new_zeros(rows.shape, dtype=arithmetic(x.dtype))
+    if not len(rows):
+        if into_weight is not None and not add:
+            into_weight.zero_()
+        return sums
+    rest, stride = chosen.buckets >= used, padded_tokens(flat)
+    kept = None if margins is None else torch.empty_like(margins.columns)
+    for part in slices(len(w), gathered_classes(matmul.cuda)):
+        width = part.stop - part.start
+        start = torch.full((len(w),), -1, device=w.device)
+        start[part] = torch.arange(0, width * stride, stride, device=w.device)
+        start.masked_fill_(~rest, -1)
+        numbers = x.new_zeros(width, stride)
+        gather(numbers.view(-1), kept, chosen.tokens, start, torch.full_like(start, flat))
+        gradient = numbers[:, : len(rows)]
+        if margins is not None and kept is not None:
+            gradient[:, flat] = margins.column(part, kept)
+            gradient[:, flat].masked_fill_(~rest[part], 0)
+        matmul.input_gradient(gradient.t(), w[part], sums, True)
+        if into_weight is not None:
+            matmul.weight_gradient(gradient.t(), rows, into_weight[part], add)
+        del numbers, gradient
+    return sums
 
 
 def _cheapest(

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.engine.head import Head
-from storage_ops.loss.engine.selection import Selection, multiply
+from storage_ops.loss.engine.selection import Gather, Selection, multiply
 from storage_ops.loss.planning.cost import narrowed_rows, plain_rows
 from storage_ops.loss.planning.devices import on_gpu
 from storage_ops.loss.planning.schedule import INPUT, WEIGHT, Schedule, Step, slices
+
+_OPS = torch.ops.storage_ops
 
 
 class Sums:
@@ -75,7 +77,14 @@ class Sums:
         assert self.weight is not None
         return self.weight[classes].view(-1)
 
-    def add(self, step: Step, x: Tensor, dz: Tensor, selection: Selection | None = None) -> None:
+    def add(
+        self,
+        step: Step,
+        x: Tensor,
+        dz: Tensor,
+        selection: Selection | None = None,
+        gather: Gather | None = None,
+    ) -> None:
         """Add what the gradient of a tile of logits gives; the tile may be overwritten.
 
         Args:
@@ -83,11 +92,12 @@ class Sums:
             x: (rows, D) its input rows.
             dz: (rows, classes) the gradient with respect to its logits.
             selection: what it is multiplied with; None: all classes.
+            gather: what computes the gradient from `dz`, which are logits then; None: nothing.
         """
         if step.adds & WEIGHT and self.bias is not None:
             bias_gradient(dz, self.bias[step.classes])
         if selection is not None:
-            self._add_selected(step, x, dz, selection)
+            self._add_selected(step, x, dz, selection, gather)
             return
         dz = _narrowed(dz, x.dtype)
         if step.adds & INPUT:
@@ -97,15 +107,18 @@ class Sums:
                 self.finish_input()  # its sums are in the memory that is written now
             self._add_to_weight(step, x, dz)
 
-    def _add_selected(self, step: Step, x: Tensor, dz: Tensor, selection: Selection) -> None:
+    def _add_selected(
+        self, step: Step, x: Tensor, dz: Tensor, selection: Selection, gather: Gather | None
+    ) -> None:
         w, part = self._weight[step.classes], None
         if step.adds & INPUT and self.input is not None:
             part = x.new_zeros(x.shape, dtype=arithmetic(x.dtype))
         total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
-        if total is not None and not again:
-            total.zero_()
-        dz = _narrowed(dz, x.dtype)
-        multiply(selection, self._matmul, dz, x, w, part, total)
+
+        def copied(out: Tensor, kept: Tensor | None, *places: Tensor) -> None:
+            _OPS._gather_gradient(out, kept, dz, *places, *(None,) * 5, 0.0, 1.0)
+
+        multiply(selection, self._matmul, gather or copied, x, w, part, total, again)
         if part is not None:
             self._put(step, part, selection.tokens)
         if total is not None:
@@ -215,12 +228,12 @@ class Sums:
 
     def finish(self) -> list[Tensor]:
         """Return the gradients of input (..., D), weight and bias; empty if none was asked for."""
-        w, given = self._weight, self._bias_dtype
+        w, bias_dtype = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
         if weight is None or weight is self._into:
             weight = w.new_empty(0)
-        bias = w.new_empty(0) if self.bias is None else self.bias.to(given)
+        bias = w.new_empty(0) if self.bias is None else self.bias.to(bias_dtype)
         return [self._input, weight.to(w.dtype), bias]
 
 

@@ -193,9 +193,9 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         sharded = dim, _ = _sharded_dim(input.shape[:-1], shape), ranks.count
         if shape[dim] != input.shape[dim] * ranks.count:
             raise ValueError(
-                f"linear_cross_entropy: target has shape {tuple(shape)} and input "
-                f"{tuple(input.shape)}; expected {ranks.count} times as many tokens in target with "
-                f"input_grad='reduce_scatter' on {ranks.count} ranks"
+                f"linear_cross_entropy: `target` has shape {tuple(shape)} and `input` "
+                f"{tuple(input.shape)}. Expected {ranks.count} times as many tokens in `target` "
+                f"with input_grad='reduce_scatter' on {ranks.count} ranks."
             )
         input = ranks.gather(input)
     total = shape.numel()
@@ -265,8 +265,8 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
         count = int(valid.count_nonzero())  # sum() would make an integer of each first
         if call.max_valid is not None and 0 <= call.max_valid < count:
             raise RuntimeError(
-                f"linear_cross_entropy or linear_kl_div: max_valid is {call.max_valid}; expected "
-                f"at least {count}, the number of tokens that are not ignored"
+                f"linear_cross_entropy or linear_kl_div: `max_valid` is {call.max_valid}. Expected "
+                f"at least {count}, the number of tokens that are not ignored."
             )
         return (None if count == len(target) else valid.nonzero().squeeze(1)), None
     # Valid tokens first, in order; no host sync. Ignored ones may fill the rest.

@@ -31,6 +31,7 @@ GROUP = 32  # logits of which the largest is found first
 TOP_BYTES = 24  # of a logit where the largest ones are looked for, besides copies of it
 PLAIN_COPIES = 9  # of those, most of them, that it makes
 BUCKETS = 16  # of classes that a token's gradient is multiplied with, or leaves out
+ALIGNED = 8  # 16-bit numbers that a GPU reads at a time
 EXPECTED = 0.4  # of all classes, multiplied with each token's gradient, of a trained model
 
 
@@ -79,10 +80,11 @@ def selecting(p: Problem, share: float, rates: Rates) -> Problem:
     It is the same problem if it takes longer to select them than the products that are saved.
     """
     saved = (1 - share) * 2 * p.hidden * sum(p.grads[:2]) / p.matmul.rate(rates)
-    # A tile is read for its statistics, and twice for its masses. The part of it that is used is
-    # copied and added up: two reads and a write.
-    touched = (3 + 3 * share) * p.logit_bytes
-    return replace(p, multiplied=share) if saved > touched / rates.bandwidth else p
+    selected = replace(p, multiplied=share)
+    # Every logit is read twice for the masses, and once to gather the used part, which is written
+    # and read. Without selection, a tile's gradient is written once.
+    touched = (3 + share - selected.gathers_gradient) * p.logit_bytes
+    return selected if saved > touched / rates.bandwidth else p
 
 
 def gathered_classes(cuda: bool) -> int:
@@ -91,6 +93,24 @@ def gathered_classes(cuda: bool) -> int:
     Many small products idle a GPU.
     """
     return 4096 if cuda else 1024
+
+
+def gathered_numbers(cuda: bool, rows: int, classes: int) -> int:
+    """Return how many numbers of the gradient of a tile are gathered at a time, or one piece.
+
+    The tile is read for each such time. On a GPU that is once for the expected share of it. On a
+    CPU, which has small budgets, memory for more tokens in a tile gains more.
+    """
+    share = EXPECTED if cuda else 1 / 8
+    return max(gathered_classes(cuda) * padded_tokens(rows), int(share * rows * classes))
+
+
+def padded_tokens(count: int) -> int:
+    """Return the distance between the gradients of two classes for so many tokens and one more.
+
+    They begin where a GPU reads 16 bytes at a time.
+    """
+    return -(-(count + 1) // ALIGNED) * ALIGNED
 
 
 def flat_tokens(rows: int) -> int:
@@ -103,17 +123,20 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
 
     The scratch of products is not counted.
     """
-    wide, item, d = p.arithmetic, p.itemsize, p.hidden
-    gathered = min(gathered_classes(p.matmul.cuda), classes)
+    wide, item, d, cuda = p.arithmetic, p.itemsize, p.hidden, p.matmul.cuda
+    gathered = min(gathered_classes(cuda), classes)
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
     kept = rows * (BUCKETS * 4 * wide + 40)
     # Inputs in their order by need, and their gradient; averages of what each bucket leaves out.
-    sums = d * (rows * (item + wide) + BUCKETS * (2 * wide + 2 * item))
+    sums = d * ((rows + 1) * item + rows * wide + BUCKETS * (2 * wide + 2 * item))
+    # Gathered gradients, where those of each class lie and what they add up to.
+    places = classes * (3 * 8 + wide)
     flat = flat_tokens(rows) + 1
-    rest = flat * (d * (item + wide) + gathered * item)
-    # A gathered piece, its classes, and then the gradient of their weights.
-    piece = gathered * (rows * item + d * (wide + item * (item < wide)))
+    rest = flat * d * (item + wide) + gathered * padded_tokens(flat) * item + places
+    # And the weights of the classes of a piece, or their gradient.
+    numbers = min(gathered_numbers(cuda, rows, classes), classes * padded_tokens(rows))
+    piece = numbers * item + gathered * d * wide + places
     added = rows * d * wide  # the gradient of the input that other tiles gave before
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
     return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
@@ -185,9 +208,11 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             most = max(most, copies * plain_elements(rows, p.picks))
         if phases & UPDATE and p.top:
             k, copies = min(p.top, classes), 3 * arithmetic
-            found = top_rows(rows, classes, k, m.cuda) * top_width(classes, k)
+            elements = top_rows(rows, classes, k, m.cuda) * top_width(classes, k)
             copied = max(classes, min(rows * classes, top_elements(m.cuda)))
-            most = max(most, (TOP_BYTES + copies) * found + copies * copied * in_groups(classes, k))
+            most = max(
+                most, (TOP_BYTES + copies) * elements + copies * copied * in_groups(classes, k)
+            )
         if adds & INPUT and with_input:
             size = m.scratch_bytes(Kind.INPUT, rows, classes, d, wide_input)
             if p.gathers:  # the rows' part, and with EXPONENTIALS the sum that is rescaled
@@ -200,7 +225,8 @@ def _extra(p: Problem, wide_input: bool, wide_weight: bool) -> Callable[[Work], 
             gathered = min(gathered_classes(m.cuda), classes)
             size = max(
                 m.scratch_bytes(Kind.INPUT, rows, gathered, d, True) * with_input,
-                m.scratch_bytes(Kind.WEIGHT, rows, gathered, d, True) * with_weight,
+                m.scratch_bytes(Kind.WEIGHT, rows + 1, gathered, d, True) * with_weight,
+                m.scratch_bytes(Kind.WEIGHT, rows + 1, gathered, d, False) * with_weight,
             )
             most = max(most, selection_bytes(p, rows, classes) + size)
         if adds & WEIGHT and with_bias:
@@ -243,13 +269,17 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
             products.append((Kind.WEIGHT, used, wide_weight, read, classes * weight_sum))
         # The row kernel writes the gradient over the logits.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
+        if selects and not p.selects_late:  # statistics are finished before classes are selected
+            passes = int(phases & UPDATE > 0) + 2 * (not p.gathers_gradient)
         touched = float(passes * logits)
         if adds and p.wide_logits:  # rounded to other memory, and copied back
             touched += logits + 3 * tile
-        if selects:  # see `selecting`; rows of the weight and of its gradient are copied, too
-            touched += (
-                (2 + (phases & UPDATE > 0)) * logits + 3 * used * rows * item + 5 * used * d * item
-            )
+        if selects:  # see `selecting`; rows of the weight are copied, and their gradients
+            wide = 4 if p.mixed else item
+            rounded = item if chunks < 2 else wide  # the dtype of a product that is added
+            rows_bytes = 2 * item + 2 * rounded + (item if chunks < 2 else 2 * wide)
+            times_read = 2 + parts(used * rows, gathered_numbers(m.cuda, rows, classes))
+            touched += times_read * logits + used * (rows * item + d * rows_bytes)
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched

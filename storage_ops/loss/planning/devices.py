@@ -165,9 +165,9 @@ def rates_of(device: torch.device) -> Rates:
 
 def threads_of(device: torch.device) -> int:
     """Return how many threads a GPU runs at a time; one that is not known, as the default one."""
-    found = _stands_for.get()
-    if found is not None:
-        return found.threads
+    stand_in = _stands_for.get()
+    if stand_in is not None:
+        return stand_in.threads
     return _threads_at(device) if device.type == "cuda" else GPUS[DEFAULT_GPU].threads
 
 
@@ -175,8 +175,8 @@ def threads_of(device: torch.device) -> int:
 def _threads_at(device: torch.device) -> int:
     import torch
 
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count * found.max_threads_per_multi_processor
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count * properties.max_threads_per_multi_processor
 
 
 @functools.cache

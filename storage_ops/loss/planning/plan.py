@@ -29,16 +29,16 @@ def dtype_name(dtype: Any, argument: str = "dtype") -> str:
     name = _SHORT.get(name, name)
     if name not in ITEMSIZE:
         kind = ValueError if isinstance(dtype, str) or name != str(dtype) else TypeError
-        raise kind(f"{argument} is {dtype!r}; expected one of {', '.join(ITEMSIZE)}")
+        raise kind(f"`{argument}` is {dtype!r}. Expected one of {', '.join(ITEMSIZE)}.")
     return name
 
 
 def _check_count(argument: str, value: int, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} is {value!r}; expected an int")
+        raise TypeError(f"`{argument}` is {value!r}. Expected an int.")
     if value < least or (most is not None and value > most):
         rule = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{argument} is {value}; expected {rule}")
+        raise ValueError(f"`{argument}` is {value}. Expected {rule}.")
 
 
 def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
@@ -47,7 +47,7 @@ def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
         return None
     name = dtype_name(dtype, argument)
     if name not in (own, "float64" if own == "float64" else "float32"):
-        raise ValueError(f"{argument} is {dtype!r}; expected None, {own} or float32")
+        raise ValueError(f"`{argument}` is {dtype!r}. Expected None, {own} or float32.")
     return name
 
 
@@ -84,15 +84,15 @@ def problem_of(
         _check_count(argument, value, least)
     name = dtype_name(dtype)
     if not isinstance(grads, (list, tuple, set, frozenset)) or not set(grads) <= set(GRADS):
-        raise ValueError(f"grads is {grads!r}; expected a sequence of some of {GRADS}")
+        raise ValueError(f"`grads` is {grads!r}. Expected a sequence of some of {GRADS}.")
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; expected one of {REDUCTIONS}")
+        raise ValueError(f"`reduction` is {reduction!r}. Expected one of {REDUCTIONS}.")
     sums = _own_or_wide("accumulate_dtype", accumulate_dtype, name)
     logits = _own_or_wide("logits_dtype", logits_dtype, name)
     if max_valid is not None:
         _check_count("max_valid", max_valid, 0)
     if device not in DEVICES:
-        raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+        raise ValueError(f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}.")
     itemsize = ITEMSIZE[name]
     products: Matmul = Aten(itemsize, cuda=True)
     if device == "cpu":
@@ -121,15 +121,15 @@ def _expected(gradient_tolerance: float, share: float | None) -> float:
     """Return the share of classes that gradients are expected to be multiplied with, checked."""
     for argument, value in (("gradient_tolerance", gradient_tolerance), ("share", share)):
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-            raise TypeError(f"{argument} is {value!r}; expected a number")
+            raise TypeError(f"`{argument}` is {value!r}. Expected a number.")
     if not 0 <= gradient_tolerance < 1:
         rule = "a probability from 0 to below 1"
-        raise ValueError(f"gradient_tolerance is {gradient_tolerance}; expected {rule}")
+        raise ValueError(f"`gradient_tolerance` is {gradient_tolerance}. Expected {rule}.")
     if share is None:
         return cost.EXPECTED if gradient_tolerance else 1.0
     if not gradient_tolerance or not 0 < share <= 1:
         rule = "None, or from above 0 to 1 with a gradient_tolerance"
-        raise ValueError(f"share is {share}; expected {rule}")
+        raise ValueError(f"`share` is {share}. Expected {rule}.")
     return float(share)
 
 
@@ -144,8 +144,8 @@ def pick(
     names = planner.allowed(p)
     if strategy is not None and strategy not in names:
         raise ValueError(
-            f"strategy is {strategy!r}; expected one of {', '.join(names)} with these grads, "
-            "dtype and reduction"
+            f"`strategy` is {strategy!r}. Expected one of {', '.join(names)} with these grads, "
+            "dtype and reduction."
         )
     if num_chunks is not None:
         _check_count("num_chunks", num_chunks, 1, max(p.tokens, 1))
@@ -240,7 +240,7 @@ def plan(
         >>> x, w = torch.randn(64, 16), torch.randn(1000, 16, requires_grad=True)
         >>> loss = storage_ops.linear_cross_entropy(x, w, torch.randint(1000, (64,)), plan=tight)
     """
-    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    budget = None if memory_budget is None else parse_bytes(memory_budget, "`memory_budget`")
     device = default_device() if device is None else device
     p = problem_of(
         tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, logits_dtype, max_valid,

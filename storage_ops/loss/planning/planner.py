@@ -189,9 +189,9 @@ def resumed(
     """
     budget = default_budget(p) if memory_budget is None else memory_budget
     for fewer in _with_fewer_threads(p):
-        found = schedule(fewer, VOCAB_SLICED, *tile)
-        if cost.peak(found) <= budget:
-            return make(found, rates).key
+        tried = schedule(fewer, VOCAB_SLICED, *tile)
+        if cost.peak(tried) <= budget:
+            return make(tried, rates).key
     return choose(p, memory_budget, rates).key
 
 
@@ -225,11 +225,11 @@ def largest(
         for guess in (line, line + 1, None):  # None: the middle of what is left then
             guess = (low + high) // 2 if guess is None else guess
             if low < guess < high:
-                found = peak(guess * step)
-                if found <= budget:
-                    low, below = guess, found
+                peak_bytes = peak(guess * step)
+                if peak_bytes <= budget:
+                    low, below = guess, peak_bytes
                 else:
-                    high, above = guess, found
+                    high, above = guess, peak_bytes
     return low * step
 
 
@@ -304,8 +304,8 @@ def candidates(
                 tiles |= set(_chunked(p, heights, most, borrowed, budget))
             else:
                 tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
-    made = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
-    for each in dict.fromkeys(made):
+    schedules = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
+    for each in dict.fromkeys(schedules):
         if (peak := cost.peak(each)) <= budget:
             yield make(each, rates, peak)
 
@@ -444,8 +444,8 @@ def choose(
     if not plans:
         least = smallest_budget(p, strategy, num_chunks)
         raise ValueError(
-            f"memory_budget is {budget} bytes; expected at least {least} "
+            f"`memory_budget` is {budget} bytes. Expected at least {least} "
             f"({readable(least, up=True)}) for {p.tokens} tokens, hidden size {p.hidden}, "
-            f"vocabulary {p.vocab} and {p.itemsize} bytes per element"
+            f"vocabulary {p.vocab} and {p.itemsize} bytes per element."
         )
     return min(plans, key=lambda plan: (plan.seconds, plan.peak_bytes))

@@ -41,6 +41,7 @@ class Problem:
         keeps: the last tile of the forward may stay until the backward, which begins with it.
         multiplied: the share of the classes that gradients are expected to be multiplied with;
             below 1: the others are left out, for which tiles have scratch memory.
+        selects_late: classes are selected by the gradient, which overwrites the logits of a tile.
     """
 
     tokens: int
@@ -65,11 +66,20 @@ class Problem:
     alike: bool = True
     keeps: bool = False
     multiplied: float = 1.0
+    selects_late: bool = False
 
     @property
     def selects(self) -> bool:
         """Return True if classes may be left out of the gradient."""
         return self.multiplied < 1
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Return True if only the part of a tile's gradient that is multiplied is computed.
+
+        A bias has a gradient of every class.
+        """
+        return self.selects and not (self.selects_late or self.grads[2])
 
     @property
     def itemsize(self) -> int:

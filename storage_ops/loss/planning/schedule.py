@@ -224,13 +224,13 @@ class Schedule:
     @functools.cached_property
     def work(self) -> dict[Work, int]:
         """Return how often each kind of work is done."""
-        found: dict[Work, int] = {}
+        amounts: dict[Work, int] = {}
         for rows, classes, place, source, phases, adds, times in self.steps(every=False):
             size = rows.stop - rows.start, classes.stop - classes.start
             origin = MULTIPLIED if source is None else THERE if source is place else COPIED
             work = (*size, origin, phases, adds)
-            found[work] = found.get(work, 0) + times
-        return {work: times for work, times in found.items() if work[0] and work[1]}
+            amounts[work] = amounts.get(work, 0) + times
+        return {work: times for work, times in amounts.items() if work[0] and work[1]}
 
     def statistics(self, every: bool = True) -> Iterator[Step]:
         """Yield the steps for the state of every row."""

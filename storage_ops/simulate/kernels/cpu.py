@@ -22,7 +22,9 @@ from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
 _PAGE = 4096  # bytes
-_LARGE_BATCH = 128  # from here on, an LSTM computes the gates of a time step in its turn
+_LARGE_BATCH = (
+    128  # from this batch size on, an LSTM computes the gates of each time step separately
+)
 # Copies of an LSTM's hidden states in its workspace. oneDNN 3.7, of torch 2.10, keeps two more.
 _STATES = 5 if torch.__version__.startswith("2.10.") else 3
 
@@ -44,8 +46,8 @@ def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See)
     of_x = out[0]
     again = []
     if of_x is not None:
-        given = memory_format_of(args[1])
-        if all(t.is_contiguous(memory_format=given) for t in args[:2]):
+        input_format = memory_format_of(args[1])
+        if all(t.is_contiguous(memory_format=input_format) for t in args[:2]):
             again = scratch.take(of_x)
     for t in out:
         if t is not None:

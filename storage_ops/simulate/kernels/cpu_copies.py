@@ -37,14 +37,14 @@ def _promoted(first: int) -> Kernel:
     """Return the kernel of an op of single elements whose operands begin at argument `first`."""
 
     def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
-        given = [t for t in args[first:] if isinstance(t, Tensor) and t.dim()]
-        dtypes = {t.dtype for t in given}
+        tensors = [t for t in args[first:] if isinstance(t, Tensor) and t.dim()]
+        dtypes = {t.dtype for t in tensors}
         if not isinstance(out, Tensor) or not dtypes or dtypes == {out.dtype}:
             return
         dtype = functools.reduce(torch.promote_types, dtypes)
         if out.dtype.is_floating_point and not dtype.is_complex:
             dtype = torch.promote_types(dtype, out.dtype)
-        copies = [t for t in given if t.dtype != dtype]
+        copies = [t for t in tensors if t.dtype != dtype]
         if out is args[0] and out.dtype != dtype:
             copies.append(out)
         taken = [b for t in copies for b in scratch.take_bytes(t, t.numel() * dtype.itemsize)]

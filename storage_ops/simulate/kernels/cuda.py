@@ -26,8 +26,8 @@ from storage_ops.loss.planning.devices import GPUS, threads_of
 from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
 _PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight
-_PARTS = 13  # of them
-_FEW_ROWS = 3072  # of an embedding, whose gradient is added up without sorting them
+_PARTS = 13  # number of partial sums
+_FEW_ROWS = 3072  # indices of an embedding whose gradient is summed without sorting them
 _BLOCK, _WARP = 512, 32  # threads
 _HOPPER = 32 << 20
 _OTHER = 2 * (4 << 20) + 8 * (16 << 10)
@@ -43,7 +43,7 @@ def _up(size: int, to: int) -> int:
 def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
     """Return the kernel of an attention backward that pads queries to `rows` and heads to `width`.
 
-    Blocks of keys add to the gradient of the queries in float32, with a number for each query.
+    Blocks of keys add to a float32 gradient of the queries, which has one more number per query.
     Heads that share keys have separate gradients at first.
     """
 
@@ -69,7 +69,7 @@ def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> No
 
 
 def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Sort indices, and sum ten of one row, or all of it, in float32."""
+    """Count the float32 sums of up to ten indices of a row, and of whole rows."""
     see(out)
     indices = args[1].numel()
     if indices > _FEW_ROWS:
@@ -98,7 +98,7 @@ def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
     reduced = {d % t.dim() for d in dims} if order else set()
     if not t.numel() or not order or order[0] in reduced or t.itemsize > 4:
         return 0
-    width = 1  # of what lies together and is not reduced
+    width = 1  # contiguous elements that are not reduced
     for d in order:
         if d in reduced or t.stride(d) != width:
             break
@@ -165,7 +165,10 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
 
 
 def _has_tf32() -> bool:
-    """Return True if float32 convolutions may round. `allow_tf32` fails if they have a setting."""
+    """Return True if float32 convolutions may use TF32, by the new settings of torch.
+
+    Reading the older `allow_tf32` raises an error if a new setting is in use.
+    """
     cudnn: Any = torch.backends.cudnn
     settings = cudnn.conv, cudnn, torch.backends
     said = (setting.fp32_precision for setting in settings)
@@ -209,13 +212,13 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
 
 def keep_workspaces(ledger: Ledger, nbytes: int, threads: int = THREADS) -> list[Block]:
     """Record the workspaces of threads that multiply, from the beginning."""
-    made = [
+    blocks = [
         Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
         for _ in range(threads)
         if nbytes
     ]
-    ledger.inputs += made
-    return made
+    ledger.inputs += blocks
+    return blocks
 
 
 describe(

@@ -248,10 +248,10 @@ def _in_format_of(op: Op, place: int) -> Callable[..., object]:
     def result(*args: Any, **kwargs: Any) -> object:
         x: Tensor = args[place]
         out = op(*args, **kwargs)
-        given = memory_format_of(x)
+        input_format = memory_format_of(x)
         first, *others = (out,) if isinstance(out, Tensor) else out
-        if first is not None and not first.is_contiguous(memory_format=given):
-            first = torch.empty_like(first, memory_format=given)
+        if first is not None and not first.is_contiguous(memory_format=input_format):
+            first = torch.empty_like(first, memory_format=input_format)
         return first if isinstance(out, Tensor) else (first, *others)
 
     return result

@@ -78,10 +78,10 @@ class View:
         fills = is_dense(self.shape, self.stride)
         if fills and self.offset == 0 and math.prod(self.shape) * self.dtype.itemsize == nbytes:
             make, like = torch.empty_strided, {"dtype": self.dtype, "device": device}
-            made: Tensor = simulation.unseen(make, self.shape, self.stride, **like)
+            fake: Tensor = simulation.unseen(make, self.shape, self.stride, **like)
         else:
-            made = simulation.unseen(torch.empty, nbytes, dtype=torch.uint8, device=device)
-        return made
+            fake = simulation.unseen(torch.empty, nbytes, dtype=torch.uint8, device=device)
+        return fake
 
     def on(self, simulation: Simulation, t: Tensor) -> Tensor:
         """Return this view of the storage of a tensor."""
@@ -100,12 +100,12 @@ def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) ->
 
     No two are one tensor, because each has its own history.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for view in views:
         t = view.on(simulation, bases[view.slot])
-        is_taken = any(t is other for other in found)
-        found.append(view.anew(simulation, t) if is_taken else t)
-    return found
+        is_taken = any(t is other for other in tensors)
+        tensors.append(view.anew(simulation, t) if is_taken else t)
+    return tensors
 
 
 @dataclass
@@ -193,17 +193,17 @@ class _Recorder:
         """Run the call and record its effect."""
         events, arrived = self._side.events, list[Any]()
         has_gradient = [p.grad is not None for p in self._module.parameters()]
-        given, needing, args, kwargs = self._inputs(args, kwargs, arrived)
-        entries = {t.grad_fn for t in given}
-        versions = [t._version for t in given]
+        inputs, needing, args, kwargs = self._inputs(args, kwargs, arrived)
+        entries = {t.grad_fn for t in inputs}
+        versions = [t._version for t in inputs]
         start, since = len(events), next_node()
         with self._side.call(self._name):
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
-        if versions != [t._version for t in given]:
+        if versions != [t._version for t in inputs]:
             raise NotComparable
         leaves, form = tree_flatten(result)
-        outputs = [self._output(leaf, given) for leaf in leaves]
+        outputs = [self._output(leaf, inputs) for leaf in leaves]
         edges = 0
         pairs = zip(leaves, outputs, strict=True)
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
@@ -211,9 +211,9 @@ class _Recorder:
             raise NotComparable
         last = leave(leaving, self._gradients_of(leaving)) if leaving else None
         if last is not None and needing:
-            edges = edges_behind(last)[0][given[needing[0]].grad_fn, 0]
+            edges = edges_behind(last)[0][inputs[needing[0]].grad_fn, 0]
         # From here on only the nodes of autograd hold inputs and outputs.
-        del given, args, kwargs, result, leaves, pairs, leaving, entries
+        del inputs, args, kwargs, result, leaves, pairs, leaving, entries
         dropped = {block for _, block, taken in events[stop:] if not taken}
         gradients: dict[int, View | None] = {}
         parameters: list[View | None] = []
@@ -254,18 +254,18 @@ class _Recorder:
         """Return copies for the call, the numbers of those that need gradients, and arguments."""
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        given = self._copies([leaves[i] for i in places])
+        copies = self._copies([leaves[i] for i in places])
         needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
         if len(needing) > 1:
             raise NotComparable  # their gradients leave at different moments, and a node has one
         if needing:
-            anchor = self._simulation.unseen(torch.empty, 0, device=given[0].device)
-            entered = enter([given[k] for k in needing], anchor, arrived.extend)
+            anchor = self._simulation.unseen(torch.empty, 0, device=copies[0].device)
+            entered = enter([copies[k] for k in needing], anchor, arrived.extend)
             for k, t in zip(needing, entered, strict=True):
-                given[k] = t
-        for i, t in zip(places, given, strict=True):
+                copies[k] = t
+        for i, t in zip(places, copies, strict=True):
             leaves[i] = t
-        return given, needing, *tree_unflatten(leaves, form)
+        return copies, needing, *tree_unflatten(leaves, form)
 
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return tensors like these, with the same values and new storages."""
@@ -306,13 +306,13 @@ class _Recorder:
         specs = [TensorSpec.of(t) for t in leaving]
 
         def make() -> list[Tensor]:
-            made = [spec.make() for spec in specs]
-            for k, t in enumerate(made):
+            gradients = [spec.make() for spec in specs]
+            for k, t in enumerate(gradients):
                 block = self._side.block_of(t)
                 if block is not None:
                     self._roles[block] = (GRAD_OUT, k)
             self._grads_there = len(self._side.events)
-            return made
+            return gradients
 
         return make
 

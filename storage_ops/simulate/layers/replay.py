@@ -55,28 +55,28 @@ class Replay:
     def forward(self) -> dict[int, Tensor]:
         """Replay the forward. Return the tensors that have storages of slots."""
         self._simulation.sent += self.recording.sent[0]
-        made = self._carry_out(self.recording.forward, ())
+        results = self._carry_out(self.recording.forward, ())
         held = self.recording.held
-        self._held |= {n: t.untyped_storage() for n, t in made.items() if n in held}
-        return made
+        self._held |= {n: t.untyped_storage() for n, t in results.items() if n in held}
+        return results
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Replay the backward. Return the gradients of inputs, and assign those of parameters."""
         recording = self.recording
         for number in recording.written:
-            given = gradients[number]
-            if given is None or _uses(given) > _uses_of_the_last():
+            gradient = gradients[number]
+            if gradient is None or _uses(gradient) > _uses_of_the_last():
                 raise NotComparable
-            if not is_dense(given.shape, given.stride()):
+            if not is_dense(gradient.shape, gradient.stride()):
                 raise NotComparable  # autograd adds to it out of place
-            del given
+            del gradient
         self._simulation.sent += recording.sent[1]
-        made = self._carry_out(recording.backward, gradients)
+        input_gradients = self._carry_out(recording.backward, gradients)
         for p, view in zip(self._parameters, recording.parameters, strict=True):
             if view is not None and p.grad is None:
-                p.grad = self._view(view, made, gradients)
+                p.grad = self._view(view, input_gradients, gradients)
         return [
-            None if v is None else self._view(v, made, gradients)
+            None if v is None else self._view(v, input_gradients, gradients)
             for v in recording.gradients.values()
         ]
 
@@ -84,7 +84,7 @@ class Replay:
         self, events: list[tuple[int, bool]], gradients: tuple[Tensor | None, ...]
     ) -> dict[int, Tensor]:
         ledger, recording = self._simulation.ledger, self.recording
-        made: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for number, taken in events:
             slot = recording.slots[number]
             if slot.role == INSIDE:
@@ -93,16 +93,16 @@ class Replay:
                 else:
                     ledger.give_back(self._live.pop(number))
             elif taken:
-                made[number] = t = recording.storage_of(number, self._simulation, self._device)
+                tensors[number] = t = recording.storage_of(number, self._simulation, self._device)
                 ledger.see_as(t, self._block(slot))
                 del t
             elif slot.role == GRAD_OUT:
-                given = gradients[slot.number]
-                if given is not None and _uses(given) <= _uses_of_the_last():
-                    ledger.release(given)
+                gradient = gradients[slot.number]
+                if gradient is not None and _uses(gradient) <= _uses_of_the_last():
+                    ledger.release(gradient)
             elif number in self._held:
                 del self._held[number]
-        return made
+        return tensors
 
     def _block(self, slot: BlockSlot) -> Block:
         call = None if slot.call is None else ModuleCall(self._name + slot.call, 0)
@@ -140,9 +140,9 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        given = tuple(gradients[k] for k in ctx.differentiable)
-        found = ctx.replay.backward(given)
-        return (None, *found) if found else (None,) * (1 + ctx.count)
+        upstream = tuple(gradients[k] for k in ctx.differentiable)
+        input_gradients = ctx.replay.backward(upstream)
+        return (None, *input_gradients) if input_gradients else (None,) * (1 + ctx.count)
 
 
 def check_edges(last: Tensor) -> None:
@@ -175,18 +175,18 @@ class _Counting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        given = gradients[0]
-        ctx.found.append(_uses(given))
+        gradient = gradients[0]
+        ctx.found.append(_uses(gradient))
         return None, None
 
 
 @functools.cache
 def _uses_of_the_last() -> int:
-    found: list[int] = []
+    uses: list[int] = []
     with no_dispatch(), torch.enable_grad():
         t = torch.zeros(2, requires_grad=True)
-        (_Counting.apply(found, t) * t.detach()).sum().backward()  # type: ignore[no-untyped-call]
-    return found[0]
+        (_Counting.apply(uses, t) * t.detach()).sum().backward()  # type: ignore[no-untyped-call]
+    return uses[0]
 
 
 def replayed(
@@ -200,13 +200,13 @@ def replayed(
         entering = [inputs[i] for i in recording.gradients] or [
             next(p for p in module.parameters() if p.requires_grad)
         ]
-        made = iter(_Replayed.apply(replay, *entering))  # type: ignore[no-untyped-call]
+        results = iter(_Replayed.apply(replay, *entering))  # type: ignore[no-untyped-call]
     else:
-        made = iter(replay.outputs(replay.forward()))
+        results = iter(replay.outputs(replay.forward()))
     leaves = []
     for what in recording.outputs:
         if isinstance(what, View):
-            leaves.append(next(made))
+            leaves.append(next(results))
         else:
             leaves.append(inputs[what] if isinstance(what, int) else what[1])
     return tree_unflatten(leaves, recording.form)

@@ -77,11 +77,11 @@ class Quick:
         except NotComparable:
             return False, None
         key = (torch.is_grad_enabled(), key)
-        found = self._recordings.find(kind, key)
-        if found is None:
+        known = self._recordings.find(kind, key)
+        if known is None:
             if self._recordings.is_alone(kind, key):
                 return False, None
-            found = self._recordings.run(
+            known = self._recordings.run(
                 kind,
                 key,
                 lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
@@ -89,7 +89,7 @@ class Quick:
             self.is_spoiled = any(part.alive() for part in simulation.parts)
             if self.is_spoiled:
                 raise NotComparable
-        _, recording = found
+        _, recording = known
         if recording is None:
             return False, None
         self.count += 1

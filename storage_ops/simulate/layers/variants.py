@@ -73,10 +73,10 @@ class Variants(Generic[T]):
         group, result = kind.group, None
         watched = group.watched
         watch = Watch({position: kind.spots[position] for position in watched})
-        held: list[object] = []
+        kept_alive: list[object] = []
         try:
             with watch:
-                result = run(held)
+                result = run(kept_alive)
             is_known = not (watch.is_refused or watch.is_kept)
         except NotComparable:
             is_known = not watch.is_refused
@@ -85,7 +85,7 @@ class Variants(Generic[T]):
                 raise
             is_known = False
         answers: Answers = watch.answers
-        held.clear()
+        kept_alive.clear()
         if not is_known:
             group.is_by_value = True
             try:

@@ -107,16 +107,16 @@ def _part(p: Any) -> Any:
 def count_sent(sent: Counter[str], func: Overload, args: Args) -> None:
     """Add the bytes that a collective sends from this rank."""
     op = func._schema.name.split("::")[1].lstrip("_")
-    given = tensors_in(args[:2])
+    tensors = tensors_in(args[:2])
     if op == "send":
-        sent["send"] += sum(t.nbytes for t in given)
+        sent["send"] += sum(t.nbytes for t in tensors)
     name = next((name for start, name in _NAMES if op.startswith(start)), None)
     ranks = _ranks(func, args)
     if name is None or ranks < 2:
         return
     if func.namespace == "c10d" and name in ("all_gather", "reduce_scatter", "all_to_all"):
-        given = tensors_in(args[1])
-    whole = sum(t.nbytes for t in given) * (ranks if name == "all_gather" else 1)
+        tensors = tensors_in(args[1])
+    whole = sum(t.nbytes for t in tensors) * (ranks if name == "all_gather" else 1)
     sent[name] += whole * _ROUNDS[name] * (ranks - 1) // ranks
 
 

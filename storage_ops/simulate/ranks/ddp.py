@@ -27,14 +27,14 @@ def ddp_in(modules: Iterable[nn.Module]) -> list[Any]:
 @contextlib.contextmanager
 def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
     """Repeat the memory behaviour of DDP's reducer, which would communicate."""
-    found = ddp_in(modules)
-    if not found:
+    wrappers = ddp_in(modules)
+    if not wrappers:
         yield
         return
     kind = nn.parallel.DistributedDataParallel
     plain = kind.forward
     with contextlib.ExitStack() as stack:
-        for ddp in found:
+        for ddp in wrappers:
             stack.enter_context(_buckets(ddp, simulation))
         kind.forward = _ddp_forward  # type: ignore[method-assign]
         stack.callback(setattr, kind, "forward", plain)
@@ -53,10 +53,10 @@ def _ddp_forward(self: nn.parallel.DistributedDataParallel, *args: object, **kwa
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
-        found.setdefault(t.dtype, []).append(t)
-    return list(found.values())
+        by_dtype.setdefault(t.dtype, []).append(t)
+    return list(by_dtype.values())
 
 
 @contextlib.contextmanager
@@ -68,8 +68,8 @@ def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -
     what = "mixed_precision" if ddp.mixed_precision is not None else what
     if what is not None:
         raise RuntimeError(
-            f"estimate: a DistributedDataParallel has {what}, which is not simulated; expected "
-            "one without"
+            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Expected "
+            "one without it."
         )
     parameters = [p for p in ddp._module_parameters if p.requires_grad]
     ranks = ddp.process_group.size()

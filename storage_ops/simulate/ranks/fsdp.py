@@ -37,8 +37,8 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
     """
     if any(isinstance(m, _fsdp1()) for m in modules):
         raise RuntimeError(
-            "estimate: a module is a FullyShardedDataParallel (FSDP1), which is not simulated; "
-            "expected fully_shard (FSDP2)"
+            "estimate: a module is a FullyShardedDataParallel (FSDP1), which is not simulated. Use "
+            "fully_shard (FSDP2)."
         )
     states = states_in(modules)
     if not states:
@@ -73,8 +73,8 @@ def _refuse_fsdp(group: Any) -> None:
     what = f"the collective {own[0]}" if own else what
     if what is not None:
         raise RuntimeError(
-            f"estimate: a module of fully_shard has {what}, which is not simulated; expected "
-            "parameters on the device and torch's own collectives"
+            f"estimate: a module of fully_shard has {what}, which is not simulated. Expected "
+            "parameters on the device and torch's own collectives."
         )
 
 
@@ -106,12 +106,12 @@ def states_in(modules: list[nn.Module]) -> list[Any]:
 
 def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
     """Return the numbers of FSDP's hooks on each FSDP2 module's forward, by the module's id."""
-    found: dict[int, set[int]] = {}
+    sharded: dict[int, set[int]] = {}
     for state in states_in(list(model.modules())):
         handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
         numbers = {h.id for h in handles if hasattr(h, "id")}  # those on several modules have none
-        found |= {id(module): numbers for module in state._modules}
-    return found
+        sharded |= {id(module): numbers for module in state._modules}
+    return sharded
 
 
 def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
@@ -190,8 +190,8 @@ def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that FSDP modules of a layer have gathered, whole ones."""
     every = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
-    found = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
-    return [p for p in found if p is not None]
+    gathered = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
+    return [p for p in gathered if p is not None]
 
 
 @contextlib.contextmanager

@@ -62,15 +62,15 @@ class Assumption:
             for name, number in assume.items():
                 if not (isinstance(name, str) and hasattr(torch.ops.aten, name)):
                     raise ValueError(
-                        f"estimate: assume has the key {name!r}; expected the name of an op of "
-                        "torch, such as 'topk', 'gt', 'unique' or 'item'"
+                        f"estimate: `assume` has the key {name!r}. Expected the name of an op of "
+                        "torch, such as 'topk', 'gt', 'unique' or 'item'."
                     )
-                what = f"assume[{name!r}]"
+                what = f"`assume[{name!r}]`"
                 if name == "item" and not isinstance(number, (bool, int, float)):
-                    raise TypeError(f"estimate: {what} is {number!r}; expected a number")
+                    raise TypeError(f"estimate: {what} is {number!r}. Expected a number.")
                 self._of[name] = number if name == "item" else _share(what, number)
         elif assume is not None:
-            self._default = _share("assume", assume)
+            self._default = _share("`assume`", assume)
 
     @property
     def is_empty(self) -> bool:
@@ -86,8 +86,8 @@ class Assumption:
             return round(said * total)
         if said > total:
             raise ValueError(
-                f"estimate: assume says {said} elements for {source.name} at {source.line}; "
-                f"expected at most the {total} that it has there"
+                f"estimate: `assume` says {said} elements for {source.name} at {source.line}. "
+                f"Expected at most the {total} that it has there."
             )
         return said
 
@@ -104,13 +104,13 @@ class Assumption:
 def _share(what: str, number: object) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(
-            f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
-            "count (an int)"
+            f"estimate: {what} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
+            "count (an int)."
         )
     if not number >= 0 or (isinstance(number, float) and not number <= 1):
         raise ValueError(
-            f"estimate: {what} is {number!r}; expected a share (a float from 0.0 to 1.0) or a "
-            "count (an int of 0 or more)"
+            f"estimate: {what} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
+            "count (an int of 0 or more)."
         )
     return number
 
@@ -118,14 +118,14 @@ def _share(what: str, number: object) -> float:
 def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
     """Return the error for an op that needs unknown values without an assumption."""
     told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
-    made = "" if told is asked else f", which depend on {told.name} at {told.line}"
+    origin = "" if told is asked else f", which depend on {told.name} at {told.line}"
     key = "item" if told.kind == "value" else told.name
-    advice = (
-        "" if told.kind == "nothing" else f"pass assume={{{key!r}: {_EXPECTED[told.kind]}}} or "
-    )
+    remedy = "Leave that part out of `fn`."
+    if told.kind != "nothing":
+        remedy = f"Pass assume={{{key!r}: {_EXPECTED[told.kind]}}}, or leave that part out of `fn`."
     return RuntimeError(
-        f"estimate: fn needs the values of a tensor{made}: {asked.name} at {asked.line}. A "
-        f"simulation does not have them; {advice}leave that part out of fn"
+        f"estimate: `fn` needs the values of a tensor{origin}: {asked.name} at {asked.line}. A "
+        f"simulation does not have them. {remedy}"
     )
 
 
@@ -141,6 +141,10 @@ def users_line(at: FrameType | TracebackType | None) -> str:
     place = users_place(at)
     if place is None:
         return "a line that is not in a file"
-    found = place[0].f_code.co_filename, place[1]
-    text = linecache.getline(*found).strip()
-    return f"{found[0]}:{found[1]} ({text})" if text else f"{found[0]}:{found[1]}"
+    file_and_line = place[0].f_code.co_filename, place[1]
+    text = linecache.getline(*file_and_line).strip()
+    return (
+        f"{file_and_line[0]}:{file_and_line[1]} ({text})"
+        if text
+        else f"{file_and_line[0]}:{file_and_line[1]}"
+    )

@@ -150,10 +150,10 @@ class Values:
             return None
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
         place = (t._version, int(t.storage_offset()), last, t.dtype)
-        found = self._known.setdefault(self._key(t), {})
-        if place not in found:
-            found[place] = Known.of(self.read(t), last, self.source(t))
-        return found[place]
+        numbers = self._known.setdefault(self._key(t), {})
+        if place not in numbers:
+            numbers[place] = Known.of(self.read(t), last, self.source(t))
+        return numbers[place]
 
     def assign(self, new: Tensor, known: Known) -> None:
         """Give a fake tensor at the start of a new storage the values of another.
@@ -190,9 +190,9 @@ class Values:
             func, args, kwargs: the op and its arguments.
             any_numbers: whether unknown floating-point numbers may be any.
         """
-        given = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         known = {}
-        for t in given:
+        for t in inputs:
             known[id(t)] = self.read(t)
             if known[id(t)] is None and any_numbers and t.is_floating_point():
                 with no_dispatch():
@@ -226,11 +226,11 @@ class Values:
         if not results and not any(map(_is_followed, written)):
             self._follow_numbers(func, args, kwargs, out, written)
             return
-        given = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
+        input_keys = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
         made = [
             (i, leaf)
             for i, leaf in enumerate(tree_leaves(out))
-            if _is_strided(leaf) and _key_of(leaf) not in given and _is_followed(leaf)
+            if _is_strided(leaf) and _key_of(leaf) not in input_keys and _is_followed(leaf)
         ]
         if not made and not any(map(_is_followed, written)):
             return  # a view
@@ -252,19 +252,19 @@ class Values:
         self, func: Overload, args: Args, kwargs: Kwargs, out: object, written: list[Tensor]
     ) -> None:  # fmt: skip
         """Note the effect of an op on short data and constants, such as one that creates a mask."""
-        given = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         real = None
-        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, given)):
-            keys = {_key_of(t) for t in given}
-            made = [
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, inputs)):
+            keys = {_key_of(t) for t in inputs}
+            results = [
                 (i, leaf)
                 for i, leaf in enumerate(tree_leaves(out))
                 if _is_strided(leaf) and _is_short(leaf) and _key_of(leaf) not in keys
             ]
-            if made or written:
+            if results or written:
                 real = self.compute(func, args, kwargs)
             computed = tree_leaves(real)
-            for i, leaf in made if real is not None else ():
+            for i, leaf in results if real is not None else ():
                 self._know(leaf, partial(_same, computed[i]))
         if real is None:
             for t in written:
@@ -278,11 +278,11 @@ class Values:
 
         def made() -> Tensor:
             whole = torch.zeros(size, dtype=torch.uint8)
-            given = value()
+            numbers = value()
             for dim, (n, step) in enumerate(zip(shape, stride, strict=True)):
                 once = 1 if step == 0 else n  # what is expanded is there once
-                given = given.narrow(dim, 0, min(once, given.shape[dim]))
-            _view(whole, dtype, given.shape, stride, offset).copy_(given)
+                numbers = numbers.narrow(dim, 0, min(once, numbers.shape[dim]))
+            _view(whole, dtype, numbers.shape, stride, offset).copy_(numbers)
             return whole
 
         self._later[self._key(t)] = made

@@ -96,8 +96,9 @@ class Sparse:
         own = self._parts.get(args[0]) if _is_sparse(args[0]) else None
         if own is None or name not in _ON_VALUES or any(map(_is_sparse, args[1:])):
             raise RuntimeError(
-                f"estimate: fn calls {name_of(func)} with a sparse tensor at "
-                f"{users_line(sys._getframe())}, which is not simulated; leave that part out of fn"
+                f"estimate: `fn` calls {name_of(func)} with a sparse tensor at "
+                f"{users_line(sys._getframe())}, which is not simulated. Leave that part out of "
+                "`fn`."
             )
         if name == "clone" and own.indices.is_contiguous() and own.values.is_contiguous():
             node = torch._C._current_autograd_node()
@@ -111,10 +112,10 @@ class Sparse:
         return self.new(indices, values, args[0].shape, own.coalesced)
 
     def _construct(self, func: Overload, args: Args, kwargs: Kwargs) -> Tensor:
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-        given.update(kwargs)
-        coalesced = bool(given.get("is_coalesced", False))
-        return self.new(given["indices"], given["values"], given["size"], coalesced)
+        arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        arguments.update(kwargs)
+        coalesced = bool(arguments.get("is_coalesced", False))
+        return self.new(arguments["indices"], arguments["values"], arguments["size"], coalesced)
 
     def _indices_of(self, func: Overload, t: Tensor) -> Tensor:
         return self._of(t).indices.detach()

@@ -1,4 +1,4 @@
-// The instructions of cuda/device.cuh in C++, and its memory.
+// Emulates the instructions and the shared memory of cuda/device.cuh in C++.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@ T& shared_memory() {
   return *static_cast<T*>(emulation::shared_memory(&key, sizeof(T)));
 }
 
-// NVIDIA says: within 2 ulp; subnormal operands and results are zeros.
+// CUDA documents an error of at most 2 ulp. Subnormal operands and results are zero.
 inline float exp2_approx(float x) {
   if (std::isnan(x)) return x;
   const float power = emulation::off_by(1.5 * 0x1p-23, std::exp2(static_cast<double>(x)));
