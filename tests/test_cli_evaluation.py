@@ -72,13 +72,13 @@ def test_each_rank_gathers_logits(command, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--eval-batch", "0"], "--eval-batch is 0; expected 1 or more"),
-        (["--eval-logits", "-1"], "--eval-logits is -1; expected 0 or more"),
-        (["--eval-logits", "2"], "--eval-logits is 2; expected --eval-batch with it"),
+        (["--eval-batch", "0"], "--eval-batch is 0. Pass 1 or more."),
+        (["--eval-logits", "-1"], "--eval-logits is -1. Pass 0 or more."),
+        (["--eval-logits", "2"], "--eval-logits is 2, but there is no evaluation"),
         (["--eval-batch", "1", "--serve"], "--eval-batch is 1, but --serve trains nothing"),
         (
             ["--eval-batch", "1", "--eval-logits", "1", "--reference", "dpo"],
-            "--eval-logits is 1; expected none with --reference",
+            "--eval-logits is 1, but the loss of --reference has no logits",
         ),
     ],
 )

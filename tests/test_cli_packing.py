@@ -73,9 +73,9 @@ def test_what_cannot_be_packed(words, tmp_path, capsys):
     command = ["will-it-fit", *words, *packing]
     assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)
     error = refused([*command, "--reference", "dpo"], capsys)
-    assert "expected none with --reference" in error
+    assert "the loss of --reference takes one sequence" in error
     error = refused(["will-it-fit", "--model", "model.py:make", *packing], capsys)
-    assert "--packing is sdpa; expected none with --model" in error
+    assert "--packing is sdpa, but the function of --model" in error
     kind = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     other = hf_config.written(tmp_path, **kind)
     command = ["will-it-fit", "--hf-config", other, "--seq", "8", *packing]

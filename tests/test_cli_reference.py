@@ -129,12 +129,12 @@ def test_what_has_no_reference(command, tmp_path, capsys):
     command = [*command, "--reference", "dpo"]
     assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)
     error = refused(["fit", *command[1:], "--actions", "linear_cross_entropy"], capsys)
-    assert "whose loss has no logits" in error
+    assert "the loss of --reference dpo has no logits" in error
     error = refused([*command, "--gpus", "2", "--tensor-parallel", "2"], capsys)
-    assert "expected none with --reference" in error
+    assert "takes whole heads" in error
     bert = {**SIZES, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
     other = hf_config.written(tmp_path, **bert)
     error = refused(["will-it-fit", "--hf-config", other, *command[3:]], capsys)
-    assert "is of a BertForMaskedLM; expected a causal language model" in error
+    assert "is of a BertForMaskedLM. Pass the config of a causal" in error
     function = ["will-it-fit", "--model", "model.py:make", *command[5:]]
-    assert "--reference is dpo; expected none with --model" in refused(function, capsys)
+    assert "--reference is dpo, but the function of --model" in refused(function, capsys)

@@ -40,18 +40,18 @@ def check(args: argparse.Namespace) -> None:
         ValueError: a number is wrong, or logits are asked for that no evaluation has.
     """
     if args.eval_batch is not None and args.eval_batch < 1:
-        raise ValueError(f"--eval-batch is {args.eval_batch}; expected 1 or more")
+        raise ValueError(f"--eval-batch is {args.eval_batch}. Pass 1 or more.")
     if args.eval_logits < 0:
-        raise ValueError(f"--eval-logits is {args.eval_logits}; expected 0 or more")
+        raise ValueError(f"--eval-logits is {args.eval_logits}. Pass 0 or more.")
     if not args.eval_logits:
         return
-    given = f"--eval-logits is {args.eval_logits}; expected "
+    given = f"--eval-logits is {args.eval_logits}, but "
     if args.eval_batch is None:
-        raise ValueError(f"{given}--eval-batch with it")
+        raise ValueError(f"{given}there is no evaluation. Pass --eval-batch, too.")
     if args.model is not None:
-        raise ValueError(f"{given}none with --model, whose output need not have logits")
+        raise ValueError(f"{given}the output of --model need not have logits. Leave it out.")
     if args.reference is not None:
-        raise ValueError(f"{given}none with --reference, whose loss has no logits")
+        raise ValueError(f"{given}the loss of --reference has no logits. Leave it out.")
 
 
 def step_of(args: argparse.Namespace, step: Workload) -> Workload | None:
@@ -64,14 +64,14 @@ def step_of(args: argparse.Namespace, step: Workload) -> Workload | None:
         return None
     if args.model is not None and not takes(args.model, "batch"):
         raise ValueError(
-            f"--eval-batch is {args.eval_batch}; expected none, since {args.model} has no argument "
-            "batch"
+            f"--eval-batch is {args.eval_batch}, but {args.model} has no argument batch. Leave out "
+            "--eval-batch."
         )
     changed = resized(step, args, "batch", args.eval_batch)
     if isinstance(changed.batch, list):
         raise ValueError(
-            f"--eval-batch is {args.eval_batch}; expected none, since {args.model} returns a list "
-            "of batches"
+            f"--eval-batch is {args.eval_batch}, but {args.model} returns a list of batches. "
+            "Leave out --eval-batch."
         )
     return changed
 

@@ -41,8 +41,8 @@ def images_of(args: argparse.Namespace) -> Images | None:
     found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*)x([1-9]\d*))?", args.images)
     if found is None:
         raise ValueError(
-            f"--images is {args.images}; expected a number, or a number, a height and a width, "
-            "such as 2 or 2x448x448"
+            f"--images is {args.images}. Pass a number, or a number, a height and a width, such "
+            "as 2 or 2x448x448."
         )
     number, *size = found.groups()
     height, width = (None if part is None else int(part) for part in size)
@@ -56,7 +56,7 @@ def refuse(args: argparse.Namespace, why: str) -> None:
         ValueError: the option is given.
     """
     if args.images is not None:
-        raise ValueError(f"--images is {args.images}; expected none, since {why}")
+        raise ValueError(f"--images is {args.images}, but {why}. Leave out --images.")
 
 
 def one_for_each(model: nn.Module, args: argparse.Namespace) -> Tensor:
@@ -68,9 +68,7 @@ def one_for_each(model: nn.Module, args: argparse.Namespace) -> Tensor:
     images = images_of(args) or Images(1, None, None)
     kind = type(model).__name__
     if images.number > 1:
-        raise ValueError(
-            f"--images is {args.images}; expected 1, since a sample of {kind} is one image"
-        )
+        raise ValueError(f"--images is {args.images}, but a sample of {kind} is one image. Pass 1.")
     config: Any = model.config
     return _pixels(model, args.batch, config, images)
 
@@ -111,8 +109,8 @@ def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict
     needed = images.number * (each + 1)
     if needed > ids.shape[1]:
         raise ValueError(
-            f"--seq is {ids.shape[1]}; expected at least {needed}, since --images is {args.images} "
-            f"and each image has {each} tokens"
+            f"--seq is {ids.shape[1]}, but --images is {args.images} and each image has {each} "
+            f"tokens. Pass at least {needed}."
         )
     text = int(token == 0)
     tokens = torch.full(tuple(ids.shape), text, dtype=torch.int64)
@@ -137,8 +135,8 @@ def _pixels(model: nn.Module, rows: int, config: Any, images: Images) -> Tensor:
         size = images.height, images.width
     if size is None:
         raise ValueError(
-            f"--images has no size, and neither has the config of {type(model).__name__}; expected "
-            f"a height and a width, such as {images.number}x224x224"
+            f"--images has no size, and neither has the config of {type(model).__name__}. Pass a "
+            f"height and a width, such as {images.number}x224x224."
         )
     height, width = (size, size) if isinstance(size, int) else size
     shape = rows, getattr(config, "num_channels", 3), height, width
@@ -153,15 +151,15 @@ def _in_patches(
 
     if images.height is None or images.width is None:
         raise ValueError(
-            f"--images is {images.number}; expected a height and a width with it, such as "
-            f"{images.number}x448x448, since {type(model).__name__} takes images of any size"
+            f"--images is {images.number}, but {type(model).__name__} takes images of any size. "
+            f"Pass a height and a width, too, such as {images.number}x448x448."
         )
     merged = getattr(config, "spatial_merge_size", 2)
     unit = config.patch_size * merged
     if images.height % unit or images.width % unit:
         raise ValueError(
-            f"--images has the size {images.height}x{images.width}; expected multiples of {unit}, "
-            f"to which processors of {type(model).__name__} resize"
+            f"--images has the size {images.height}x{images.width}. Pass multiples of {unit}, to "
+            f"which processors of {type(model).__name__} resize."
         )
     rows_of_patches, columns = (n // config.patch_size for n in (images.height, images.width))
     grid = torch.tensor([[1, rows_of_patches, columns]])
@@ -183,9 +181,9 @@ def _tokens(model: Any, pixels: Tensor, args: argparse.Namespace) -> int:
             found = model.get_image_features(pixels)
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(
-            f"--images is {args.images}, and {type(model).__name__} makes no tokens of pixels "
-            f"alone: {' '.join(str(error).split())}; expected a model of pixels alone, or of "
-            "patches with image_grid_thw. Call storage_ops.memory.will_it_fit in Python"
+            f"--images is {args.images}, but {type(model).__name__} makes no tokens of pixels "
+            f"alone: {' '.join(str(error).split())}. Pass a model of pixels alone or of patches "
+            "with image_grid_thw, or call storage_ops.memory.will_it_fit in Python."
         ) from error
     features = tree_leaves(getattr(found, "pooler_output", found))
     width: int = _config(model).get_text_config().hidden_size

@@ -24,7 +24,7 @@ def prepare(model: nn.Module, args: argparse.Namespace) -> None:
         how = "flash attention of varying lengths, which takes no mask"
     output.note(
         f"--packing {args.packing}: one row of all sequences, which begin where position ids begin "
-        f"again, and {how}"
+        f"again, and {how}."
     )
 
 
@@ -43,13 +43,13 @@ def packed(
     is_of_tokens = batch.keys() == {"input_ids", "labels"}
     if not (takes and is_of_tokens and batch["labels"].shape == batch["input_ids"].shape):
         raise ValueError(
-            f"--packing is {args.packing}, and the inputs of {kind} are {', '.join(batch)}; "
-            "expected a model of tokens and their position_ids, with a label for each"
+            f"--packing is {args.packing}, but the inputs of {kind} are {', '.join(batch)}. Pass "
+            "a model of tokens and their position_ids, with a label for each."
         )
     if args.reference is not None:
         raise ValueError(
-            f"--packing is {args.packing}; expected none with --reference, whose loss takes one "
-            "sequence in a row"
+            f"--packing is {args.packing}, but the loss of --reference takes one sequence in a "
+            "row. Leave out one of them."
         )
     sequences, tokens = batch["input_ids"].shape
     positions = torch.arange(tokens).repeat(sequences)[None]

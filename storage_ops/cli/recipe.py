@@ -34,6 +34,6 @@ def refuse_with_function(args: argparse.Namespace) -> None:
     for name in ("reference", "packing"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(
-                f"--{name} is {value}; expected none with --model, whose function can return a "
-                "batch, and a loss, of any kind"
+                f"--{name} is {value}, but the function of --model returns its own batch and loss. "
+                f"Leave out --{name}."
             )

@@ -33,21 +33,21 @@ def with_reference(model: nn.Module, args: argparse.Namespace) -> None:
     """
     if "linear_cross_entropy" in (getattr(args, "actions", None) or ()):  # an option of fit
         raise ValueError(
-            f"--actions has linear_cross_entropy; expected none with --reference {args.reference}, "
-            "whose loss has no logits"
+            f"--actions has linear_cross_entropy, but the loss of --reference {args.reference} "
+            "has no logits. Leave out linear_cross_entropy."
         )
     if args.tensor_parallel > 1:
         raise ValueError(
-            f"--tensor-parallel is {args.tensor_parallel}; expected none with --reference "
-            f"{args.reference}, whose loss takes whole heads"
+            f"--tensor-parallel is {args.tensor_parallel}, but the loss of --reference "
+            f"{args.reference} takes whole heads. Leave out one of them."
         )
     base: Any = _base(model)
     head = base.get_output_embeddings()
     kind = type(base).__name__
     if head is None or base.config.is_encoder_decoder or "CausalLM" not in kind:
         raise ValueError(
-            f"--reference is {args.reference}, and --hf-config is of a {kind}; expected a causal "
-            "language model"
+            f"--reference is {args.reference}, but --hf-config is of a {kind}. Pass the config "
+            "of a causal language model."
         )
     reference = None
     if base is model:
@@ -60,7 +60,7 @@ def with_reference(model: nn.Module, args: argparse.Namespace) -> None:
     output.note(
         f"--reference {args.reference}: the reference is {whose}, its forward keeps no "
         f"activations, and {_ORDER[args.reference]}. The loss is losses.{args.reference}, without "
-        "logits"
+        "logits."
     )
 
 

@@ -138,13 +138,13 @@ def _of_packed(name: str, facts: Mapping[str, Any], layout: object) -> Scheme:
     if str(getattr(layout, "value", layout)).lower() not in layouts:
         raise ValueError(
             f"--hf-config has a quantization_config of {name} in the format {layout}, which is not "
-            f"simulated; expected {' or '.join(layouts)}"
+            f"simulated. Expected {' or '.join(layouts)}."
         )
     bits, group = facts.get("bits", 4), facts.get("group_size", 128)
     if bits not in sizes:
         raise ValueError(
-            f"--hf-config has a quantization_config of {name} with bits {bits}; expected one of "
-            f"{', '.join(map(str, sizes))}"
+            f"--hf-config has a quantization_config of {name} with bits {bits}. Expected one of "
+            f"{', '.join(map(str, sizes))}."
         )
     skipped = _skipped(facts, "modules_to_not_convert")
     return Scheme(name, bits=bits, group=group, skipped=skipped)
