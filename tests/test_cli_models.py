@@ -128,3 +128,54 @@ def test_a_decoder_has_a_length_of_its_own(tmp_path, capsys):
 def test_configs_that_no_model_can_be_made_of(wrong, said, tmp_path, capsys):
     command = written(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
     assert said in refused([*command, "--seq", "8"], capsys)
+
+
+LLAVA = {
+    "model_type": "llava", "image_token_index": 9, "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 64, "image_size": 16, "patch_size": 4,
+        "projection_dim": 32,
+    },
+}  # fmt: skip
+
+
+def test_images_among_tokens(tmp_path, capsys):
+    command = [*written(tmp_path, "LlavaForConditionalGeneration", **LLAVA), "--seq", "40"]
+    pixels = 2 * 3 * 16 * 16 * 2  # of a batch of two, in bf16
+    batches = []
+    for images in ([], ["--images", "1"], ["--images", "2x16x16"]):
+        assert main([*command, *images, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert ("without --images" in err) == (not images)
+        batches.append(json.loads(out)["by_owner"]["batch"])
+    text, one, two = batches
+    assert two - one == pixels and one - text >= pixels
+    error = refused([*command, "--images", "3"], capsys)
+    assert "Pass at least 51." in error
+
+
+def test_images_of_a_size_that_no_config_tells(tmp_path, capsys):
+    resnet = {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+    }
+    command = written(tmp_path, "ResNetForImageClassification", **resnet)
+    assert "Pass a height and a width, such as 1x224x224." in refused(command, capsys)
+    assert peak_of([*command, "--images", "1x64x64"], capsys) > 0
+    assert "a sample of ResNetFor" in refused([*command, "--images", "2x64x64"], capsys)
+
+
+@pytest.mark.parametrize("spelled", ["0", "2x64", "x", "2x64x0", "-1", "2x64x64x3"])
+def test_images_that_are_no_number_and_size(spelled, tmp_path, capsys):
+    command = [*written(tmp_path, "ViTForImageClassification"), f"--images={spelled}"]
+    assert f"--images is {spelled}. Pass a number" in refused(command, capsys)
+
+
+def test_images_of_models_without_any(tmp_path, capsys):
+    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--images", "1"]
+    assert "--images is 1, but BertForMaskedLM takes no images." in refused(command, capsys)
+    whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
+    assert "takes no images" in refused([*whisper, "--images", "1"], capsys)

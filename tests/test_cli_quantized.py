@@ -10,7 +10,7 @@ from torch import nn
 
 import storage_ops.simulate.step as simulated
 from storage_ops.cli import hf_model, main
-from storage_ops.cli.quantized.layers import linear_of
+from storage_ops.cli.quantized.convert import linear_of
 from storage_ops.cli.quantized.schemes import Scheme, scheme_of
 from storage_ops.cli.workload import workload
 from storage_ops.memory import estimate, simulate_step
@@ -64,10 +64,13 @@ def nbytes(name, rows, columns):
         "nf4-double": size // 2 + nested + 4 * 16,
         "int8": size + 4 * rows,
         "fp8": size + 4 * math.ceil(rows / 128) * math.ceil(columns / 128),
+        # A scale in float16 and a zero in 4 bits for each group; GPTQ has the group of each input.
+        "gptq": size // 2 + math.ceil(columns / 128) * (2 * rows + rows // 2) + 4 * columns,
+        "awq": size // 2 + math.ceil(columns / 128) * (2 * rows + rows // 2),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "fp8", "gptq", "awq"])
 def test_parameters_take_what_libraries_say(name, words):
     model, batch = made(words("--quantize", name, "--lora", "4"))
     adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -84,6 +87,8 @@ QUESTIONS = {
     "4 bits": ("--quantize", "nf4", "--lora", "4"),
     "8 bits": ("--quantize", "int8", "--lora", "4:all-linear"),
     "fp8": ("--quantize", "fp8", "--lora", "4", "--lora-dropout", "0.1"),
+    "gptq": ("--quantize", "gptq", "--lora", "4"),
+    "awq": ("--quantize", "awq", "--lora", "4"),
     "prepared": ("--quantize", "nf4-double", "--lora", "4", "--prepare-kbit-training"),
 }
 
@@ -130,6 +135,39 @@ def test_what_is_kept_for_the_backward(name):
     assert run.kept_bytes - run.input_bytes == expected
 
 
+def test_what_packed_weights_take():
+    """GPTQ keeps the dequantized weight, and AWQ its input; AWQ copies the weight in backward."""
+    rows, columns, batch, tokens = 512, 1024, 4, 2
+    x = torch.empty(batch, tokens, columns, dtype=torch.float16, device="meta", requires_grad=True)
+    weight, inputs, output = 2 * rows * columns, 2 * x.numel(), 2 * batch * tokens * rows
+    plain = nn.Linear(columns, rows, bias=False, dtype=torch.float16, device="meta")
+    layers = {name: linear_of(plain, Scheme(name)) for name in ("gptq", "awq")}
+
+    def kept(name):
+        run = estimate(lambda: layers[name](x.clone()))
+        return run.kept_bytes - run.input_bytes
+
+    assert kept("gptq") == weight + output
+    assert kept("awq") == inputs + output
+    both = estimate(lambda: layers["awq"](x).sum().backward())
+    needed = weight + batch * weight
+    assert needed <= both.peak_bytes - both.input_bytes < needed + (1 << 16)
+    for layer in layers.values():
+        assert layer(x).shape == (batch, tokens, rows) and layer(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, -1), (4, 48)])
+def test_shapes_of_packed_checkpoints(name, bits, group):
+    layer = linear_of(nn.Linear(256, 64, device="meta"), Scheme(name, bits=bits, group=group))
+    groups = {128: 2, -1: 1, 48: 6}[group]
+    packed = (256, 64 * bits // 32) if name == "awq" else (256 * bits // 32, 64)
+    assert layer.weight.shape == packed and layer.weight.dtype == torch.int32
+    assert layer.qzeros.shape == (groups, 64 * bits // 32)
+    assert layer.scales.shape == (groups, 64) and layer.scales.dtype == torch.float16
+    assert hasattr(layer, "g_idx") == (name == "gptq")
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
@@ -156,6 +194,14 @@ def test_what_is_kept_for_the_backward(name):
             {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
             Scheme("mxfp4", skipped=("lm_head",)),
         ),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "sym": True},
+            Scheme("gptq", bits=8, group=-1),
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"},
+            Scheme("awq", group=64),
+        ),
         (None, None),
     ],
 )  # fmt: skip
@@ -168,7 +214,9 @@ def test_a_config_is_obeyed(facts, expected):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}, {"bits": 4},
+        {"quant_method": "gptq", "bits": 5}, {"quant_method": "compressed-tensors"}, {"bits": 4},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"}, {"quant_method": "awq", "bits": 3},
         BITS_4 | {"bnb_4bit_quant_type": "int4"}, BITS_4 | {"bnb_4bit_compute_dtype": "float17"},
         {"load_in_8bit": True, "llm_int8_has_fp16_weight": True},
         {"quant_method": "fp8", "activation_scheme": "static"},

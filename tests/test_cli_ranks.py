@@ -1,17 +1,18 @@
 """`--gpus`, `--shard` and `--tensor-parallel` of `will-it-fit` and `fit`."""
 
+import argparse
 import json
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from storage_ops.cli import main
+from storage_ops.cli import main, ranks, will_it_fit
 from storage_ops.memory import simulate_step
 
 from . import hf_config
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.in_turn,
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed"),
@@ -78,6 +79,22 @@ def test_tensor_parallelism(options, capsys):
     assert found["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
 
 
+@pytest.mark.parametrize("more", [[], ["--tensor-parallel", "2"]])
+def test_autocast_on_one_rank_is_as_with_real_tensors(options, more, capsys):
+    given = ["--gpus", "4", *more, "--autocast", "bf16"]
+    found = facts_of(["will-it-fit", *options, *given], capsys)["by_owner"]
+    config = transformers.AutoConfig.from_pretrained(options[1])
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.zeros(int(options[3]), int(options[5]), dtype=torch.int64)
+    parser = argparse.ArgumentParser()
+    will_it_fit.add_arguments(parser)
+    args = parser.parse_args([*options, *given])
+    with ranks.one_of(args, model), torch.autocast("cpu", torch.bfloat16):
+        batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+        step = simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
+    assert found == step.by_owner
+
+
 def test_fit_plans_for_one_rank(options, capsys):
     command = ["fit", *options, "--gpus", "4"]
     none = facts_of([*command, "--budget", "1GiB"], capsys)["peak_bytes"]
@@ -93,7 +110,6 @@ def test_fit_plans_for_one_rank(options, capsys):
         (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3. Expected a divisor"),
         (["--gpus", "8", "--tensor-parallel", "8"], "num_attention_heads, 4"),
         (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated. Pass"),
-        (["--gpus", "2", "--autocast", "bf16"], "--autocast is bf16, but autocast"),
         (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp. Pass fsdp2"),
         (
             ["--gpus", "4", "--shard", "ddp", "--tensor-parallel", "2"],

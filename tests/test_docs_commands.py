@@ -20,6 +20,16 @@ T5 = {
     "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
 }  # fmt: skip
 
+VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+QWEN_VL = {
+    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 7,
+    "text_config": CONFIG | {
+        "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}
+    },
+    "vision_config": VISION | {"out_hidden_size": 32},
+}  # fmt: skip
+
 
 def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -34,7 +44,7 @@ def commands():
 def test_commands_of_will_it_fit(command, tmp_path, monkeypatch, capsys):
     """Files are those that blocks of Python name in their first line."""
     monkeypatch.chdir(tmp_path)
-    for name, config in (("config.json", CONFIG), ("t5.json", T5)):
+    for name, config in (("config.json", CONFIG), ("t5.json", T5), ("qwen_vl.json", QWEN_VL)):
         (tmp_path / name).write_text(json.dumps(config))
     for text in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", text):

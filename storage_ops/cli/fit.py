@@ -113,7 +113,7 @@ def _found(
 
     def make_batch(number: int) -> object:
         nonlocal loss
-        _, batch, loss = resized(step.model, args, args.find, number)
+        _, batch, loss = resized(step, args, args.find, number)
         return batch
 
     def loss_of_batch(out: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from storage_ops.cli import images, recipe
+
 # Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
 _TOKENS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
@@ -32,19 +34,23 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         ValueError: the model takes inputs or has a task that the command does not know, or --seq
             is missing or longer than the model's learned positions.
     """
-    args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
+    args = argparse.Namespace(**vars(args) | {"batch": recipe.sequences(args)})
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
+    if main != "input_ids" and "pixel_values" not in takes:
+        images.refuse(args, f"{type(model).__name__} takes no images")
     if main == "pixel_values":
-        batch[main] = _values(model, args.batch, config.num_channels, *_image_size(config))
+        batch[main] = images.one_for_each(model, args)
     elif main == "input_features":
         frames = 2 * config.max_source_positions
         batch[main] = _values(model, args.batch, config.num_mel_bins, frames)
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
+        if args.images is not None:
+            batch = images.with_images(model, batch[main], args)
     else:
         raise ValueError(
             f"--hf-config is of a {type(model).__name__}, which takes {main}. Expected a model of "
@@ -61,6 +67,10 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
         ids = batch["input_ids"]
         labels = {"labels": ids} if labels["labels"].shape == ids.shape else labels
+    if args.packing is not None:
+        from storage_ops.cli.packing import packed
+
+        return packed(model, batch | labels, args)
     return batch | labels
 
 
@@ -78,11 +88,6 @@ def _values(model: nn.Module, *shape: int) -> Tensor:
 
 def _ids(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    size = config.image_size
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:

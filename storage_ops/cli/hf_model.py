@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import autocast, output, ranks
+from storage_ops.cli import autocast, images, output, ranks, recipe
 from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
     )
+    images.add_arguments(step)
     step.add_argument(
         "--labels",
         choices=("tokens", "sequences", "none"),
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the parameters (default: bf16; with --model, what the function makes)",
     )
     autocast.add_arguments(step)
+    recipe.add_arguments(step)
     step.add_argument(
         "--optimizer",
         default="adamw",
@@ -115,13 +117,16 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
             f"--hf-config is {args.hf_config}, which transformers cannot read: {_why(error)}. "
             "Expected the config.json of a model of transformers."
         ) from error
-    from storage_ops.cli import hf_batch
+    from storage_ops.cli import hf_batch, packing
     from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = made.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
-        output.note(f"{type(model).__name__} also takes {unused}, which are not counted.")
+        advice = " without --images" if unused == "pixel_values" else ""
+        output.note(f"{type(model).__name__} also takes {unused}, which are not counted{advice}.")
+    if args.packing is not None:
+        packing.prepare(model, args)
     return adapted(model, args), batch
 
 

@@ -52,6 +52,8 @@ def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from storage_ops.cli.reference import reference_of
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.gpus)
     try:
         shape = args.gpus // args.tensor_parallel, args.tensor_parallel
@@ -60,6 +62,9 @@ def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
             _parallelize(model, mesh["tensor"])
         if shape[0] > 1 and args.shard == "fsdp2":
             _shard(model, mesh["data"])
+            reference = reference_of(model)
+            if reference is not None:
+                _shard(reference, mesh["data"])
         yield
     finally:
         dist.destroy_process_group()
@@ -94,11 +99,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--tensor-parallel is {args.tensor_parallel}. Expected none with fit or "
             "--gradient-checkpointing, which plan no layers of DTensors."
-        )
-    if args.gpus > 1 and args.autocast is not None:
-        raise ValueError(
-            f"--autocast is {args.autocast}, but autocast of shards of fake tensors is not "
-            f"simulated. Leave out --autocast with --gpus {args.gpus}."
         )
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _OF_TRAINING = (
-    "accumulate", "autocast", "gpus", "gradient_checkpointing", "html", "model", "optimizer",
-    "plot",
+    "accumulate", "autocast", "eval_batch", "eval_logits", "gpus", "gradient_checkpointing", "html",
+    "model", "optimizer", "packing", "plot", "reference",
 )  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
-from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, ranks, serve
+from storage_ops.cli import (
+    autocast,
+    evaluation,
+    gradient_checkpointing,
+    hf_model,
+    output,
+    ranks,
+    serve,
+)
 from storage_ops.cli.workload import workload
 from storage_ops.quantities import readable
 
@@ -26,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--plot", type=Path, help="draw memory over the step into this file")
     written.add_argument("--html", type=Path, help="write one page with the answer into this file")
     question = parser.add_argument_group("other questions")
+    evaluation.add_arguments(question)
     question.add_argument(
         "--serve",
         action="store_true",
@@ -49,11 +58,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         add_arguments(parser)
         serve.check(args, {name: parser.get_default(name) for name in vars(args)})
         return serve.run(args, console)
+    evaluation.check(args)
     output.check_plot(args.plot, images_only=False)
     output.check_folder("--html", args.html)
     step = workload(args)
     model, batch, loss = step
+    evaluation_step = evaluation.step_of(args, step)
     peaks = []
+    step_peaks: tuple[int, int] | None = None  # of a training and an evaluation step
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
     with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
@@ -63,13 +75,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
         report = will_it_fit(
             model, batch, args.budget, loss, optimizer, args.device, args.accumulate
         )
+        training = report.peak_bytes + buckets
+        if evaluation_step is not None:
+            evaluated = evaluation.evaluated(args, evaluation_step, report.step)
+            report = evaluation.larger(report, evaluated)
+            step_peaks = training, evaluated.peak_bytes + buckets
         report = ranks.with_buckets(report, buckets)
         checkpoints.close()
         if args.gradient_checkpointing:
-            peaks = gradient_checkpointing.compared(args, step, optimizer, report.peak_bytes)
+            peaks = gradient_checkpointing.compared(args, step, optimizer, training)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
-    advice = "" if report.fits else _what_now(args, report)
+    evaluates = step_peaks is not None and step_peaks[1] > step_peaks[0]
+    advice = "" if report.fits else _what_now(args, report, evaluates)
     if args.html is not None:
         tables = [report.__rich__()]
         tables += [gradient_checkpointing.table(peaks, report.budget_bytes)] if peaks else []
@@ -77,10 +95,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.html.write_text(text, encoding="utf-8")
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
-        compared = {"compared": [peak._asdict() for peak in peaks]} if peaks else {}
+        compared: dict[str, Any] = {}
+        if peaks:
+            compared["compared"] = [peak._asdict() for peak in peaks]
+        if step_peaks:
+            keys = "training_peak_bytes", "evaluation_peak_bytes"
+            compared |= dict(zip(keys, step_peaks, strict=True))
         output.print_json({name: getattr(report, name) for name in names} | compared)
     else:
         console.print(report)
+        if step_peaks:
+            console.print(evaluation.compared(*step_peaks), highlight=False, soft_wrap=True)
         if peaks:
             console.print(gradient_checkpointing.table(peaks, report.budget_bytes))
         if advice:
@@ -88,8 +113,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if report.fits else 1
 
 
-def _what_now(args: argparse.Namespace, report: Any) -> str:
-    """Name the command that finds what to recompute, or say that none can help."""
+def _what_now(args: argparse.Namespace, report: Any, evaluates: bool) -> str:
+    """Name the command that finds what to recompute, or say that none can help.
+
+    `evaluates`: the peak is that of the evaluation step.
+    """
+    if evaluates:
+        return "The evaluation step decides: a smaller --eval-batch or --eval-logits takes less."
     lasting, budget = report.step.kept_bytes, report.budget_bytes
     if lasting > budget:
         return (

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from storage_ops.cli import hf_model, model_function
+from storage_ops.cli import hf_model, model_function, recipe
 from storage_ops.cli.quantized import options
 
 if TYPE_CHECKING:
@@ -34,18 +34,28 @@ def workload(args: argparse.Namespace) -> Workload:
             raise ValueError(f"--{name.replace('_', '-')} is {value}. Expected 1 or more.")
     if args.model is not None:
         options.refuse_with_function(args)
+        recipe.refuse_with_function(args)
         return Workload(*model_function.call(args))
-    return _of_transformers(args, *hf_model.model_and_batch(args))
+    model, batch = hf_model.model_and_batch(args)
+    step = _of_transformers(args, model, batch)
+    if args.reference is None:
+        return step
+    from storage_ops.cli import reference
+
+    reference.with_reference(step.model, args)
+    return step._replace(loss=reference.loss_of)
 
 
-def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) -> Workload:
-    """Return the step with another "batch" or "seq", for the model of the same options."""
+def resized(step: Workload, args: argparse.Namespace, size: str, number: int) -> Workload:
+    """Return the step with another "batch" or "seq"."""
+    model, _, loss = step
     changed = argparse.Namespace(**vars(args) | {size: number})
     if args.model is not None:
         return Workload(model, *model_function.call(changed)[1:])
     from storage_ops.cli import hf_batch
 
-    return _of_transformers(args, model, hf_batch.batch_for(model, changed))
+    made = _of_transformers(args, model, hf_batch.batch_for(model, changed))
+    return made._replace(loss=loss)
 
 
 def _of_transformers(args: argparse.Namespace, model: nn.Module, batch: Any) -> Workload:

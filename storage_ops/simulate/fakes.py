@@ -33,8 +33,8 @@ class FakesOfCPU:
                     each._buffers[name] = self._tensor(buffer)
 
     def batch(self, batch: object) -> Any:
-        """Return a batch with other tensors."""
-        return tree_map_only(Tensor, self._tensor, batch)
+        """Return a batch with other tensors. Real ones stay, since a simulation reads numbers."""
+        return tree_map_only(Tensor, lambda t: self._tensor(t) if t.is_meta else t, batch)
 
     def _parameter(self, p: nn.Parameter) -> nn.Parameter:
         if id(p) not in self._made:

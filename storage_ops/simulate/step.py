@@ -384,8 +384,9 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     alone, told = ONE_AT_A_TIME, showing("simulating a step")
     with alone, told, gradients, calls, simulated as (simulation, *moved):
-        note_roles(roles, PARAMETERS, model.parameters(), simulation)
-        note_roles(roles, BUFFERS, model.buffers(), simulation)
+        for module in (model, *held.roots):  # such as a frozen reference that the loss names
+            note_roles(roles, PARAMETERS, module.parameters(), simulation)
+            note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
         note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved

@@ -6,7 +6,7 @@ from torch import nn
 
 import storage_ops.simulate.step as simulated
 from storage_ops.cli.optimizers import optimizer_named
-from storage_ops.cli.quantized.layers import linear_of
+from storage_ops.cli.quantized.convert import linear_of
 from storage_ops.cli.quantized.options import Lora
 from storage_ops.cli.quantized.schemes import Scheme
 from storage_ops.memory import estimate, measure, simulate_step

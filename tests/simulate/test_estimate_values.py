@@ -292,3 +292,21 @@ def test_wrong_assumptions(assume, error, message):
     with pytest.raises(error, match=f"estimate: {message}"):
         estimate(lambda: x[x > 0], assume=assume)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data, like: torch.tensor(data, device=like.device),
+        lambda data, like: torch.as_tensor(data, device=like.device),
+        lambda data, like: like.new_tensor(data, dtype=torch.int64),
+    ],
+    ids=["tensor", "as_tensor", "new_tensor"],
+)
+def test_numbers_on_the_meta_device_are_known(make):
+    """They give a size, which the output has."""
+    run = estimate(
+        lambda like: torch.empty(make([1024], like).expand(2).tolist(), device=like.device),
+        torch.empty(3, device="meta"),
+    )
+    assert run.kept_bytes - run.input_bytes >= 4 * 1024**2

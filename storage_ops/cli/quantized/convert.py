@@ -9,8 +9,18 @@ from typing import Any
 from torch import nn
 
 from storage_ops.cli.quantized.experts import projections_of, quantize_experts
-from storage_ops.cli.quantized.layers import linear_of
+from storage_ops.cli.quantized.layers import (
+    Linear4bit,
+    Linear8bit,
+    Linear8bitFloat,
+    QuantizedLinear,
+)
+from storage_ops.cli.quantized.packed import AwqLinear, GptqLinear
 from storage_ops.cli.quantized.schemes import Scheme
+
+_KINDS: dict[str, type[QuantizedLinear]] = {
+    "int8": Linear8bit, "fp8": Linear8bitFloat, "gptq": GptqLinear, "awq": AwqLinear,
+}  # fmt: skip
 
 
 def quantize(model: Any, scheme: Scheme) -> None:
@@ -58,7 +68,7 @@ def unquantized_experts(model: nn.Module) -> str | None:
 def _takes_linear(module: nn.Module, scheme: Scheme) -> bool:
     if scheme.name == "mxfp4":
         return False
-    is_conv1d = type(module).__name__ == "Conv1D" and scheme.name != "fp8"
+    is_conv1d = type(module).__name__ == "Conv1D" and scheme.name not in ("fp8", "awq")
     return type(module) is nn.Linear or is_conv1d
 
 
@@ -77,3 +87,12 @@ def _is_converted(name: str, skipped: Sequence[str]) -> bool:
         name.endswith(pattern) or any(re.fullmatch(pattern.rstrip("."), each) for each in outer)
         for pattern in skipped
     )
+
+
+def linear_of(plain: nn.Module, scheme: Scheme) -> QuantizedLinear:
+    """Return the quantized layer that stands for a linear layer, or for transformers' Conv1D."""
+    weight: Any = plain.weight
+    is_linear = isinstance(plain, nn.Linear)
+    rows, columns = weight.shape if is_linear else weight.shape[::-1]
+    bias: Any = plain.bias
+    return _KINDS.get(scheme.name, Linear4bit)(rows, columns, bias, weight.dtype, scheme)

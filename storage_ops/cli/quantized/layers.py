@@ -25,7 +25,7 @@ def frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and quantized; `linear_of` makes it from a plain one.
+    """A linear layer whose weight is frozen and quantized; `convert.linear_of` makes it.
 
     PEFT knows it as a linear layer.
 
@@ -200,13 +200,3 @@ def scaled(weight: Tensor, scales: Tensor, scheme: Scheme, dtype: torch.dtype) -
         dtype=dtype, device=weight.device,
     )  # fmt: skip
     return weight
-
-
-def linear_of(plain: nn.Module, scheme: Scheme) -> QuantizedLinear:
-    """Return the quantized layer that stands for a linear layer, or for transformers' Conv1D."""
-    weight: Any = plain.weight
-    is_linear = isinstance(plain, nn.Linear)
-    rows, columns = weight.shape if is_linear else weight.shape[::-1]
-    kinds: dict[str, type[QuantizedLinear]] = {"int8": Linear8bit, "fp8": Linear8bitFloat}
-    bias: Any = plain.bias
-    return kinds.get(scheme.name, Linear4bit)(rows, columns, bias, weight.dtype, scheme)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-NAMES = ("none", "nf4", "nf4-double", "int8", "fp8", "mxfp4")
+NAMES = ("none", "nf4", "nf4-double", "int8", "fp8", "mxfp4", "gptq", "awq")
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,15 @@ class Scheme:
 
     Attributes:
         name: "nf4" or "fp4" (bitsandbytes), either with "-double" if its statistics are quantized
-            too; "int8" (bitsandbytes), "fp8" (transformers' blocks with scales) or "mxfp4".
+            too; "int8" (bitsandbytes), "fp8" (transformers' blocks with scales), "mxfp4", "gptq" or
+            "awq".
         compute: dtype in which 4-bit layers multiply.
         storage: dtype of the tensors that hold packed 4-bit weights.
         outliers: threshold of int8 above which columns of the input stay 16-bit; 0 for none.
         block: rows and columns that share a scale of fp8; None: one scale for the weight.
         scale: dtype of the scales of fp8.
+        bits: of a weight of GPTQ or AWQ.
+        group: inputs that share a scale of GPTQ or AWQ; less than 1: all of a layer.
         skipped: modules that keep their weights; None: those that transformers chooses.
     """
 
@@ -34,6 +37,8 @@ class Scheme:
     outliers: float = 6.0
     block: tuple[int, int] | None = (128, 128)
     scale: torch.dtype = torch.float32
+    bits: int = 4
+    group: int = 128
     skipped: tuple[str, ...] | None = None
 
 
@@ -116,7 +121,39 @@ def _of_mxfp4(facts: Mapping[str, Any]) -> Scheme | None:
     return Scheme("mxfp4", skipped=_skipped(facts, "modules_to_not_convert"))
 
 
-_METHODS = {"bitsandbytes": _of_bitsandbytes, "fp8": _of_fp8, "mxfp4": _of_mxfp4}
+def _of_gptq(facts: Mapping[str, Any]) -> Scheme:
+    return _of_packed("gptq", facts, facts.get("checkpoint_format", facts.get("format", "gptq")))
+
+
+def _of_awq(facts: Mapping[str, Any]) -> Scheme:
+    return _of_packed("awq", facts, facts.get("version", facts.get("format", "gemm")))
+
+
+_PACKED = {"gptq": (("gptq", "gptq_v2"), (2, 3, 4, 8)), "awq": (("gemm",), (4,))}
+
+
+def _of_packed(name: str, facts: Mapping[str, Any], layout: object) -> Scheme:
+    """Return the scheme of integers that are packed in the usual layout of a method."""
+    layouts, sizes = _PACKED[name]
+    if str(getattr(layout, "value", layout)).lower() not in layouts:
+        raise ValueError(
+            f"--hf-config has a quantization_config of {name} in the format {layout}, which is not "
+            f"simulated. Expected {' or '.join(layouts)}."
+        )
+    bits, group = facts.get("bits", 4), facts.get("group_size", 128)
+    if bits not in sizes:
+        raise ValueError(
+            f"--hf-config has a quantization_config of {name} with bits {bits}. Expected one of "
+            f"{', '.join(map(str, sizes))}."
+        )
+    skipped = _skipped(facts, "modules_to_not_convert")
+    return Scheme(name, bits=bits, group=group, skipped=skipped)
+
+
+_METHODS = {
+    "bitsandbytes": _of_bitsandbytes, "fp8": _of_fp8, "mxfp4": _of_mxfp4, "gptq": _of_gptq,
+    "awq": _of_awq,
+}  # fmt: skip
 
 
 def _skipped(facts: Mapping[str, Any], *keys: str) -> tuple[str, ...] | None:

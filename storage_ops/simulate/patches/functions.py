@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.patches.packed import OF_PACKED, call_packed
@@ -26,6 +29,8 @@ _OF_LEAVES = {
 }  # fmt: skip
 
 
+# On the meta device they drop the numbers that they are given.
+_OF_NUMBERS: set[object] = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 # They read lengths that are no tensors without an op.
 _CTC: set[object] = {F.ctc_loss, torch.ctc_loss}
 
@@ -77,7 +82,21 @@ class Functions(TorchFunctionMode):
             and len(args) > 1
         ):
             return torch.sparse_coo_tensor(*args[1:])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _OF_NUMBERS and result.is_meta and not isinstance(result, FakeTensor):
+            place = 1 if func is Tensor.new_tensor else 0
+            data = args[place] if len(args) > place else (kwargs or {}).get("data")
+            _offer_numbers(self._simulation, result, data)
+        return result
+
+
+def _offer_numbers(simulation: Simulation, made: Tensor, data: Any) -> None:
+    """Let the simulation read the numbers that a tensor on the meta device was made of."""
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
+        return
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        numbers = torch.tensor(data, dtype=made.dtype, device="cpu")
+    simulation.values.offer(simulation.twin(made), numbers)
 
 
 def _with_tensors_of_lengths(

@@ -1,0 +1,117 @@
+"""Simulate an evaluation step between training steps: a forward without a graph, and its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from storage_ops.foundation.ledger import Block, Ledger
+from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
+from storage_ops.measure.owners import BATCH, BUFFERS, PARAMETERS, STATE, WORKSPACES
+from storage_ops.progress import showing
+from storage_ops.simulate.captured import Captured
+from storage_ops.simulate.compiled import as_it_runs
+from storage_ops.simulate.estimate import call_simulated, note_roles, noting, settle, simulating
+from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.mode import Simulation
+from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.step import StepEstimate, arguments, is_gpu
+from storage_ops.simulate.values.assume import Assumption
+
+PREDICTIONS = "logits of evaluated batches"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The logits that evaluation keeps on the device, as a Trainer with `compute_metrics` does.
+
+    Attributes:
+        batches: number of batches whose logits are joined; 0 if each step keeps its loss alone.
+        ranks: number of ranks whose logits each rank gathers.
+        in_float32: whether logits become float32, as accelerate does with mixed precision.
+    """
+
+    batches: int = 0
+    ranks: int = 1
+    in_float32: bool = False
+
+    def of(self, output: Any) -> Tensor:
+        """Return the logits of a batch as the ranks gather them."""
+        logits: Tensor = output.logits.float() if self.in_float32 else output.logits
+        return _repeated(logits, self.ranks) if self.ranks > 1 else logits
+
+
+def _repeated(logits: Tensor, times: int) -> Tensor:
+    """Return a tensor with the rows of so many batches like this one."""
+    return logits.new_empty(times * len(logits), *logits.shape[1:])
+
+
+def simulate_evaluation(
+    model: nn.Module,
+    batch: object,
+    *,
+    state_bytes: int,
+    predictions: Predictions,
+    loss: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+) -> StepEstimate:
+    """Simulate the last evaluation step before logits leave the device.
+
+    Gradients were dropped before it. The optimizer's state is in memory.
+
+    Args:
+        model: in evaluation mode.
+        batch: as of `simulate_step`, but no list.
+        state_bytes: bytes of the optimizer's state.
+        predictions: which logits stay.
+        loss: a function of the model's output, or None.
+        device: as of `simulate_step`.
+    """
+    on_gpu, rates = is_gpu(model, [batch], device), rates_for(device, model)
+    ledger = Ledger() if on_gpu else Ledger(round_up=int)
+    compute = as_it_runs(loss)
+    args, kwargs = arguments(batch)
+    held = Captured((model, compute), args, kwargs)
+    roles: dict[Block, str] = {}
+
+    def evaluate(simulation: Simulation, *args: Any, **kwargs: Any) -> None:
+        where = next((p.device for p in model.parameters()), None)
+        state = torch.empty(state_bytes, dtype=torch.uint8, device=where)
+        note_roles(roles, STATE, [state], simulation)
+        logits = joined = None
+        # The batches between the first and the last one take less than the last one.
+        for count in sorted({1, max(1, predictions.batches)}):
+            if count > 1 and logits is not None:
+                joined = logits if count == 2 else _repeated(logits, count - 1)
+                note_roles(roles, PREDICTIONS, [joined], simulation)
+            output = model(*args, **kwargs)
+            if compute is not None:  # or the model has computed it, if there is one
+                compute(output)
+            if predictions.batches:
+                logits = predictions.of(output)
+                note_roles(roles, PREDICTIONS, [logits], simulation)
+            del output
+        if joined is not None and logits is not None:
+            note_roles(roles, PREDICTIONS, [torch.cat([joined, logits])], simulation)
+
+    alone, told = ONE_AT_A_TIME, showing("simulating an evaluation step")
+    calls = around_calls(model, noting(ledger))
+    simulated = simulating(ledger, held, args, kwargs, Assumption(None), on_gpu, rates)
+    with alone, told, calls, simulated as (simulation, *moved), torch.no_grad():
+        for module in (model, *held.roots):
+            note_roles(roles, PARAMETERS, module.parameters(), simulation)
+            note_roles(roles, BUFFERS, module.buffers(), simulation)
+        note_roles(roles, BATCH, tree_leaves(moved), simulation)
+        call_simulated(evaluate, (simulation, *moved[0]), moved[1])
+        if simulation.multiplies:
+            workspaces = keep_workspaces(ledger, workspace_bytes(device, model))
+            roles |= dict.fromkeys(workspaces, WORKSPACES)
+        settled = settle(ledger, roles)
+        sent = dict(simulation.sent)
+    del settled["input_bytes"]
+    return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
