@@ -8,7 +8,6 @@ the model's name, which returns the model and a batch.
 from __future__ import annotations
 
 import importlib
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +30,10 @@ class Task(NamedTuple):
 TASKS = {
     "causal language models": Task(
         "CAUSAL_LM", 1, LONG,
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 falcon mpt bloom gpt_neox "
+        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 falcon bloom gpt_neox "
         "olmo2 granite stablelm starcoder2 cohere2 glm4 smollm3",
     ),
-    "causal language models with learned positions": Task("CAUSAL_LM", 8, 1024, "gpt2 opt"),
+    "causal language models of short texts": Task("CAUSAL_LM", 8, 1024, "gpt2 opt mpt"),
     "mixtures of experts": Task(
         "CAUSAL_LM", 1, LONG, "mixtral qwen2_moe qwen3_moe gpt_oss olmoe llama4_text",
     ),
@@ -42,7 +41,11 @@ TASKS = {
         "CAUSAL_LM", 1, LONG, "deepseek_v2 deepseek_v3 minicpm3 glm4_moe_lite"
     ),
     "state spaces and linear attention": Task(
-        "CAUSAL_LM", 1, LONG, "mamba mamba2 jamba bamba falcon_h1 recurrent_gemma qwen3_next",
+        "CAUSAL_LM", 1, LONG, "mamba2 bamba falcon_h1 qwen3_next"
+    ),
+    # Without the package of their kernels, transformers takes them in a loop over tokens.
+    "state spaces, one token after the other": Task(
+        "CAUSAL_LM", 8, 128, "mamba jamba recurrent_gemma"
     ),
     "sequence to sequence": Task(
         "SEQ_TO_SEQ_CAUSAL_LM", 16, SHORT, "t5 mt5 bart mbart pegasus m2m_100 switch_transformers"
@@ -55,15 +58,22 @@ TASKS = {
         "IMAGE_CLASSIFICATION", 64, None, "vit deit beit swin convnext dinov2 resnet segformer"
     ),
     "audio": Task("SPEECH_SEQ_2_SEQ", 8, 128, "whisper"),
-    "classifiers of audio": Task(
-        "AUDIO_CLASSIFICATION", 8, None, "wav2vec2 hubert audio-spectrogram-transformer"
+    "classifiers of samples of audio": Task("AUDIO_CLASSIFICATION", 8, 160000, "wav2vec2 hubert"),
+    "classifiers of spectrograms": Task(
+        "AUDIO_CLASSIFICATION", 8, None, "audio-spectrogram-transformer"
     ),
     "text and images": Task(
         "IMAGE_TEXT_TO_TEXT", 1, LONG, "llava qwen2_vl qwen2_5_vl gemma3 paligemma idefics3 mllama"
     ),
 }  # fmt: skip
-# What differs from the default config. Defaults of some types are of no published model.
-CHANGES: dict[str, dict[str, Any]] = {}
+# What differs from the default config, by type.
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},  # defaults raise
+}
+
+
+# Options for what the default config does not say.
+OPTIONS = {name: ["--image-size", "224"] for name in ("resnet", "segformer")}
 
 
 class Case(NamedTuple):
@@ -86,7 +96,7 @@ def _transformers() -> Iterator[Case]:
             found = classes[name]
             cls = found if isinstance(found, str) else found[0]
             options = lambda folder, n=name, c=cls, b=batch, t=tokens: [  # noqa: E731
-                "--hf-config", _config(n, c, folder), "--batch", str(b), *t,
+                "--hf-config", _config(n, c, folder), "--batch", str(b), *t, *OPTIONS.get(n, ()),
             ]  # fmt: skip
             yield Case(f"transformers: {task}", name, cls, said, options)
 
@@ -121,7 +131,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "DiTTransformer2DModel": ({}, {
         "hidden_states": (32, 4, 32, 32), "timestep": (32,), "class_labels": (32,),
     }),
-    "PixArtTransformer2DModel": ({"caption_channels": 4096}, {
+    "PixArtTransformer2DModel": ({"caption_channels": 4096, "use_additional_conditions": False}, {
         "hidden_states": (4, 4, 128, 128), "timestep": (4,),
         "encoder_hidden_states": (4, 300, 4096),
     }),
@@ -168,7 +178,7 @@ def _step_of(name: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
     if name in TORCHVISION:
         model = getattr(importlib.import_module("torchvision.models"), name)()
     elif name in TIMM:
-        model = getattr(importlib.import_module("timm"), "create_model")(name)
+        model = importlib.import_module("timm").create_model(name)
     else:
         arguments, shapes = DIFFUSERS[name]
         model = getattr(importlib.import_module("diffusers"), name)(**arguments)

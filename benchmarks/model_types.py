@@ -30,7 +30,7 @@ from storage_ops.cli import will_it_fit
 from storage_ops.cli.workload import workload
 from storage_ops.foundation.ledger import rounded
 
-SECONDS = 120
+SECONDS = 240
 QUICK = "gpt2", "bert", "vit"
 BUDGET = "79GiB"  # of an H100
 BROKEN = "broken: "  # how the answer of a case that failed begins

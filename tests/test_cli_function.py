@@ -36,6 +36,11 @@ def needs(batch):
 def other(width):
     return alone()
 
+def partly():
+    model = alone()[0]
+    model[0][0].bias = nn.Parameter(torch.Tensor(WIDTH))
+    return model, torch.empty(512, WIDTH)
+
 def number():
     return 3
 
@@ -71,6 +76,14 @@ def test_a_model_and_a_batch(file, capsys):
     assert owners["parameters"] == 3 * (64 * 64 + 64 + 64) * 4 and owners["batch"] == 512 * 64 * 4
     owners = answer([*command, "--dtype", "bf16"], capsys)["by_owner"]
     assert owners["batch"] == 512 * 64 * 2
+
+
+def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
+    """torch.Tensor(size) does not ask for the meta device."""
+    alone, partly = (
+        answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
+    )
+    assert partly == alone
 
 
 def test_options_become_arguments_that_the_function_has(file, capsys):

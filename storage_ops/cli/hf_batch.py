@@ -15,7 +15,7 @@ _TOKENS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
     "TOKEN_CLASSIFICATION", "PRETRAINING",
 )  # fmt: skip
-_SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"
+_SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"
 _ANSWERS = ("QUESTION_ANSWERING",)
 # By the name in the file first: GPT-2 answers to "max_position_embeddings" as well.
 _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
@@ -24,13 +24,14 @@ _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
-    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
-    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task
-    says; those of a model of token ids alone are the token ids.
+    Token ids have the shape (--batch, --seq), and so have samples of audio. Pixel values and audio
+    features have the sizes of the config and the dtype of the model. Images have --image-size
+    pixels on each side if the config has no size. Labels are for tokens or sequences, as the
+    model's task says; those of a model of token ids alone are the token ids.
 
     Raises:
-        ValueError: the model takes inputs or has a task that the command does not know, or --seq
-            is missing or longer than the model's learned positions.
+        ValueError: the model takes inputs or has a task that the command does not know, a size is
+            missing, or --seq is longer than the model's learned positions.
     """
     args = argparse.Namespace(**vars(args) | {"batch": args.batch or 1})
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
@@ -38,11 +39,22 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
+    if args.image_size is not None and main != "pixel_values":
+        raise ValueError(
+            f"--image-size is {args.image_size}; expected none, since the command passes no images "
+            f"to a {type(model).__name__}"
+        )
     if main == "pixel_values":
-        batch[main] = _values(model, args.batch, config.num_channels, *_image_size(config))
+        channels = _field(model, "num_channels")
+        batch[main] = _values(model, args.batch, channels, *_image_size(model, args))
     elif main == "input_features":
-        frames = 2 * config.max_source_positions
-        batch[main] = _values(model, args.batch, config.num_mel_bins, frames)
+        frames = 2 * _field(model, "max_source_positions")
+        batch[main] = _values(model, args.batch, _field(model, "num_mel_bins"), frames)
+    elif main == "input_values" and hasattr(config, "num_mel_bins"):
+        frames = _field(model, "max_length")
+        batch[main] = _values(model, args.batch, frames, config.num_mel_bins)
+    elif main == "input_values":
+        batch[main] = _values(model, args.batch, _samples(model, args))
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
     else:
@@ -80,9 +92,42 @@ def _ids(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
-def _image_size(config: Any) -> tuple[int, int]:
-    size = config.image_size
+def _field(model: nn.Module, name: str) -> int:
+    """Return a size from the config of a model, which its inputs follow from."""
+    found = getattr(model.config, name, None)
+    if not isinstance(found, int):
+        raise ValueError(
+            f"--hf-config is of a {type(model).__name__}, and {name} in it is {found!r}; expected "
+            "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch"
+        )
+    return found
+
+
+def _image_size(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
+    """Return height and width of images, as the config says or else --image-size."""
+    size = getattr(model.config, "image_size", None)
+    if args.image_size is not None:
+        if size is not None:
+            raise ValueError(
+                f"--image-size is {args.image_size}; expected none, since image_size in the config "
+                f"is {size}"
+            )
+        size = args.image_size
+    if size is None:
+        raise ValueError(
+            "--image-size is missing; expected the pixels on a side of an image, since the config "
+            f"of {type(model).__name__} has no image_size"
+        )
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _samples(model: nn.Module, args: argparse.Namespace) -> int:
+    if args.seq is None:
+        raise ValueError(
+            f"--seq is missing; expected the samples of a recording, since {type(model).__name__} "
+            "takes samples of audio"
+        )
+    return int(args.seq)
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:

@@ -34,9 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     step = parser.add_argument_group("the training step")
     step.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
-    step.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
+    step.add_argument(
+        "--seq", type=int, help="tokens in a sequence, or samples of audio, for models that take so"
+    )
     step.add_argument(
         "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
+    )
+    step.add_argument(
+        "--image-size", type=int, help="pixels on a side of an image, if the config does not say"
     )
     step.add_argument(
         "--labels",
@@ -101,6 +106,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         read = json.loads(path.read_text())
         if not isinstance(read, dict):
             raise ValueError(f"it is a {type(read).__name__} of JSON, not an object")
+        # Its reader knows the words that transformers writes for numbers such as infinity.
+        read = transformers.PretrainedConfig.get_config_dict(str(path))[0]
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False

@@ -116,7 +116,7 @@ def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, 
             function has no default and no option.
     """
     parameters = inspect.signature(function).parameters
-    for name in ("decoder_seq", "labels"):
+    for name in ("decoder_seq", "image_size", "labels"):
         if (value := getattr(args, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is {value}; expected none with --model, whose batch has all")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from storage_ops.cli import autocast, gradient_checkpointing, hf_model, output, ranks, serve
-from storage_ops.cli.workload import workload
+from storage_ops.cli.workload import explained, workload
 from storage_ops.quantities import readable
 
 HELP = "tell whether a training step of a model fits into a GPU"
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     peaks = []
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
-    with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
+    told = explained(args, model)
+    with told, one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
         optimizer = optimizer_named(args.optimizer, model)
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage_ops.cli import hf_model, model_function
 from storage_ops.cli.quantized import options
+
+_PACKAGE = Path(__file__).parents[1]
+# Fields of configs for the longest sequence. Some models have no embedding for each position, and
+# raise anyway.
+_LONGEST = "n_positions", "max_position_embeddings", "max_seq_len", "max_sequence_length"
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,14 +36,62 @@ def workload(args: argparse.Namespace) -> Workload:
     Raises:
         ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
     """
-    for name in ("batch", "seq", "decoder_seq"):
+    for name in ("batch", "seq", "decoder_seq", "image_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     if args.model is not None:
         options.refuse_with_function(args)
-        return Workload(*model_function.call(args))
-    return _of_transformers(args, *hf_model.model_and_batch(args))
+        step = Workload(*model_function.call(args))
+        _without_bytes(step.model)
+        return step
+    model, batch = hf_model.model_and_batch(args)
+    _without_bytes(model)
+    return _of_transformers(args, model, batch)
+
+
+def _without_bytes(model: nn.Module) -> None:
+    """Move parameters to the meta device if others are there.
+
+    `torch.Tensor(size)` makes one on the CPU, whatever `torch.device("meta")` says.
+    """
+    from torch import nn
+
+    if not any(p.is_meta for p in model.parameters()):
+        return
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if not p.is_meta:
+                setattr(module, name, nn.Parameter(p.to("meta"), p.requires_grad))
+
+
+@contextlib.contextmanager
+def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
+    """Say of an error of a model's own code where it comes from, and what may be wrong.
+
+    Raises:
+        ValueError: the code of the model, or of torch that it calls, raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if _PACKAGE in Path(frame.f_code.co_filename).parents:
+            raise  # an error of this package has its own words
+        from storage_ops.simulate.values.assume import users_line
+
+        config = getattr(model, "config", None)
+        expected = "a model and a batch with which a step runs"
+        for name in _LONGEST:
+            most = getattr(config, name, None)
+            if args.seq is not None and isinstance(most, int) and most < args.seq:
+                expected = f"--seq of at most {most}, the config's {name}, and not {args.seq}"
+                break
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"a step of {type(model).__name__} raised {what} at {users_line(error.__traceback__)}; "
+            f"expected {expected}"
+        ) from error
 
 
 def resized(model: nn.Module, args: argparse.Namespace, size: str, number: int) -> Workload:
