@@ -19,6 +19,11 @@ T5 = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 16,
     "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
 }  # fmt: skip
+RESNET = {
+    "model_type": "resnet", "architectures": ["ResNetForImageClassification"],
+    "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1],
+}  # fmt: skip
+CONFIGS = {"config.json": CONFIG, "t5.json": T5, "resnet.json": RESNET}
 
 
 def blocks(language):
@@ -34,7 +39,7 @@ def commands():
 def test_commands_of_will_it_fit(command, tmp_path, monkeypatch, capsys):
     """Files are those that blocks of Python name in their first line."""
     monkeypatch.chdir(tmp_path)
-    for name, config in (("config.json", CONFIG), ("t5.json", T5)):
+    for name, config in CONFIGS.items():
         (tmp_path / name).write_text(json.dumps(config))
     for text in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", text):
