@@ -13,8 +13,7 @@ import contextlib
 import importlib.util
 import io
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,9 +41,16 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(rounded(storage.nbytes()) for storage in storages.values())
 
 
+def named(case: Case) -> dict[str, Any]:
+    """Return the first columns of a row."""
+    return {
+        "shape": case.family, "case": case.name, "class": case.model_class, "batch": case.batch,
+    }  # fmt: skip
+
+
 def asked(case: Case) -> dict[str, Any]:
     """Run the command for a case in this process; return the row of its answer."""
-    row = {"shape": case.family, "case": case.name, "class": case.model_class, "batch": case.batch}
+    row = named(case)
     out, err = io.StringIO(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         options = [*case.options(Path(folder)), "--budget", BUDGET, "--device", "h100", "--json"]
@@ -72,18 +78,23 @@ def asked(case: Case) -> dict[str, Any]:
 
 def asked_alone(case: Case) -> dict[str, Any]:
     """Ask in a process of its own; return its row, which says how a process failed."""
-    row = {"shape": case.family, "case": case.name, "class": case.model_class, "batch": case.batch}
-    command = [sys.executable, "-m", "benchmarks.model_types", "--only", case.name]
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: sender.send(asked(case)))
+    process.start()
+    sender.close()
+    answer = f"no answer in {SECONDS} seconds"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {**row, "answer": f"{BROKEN}no answer in {SECONDS} seconds"}
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        last = (done.stderr.splitlines() or [""])[-1]
-        return {**row, "answer": f"{BROKEN}exit code {done.returncode}: {last}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+        if receiver.poll(SECONDS):
+            found: dict[str, Any] = receiver.recv()
+            return found
+    except EOFError:
+        process.join()
+        answer = f"exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    return {**named(case), "answer": BROKEN + answer}
 
 
 def rows(chosen: list[Case]) -> Iterator[dict[str, Any]]:
@@ -104,12 +115,13 @@ def installed(case: Case) -> bool:
 def main() -> None:
     """Ask about all cases whose packages are installed, and write the rows."""
     options = parser(__doc__)
-    options.add_argument("--only", help="the name of one case, whose row is printed as JSON")
+    options.add_argument("--only", default="", help="a part of the names of families or types")
     arguments = options.parse_args()
-    chosen = [case for case in cases() if installed(case)]
-    if arguments.only is not None:
-        print(json.dumps(asked(next(case for case in chosen if case.name == arguments.only))))
-        return
+    chosen = [
+        case
+        for case in cases()
+        if installed(case) and arguments.only in f"{case.family} {case.name}"
+    ]
     if arguments.quick:
         chosen = [case for case in chosen if case.name in QUICK]
     found: list[dict[str, Any]] = []

@@ -1,6 +1,8 @@
 """The table of answers for types of models, on small ones."""
 
-import subprocess
+import os
+import signal
+import threading
 
 import pytest
 
@@ -51,22 +53,17 @@ def test_every_type_has_a_class_and_a_name_of_its_own():
     assert all(case.model_class for case in found)
 
 
-@pytest.mark.parametrize(
-    ("raised", "said"),
-    [
-        (subprocess.CompletedProcess([], -11, "", "a\nSegmentation fault\n"), "exit code -11"),
-        (subprocess.TimeoutExpired([], 1), "no answer in"),
-    ],
-)
-def test_a_process_that_fails_is_a_row(raised, said, monkeypatch):
-    def run(*args, **kwargs):
-        if isinstance(raised, Exception):
-            raise raised
-        return raised
-
-    monkeypatch.setattr(subprocess, "run", run)
-    row = model_types.asked_alone(case_of("gpt2"))
-    assert row["answer"].startswith(model_types.BROKEN) and said in row["answer"]
+def test_a_process_that_fails_is_a_row(monkeypatch):
+    case = case_of("gpt2")
+    monkeypatch.setattr(model_types, "asked", lambda case: os.kill(os.getpid(), signal.SIGKILL))
+    assert model_types.asked_alone(case)["answer"] == model_types.BROKEN + "exit code -9"
+    monkeypatch.setattr(model_types, "asked", lambda case: threading.Event().wait())
+    monkeypatch.setattr(model_types, "SECONDS", 0.1)
+    answer = model_types.asked_alone(case)["answer"]
+    assert answer == model_types.BROKEN + "no answer in 0.1 seconds"
+    monkeypatch.setattr(model_types, "SECONDS", 60)
+    monkeypatch.setattr(model_types, "asked", lambda case: {"case": case.name, "answer": "fits"})
+    assert model_types.asked_alone(case) == {"case": "gpt2", "answer": "fits"}
 
 
 def test_the_page_has_a_table_for_each_family(monkeypatch):
