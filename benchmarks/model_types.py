@@ -97,12 +97,14 @@ def asked_alone(case: Case) -> dict[str, Any]:
     return {**named(case), "answer": BROKEN + answer}
 
 
-def rows(chosen: list[Case]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of cases, one process after the other."""
+def rows(chosen: list[Case], broken: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of cases, one process after the other. Add those that failed to `broken`."""
     expect(len(chosen))
     for case in chosen:
         row = asked_alone(case)
         print(*row.values(), flush=True)
+        if row["answer"].startswith(BROKEN):
+            broken.append(case.name)
         yield row
         group_done()
 
@@ -124,9 +126,8 @@ def main() -> None:
     ]
     if arguments.quick:
         chosen = [case for case in chosen if case.name in QUICK]
-    found: list[dict[str, Any]] = []
-    finish("model_types", (found.append(row) or row for row in rows(chosen)), arguments)
-    broken = [row["case"] for row in found if row["answer"].startswith(BROKEN)]
+    broken: list[str] = []
+    finish("model_types", rows(chosen, broken), arguments)
     if broken:
         raise SystemExit(f"broken: {', '.join(broken)}")
 
