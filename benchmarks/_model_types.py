@@ -70,8 +70,6 @@ TASKS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},  # defaults raise
 }
-
-
 # Options for what the default config does not say.
 OPTIONS = {name: ["--image-size", "224"] for name in ("resnet", "segformer")}
 
@@ -160,9 +158,13 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         "encoder_hidden_states": (1, 512, 4096),
     }),
 }  # fmt: skip
+# Sizes that a forward takes besides tensors.
+SIZES: dict[str, dict[str, int]] = {
+    "LTXVideoTransformer3DModel": {"num_frames": 13, "height": 16, "width": 24},
+}
 # Inputs that hold numbers of steps, classes or positions, not activations.
 INTEGERS = {"timestep", "class_labels"}
-TORCHVISION = "resnet50", "efficientnet_v2_s", "maxvit_t"
+TORCHVISION = "resnet50", "efficientnet_v2_s", "vit_b_16"
 TIMM = "vit_base_patch16_224", "convnext_base", "swin_base_patch4_window7_224"
 IMAGES = 64, 3, 224, 224
 
@@ -186,7 +188,7 @@ def _step_of(name: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
             key: torch.zeros(shape, dtype=torch.int64 if key in INTEGERS else None)
             for key, shape in shapes.items()
         }
-        return model.train(), batch | {"return_dict": False}, _mean_square
+        return model.train(), batch | SIZES.get(name, {}) | {"return_dict": False}, _mean_square
     return model.train(), torch.empty(IMAGES), _mean_square
 
 

@@ -1,6 +1,8 @@
 """`--model FILE.py:FUNCTION` of `will-it-fit` and `fit`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +42,20 @@ def partly():
     model = alone()[0]
     model[0][0].bias = nn.Parameter(torch.Tensor(WIDTH))
     return model, torch.empty(512, WIDTH)
+
+class Mixed(nn.Linear):
+    def forward(self, x):
+        return torch.bmm(x[None], self.weight[None].double())
+
+class Empty(nn.Linear):
+    def forward(self, x):
+        return x + torch.arange(None, device=x.device, dtype=x.dtype)
+
+def mixed():
+    return Mixed(WIDTH, WIDTH), torch.empty(512, WIDTH)
+
+def empty():
+    return Empty(WIDTH, WIDTH), torch.empty(512, WIDTH)
 
 def number():
     return 3
@@ -84,6 +100,20 @@ def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
         answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
     )
     assert partly == alone
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("mixed", "a step of Mixed raised RuntimeError: expected scalar type"),
+        ("empty", "device=torch.device"),
+    ],
+)
+def test_an_error_of_the_model_is_one_line_in_its_own_words(function, said, file):
+    """In a process of its own, whose logs are seen."""
+    command = [sys.executable, "-m", "storage_ops", "will-it-fit", "--model", f"{file}:{function}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_options_become_arguments_that_the_function_has(file, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +98,6 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
 
     dtype = autocast.dtype_of_parameters(args, "bf16")
     transformers = required("transformers", "--hf-config")
-    # It writes the traceback of an op's error, which is reported in one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())

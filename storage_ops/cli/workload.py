@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ _LONGEST = "n_positions", "max_position_embeddings", "max_seq_len", "max_sequenc
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class ModelError(ValueError):
+    """An error that the code of a model raised, with its line and its own words."""
 
 
 class Workload(NamedTuple):
@@ -40,6 +45,8 @@ def workload(args: argparse.Namespace) -> Workload:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    # It writes the traceback of an op's error, which is reported in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if args.model is not None:
         options.refuse_with_function(args)
         step = Workload(*model_function.call(args))
@@ -70,7 +77,7 @@ def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
     """Say of an error of a model's own code where it comes from, and what may be wrong.
 
     Raises:
-        ValueError: the code of the model, or of torch that it calls, raised an error.
+        ModelError: the code of the model, or of torch that it calls, raised an error.
     """
     try:
         yield
@@ -88,7 +95,7 @@ def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
                 expected = f"--seq of at most {most}, the config's {name}, and not {args.seq}"
                 break
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
+        raise ModelError(
             f"a step of {type(model).__name__} raised {what} at {users_line(error.__traceback__)}; "
             f"expected {expected}"
         ) from error
