@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import multiprocessing
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def asked(case: Case) -> dict[str, Any]:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.main(["will-it-fit", *options])
         seconds = round(time.process_time() - before, 1)
-        notes = " ".join(err.getvalue().split())
+        notes = re.sub(r"\S*/site-packages/", "", " ".join(err.getvalue().split()))
         if code not in (0, 1):
             return {**row, "answer": f"refused: {notes}".replace(folder, "FOLDER")}
         declared = argparse.ArgumentParser()
