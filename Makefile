@@ -29,8 +29,8 @@ measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
 
 model-types: $(READY)  ## write docs/model-types.md, the answers of will-it-fit, in .venv
 	$(PIP) diffusers timm torchvision
-	$(BIN)/python -m benchmarks.model_types --json build/model_types.json
-	$(BIN)/python -m benchmarks.report build/model_types.json
+	$(BIN)/python -m benchmarks.model_types --json build/model_types.json; code=$$?; \
+	  $(BIN)/python -m benchmarks.report build/model_types.json && exit $$code
 
 # transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.
 test-transformers-4: $(READY)  ## run the tests of models with the last transformers 4, in .venv
