@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all measured-programs test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
+.PHONY: demo test test-all measured-programs model-types test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -22,10 +22,15 @@ test: $(READY)  ## run the tests; where CI is set, a share of those that come in
 test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
 	CI= $(PYTEST)
 
-# timm, torchvision, diffusers and torch-geometric are needed for this page alone.
+# timm, torchvision, diffusers and torch-geometric are needed for these pages alone.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
 	$(PIP) diffusers timm torchvision torch-geometric
 	$(BIN)/python -m benchmarks.measured_programs
+
+model-types: $(READY)  ## write docs/model-types.md, the answers of will-it-fit, in .venv
+	$(PIP) diffusers timm torchvision
+	$(BIN)/python -m benchmarks.model_types --json build/model_types.json; code=$$?; \
+	  $(BIN)/python -m benchmarks.report build/model_types.json && exit $$code
 
 # transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.
 test-transformers-4: $(READY)  ## run the tests of models with the last transformers 4, in .venv

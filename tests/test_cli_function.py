@@ -1,6 +1,8 @@
 """`--model FILE.py:FUNCTION` of `will-it-fit` and `fit`."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -35,6 +37,25 @@ def needs(batch):
 
 def other(width):
     return alone()
+
+def partly():
+    model = alone()[0]
+    model[0][0].bias = nn.Parameter(torch.Tensor(WIDTH))
+    return model, torch.empty(512, WIDTH)
+
+class Mixed(nn.Linear):
+    def forward(self, x):
+        return torch.bmm(x[None], self.weight[None].double())
+
+class Empty(nn.Linear):
+    def forward(self, x):
+        return x + torch.arange(None, device=x.device, dtype=x.dtype)
+
+def mixed():
+    return Mixed(WIDTH, WIDTH), torch.empty(512, WIDTH)
+
+def empty():
+    return Empty(WIDTH, WIDTH), torch.empty(512, WIDTH)
 
 def number():
     return 3
@@ -71,6 +92,28 @@ def test_a_model_and_a_batch(file, capsys):
     assert owners["parameters"] == 3 * (64 * 64 + 64 + 64) * 4 and owners["batch"] == 512 * 64 * 4
     owners = answer([*command, "--dtype", "bf16"], capsys)["by_owner"]
     assert owners["batch"] == 512 * 64 * 2
+
+
+def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
+    """torch.Tensor(size) does not ask for the meta device."""
+    alone, partly = (
+        answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
+    )
+    assert partly == alone
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("mixed", "a step of Mixed raised RuntimeError: expected scalar type"),
+        ("empty", "device=torch.device"),
+    ],
+)
+def test_an_error_of_the_model_is_one_line_in_its_own_words(function, said, file):
+    """In a process of its own, whose logs are seen."""
+    command = [sys.executable, "-m", "storage_ops", "will-it-fit", "--model", f"{file}:{function}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_options_become_arguments_that_the_function_has(file, capsys):

@@ -82,7 +82,7 @@ def test_tokens_are_asked_for_by_name(tmp_path, capsys):
 def test_models_of_other_inputs_or_labels(tmp_path, capsys):
     wav2vec = {"model_type": "wav2vec2", "hidden_size": 32, "num_hidden_layers": 1}
     command = written(tmp_path, "Wav2Vec2ForCTC", **wav2vec, num_attention_heads=2)
-    assert "which takes input_values" in refused(command, capsys)
+    assert "whose labels the command does not know" in refused([*command, "--seq", "99"], capsys)
     command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
     error = refused([*command, "--seq", "8"], capsys)
     assert "whose labels the command does not know" in error and "Pass --labels tokens," in error
@@ -179,3 +179,48 @@ def test_images_of_models_without_any(tmp_path, capsys):
     assert "--images is 1, but BertForMaskedLM takes no images." in refused(command, capsys)
     whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
     assert "takes no images" in refused([*whisper, "--images", "1"], capsys)
+
+
+def test_numbers_that_json_has_no_words_for(tmp_path, capsys):
+    """As transformers writes them, for the limits of time steps of state spaces."""
+    mamba = {"model_type": "mamba2", "hidden_size": 32, "num_heads": 4, "head_dim": 16}
+    config = tf.AutoConfig.for_model(**mamba, n_groups=1, num_hidden_layers=1, vocab_size=128)
+    assert config.time_step_limit[1] == float("inf")
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    command = ["will-it-fit", "--hf-config", str(tmp_path), "--seq", "32"]
+    assert peak_of(command, capsys) > 0
+
+
+def test_samples_of_audio(tmp_path, capsys):
+    """The model makes a parameter on the CPU, where no meta device is asked for one."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"model_type": "wav2vec2", "intermediate_size": 64, **sizes}
+    command = written(tmp_path, "Wav2Vec2ForSequenceClassification", **model)
+    assert "Pass the samples of a recording." in refused(command, capsys)
+    peaks = [peak_of([*command, "--seq", seq], capsys) for seq in ("8000", "64000")]
+    assert peaks[1] > peaks[0]
+
+
+def test_models_that_look_for_padding_to_warn_of_it(tmp_path, capsys):
+    sizes = {**TEXT, "pad_token_id": 0}
+    command = written(tmp_path, "DebertaV2ForMaskedLM", model_type="deberta-v2", **sizes)
+    assert peak_of([*command, "--seq", "32"], capsys) > 0
+
+
+@pytest.mark.in_turn
+def test_an_error_of_a_models_code_names_its_line(tmp_path, capsys):
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 128, "max_seq_len": 16}
+    command = written(tmp_path, "MptForCausalLM", model_type="mpt", **sizes)
+    for name in (["will-it-fit"], ["will-it-fit", "--serve"], ["fit"]):
+        error = refused([*name, *command[1:], "--seq", "32"], capsys)
+        assert "A step of MptForCausalLM raised RuntimeError: " in error
+        assert "modeling_mpt.py:" in error
+        assert error.endswith(
+            "Expected --seq of at most 16, the config's max_seq_len, and not 32.\n"
+        )
+    experts = {"model_type": "deepseek_v2", **TEXT, "n_routed_experts": 4, "q_lora_rank": None}
+    command = written(tmp_path, "DeepseekV2ForCausalLM", **experts)
+    error = refused([*command, "--seq", "32"], capsys)
+    assert "raised TypeError: topk(): argument 'k' must be int" in error
+    assert error.endswith("Expected a model and a batch with which a step runs.\n")

@@ -19,7 +19,6 @@ T5 = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 16,
     "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 128,
 }  # fmt: skip
-
 VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
 QWEN_VL = {
     "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -29,6 +28,7 @@ QWEN_VL = {
     },
     "vision_config": VISION | {"out_hidden_size": 32},
 }  # fmt: skip
+CONFIGS = {"config.json": CONFIG, "t5.json": T5, "qwen_vl.json": QWEN_VL}
 
 
 def blocks(language):
@@ -44,7 +44,7 @@ def commands():
 def test_commands_of_will_it_fit(command, tmp_path, monkeypatch, capsys):
     """Files are those that blocks of Python name in their first line."""
     monkeypatch.chdir(tmp_path)
-    for name, config in (("config.json", CONFIG), ("t5.json", T5), ("qwen_vl.json", QWEN_VL)):
+    for name, config in CONFIGS.items():
         (tmp_path / name).write_text(json.dumps(config))
     for text in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", text):

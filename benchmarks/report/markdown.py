@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Titles of columns that hold words, not numbers.
-WORDS = ("shape", "case", "on", "plan", "because of")
+WORDS = ("shape", "case", "on", "plan", "because of", "class", "batch", "answer")
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

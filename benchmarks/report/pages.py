@@ -236,6 +236,26 @@ def published_peaks() -> str:
     return text
 
 
+def model_types() -> str:
+    """Return the answers of `will-it-fit` for types of models, a table for each family."""
+    text = ""
+    newest = max(results_of("model_types"), key=lambda result: result["day"])
+    for family, rows in shapes(newest).items():
+        lines = []
+        for row in rows:
+            parameters = row.get("parameters", 0) / 1e9
+            peak = readable(round(row[PEAK] * MIB), up=True) if PEAK in row else ""
+            size = f"{parameters:.3g}" if parameters else ""
+            answer = f"{row['answer']}. {row.get('assumes', '')}".rstrip(". ")
+            lines.append(
+                [row["case"], f"`{row['class']}`", size, row["batch"], peak,
+                 row.get("seconds", ""), answer]
+            )  # fmt: skip
+        titles = ["type", "class", "10^9 parameters", "batch", "peak", "seconds", "answer"]
+        text += f"### {family}\n\n{table(titles, lines)}\n"
+    return source(newest) + text.removesuffix("\n")
+
+
 def by_shape(stem: str) -> str:
     """Return every case and every shape of a benchmark. The fewer of both are the columns."""
     text = ""
@@ -288,6 +308,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "fit_plans": lambda: by_shape("fit_plans"),
     "fit_compiled": lambda: by_shape("fit_compiled"),
     "published_peaks": published_peaks,
+    "model_types": model_types,
     "plan": planned,
 }
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 import storage_ops
 from storage_ops.cli import bench, demo, fit, info, output, plan, will_it_fit
+from storage_ops.cli.workload import ModelError
 from storage_ops.quantities import WIDTH
 
 COMMANDS = {
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         return output.leave_quietly()
+    except ModelError as error:
+        if sys.flags.dev_mode:
+            raise
+        output.complain(error)  # arguments in its text are not those of the command
+        return 2
     except Exception as error:  # of a model's code, it may be any
         if sys.flags.dev_mode:
             raise

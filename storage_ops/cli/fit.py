@@ -10,7 +10,7 @@ from rich.console import Console
 
 from storage_ops.cli import autocast, hf_model, output, ranks
 from storage_ops.cli.model_function import takes
-from storage_ops.cli.workload import Workload, longest, resized, workload
+from storage_ops.cli.workload import Workload, explained, longest, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes, readable, unit_of
@@ -61,7 +61,8 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
         output.check_plot(args.plot)
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
-        with ranks.one_of(args, step.model), showing("fit"):
+        told = explained(args, step.model)
+        with told, ranks.one_of(args, step.model), showing("fit"):
             optimizer = optimizer_named(args.optimizer, step.model)
             search = Search(*step, optimizer, args.device, args.actions, args.accumulate)
             plan = search.plan(budget)
@@ -88,7 +89,7 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     budget = parse_bytes(args.budget, "--budget")
     first = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | first))
-    with ranks.one_of(args, step.model):
+    with explained(args, step.model), ranks.one_of(args, step.model):
         optimizer = optimizer_named(args.optimizer, step.model)
         found = _found(args, step, budget, optimizer)
     if args.json:

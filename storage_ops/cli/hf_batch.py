@@ -17,7 +17,7 @@ _TOKENS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
     "TOKEN_CLASSIFICATION", "PRETRAINING",
 )  # fmt: skip
-_SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"
+_SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"
 _ANSWERS = ("QUESTION_ANSWERING",)
 # By the name in the file first: GPT-2 answers to "max_position_embeddings" as well.
 _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
@@ -26,13 +26,14 @@ _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
-    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of
-    the config and the dtype of the model. Labels are for tokens or sequences, as the model's task
-    says; those of a model of token ids alone are the token ids.
+    Token ids have the shape (--batch, --seq), and so have samples of audio. Pixel values and audio
+    features have the sizes of the config and the dtype of the model. --images has the number and
+    the size of images. Labels are for tokens or sequences, as the
+    model's task says; those of a model of token ids alone are the token ids.
 
     Raises:
-        ValueError: the model takes inputs or has a task that the command does not know, or --seq
-            is missing or longer than the model's learned positions.
+        ValueError: the model takes inputs or has a task that the command does not know, a size is
+            missing, or --seq is longer than the model's learned positions.
     """
     args = argparse.Namespace(**vars(args) | {"batch": recipe.sequences(args)})
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
@@ -45,8 +46,13 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     if main == "pixel_values":
         batch[main] = images.one_for_each(model, args)
     elif main == "input_features":
-        frames = 2 * config.max_source_positions
-        batch[main] = _values(model, args.batch, config.num_mel_bins, frames)
+        frames = 2 * _field(model, "max_source_positions")
+        batch[main] = _values(model, args.batch, _field(model, "num_mel_bins"), frames)
+    elif main == "input_values" and hasattr(config, "num_mel_bins"):
+        frames = _field(model, "max_length")
+        batch[main] = _values(model, args.batch, frames, config.num_mel_bins)
+    elif main == "input_values":
+        batch[main] = _values(model, args.batch, _samples(model, args))
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
         if args.images is not None:
@@ -88,6 +94,26 @@ def _values(model: nn.Module, *shape: int) -> Tensor:
 
 def _ids(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _field(model: nn.Module, name: str) -> int:
+    """Return a size from the config of a model, which its inputs follow from."""
+    found = getattr(model.config, name, None)
+    if not isinstance(found, int):
+        raise ValueError(
+            f"--hf-config is of a {type(model).__name__}, and {name} in it is {found!r}. Expected "
+            "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
+        )
+    return found
+
+
+def _samples(model: nn.Module, args: argparse.Namespace) -> int:
+    if args.seq is None:
+        raise ValueError(
+            f"--seq is missing, but {type(model).__name__} takes samples of audio. "
+            "Pass the samples of a recording."
+        )
+    return int(args.seq)
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:

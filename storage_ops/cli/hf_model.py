@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     step = parser.add_argument_group("the training step")
     step.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
-    step.add_argument("--seq", type=int, help="tokens in a sequence, for models that take tokens")
+    step.add_argument(
+        "--seq", type=int, help="tokens in a sequence, or samples of audio, for models that take so"
+    )
     step.add_argument(
         "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
     )
@@ -96,13 +97,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
 
     dtype = autocast.dtype_of_parameters(args, "bf16")
     transformers = required("transformers", "--hf-config")
-    # It writes the traceback of an op's error, which is reported in one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         read = json.loads(path.read_text())
         if not isinstance(read, dict):
             raise ValueError(f"It is a {type(read).__name__} of JSON, not an object.")
+        # Its reader knows the words that transformers writes for numbers such as infinity.
+        read = transformers.PretrainedConfig.get_config_dict(str(path))[0]
         config: Any = transformers.AutoConfig.for_model(**read)
         # A step of training fills no cache of keys and values.
         config.use_cache = False

@@ -33,7 +33,7 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print what generation takes; return 0 if it fits, 1 if not."""
-    from storage_ops.cli.workload import workload
+    from storage_ops.cli.workload import explained, workload
     from storage_ops.simulate.serve import simulate_serving
     from storage_ops.simulate.will_it_fit import verdict
 
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     step = workload(args)
     labels = ("labels", "start_positions", "end_positions")
     inputs = {name: t for name, t in step.batch.items() if name not in labels}
-    report = simulate_serving(step.model.eval(), inputs, args.device)
+    with explained(args, step.model):
+        report = simulate_serving(step.model.eval(), inputs, args.device)
     fits = report.peak_bytes <= budget
     if args.json:
         names = ("peak_bytes", "prefill_bytes", "decode_bytes", "cache_bytes", "by_owner")

@@ -19,7 +19,7 @@ from storage_ops.cli import (
     ranks,
     serve,
 )
-from storage_ops.cli.workload import workload
+from storage_ops.cli.workload import explained, workload
 from storage_ops.quantities import readable
 
 HELP = "tell whether a training step of a model fits into a GPU"
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     step_peaks: tuple[int, int] | None = None  # of a training and an evaluation step
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
-    with one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
+    told = explained(args, model)
+    with told, one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
         optimizer = optimizer_named(args.optimizer, model)
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage_ops.cli import hf_model, model_function, recipe
 from storage_ops.cli.quantized import options
 
+_PACKAGE = Path(__file__).parents[1]
+# Fields of configs for the longest sequence. Some models have no embedding for each position, and
+# raise anyway.
+_LONGEST = "n_positions", "max_position_embeddings", "max_seq_len", "max_sequence_length"
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class ModelError(ValueError):
+    """An error that the code of a model raised, with its line and its own words."""
 
 
 class Workload(NamedTuple):
@@ -32,11 +45,16 @@ def workload(args: argparse.Namespace) -> Workload:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}. Expected 1 or more.")
+    # It writes the traceback of an op's error, which is reported in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if args.model is not None:
         options.refuse_with_function(args)
         recipe.refuse_with_function(args)
-        return Workload(*model_function.call(args))
+        step = Workload(*model_function.call(args))
+        _without_bytes(step.model)
+        return step
     model, batch = hf_model.model_and_batch(args)
+    _without_bytes(model)
     step = _of_transformers(args, model, batch)
     if args.reference is None:
         return step
@@ -44,6 +62,50 @@ def workload(args: argparse.Namespace) -> Workload:
 
     reference.with_reference(step.model, args)
     return step._replace(loss=reference.loss_of)
+
+
+def _without_bytes(model: nn.Module) -> None:
+    """Move parameters to the meta device if others are there.
+
+    `torch.Tensor(size)` makes one on the CPU, whatever `torch.device("meta")` says.
+    """
+    from torch import nn
+
+    if not any(p.is_meta for p in model.parameters()):
+        return
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if not p.is_meta:
+                setattr(module, name, nn.Parameter(p.to("meta"), p.requires_grad))
+
+
+@contextlib.contextmanager
+def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
+    """Say of an error of a model's own code where it comes from, and what may be wrong.
+
+    Raises:
+        ModelError: the code of the model, or of torch that it calls, raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if _PACKAGE in Path(frame.f_code.co_filename).parents:
+            raise  # an error of this package has its own words
+        from storage_ops.simulate.values.assume import users_line
+
+        config = getattr(model, "config", None)
+        expected = "a model and a batch with which a step runs"
+        for name in _LONGEST:
+            most = getattr(config, name, None)
+            if args.seq is not None and isinstance(most, int) and most < args.seq:
+                expected = f"--seq of at most {most}, the config's {name}, and not {args.seq}"
+                break
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelError(
+            f"A step of {type(model).__name__} raised {what} at {users_line(error.__traceback__)}. "
+            f"Expected {expected}."
+        ) from error
 
 
 def resized(step: Workload, args: argparse.Namespace, size: str, number: int) -> Workload:

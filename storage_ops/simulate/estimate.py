@@ -47,7 +47,7 @@ from storage_ops.simulate.patches.functions import (
     distributions_unchecked,
 )
 from storage_ops.simulate.patches.gpu import following_resizes, gpu_kernels
-from storage_ops.simulate.patches.hf import masks_as_in_a_run
+from storage_ops.simulate.patches.hf import branches_of_a_run
 from storage_ops.simulate.ranks.collectives import propagation_unseen
 from storage_ops.simulate.ranks.ddp import ddp_simulated
 from storage_ops.simulate.ranks.fsdp import GATHERED, REDUCED, fsdp_simulated
@@ -257,7 +257,7 @@ def simulating(
         stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
         stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
-        stack.enter_context(masks_as_in_a_run(simulation.values))
+        stack.enter_context(branches_of_a_run(simulation.values))
         stack.enter_context(distributions_unchecked())
         on_meta = any(t.is_meta for t in held.tensors)
         if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device

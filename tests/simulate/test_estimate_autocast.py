@@ -10,6 +10,7 @@ import storage_ops as so
 from storage_ops.fitting.step import StepLedger
 from storage_ops.loss.planning.devices import rates_of
 from storage_ops.memory import simulate_step
+from storage_ops.simulate import step as steps
 from storage_ops.simulate.values.assume import Assumption
 
 
@@ -126,3 +127,60 @@ def test_a_plan_made_in_a_block_keeps_to_its_budget():
         plan = so.fit(model, x, int(0.9 * whole), loss=loss_of)
     plan.apply()
     assert plan.peak_bytes == pytest.approx(measured(after, model, x), rel=0.01)
+
+
+class Gated(nn.Module):
+    """A layer whose parameters are cast once, and kept for the backward."""
+
+    def __init__(self, bias=False, times=1):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias), nn.Linear(256, 64, bias)
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = x + self.down(torch.relu(self.up(x)))
+        return x
+
+
+class Outside(nn.Module):
+    """Layers, and a parameter that is used before, between and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(4))
+        self.shared = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        x = self.shared(x)
+        for layer in self.layers:
+            x = self.shared(layer(x))
+        return x
+
+
+# The first of a Sequential is another kind: its input needs no gradient.
+LAYERS = {
+    "no biases": (lambda: nn.Sequential(*(Gated() for _ in range(5))), 4),
+    "biases": (lambda: nn.Sequential(*(Gated(bias=True) for _ in range(4))), 0),
+    "a parameter twice": (lambda: nn.Sequential(*(Gated(times=2) for _ in range(4))), 0),
+    "a parameter outside": (Outside, 4),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_equal_layers_are_replayed_where_the_cache_of_casts_makes_no_difference(kind, monkeypatch):
+    make, replays = LAYERS[kind]
+    model, x, made = make(), torch.randn(64, 64), []
+
+    class Counted(steps.Quick):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(steps, "Quick", Counted)
+    with torch.autocast("cpu", torch.bfloat16):
+        quick = simulate_step(model, x, optimizer=torch.optim.AdamW, device="cpu")
+        monkeypatch.setattr(steps, "_quickly", lambda *_: None)
+        plain = simulate_step(model, x, optimizer=torch.optim.AdamW, device="cpu")
+    assert made[0].count == replays and not made[0].is_spoiled
+    assert quick.peak_bytes == plain.peak_bytes and quick.by_owner == plain.by_owner

@@ -38,8 +38,8 @@ class Rates:
             the device has no other memory.
         fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
         threads: that a GPU runs at a time.
-        memory: bytes of a GPU that programs can use, about, in whole GiB; an H200's is measured. 0
-            for a CPU.
+        memory: bytes of a GPU that programs can use, about, in whole GiB; 0 for a CPU. An H200's is
+            measured. docs/make-it-fit.md has the sources of the others.
     """
 
     name: str
@@ -110,7 +110,8 @@ GPUS = {
     "rtx5090": _gpu("RTX 5090", 31, 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
-# In the usual order of rents, which change: the cheapest first.
+# The cheapest first, by rents of 2026. docs/make-it-fit.md has the lists. None orders a GH200, a
+# GB200 and a GB300 with the others; their places are the usual ones.
 BY_PRICE = (
     "rtx4090", "rtx5090", "l40s", "a100", "h100", "gh200", "h200", "b200", "gb200", "b300", "gb300"
 )  # fmt: skip

@@ -3,5 +3,5 @@
 `simulate/module_kinds.py` decides which modules and arguments are equal. `variants.py` finds out
 which numbers and strings of a layer may differ. `recording.py` records
 what a call does to the ledger, `replay.py` repeats that, and `replay_cache.py` keeps the
-recordings.
+recordings. `casts.py` says where autocast allows that.
 """

@@ -21,6 +21,7 @@ from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.layers.casts import autocast_off, casts_uncached, check_casts
 from storage_ops.simulate.layers.graph_ends import (
     edges_behind,
     enter,
@@ -197,9 +198,10 @@ class _Recorder:
         entries = {t.grad_fn for t in inputs}
         versions = [t._version for t in inputs]
         start, since = len(events), next_node()
-        with self._side.call(self._name):
+        with self._side.call(self._name), casts_uncached():
             result = call(*args, **kwargs)
         stop, sent = len(events), self._simulation.sent.copy()
+        check_casts(events[start:stop], self._module.parameters())
         if versions != [t._version for t in inputs]:
             raise NotComparable
         leaves, form = tree_flatten(result)
@@ -219,7 +221,8 @@ class _Recorder:
         parameters: list[View | None] = []
         begin = end = len(events)
         if last is not None:
-            run_backward(last)
+            with autocast_off():
+                run_backward(last)
             begin, end = self._grads_there, len(events)
             gradients = {
                 i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.simulate.layers.casts import dtypes_of_autocast
 from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
 from storage_ops.simulate.layers.variants import Variants
@@ -76,7 +77,7 @@ class Quick:
             key, tensors = arguments_key(args, kwargs)
         except NotComparable:
             return False, None
-        key = (torch.is_grad_enabled(), key)
+        key = (torch.is_grad_enabled(), dtypes_of_autocast(), key)
         known = self._recordings.find(kind, key)
         if known is None:
             if self._recordings.is_alone(kind, key):
@@ -123,6 +124,5 @@ def _is_plain() -> bool:
     modes = _get_current_dispatch_mode_stack()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     hooked = torch.nn.modules.module._has_any_global_hook()
-    autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     is_top = bool(modes) and isinstance(modes[-1], Simulation)
-    return is_top and hooks is None and not (hooked or autocast) and not scope.is_open()
+    return is_top and hooks is None and not hooked and not scope.is_open()

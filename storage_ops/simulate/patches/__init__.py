@@ -2,5 +2,5 @@
 
 `gpu.py` replaces CPU kernels by the memory behaviour of GPU kernels. `functions.py` replaces
 functions of torch that are not ops, `prods.py` the backward of products and extrema, and `hf.py`
-the attention masks of transformers.
+what models of transformers ask of masks and token ids.
 """

@@ -1,4 +1,7 @@
-"""Lets transformers choose attention masks in a simulation as in a run, and not as in a trace."""
+"""Lets transformers take the branches of a run in a simulation, and not those of a trace.
+
+Its models ask for values of masks and token ids, which a simulation may not know.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from storage_ops.simulate.values.known import Values
 
 
 @contextlib.contextmanager
-def masks_as_in_a_run(values: Values) -> Iterator[None]:
-    """Let transformers read known values in a with block.
+def branches_of_a_run(values: Values) -> Iterator[None]:
+    """Let transformers read known values in a with block, and warn of no padding tokens.
 
     In a run it checks whether a mask is necessary, because sequences are packed or tokens are
     padding. Otherwise it creates none, attention is causal by itself, and keys and values are not
@@ -27,14 +30,22 @@ def masks_as_in_a_run(values: Values) -> Iterator[None]:
     else:  # transformers 4 looks at every mask, whose values a simulation may not know
         names = ["_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"]
         replacement = _ignores_mask
-    plain = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name, function in plain.items():
-        setattr(module, name, replacement(function, values))
+    new: dict[tuple[Any, str], Callable[..., Any]] = {
+        (module, name): replacement(getattr(module, name), values)
+        for name in names
+        if hasattr(module, name)
+    }
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    if models is not None:
+        new[models.PreTrainedModel, "warn_if_padding_and_no_attention_mask"] = _without_warning
+    plain = {(owner, name): getattr(owner, name) for owner, name in new}
+    for (owner, name), function in new.items():
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        for name, function in plain.items():
-            setattr(module, name, function)
+        for (owner, name), function in plain.items():
+            setattr(owner, name, function)
 
 
 def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
@@ -57,3 +68,7 @@ def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bo
         return bool(plain(padding_mask, *args, **kwargs))
 
     return ignores_mask
+
+
+def _without_warning(model: object, ids: object, mask: object) -> None:
+    """Replace a method of models that looks for padding in token ids, only to warn of it."""

@@ -1,0 +1,76 @@
+"""Autocast in recordings of layers.
+
+Autocast casts a parameter once, and keeps the cast until its outermost block ends. A recording must
+not change that cache, since modules outside of the layer use it too. So a layer is recorded without
+the cache, and only if that makes no difference. Each parameter must be cast at most once, and
+autograd must keep the cast for the backward anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from storage_ops.foundation.ledger import Block
+from storage_ops.simulate.module_kinds import NotComparable
+
+_KINDS = "cpu", "cuda"
+
+
+def dtypes_of_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the kinds of devices for which autocast is on, with its dtypes."""
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextlib.contextmanager
+def casts_uncached() -> Iterator[None]:
+    """Let autocast neither read nor fill its cache in a with block."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Turn autocast off in a with block, as in a backward, and leave its cache alone."""
+    on = [kind for kind, _ in dtypes_of_autocast()]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
+def check_casts(
+    events: Iterable[tuple[object, Block, bool]], parameters: Iterable[nn.Parameter]
+) -> None:
+    """Check that the casts of parameters in a forward are those that a cache would make.
+
+    Args:
+        events: the allocations and releases of the forward.
+        parameters: those of the layer.
+
+    Raises:
+        NotComparable: a cast was freed in the forward, or a parameter may have been cast twice.
+    """
+    if not dtypes_of_autocast():
+        return
+    left = Counter(tuple(p.shape) for p in parameters)
+    shapes = set(left)
+    for _, block, taken in events:
+        if block.made_by != "aten._to_copy.default" or block.shape not in shapes:
+            continue
+        left[block.shape] -= 1
+        if not taken or left[block.shape] < 0:
+            raise NotComparable
