@@ -10,7 +10,7 @@ Another case is the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses i
 Language Models". Its 24 and 28 GB are thousands of MiB in its script. torchtitan publishes the
 memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FSDP2. Whole steps of
 SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack), and so are
-the QLoRA steps in `published_qlora.py`.
+the fine-tuning steps in `published_finetuning.py`.
 
 `estimate` does not know the GPU, so it does not count the workspaces of cuBLAS in each thread that
 multiplies, mostly two. They are counted here, as in `simulate_step`.
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from benchmarks import published_qlora
+from benchmarks import published_finetuning
 from benchmarks._harness import expect, finish, parser
 from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
@@ -415,12 +415,12 @@ def fms_acceleration() -> Iterator[dict[str, Any]]:
         yield row("fms-acceleration", what, "A100", published / MIB, step.peak_bytes)
 
 
-def fms_acceleration_qlora(
-    cells: Sequence[published_qlora.Cell] = published_qlora.CELLS,
+def fms_acceleration_finetuning(
+    cells: Sequence[published_finetuning.Cell] = published_finetuning.CELLS,
 ) -> Iterator[dict[str, Any]]:
-    """Whole steps with adapters on 4-bit bases, of the same benchmarks."""
+    """Yield steps of the same benchmarks: adapters, also on 4-bit bases, and all parameters."""
     for cell in cells:
-        for what, published, peak in published_qlora.peaks(cell):
+        for what, published, peak in published_finetuning.peaks(cell):
             yield row("fms-acceleration", what, "A100", published / MIB, peak)
 
 
@@ -440,7 +440,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all sources."""
     sources = [liger, cut_cross_entropy]
     if not arguments.quick:
-        sources += [torchtitan, fms_acceleration, fms_acceleration_qlora]
+        sources += [torchtitan, fms_acceleration, fms_acceleration_finetuning]
     expect(len(sources))
     for source in sources:
         yield from source()

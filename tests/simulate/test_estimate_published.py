@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import storage_ops as so
-from benchmarks import published_peaks, published_qlora
+from benchmarks import published_finetuning, published_peaks
 from benchmarks._blocks import PUBLISHED_BLOCKS, PUBLISHED_MB, WAYS, stack, step
 from storage_ops.memory import estimate
 
@@ -112,12 +112,12 @@ def test_whole_steps_that_fms_acceleration_published():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", published_qlora.CELLS, ids=lambda cell: f"{cell[0]}, {cell[1]}")
-def test_adapters_on_quantized_bases_that_fms_acceleration_published(cell):
+@pytest.mark.parametrize("cell", published_finetuning.CELLS)
+def test_fine_tuning_that_fms_acceleration_published(cell):
     """With the transformers and PEFT that measured PowerLM, differences are at most 0.03 %."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    for row in published_peaks.fms_acceleration_qlora([cell]):
+    for row in published_peaks.fms_acceleration_finetuning([cell]):
         assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=3e-3), row
 
 

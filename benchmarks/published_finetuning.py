@@ -1,8 +1,9 @@
-"""Estimated peaks of QLoRA steps against those that fms-acceleration published for an A100.
+"""Estimated peaks of fine-tuning steps against those that fms-acceleration published for an A100.
 
 Its benchmarks (scripts/benchmarks in foundation-model-stack/fms-acceleration) train with TRL's
-SFTTrainer in bfloat16 under autocast. They use transformers' gradient checkpointing, AdamW, 4-bit
-bases with quantized statistics, and adapters of rank 16 and dropout 0.1 on attention projections.
+SFTTrainer, transformers' gradient checkpointing and AdamW. Adapters have rank 16 and dropout 0.1,
+on attention projections. Bases are in bfloat16, or in 4 bits under autocast.
+
 Each case is rebuilt with the installed transformers and PEFT, and the loss of the version that was
 measured. What their environments had besides is not simulated: flash attention by its own package,
 which keeps the same tensors.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,37 +50,66 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
         ["c_attn"],
     ),
 }  # fmt: skip
-# Whether PEFT's prepare_model_for_kbit_training was called, and bytes by the sequences of a batch.
-Cell = tuple[str, bool, dict[int, int]]
-CELLS: list[Cell] = [
-    ("Mistral 7B", True, {4: 20669338112, 8: 37002646016}),
-    ("SantaCoder", False, {4: 9147162112, 8: 17486716416}),
-    ("PowerLM 3B", True, {4: 18174161920, 8: 34177070080}),
-    ("PowerLM 3B", False, {4: 15151677952, 8: 28134687232}),
+
+
+class Cell(NamedTuple):
+    """A group of published cases.
+
+    Attributes:
+        model: a key of `MODELS`.
+        published: bytes by the sequences of a batch.
+        base: how the base is quantized; None: it is in 16 bits, and there is no autocast.
+        is_prepared: whether PEFT's prepare_model_for_kbit_training was called.
+        adapts: whether adapters are trained, or else all parameters.
+    """
+
+    model: str
+    published: dict[int, int]
+    base: str | None = "nf4-double"
+    is_prepared: bool = False
+    adapts: bool = True
+
+
+CELLS = [
+    Cell("Mistral 7B", {4: 20669338112, 8: 37002646016}, is_prepared=True),
+    Cell("SantaCoder", {4: 9147162112, 8: 17486716416}),
+    Cell("PowerLM 3B", {4: 18174161920, 8: 34177070080}, is_prepared=True),
+    Cell("PowerLM 3B", {4: 15151677952, 8: 28134687232}),
+    Cell("Mistral 7B", {4: 26704571904, 8: 38742912512}, None),
+    Cell("PowerLM 3B", {4: 20169870848, 8: 33152880128}, None),
+    Cell("Mistral 7B", {4: 16404148736, 8: 28442489344}, "gptq"),
+    Cell("Mistral 7B", {4: 72434837504, 8: 72435230720}, None, adapts=False),
+    Cell("PowerLM 3B", {4: 35134836736, 8: 47059390976}, None, adapts=False),
 ]
 
 
 class Step(nn.Module):
-    """Forward and loss under autocast, as the trainer runs them."""
+    """Forward and loss, as the trainer runs them."""
 
-    def __init__(self, name: str, is_prepared: bool) -> None:
+    def __init__(self, cell: Cell) -> None:
         super().__init__()
-        kind, config, _, adapted = MODELS[name]
+        kind, config, _, adapted = MODELS[cell.model]
+        # GPTQ's products are in float16, of which this autocast of the CPU has the sizes.
+        self.autocasts = cell.base is not None
         transformers: Any = importlib.import_module("transformers")
         made = getattr(transformers, f"{kind}Config")(use_cache=False, **config)
         with torch.device("meta"):
             model = getattr(transformers, f"{kind}ForCausalLM")(made).to(BF16)
-        quantize(model, Scheme("nf4-double"))
-        model.requires_grad_(False)
-        if is_prepared:
+        if cell.base is not None:
+            quantize(model, Scheme(cell.base))
+        model.requires_grad_(not cell.adapts)
+        if cell.is_prepared:
             # TRL takes embeddings and the output layer back to 16 bits.
             for module in model.modules():
                 if "Norm" in type(module).__name__:
                     module.float()
-        model.enable_input_require_grads()
+        if cell.adapts:
+            model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": True})
-        peft: Any = importlib.import_module("peft")
-        self.model: Any = with_lora(model, peft, Lora(16, adapted, 0.1))
+        self.model: Any = model
+        if cell.adapts:
+            peft: Any = importlib.import_module("peft")
+            self.model = with_lora(model, peft, Lora(16, adapted, 0.1))
         # Autocast casts tensors of the CPU. Memory that nothing writes takes none.
         self.model.to_empty(device="cpu").train()
         model.tie_weights()
@@ -103,7 +133,7 @@ class Step(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the loss of shifted logits."""
-        with torch.autocast("cpu", BF16):
+        with torch.autocast("cpu", BF16, enabled=self.autocasts):
             self.kept = []
             output = self.model(input_ids=ids).logits
             # GPTBigCode's loss reads 16-bit logits. Granite's freed them, in transformers 4.45.
@@ -114,17 +144,19 @@ class Step(nn.Module):
             loss = F.cross_entropy(shifted.flatten(0, 1), ids[..., 1:].contiguous().flatten())
             del logits, shifted
             self.read = None
-        output.float()  # accelerate returns outputs in float32
+        if self.autocasts:
+            output.float()  # accelerate returns outputs in float32
         self.kept = None
         return loss
 
 
 def peaks(cell: Cell) -> Iterator[tuple[str, int, int]]:
     """Yield what was measured, and the published and the estimated peak in bytes."""
-    name, is_prepared, published = cell
-    for batch, peak in published.items():
-        model, ids = Step(name, is_prepared), torch.empty(batch, MODELS[name][2], dtype=torch.int64)
+    for batch, peak in cell.published.items():
+        model, ids = Step(cell), torch.empty(batch, MODELS[cell.model][2], dtype=torch.int64)
         adamw = torch.optim.AdamW
         step = simulate_step(model, ids, loss=lambda x: x, optimizer=adamw, device="a100")
-        how = ", norms in float32" if is_prepared else ""
-        yield f"{name}, QLoRA{how}, batch {batch}", peak, step.peak_bytes
+        how = {None: "LoRA", "nf4-double": "QLoRA", "gptq": "LoRA on GPTQ"}[cell.base]
+        how = how if cell.adapts else "whole step"
+        how += ", norms in float32" if cell.is_prepared else ""
+        yield f"{cell.model}, {how}, batch {batch}", peak, step.peak_bytes
