@@ -45,6 +45,14 @@ struct Kept {
   }
 };
 
+// The same bytes and version counter, without history and without a dispatch.
+inline at::Tensor alias_of(const at::Tensor& t) {
+  // Where modes of Python are active, shallow_copy_and_detach would ask them for aten.detach.
+  c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);
+  auto* impl = t.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+}
+
 // Returns true for a strided tensor that is no tensor of a subclass, of a transform or of symbols.
 inline bool is_plain(c10::TensorImpl* impl) {
   return impl->layout() == c10::kStrided && impl->has_storage() &&

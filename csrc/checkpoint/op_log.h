@@ -140,14 +140,6 @@ inline std::unique_ptr<Call> describe_call(const torch::jit::Stack& stack, size_
 
 // ---- what is saved ------------------------------------------------------------------------------
 
-// The same bytes and version counter, without history and without a dispatch.
-inline at::Tensor alias_of(const at::Tensor& t) {
-  // Where modes of Python are active, shallow_copy_and_detach would ask them for aten.detach.
-  c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);
-  auto* impl = t.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
-}
-
 inline c10::IValue alias_of(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? alias_of(value.toTensor()) : value;
   if (!value.isTensorList()) return value;

@@ -255,7 +255,7 @@ PyObject* drop_graphs(PyObject* self, PyObject*) {
         kept.tensor.reset();
       } else if (kept.tensor.grad_fn() ||
                  (kept.tensor.is_view() && kept.tensor._base().grad_fn())) {
-        kept.tensor = kept.tensor.detach();
+        kept.tensor = alias_of(kept.tensor);
       }
     }
     return none();
