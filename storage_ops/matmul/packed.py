@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from storage_ops.loss.planning.devices import Rates
 
-FEW = 16  # rows for which a copy of the right operand costs more than it gains
-
 
 @dataclass(frozen=True)
 class Packed(Matmul):
@@ -91,7 +89,7 @@ class Packed(Matmul):
         With `direct`, little scratch holds copies of `left`. Otherwise a product with a 16-bit
         result may overwrite `left`.
         """
-        if self.itemsize == 4 and len(left) < FEW:
+        if self.itemsize == 4 and len(left) == 1:  # a copy of the right operand gains nothing
             aten.multiply(left, right, out, add)
             return
         (m, k), n = left.shape, right.shape[1]

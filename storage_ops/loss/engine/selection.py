@@ -49,6 +49,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from storage_ops.loss.call import arithmetic
 from storage_ops.loss.planning.cost import (
     BUCKETS,
+    flat_classes,
     flat_tokens,
     gathered_classes,
     gathered_numbers,
@@ -277,17 +278,17 @@ def multiply(
         for piece in pieces:
             classes, gradient = chosen.classes[piece.place], piece.of(numbers)
             weight, needed = w.index_select(0, classes), piece.count
+            used, average = needed, None
             if margins is not None and kept is not None and needed < count:
                 # What others leave out is that of one more token. Later buckets have fewer tokens.
-                x[needed] = inputs[piece.bucket]
-                column = margins.column(classes, kept)
-                weights[piece.bucket] += column.to(w.dtype) @ weight
-                gradient[:, needed] = column
-                used = needed + 1
-            else:
-                used = needed
+                x[needed], gradient[:, needed] = inputs[piece.bucket], margins.column(classes, kept)
+                used, average = needed + 1, weights[piece.bucket]
             if into_input is not None:
-                matmul.input_gradient(gradient[:, :needed].t(), weight, into_input[:needed], True)
+                if average is not None:  # in the place of the next token's
+                    _swap(into_input[needed], average)
+                matmul.input_gradient(gradient[:, :used].t(), weight, into_input[:used], True)
+                if average is not None:
+                    _swap(into_input[needed], average)
             del weight
             if into_weight is not None:
                 dtype = wide if add else into_weight.dtype
@@ -297,6 +298,12 @@ def multiply(
                 del product
     if margins is not None and into_input is not None:
         matmul.input_gradient(shares, weights.to(w.dtype), into_input, True)
+
+
+def _swap(a: Tensor, b: Tensor) -> None:
+    before = a.clone()
+    a.copy_(b)
+    b.copy_(before)
 
 
 def _gathered(
@@ -345,7 +352,7 @@ def _multiply_rest(
         return sums
     rest, stride = chosen.buckets >= used, padded_tokens(flat)
     kept = None if margins is None else torch.empty_like(margins.columns)
-    for part in slices(len(w), gathered_classes(matmul.cuda)):
+    for part in slices(len(w), flat_classes(matmul.cuda, len(chosen.tokens), flat)):
         width = part.stop - part.start
         start = torch.full((len(w),), -1, device=w.device)
         start[part] = torch.arange(0, width * stride, stride, device=w.device)

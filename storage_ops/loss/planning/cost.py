@@ -119,6 +119,14 @@ def flat_tokens(rows: int) -> int:
     return rows // 2
 
 
+def flat_classes(cuda: bool, rows: int, flat: int) -> int:
+    """Return how many classes some flat tokens of a tile are multiplied with at a time.
+
+    They take the memory of `gathered_classes` for as many flat tokens as there may be.
+    """
+    return gathered_classes(cuda) * padded_tokens(flat_tokens(rows) + 1) // padded_tokens(flat)
+
+
 def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     """Return the bytes for selecting classes of a tile and multiplying with them.
 
