@@ -212,14 +212,16 @@ deep = st.integers(0, 200_000)
 
 @given(deep, deep, deep, st.integers(1, 64), st.booleans(), st.booleans())
 @example(0, 1, 16385, 1, True, False)
+@example(1025, 0, 4097, 1, True, False)
 @example(3, 1, 16385, 1, True, False)
 @example(0, 553, 5, 38, True, False)
 def test_scratch_is_asked_of_the_native_library(m, n, k, threads, narrow, direct):
     """Whole rows unless their sums take too much, and a limit for each thread and for all."""
     rows, slots = scratch.piece(m, n, k, threads, narrow, direct)
-    sums = rows * n if narrow and k > scratch.one_pass() else 0
+    in_pieces = narrow and k > scratch.one_pass()
+    sums = rows * n if in_pieces else 0
     assert rows <= m
-    assert (rows == m) if not sums else (rows == min(m, 16) or 8 * sums <= m * k)
+    assert (rows == min(m, 16) or 8 * sums <= m * k) if in_pieces else rows == m
     at_least = threads * 96 * k if narrow and not sums else threads * 96 * 256
     assert 0 <= slots - sums <= max(threads * (320 << 10), at_least)
     assert slots - sums <= max(m * k // 2 + threads, 1 << 16, at_least)

@@ -102,7 +102,7 @@ def gathered_numbers(cuda: bool, rows: int, classes: int) -> int:
     The tile is read for each such time. On a GPU that is once for the expected share of it. On a
     CPU, which has small budgets, memory for more tokens in a tile gains more.
     """
-    share = EXPECTED if cuda else 1 / 8
+    share = EXPECTED if cuda else 1 / 12
     return max(gathered_classes(cuda) * padded_tokens(rows), int(share * rows * classes))
 
 
