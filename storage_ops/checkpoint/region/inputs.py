@@ -1,4 +1,4 @@
-"""The arguments of a region: as autograd keeps them until backward, and the same again there."""
+"""Keep the arguments of a region as autograd keeps saved tensors, until its recompute."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from storage_ops.checkpoint.saved.saved import fail, stride_of
 from storage_ops.foundation import fsdp
 from storage_ops.foundation.walk import is_leaf
 
-# How torch says that a tensor has no bytes: of views, and of what a kernel reads.
+# In torch's errors for tensors without memory, from views and from kernels.
 _FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
-_MODIFIED = "modified by an inplace operation"  # as torch says it
+_MODIFIED = "modified by an inplace operation"  # in torch's error
 
 
 class _HoldInput(torch.autograd.Function):
     """Keeps an input of a region as the saved tensor of a node.
 
-    So an enclosing saved-tensor hook (offload, another checkpoint) handles them like any other
-    activation, and torch notices when one is modified in place before the backward.
+    So an enclosing saved-tensor hook (offload, another checkpoint) gets them like any other
+    activation, and torch raises an error if one is modified in place before the backward.
     """
 
     @staticmethod
@@ -37,13 +37,13 @@ class _HoldInput(torch.autograd.Function):
 class Inputs:
     """The arguments of one call.
 
-    A recompute gets the tensors that the forward got: the same objects, with their attributes and
-    history. Where saved-tensor hooks around the region have replaced one, it is made like the one
-    that they were given. Containers are new ones, filled as they were at the forward.
+    A recompute gets the same tensor objects as the forward, with their attributes and history. If
+    saved-tensor hooks around the region return another tensor, that gets the traits of the first.
+    Containers are new ones, filled as they were at the forward.
 
     Attributes:
-        tensors: those among the arguments, until `forget`.
-        plain: the leaves that are no tensors.
+        tensors: the tensors among the arguments, until `forget`.
+        plain: the leaves that are not tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -55,9 +55,9 @@ class Inputs:
             self.tensors = [flat[i] for i in self._at]
             self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
         self._like = [TensorTraits(t) for t in self.tensors]
-        self._again: list[tuple[Tensor, int]] = []  # what a repetition got, and its hooks then
-        # Hooks hand out other tensors. Where the graph, or hooks of ours, keep the tensor itself
-        # anyway, a repetition gets that.
+        self._again: list[tuple[Tensor, int]] = []  # a recompute's inputs, and how many hooks
+        # Hooks of others may return another tensor. If the graph or this package's hooks keep the
+        # tensor itself anyway, a recompute gets that one.
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = top is not None and getattr(top[0], "keeps_others", False)
         self._same: dict[int, tuple[Tensor, int]] = {}
@@ -72,14 +72,14 @@ class Inputs:
         self.tensors = []
 
     def forget_new_hooks(self) -> None:
-        """Remove what a repetition has registered on its inputs, which have the forward's hooks."""
+        """Remove the hooks that a recompute has registered on its inputs in addition."""
         again, self._again = self._again, []
         for t, number in again:
             while len(hooks := t._backward_hooks or {}) > number:
                 hooks.popitem()
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for a repetition of a region of this name."""
+        """Return the arguments for a recompute of the region with this name."""
         flat, kept = list(self.plain), self._kept()
         for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
             if i in self._same:
@@ -125,12 +125,12 @@ def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> N
 
 
 def explain_lost_memory(region: str, fn: Callable[..., object], error: RuntimeError) -> None:
-    """Raise an error that says who freed the memory that a repetition reads, where that is known.
+    """Raise an error that says who freed memory that a recompute reads, if that is known.
 
     Args:
         region: the name of the region.
         fn: its function.
-        error: what the repetition raised.
+        error: the error of the recompute.
     """
     if any(message in str(error) for message in _FREED):
         fail(
@@ -159,7 +159,7 @@ class TensorTraits:
         self.attributes = dict(attributes) if attributes else None
 
     def make(self, t: Tensor) -> Tensor:
-        """Return a tensor that was kept, as it was."""
+        """Return the tensor with the traits, changed or copied where it lacks them."""
         if type(t) is Tensor and stride_of(t) != self.stride:
             t = _strided(t.detach(), self.stride)
         if t.requires_grad != self.needs_grad:
@@ -172,7 +172,7 @@ class TensorTraits:
 
 
 def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a copy of a tensor with these strides, such as pinned memory does not keep."""
+    """Return a copy of a tensor with these strides, which a copy to pinned memory may lose."""
     copy = to = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
     for dim, step in enumerate(stride):
         if step == 0 and t.shape[dim]:
@@ -182,8 +182,9 @@ def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
-    """Save the inputs as autograd saves tensors; return what gives a reader of each."""
-    # Autograd saves no inference tensors, and nothing writes them outside of inference mode.
+    """Save the inputs as autograd saves tensors; return a function that gives a reader of each."""
+    # Autograd cannot save inference tensors. They need no copy, because only code in inference mode
+    # may write them.
     if any(t.is_inference() for t in inputs):
         held = _hold([t for t in inputs if not t.is_inference()])
 
@@ -195,7 +196,7 @@ def _hold(inputs: list[Tensor]) -> Callable[[], list[Callable[[], Tensor]]]:
     save = getattr(torch._C._autograd, "_make_saved_tensor", None)
     if save is None:  # torch 2.10 and 2.11: a node for each, alive as long as its result
         anchor = torch.empty(0, requires_grad=True)
-        # A tensor in a list, for strided nested tensors cannot be arguments of a Function there.
+        # In a list, because there a strided nested tensor cannot be an argument of a Function.
         held_inputs: list[Any] = [_HoldInput.apply(anchor, [t]) for t in inputs]  # type: ignore[no-untyped-call]
         return lambda: [partial(_saved_for, each) for each in held_inputs]
     saved = [save(t, False) for t in inputs]
@@ -211,7 +212,7 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-# Trees are slow to walk in Python, and most calls take and return plain tensors.
+# Trees are slow to walk in Python, and most calls have plain tensors only.
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     if not kwargs and all(isinstance(a, Tensor) for a in args):
         return list(args), None

@@ -1,9 +1,9 @@
-"""Regions that cannot be repeated become a mark in the graph that is recorded.
+"""Record regions as marks in a graph, where calls are traced and cannot be recomputed.
 
-Under torch.compile that is a checkpoint that shares its mark with all others. Partitioners save
-what passes directly from one checkpoint to the next. They tell checkpoints apart by a number on the
-nodes (`ac_graph_id`). Regions that discard have one number for all of them, so that a chain of
-regions is recomputed as one.
+Under torch.compile a region becomes one of torch's checkpoints. Partitioners save what passes
+directly from one checkpoint to the next. They tell checkpoints apart by a number on the nodes
+(`ac_graph_id`). All regions that discard have the same number, so that a chain of regions is
+recomputed as one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _contexts(context_fn: Callable[[], Any] | None, discards: bool) -> tuple[Any
     return forward, recompute
 
 
-# Whether this torch takes the number of a checkpoint from its mode: 2.13 does, 2.10 does not.
+# True if torch takes the number of a checkpoint from its mode, as 2.13 does and 2.10 does not.
 _MODE: Any = getattr(torch_checkpoint, "_CachingTorchDispatchMode", None)
 _HAS_NUMBERS = _MODE is not None and "ac_graph_id" in inspect.signature(_MODE).parameters
 
@@ -70,7 +70,7 @@ def compiled_region(
         options["context_fn"] = functools.partial(_contexts, context_fn, discards)
     elif context_fn is not None:
         options["context_fn"] = context_fn
-    compiling = torch.compiler.is_compiling()  # not where a graph breaks inside the region
+    compiling = torch.compiler.is_compiling()  # False where a graph breaks inside the region
     before = _side_effects(True) if compiling else False
 
     def region(*args: object) -> Any:  # keywords may have names that the checkpoint has too
@@ -107,7 +107,7 @@ def _is_no_mistake(record: logging.LogRecord) -> bool:
 
 
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-# To dynamo the function is a constant, which it calls while it traces: a graph does not contain it.
+# Dynamo calls a function that is marked constant while it traces, and leaves it out of the graph.
 _side_effects._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -55,7 +55,7 @@ def run_reentrant(
             "get no gradients. Set use_reentrant=False."
         )
     _refuse_inputs(leaves, name)
-    # The forward runs without grad: a weight that it computes has no graph for the code around.
+    # The forward runs without grad, so a weight that it computes has no graph for later code.
     with own_cached_parametrizations():
         call = _ReentrantCall(fn, args, kwargs, leaves, spec, options, name, parameters)
         outputs = torch_checkpoint(call, *leaves, use_reentrant=True, preserve_rng_state=False)

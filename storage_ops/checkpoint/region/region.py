@@ -5,8 +5,8 @@ each saved tensor. In backward the function runs once more: what it saves fills 
 what it returns is bound back into the storages that were discarded. So gradients flow through the
 graph of the first call, and every autograd contract is torch's own.
 
-Only the graph keeps a region alive: its saved tensors, and the uses that consumers have saved. The
-inputs and other objects of a region are let go once the last of these has had its backward.
+Only the autograd graph keeps a region alive, by the tensors that the region and its consumers have
+saved. After the backward of the last of them, the region frees its inputs and other objects.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Options:
 
 _NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
-# It saves its noise, which its kernel has not written by then, and its input.
+# This node saves its input, and noise that its kernel writes only afterwards.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
 # The modules in which the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
@@ -72,10 +72,10 @@ _CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
 def is_repeatable() -> bool:
     """Return True if calls can be regions now.
 
-    They cannot without grad, where checkpoints are disabled, in a trace of torch.jit, or under a
-    transform of torch.func, which has no hooks of saved tensors. They cannot in
-    `torch.autograd.graph.allow_mutation_on_saved_tensors` either: it copies what is saved before a
-    write, which it cannot do for tensors that a recompute saves.
+    They cannot without grad mode, where checkpoints are disabled, in a trace of torch.jit, or under
+    a transform of torch.func, which allows no saved-tensor hooks. They cannot in
+    `torch.autograd.graph.allow_mutation_on_saved_tensors` either. It copies saved tensors before
+    they are written, but does not know the tensors that a recompute saves.
     """
     if not torch.is_grad_enabled() or is_disabled():
         return False
@@ -97,8 +97,8 @@ class Region:
         name: str = "",
     ) -> None:
         """Remember the call and its surroundings; `forward` runs it."""
-        self.discardable: list[DiscardableOutput] = []  # can be discarded
-        self._discarded: list[DiscardableOutput] = []  # wait for the recompute
+        self.discardable: list[DiscardableOutput] = []  # outputs that `discard` may free
+        self._discarded: list[DiscardableOutput] = []  # freed, until the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
         self._checksums = options.determinism_check == "checksum"
@@ -110,22 +110,22 @@ class Region:
         around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
         self._captured = around.tensors  # until the forward has run
-        # Captured tensors with a gradient: weak, for a region must not keep them alive.
+        # Captured tensors that need a gradient, as weak references: a region must not keep them.
         self._versions: list[tuple[weakref.ref[Tensor], int]] = []
-        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones, which FSDP may shard
+        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones that FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
         self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
         self._saved = saved_tensors.saved_tensors(self._checksums, options.debug)
         self.allocated = SavedBytes() if options.counts_saved else None
-        self._results: dict[int, Saved] = {}  # the outputs, where they are compared
-        # For the backward in progress: its task, what is not read yet, and whether to keep it all.
+        self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
+        # Of the running backward: its task, the recomputed tensors, and whether they are all kept.
         self._task: Any = None
         self._recomputed: RecomputedTensors | None = None
         self._reread = False
         self._stops = options.early_stop
-        self._communicates = False  # with other ranks, which repeat it as well
-        self._running = False  # the forward, whose own backward passes may read what it saves
+        self._communicates = False  # with other ranks, which recompute as well
+        self._running = False  # the forward; a backward inside it may read saved tensors
         self.is_frozen = False  # no output needs grad
         self.end = 0  # the number of the first autograd node after the forward
         self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
@@ -156,7 +156,7 @@ class Region:
         self._saved.finish()
         leaves = leaves_of(outputs)
         if self.options.determinism_check != "none":
-            # Discarded outputs of other regions change as they are bound back.
+            # Discarded outputs of other regions get a new version when they are bound back.
             captured = [t for t in self._captured if t.requires_grad and producer_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
         if fsdp.is_used():
@@ -188,7 +188,7 @@ class Region:
         return storage_key(t) in {entry.key for entry in self.discardable}
 
     def discard(self, keep: Iterable[Any] = ()) -> None:
-        """Free the outputs that this region made; the recompute binds them back.
+        """Free the outputs that this region allocated; the recompute binds them back.
 
         Args:
             keep: tensors whose storages must not be freed.
@@ -213,7 +213,7 @@ class Region:
             for entry in freed:
                 discard_storage(entry.handle, guard=message, allow_leaf=True)
                 self._discarded.append(entry)
-        except RuntimeError:  # one storage cannot be freed: make those again that were
+        except RuntimeError:  # a storage cannot be freed: restore the others
             self.restore()
             self.end_backward(retained=True)
             raise
@@ -233,7 +233,7 @@ class Region:
     def trigger(self) -> Callable[[Any], None]:
         """Return a hook that restores the outputs.
 
-        It keeps this region alive only if nobody else does.
+        The hook keeps this region alive only if no saved tensor does.
         """
         alive = weakref.ref(self)
         held = None if self._saved else self
@@ -269,8 +269,8 @@ class Region:
         """Repeat the forward, once per backward, and bind its outputs to the discarded ones.
 
         Args:
-            for_another: whether it is another region's repetition that needs them, so that the
-                backward of this one is not next.
+            for_another: whether the recompute of another region needs the outputs. Then the
+                backward of this region is not next.
         """
         if torch.compiler.is_compiling():  # compiled autograd, in a hook
             from storage_ops._without_graph import run_backward  # imports Dynamo
@@ -298,13 +298,13 @@ class Region:
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
 
     def _run_again(self, is_next: bool) -> RecomputedTensors:
-        """Run the function once more; return what it saves, and bind what it returns.
+        """Run the function once more, return the tensors it saves, and bind its outputs.
 
-        No farther than is needed: while the forward still runs, as that has come; without outputs
-        to bind, up to the last tensor that is saved.
+        The function stops where nothing more is needed. Without outputs to bind, that is the last
+        saved tensor. While the forward still runs, it is the last tensor that this has saved.
 
         Args:
-            is_next: whether a backward pass runs in which that of the region comes next.
+            is_next: whether the backward of this region is the next one of a running backward pass.
         """
         assert self._fn is not None and self._state is not None and self._inputs is not None
         checks = self.options.determinism_check != "none"
@@ -341,7 +341,7 @@ class Region:
                 self._state.put_back()
                 self._inputs.forget_new_hooks()
             finally:
-                # Detached here, not as they are saved, where modes of `around` would see it.
+                # Not in the pack hook, where modes of `around` would see the detach.
                 again.drop_graphs()
         if not again.is_whole():
             self._state.check_dual_level(self.name)
@@ -403,7 +403,7 @@ class Region:
         self._discarded = []
 
     def end_backward(self, retained: bool) -> None:
-        """Let go of what one backward recomputed, and of everything when no other can follow."""
+        """Free the tensors of one recompute, and the region if no other backward can follow."""
         self._task, self._reread, self._recomputed = None, False, None
         if not retained and self._saved.is_released() and not self._running:
             self._fn, self._inputs, self._state, self.producers = None, None, None, set()
@@ -413,7 +413,7 @@ class Region:
         key = storage_key(t)
         producer = producer_of_storage(key)
         if producer is not None and producer._serial < self._serial:
-            self.producers.add(producer)  # reached by a closure, not as an argument
+            self.producers.add(producer)  # captured, not an argument
         elif self.allocated is not None:
             self.allocated.add(t, key)
 
@@ -427,8 +427,8 @@ class Region:
 
     def _read_saved(self, index: int) -> Tensor:
         """Return a tensor that the forward has saved; recompute it where it is not there."""
-        # A place is emptied as it is read, so that a saved tensor dies with its node. A node that
-        # reads twice makes the region run once more, and then nothing is emptied.
+        # A tensor is released when it is read, so that it is freed with its node. If a node reads
+        # it twice, the region runs once more, and then keeps all tensors.
         again = self._recomputed
         if (
             again is None
@@ -445,9 +445,9 @@ class Region:
         if self._task is not None and not is_retained():
             self._saved.release(index)
         value = again.read(index) if self._reread else again.take(index)
-        if self._task is None:  # read by hand, outside of a backward: nobody would clear the rest
+        if self._task is None:  # read outside of a backward, after which no callback runs
             self.end_backward(retained=True)
-        elif not len(again) and not isinstance(self._task, int):  # nor in a group of them
+        elif not len(again) and not isinstance(self._task, int):  # nor in a group
             self.end_backward(is_retained())
         return value
 
@@ -457,7 +457,7 @@ class Region:
         return self._recomputed
 
     def _is_unwritten(self) -> bool:
-        """Return True if the op that was stopped has not written what it saves last but one."""
+        """Return True if the recompute stopped before an op had written a tensor that it saves."""
         node = torch._C._current_autograd_node()
         if node is None or node.name() != _SAVES_BEFORE_WRITING:
             return False
@@ -470,9 +470,9 @@ class Region:
 
 
 def _current_task() -> Any:
-    """Return an identity of the backward pass that runs now, or of its group.
+    """Return an identity of the running backward pass or of its group; None outside of a backward.
 
-    Outside of a backward it is None. `torch.utils.checkpoint.GraphExecGroup` makes several passes
+    `torch.utils.checkpoint.GraphExecGroup` makes several passes
     share one recompute.
     """
     current = _current_group()
@@ -483,7 +483,7 @@ def _current_task() -> Any:
 
 
 def is_retained() -> bool:
-    """Return True if the backward pass that runs keeps the graph, and releases nothing it reads."""
+    """Return True if the running backward pass keeps the graph and its saved tensors."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 

@@ -1,4 +1,4 @@
-"""Rows of discarding regions, the output of one being the input of the next.
+"""Limit rows of discarding regions, in which the output of one is the input of the next.
 
 The first backward that needs the output of a row's last region repeats every region before it whose
 output is missing. It holds what each of them saves until its own backward. So a row of large layers
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
     from storage_ops.checkpoint.saved.outputs import DiscardableOutput
 
-# How much more memory the repetition of a row may take than the repetition of one region after the
-# other, with the outputs kept.
+# The most memory of recomputing a row at once, relative to recomputing region after region with all
+# outputs kept.
 _LIMIT = 1.25
 
 
@@ -31,7 +31,7 @@ class SavedBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        # The reference holds the address of the storage, not its bytes.
+        # A weak reference keeps the address of the storage in use, but not its bytes.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, t: Tensor, key: int | None) -> None:
@@ -39,7 +39,7 @@ class SavedBytes:
         if key is None or key in self._storages:
             return
         base = t if t._base is None else t._base
-        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
+        # The class comes first, because isinstance calls Parameter's metaclass, which is slow.
         if type(base) is not Tensor and isinstance(base, nn.Parameter):
             return
         storage = t.untyped_storage()

@@ -1,4 +1,4 @@
-"""Modules without a state, which several layers and models may share.
+"""Copy stateless modules, which several layers and models may share.
 
 One `nn.SiLU()` as a default argument of a constructor stands in every layer of every model. A
 checkpoint of one layer must not change the other layers. So the layer gets a copy of such a module,
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_STANDS_FOR = "_stands_for"  # on a copy: the shared module
+_STANDS_FOR = "_stands_for"  # the attribute of a copy that names the shared module
 _OWN = frozenset((*vars(nn.Module()), _STANDS_FOR))
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType,
            types.BuiltinFunctionType)  # fmt: skip
@@ -40,7 +40,7 @@ def is_stateless(module: nn.Module) -> bool:
 def separate(module: nn.Module, holder: nn.Module) -> Any:
     """Put a copy of a stateless module into its places in a holder, and return the copy.
 
-    The copy has the same hooks, also those that are registered on one of the two later.
+    The copy shares the hooks. One that is registered on either module later belongs to both.
     """
     copied: Any = object.__new__(type(module))
     vars(copied).update(vars(module))

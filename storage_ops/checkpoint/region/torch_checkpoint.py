@@ -13,8 +13,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.foundation import regions
 
-# What wraps the forward of a region that is not reentrant: in torch 2.15 it has another name, and
-# takes its options by keyword only.
+# The function that wraps the forward of a region that is not reentrant. Torch 2.15 has it under
+# another name, and takes its options by keyword only.
 _NEW, _OLD = (f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", ""))
 _NAME = _NEW if hasattr(torch_checkpoint, _NEW) else _OLD
 _original = getattr(torch_checkpoint, _NAME)
@@ -54,7 +54,7 @@ def marked() -> Iterator[None]:
                 return _OriginalFunction.apply(fn, preserve, *args)
             return regions.mark(fn, args)
 
-    # A caller may hold torch's function, but the parts it is made of are looked up in its module.
+    # A caller may have a reference to torch's function. That finds its parts in its module.
     with (
         mock.patch.object(torch_checkpoint, _NAME, generator),
         mock.patch.object(torch_checkpoint, "CheckpointFunction", Function),
