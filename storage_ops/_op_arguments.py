@@ -1,8 +1,8 @@
 """Find the tensors among the arguments and results of an op.
 
-These are values of a schema: tensors, lists of tensors, and values without tensors.
-`torch.utils._pytree` knows more kinds of trees and takes several times as long, for every op of a
-step.
+The arguments are values of a schema: tensors, lists of tensors, and values without tensors.
+`torch.utils._pytree` supports more kinds of trees, but takes several times as long for every op of
+a step.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ class Moment:
 
     Attributes:
         name: the name of the node.
-        makes: bytes of each block that the node allocates.
+        makes: the size in bytes of each block that the node allocates.
         reads: blocks that must still exist. A block without later readers ends after this moment.
-        scratch: bytes that the node holds while it runs.
-        overwrites: blocks that the result may reuse. One is reused if it ends here and has the
-            total size of `makes`.
+        scratch: bytes of temporary memory while the node runs.
+        overwrites: blocks that the result may reuse. The result reuses a block that ends here and
+            has the total size of `makes`.
     """
 
     name: str
