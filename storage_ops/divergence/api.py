@@ -1,4 +1,4 @@
-"""The divergence of two heads from hidden states, without ever holding logits of either."""
+"""The divergence of two heads from hidden states, without the logits of either in memory."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def linear_kl_div(
     target_weight: float = 1.0,
     gradient_tolerance: float = 0.0,
 ) -> Tensor:
-    """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
+    """Compute the divergence of a student's head from a frozen teacher's, without logits in memory.
 
-    With P = softmax((teacher_input @ teacher_weight.T + teacher_bias) / temperature), the teacher,
-    and Q the same of the student, a token has
+    P = softmax((teacher_input @ teacher_weight.T + teacher_bias) / temperature) are the
+    probabilities of the teacher, and Q those of the student. A token's divergence is
 
         "forward"  KL(P || Q) = sum_j P_j (log P_j - log Q_j)
         "reverse"  KL(Q || P) = sum_j Q_j (log Q_j - log P_j)

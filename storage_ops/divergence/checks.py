@@ -73,10 +73,10 @@ RULES = (
 )
 
 
-def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
-    """Raise a TypeError for what is no tensor, or for a stored teacher that is no pair of them."""
-    check_tensors(OP, given, ("input", "linear_weight"))
-    for name, value in given.items():
+def check_types(tensors: Mapping[str, object], teacher_topk: object) -> None:
+    """Raise a TypeError for an argument that is no tensor, or a stored teacher that is no pair."""
+    check_tensors(OP, tensors, ("input", "linear_weight"))
+    for name, value in tensors.items():
         if hasattr(value, "device_mesh"):
             rule = "the tensor of this rank. Pass process_group for a sharded head"
             raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
@@ -90,16 +90,16 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
         check_layout(OP, "teacher_topk", t)
 
 
-def check_options(given: Mapping[str, Any]) -> None:
-    """Raise a TypeError or ValueError for options that have no meaning."""
-    check_rules(OP, RULES, given)
-    check_group(OP, given["process_group"])
-    if given["process_group"] is not None and given["valid_classes"] is not None:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError for options whose values are not allowed."""
+    check_rules(OP, RULES, options)
+    check_group(OP, options["process_group"])
+    if options["process_group"] is not None and options["valid_classes"] is not None:
         rule = "None with a process_group. Leave the padding out of the last rank's weights"
-        raise _wrong(ValueError, "valid_classes is", given["valid_classes"], rule)
-    if given["divergence"] == "cosine" and given["temperature"] != 1:
+        raise _wrong(ValueError, "valid_classes is", options["valid_classes"], rule)
+    if options["divergence"] == "cosine" and options["temperature"] != 1:
         rule = "1 with divergence='cosine', which does not depend on it"
-        raise _wrong(ValueError, "temperature is", given["temperature"], rule)
+        raise _wrong(ValueError, "temperature is", options["temperature"], rule)
 
 
 def check_call(call: DivergenceCall) -> None:

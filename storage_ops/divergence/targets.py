@@ -1,9 +1,9 @@
-"""Targets beside a teacher: the student's cross-entropy, from the same tiles of its logits.
+"""Targets besides a teacher: the student's cross-entropy, from the same tiles of logits.
 
-The row kernel of linear cross-entropy writes a gradient over logits, as that of the divergence
-does, and both are added. That takes some passes over a tile, where a loss of its own takes three
-matrix products. Before it, the divergence writes over the teacher's logits. Where there are none,
-or of another dtype, the targets work on a copy of the student's.
+The row kernel of linear cross-entropy overwrites logits by a gradient, and so does the kernel of
+the divergence. Both gradients are added. This takes some passes over a tile, but a separate loss
+would take three matrix products. The divergence runs first and overwrites the teacher's logits. If
+there are no teacher's logits, or of another dtype, the targets use a copy of the student's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Targets:
     """The targets of a call's tokens.
 
     Attributes:
-        weight: what the cross-entropy is multiplied by.
+        weight: the factor of the cross-entropy.
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
     """
 
@@ -38,9 +38,9 @@ class Targets:
         return self.weight * (total.log() + (shift - logit))
 
     def take(self, step: Step, tile: Tensor, upstream: Tensor, copied: bool) -> Tensor | None:
-        """Statistics of a tile of logits where asked for; its gradient, if that is.
+        """Compute the statistics of a tile of logits, its gradient, or both, as `step` asks.
 
-        It is written over a copy of the tile if `copied`, else over the tile.
+        The gradient overwrites a copy of the tile if `copied`, otherwise the tile.
         """
         learns, rows, classes = bool(step.phases & GRADIENT), step.rows, step.classes
         if learns and copied:
@@ -56,5 +56,5 @@ class Targets:
         return tile if learns else None
 
     def free(self) -> None:
-        """Give back the memory of the copy."""
+        """Free the memory of the copy."""
         self._memory = None
