@@ -1,4 +1,4 @@
-"""The caller's assumptions about unknown values, and the lines of fn that ask for these values."""
+"""The caller's assumptions about unknown values, and the lines of code that need these values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from storage_ops._callers import users_place
 
-# Ops by the names under which people call them.
+# Ops by their usual names.
 _NAMES = {
     "_local_scalar_dense": "item",
     "_unique2": "unique",
@@ -20,7 +20,7 @@ _NAMES = {
     "unique_consecutive": "unique",
     "_coalesce": "coalesce",
 }
-# What has to be said of an op's outcome, by its kind.
+# The assumption that the caller must make, by the kind of op.
 _EXPECTED = {
     "condition": "the share of its elements that is True, as a float, or their number, as an int",
     "choice": "the share of its choices that the fullest option gets, as a float, or their number",
@@ -36,8 +36,8 @@ class Source:
 
     Attributes:
         name: its usual name, such as "topk".
-        kind: "condition", "choice", "size", "length" or "value", by the possible assumption, or
-            "nothing".
+        kind: the kind of assumption: "condition", "choice", "size", "length" or "value", or
+            "nothing" if none is possible.
         line: the line of the caller's code.
     """
 
@@ -47,15 +47,15 @@ class Source:
 
     @staticmethod
     def here(func: object, kind: str) -> Source:
-        """Return the op that runs now."""
+        """Return a source for the op that runs now."""
         return Source(name_of(func), kind, users_line(sys._getframe(1)))
 
 
 class Assumption:
-    """The argument `assume` of `estimate`, checked."""
+    """The argument `assume` of `estimate`, after checks."""
 
     def __init__(self, assume: float | Mapping[str, float] | None) -> None:
-        """Raise ValueError or TypeError if `assume` is not an assumption."""
+        """Check the argument. Raise a ValueError or TypeError if it is not an assumption."""
         self._of: dict[str, float] = {}
         self._default: float | None = None
         if isinstance(assume, Mapping):
@@ -78,7 +78,7 @@ class Assumption:
         return not self._of and self._default is None
 
     def count(self, source: Source, total: int) -> int | None:
-        """Return how many of `total` elements an op takes, or None without an assumption."""
+        """Return how many of `total` elements an op takes. None without an assumption."""
         said = self._of.get(source.name, self._default)
         if said is None:
             return None
@@ -92,7 +92,7 @@ class Assumption:
         return said
 
     def length(self, source: Source) -> int | None:
-        """Return how many elements an op without a largest size returns, or None."""
+        """Return how many elements an op returns that has no largest size. None if unknown."""
         said = self._of.get(source.name)
         return said if isinstance(said, int) else None
 
