@@ -1,7 +1,7 @@
 """Arguments and results of a traced function.
 
-Arguments have stand-ins in the trace and are checked at each call. Results leave as a flat list of
-graph outputs and are built again from it.
+Arguments have stand-ins in the trace and are checked at each call. Results are returned as a flat
+list of graph outputs, and are rebuilt from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layout:
     def of(t: Tensor, dynamic: frozenset[int] = frozenset()) -> Layout:
         """Return the layout of a tensor. Dimensions in `dynamic` may have any size."""
         shape = tuple(None if i in dynamic else s for i, s in enumerate(t.shape))
-        # Where a size may change, so may the strides of other dimensions.
+        # If a size may change, so may the strides of other dimensions.
         strided = t.layout == torch.strided and not dynamic and t.numel() > 0
         stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
         return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
@@ -68,9 +68,9 @@ class Arguments:
     """The arguments of one trace.
 
     Attributes:
-        stand_ins: the plain stand-ins, inputs of the graph.
+        stand_ins: the plain stand-in tensors, which are inputs of the graph.
         names: the argument that each stand-in represents.
-        tensors: the stand-in of each tensor argument, by its place among the leaves.
+        tensors: the stand-in of each tensor argument, by its position among the leaves.
         dynamic: whether a dimension of a stand-in may have any size.
     """
 
@@ -87,7 +87,7 @@ class Arguments:
         self.dynamic = False
         self._layouts: dict[int, Layout] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
-        # A leaf of autograd is one tensor in the trace too, however often fn is given it.
+        # An autograd leaf is one tensor in the trace, too, even if fn gets it several times.
         self._tied: dict[int, tuple[str, Callable[[list[Any]], Any]]] = {}
         self._holders: set[int] = set()
         firsts: dict[int, int] = {}
@@ -117,14 +117,14 @@ class Arguments:
                 self.names += [self._names[place]] * (len(self.stand_ins) - len(self.names))
                 made.__dict__.update(_attributes(leaf))
                 if isinstance(leaf, nn.Parameter):
-                    made._is_param = True  # what isinstance asks for
+                    made._is_param = True  # isinstance reads it
                 self.tensors[place] = flat[place] = made
             elif closure_of([(self._names[place], leaf)]).tensors:
                 self._holders.add(place)
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
 
     def _stand_in(self, t: object, dynamic: frozenset[int]) -> Any:
-        if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
+        if not isinstance(t, Tensor):  # a wrapper may have a mesh as an inner value
             return t
         if is_traceable_wrapper_subclass(t):
             names, context = t.__tensor_flatten__()
@@ -151,7 +151,7 @@ class Arguments:
         """Return the leaves of a call's arguments, and the plain tensors among and inside them.
 
         Raises:
-            TypeError, ValueError: they are not as they were in the trace.
+            TypeError, ValueError: they differ from those of the trace.
         """
         paths, spec = tree_flatten_with_path((args, kwargs))
         if spec != self._spec:
@@ -229,7 +229,7 @@ def _attributes(t: Tensor) -> dict[str, Any]:
 
 
 def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
-    """Return a function that reads a leaf at each call, from the arguments or from its slot."""
+    """Return a function that reads a leaf at each call, from its argument or its slot."""
     return lambda leaves: slot.read() if place is None else leaves[place]
 
 
@@ -257,7 +257,7 @@ class Packer:
 
     Attributes:
         outputs: plain tensors and numbers of the trace, in the order the graph returns them.
-        constants: values that are neither, returned as they are at each call.
+        constants: all other values, which each call returns unchanged.
     """
 
     def __init__(self, lift: Callable[[Any], Any]) -> None:
