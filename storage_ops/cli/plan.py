@@ -1,4 +1,4 @@
-"""`python -m storage_ops plan`: the plan for a budget, and what other budgets would buy."""
+"""`python -m storage_ops plan`: shows the plan for a budget, and plans for other budgets."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """The results that each of several budgets buys.
+    """The plans for several budgets.
 
     Attributes:
         points: budgets in bytes, ascending, and their plans.
-        floor: seconds that the matrix products alone take, each formed once.
+        floor: seconds of the matrix products alone, each computed once.
         logits: bytes of all logits.
     """
 
@@ -84,13 +84,13 @@ class Curve:
 
 
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
-    """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
+    """Return plans for budgets from the smallest to all logits, in factors of two, and `extra`."""
     logits = p.tokens * padded(p.vocab) * p.logit_bytes
     least = planner.smallest_budget(p)
-    # The logits in one tile, with all that goes with them.
+    # The budget for all logits in one tile, with all other memory.
     most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
     octaves = math.log2(max(logits / least, 1))
-    # Eight or so: half steps on a short way, double ones on a long one.
+    # About eight budgets: half steps in a small range, double steps in a large one.
     step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2
     between = {int(logits / 2 ** (step * k)) for k in range(1, math.ceil(octaves / step))}
     budgets = {least, most, *(b for b in between if least < b < most)}
@@ -105,7 +105,7 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
 
 
 def _device(name: str) -> str:
-    """Return the name of the rates of a device; "cuda" is the GPU that torch finds, if any."""
+    """Return the name of the rates of a device. "cuda" is torch's GPU, if there is one."""
     if name != "cuda":
         return name
     present = "cpu" if storage_ops.import_error is not None else plans.default_device()
@@ -113,7 +113,7 @@ def _device(name: str) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code."""
+    """Run the command. Return the exit code."""
     try:
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
