@@ -76,13 +76,13 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     if minor < OLDEST_TORCH:
         reason = f"torch {torch_version} is older than 2.10"
         return LoadPlan((), dict.fromkeys(present, reason), {} if present else {CPU: reason})
-    wanted, skipped, missing = [], {}, {}
+    chosen, skipped, missing = [], {}, {}
     for name in present:
         if name in (CPU, cuda) or (name in (binding, saved) and release):
-            wanted.append(name)
+            chosen.append(name)
         elif name == ALIAS:
             if minor >= ALIAS_TORCH:
-                wanted.append(name)
+                chosen.append(name)
             else:
                 skipped[name] = f"torch {torch_version} cannot swap storages (2.12 can)"
         elif name in (binding, saved):
@@ -98,7 +98,7 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     for name in expected:
         if name not in present:
             missing[name] = "no such file (not built, or not part of this package)"
-    return LoadPlan(tuple(wanted), skipped, missing)
+    return LoadPlan(tuple(chosen), skipped, missing)
 
 
 def load() -> Status:

@@ -22,12 +22,12 @@ def tensors_in(value: object) -> list[Tensor]:
     return tensors
 
 
-def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:
+def _add_tensors(values: Iterable[object], tensors: list[Tensor]) -> None:
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, _NESTING):
-            _add_tensors(value, found)
+            _add_tensors(value, tensors)
 
 
 def with_tensors(

@@ -71,11 +71,11 @@ class Grid:
 
     def _table(self, width: int) -> Table:
         """Return the table for a width, without the columns that do not fit."""
-        shown, left = list(range(len(self.columns))), list(self.optional)
-        while (widths := self._widths(shown, width)) is None and left:
-            name = left.pop(0)
+        shown, removable = list(range(len(self.columns))), list(self.optional)
+        while (widths := self._widths(shown, width)) is None and removable:
+            name = removable.pop(0)
             shown = [index for index in shown if self.columns[index] != name]
-        out = [name for name in self.optional if name not in left]
+        out = [name for name in self.optional if name not in removable]
         notes = [self.caption] if self.caption else []
         notes += [f"no room for: {', '.join(out)}"] if out else []
         caption = "\n".join(notes)

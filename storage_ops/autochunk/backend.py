@@ -72,18 +72,18 @@ def taken(options: object) -> tuple[tuple[int | None, int | None, bool], dict[st
         raise TypeError(
             f"`options` is {options!r}. Expected a mapping of names to values, or None."
         )
-    rest = {name.replace("-", "_"): value for name, value in options.items()}
-    own = checked(*(rest.pop(name, default) for name, default in OPTIONS.items()))
-    _check_names(rest)
-    return own, rest
+    of_inductor = {name.replace("-", "_"): value for name, value in options.items()}
+    own = checked(*(of_inductor.pop(name, default) for name, default in OPTIONS.items()))
+    _check_names(of_inductor)
+    return own, of_inductor
 
 
-def _check_names(rest: Mapping[str, Any]) -> None:
+def _check_names(options: Mapping[str, Any]) -> None:
     """Raise a ValueError for an option that is not one of Inductor's."""
     from torch._inductor import list_options
 
-    known = set(list_options()) if rest else set()
-    for name in rest:
+    known = set(list_options()) if options else set()
+    for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)

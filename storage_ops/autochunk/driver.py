@@ -181,15 +181,15 @@ class _Work:
         elements = sum(map(numel, self.parts.get(amplifier, [amplifier])))
         return max(elements, self.resampled.get(amplifier, 0))
 
-    def chunk(self, found: list[fx.Node]) -> list[int]:
+    def chunk(self, amplifiers: list[fx.Node]) -> list[int]:
         """Chunk the span of the first of some products. Return the number of chunks of each pass.
 
         If a product was split into ranges, the span of each range is chunked. The other products
         are split too, because their spans may overlap.
         """
-        amplifier, tangents, total = found[0], list[fx.Node](), list[int]()
+        amplifier, tangents, total = amplifiers[0], list[fx.Node](), list[int]()
         self.check(amplifier)
-        for product in found:
+        for product in amplifiers:
             tangents = prepare(self.graph, product, self.tangents) or tangents
             if is_product(product):
                 move_classes_last(self.graph, product)
@@ -258,11 +258,11 @@ class _Work:
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span, ordered = self.in_order(amplifier, tangents)
-        read = {arg for reads in span.reads.values() for arg, _ in reads}
-        for arg in read:
+        inputs = {arg for reads in span.reads.values() for arg, _ in reads}
+        for arg in inputs:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
-        mutations.check_reads(read, span.layouts)
+        mutations.check_reads(inputs, span.layouts)
         count = None if self.num_chunks is None else self.count(span.amplifiers)
         counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)

@@ -95,7 +95,7 @@ def explain(
     return Explanation(r.chunked, r.num_chunks, r.num_passes, r.reason, r.peak_before, r.peak_after)
 
 
-def _check_spelling(f: Callable[..., Any], given: dict[str, Any]) -> None:
+def _check_spelling(f: Callable[..., Any], keywords: dict[str, Any]) -> None:
     """Raise a TypeError for a keyword similar to an option that is no named argument of `f`.
 
     A function with `**kwargs` would otherwise ignore the misspelt option.
@@ -105,7 +105,7 @@ def _check_spelling(f: Callable[..., Any], given: dict[str, Any]) -> None:
         named = inspect.signature(call).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return
-    for name in given:
+    for name in keywords:
         near = difflib.get_close_matches(name, ("num_chunks", "memory_budget"), n=1, cutoff=0.9)
         if name not in named and near:
             raise TypeError(

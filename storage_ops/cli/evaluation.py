@@ -45,13 +45,13 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--eval-logits is {args.eval_logits}. Pass 0 or more.")
     if not args.eval_logits:
         return
-    given = f"--eval-logits is {args.eval_logits}, but "
+    prefix = f"--eval-logits is {args.eval_logits}, but "
     if args.eval_batch is None:
-        raise ValueError(f"{given}there is no evaluation. Pass --eval-batch, too.")
+        raise ValueError(f"{prefix}there is no evaluation. Pass --eval-batch, too.")
     if args.model is not None:
-        raise ValueError(f"{given}the output of --model need not have logits. Leave it out.")
+        raise ValueError(f"{prefix}the output of --model need not have logits. Leave it out.")
     if args.reference is not None:
-        raise ValueError(f"{given}the loss of --reference has no logits. Leave it out.")
+        raise ValueError(f"{prefix}the loss of --reference has no logits. Leave it out.")
 
 
 def step_of(args: argparse.Namespace, step: Workload) -> Workload | None:

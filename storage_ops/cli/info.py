@@ -54,10 +54,10 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
             minors = [m for m, why in zip(minors, value.values(), strict=True) if other in why]
             # Each minor has a storage binding and one more library.
             minors = list(dict.fromkeys(minors))
-            left = [f"{name}: {why}" for name, why in value.items() if other not in why]
+            remaining = [f"{name}: {why}" for name, why in value.items() if other not in why]
             if minors:
-                left.append(f"libraries for torch {', '.join(minors)}: not this torch")
-            text = "\n".join(left)
+                remaining.append(f"libraries for torch {', '.join(minors)}: not this torch")
+            text = "\n".join(remaining)
         elif isinstance(value, Mapping):
             text = "\n".join(f"{name}: {what}" for name, what in value.items())
         else:

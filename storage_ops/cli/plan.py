@@ -134,31 +134,31 @@ def run(args: argparse.Namespace, console: Console) -> int:
         output.complain(error, args)
         return 2
     budget = planner.default_budget(p) if budget_arg is None else budget_arg
-    found = curve(p, rates, budget)
+    budgets = curve(p, rates, budget)
     if args.json:
-        output.print_json(_facts(p, device, budget, chosen, found))
+        output.print_json(_facts(p, device, budget, chosen, budgets))
     else:
         console.print(plans.describe(chosen, p, rates, budget_arg), highlight=False, soft_wrap=True)
-        console.print(_table(found, rates, budget))
+        console.print(_table(budgets, rates, budget))
     return 0
 
 
-def _facts(p: Problem, device: str, budget: int, chosen: Plan, found: Curve) -> dict[str, Any]:
+def _facts(p: Problem, device: str, budget: int, chosen: Plan, budgets: Curve) -> dict[str, Any]:
     return {
         "problem": dataclasses.asdict(p),
         "device": device,
         "budget_bytes": budget,
         "smallest_budget_bytes": planner.smallest_budget(p),
-        "logits_bytes": found.logits,
-        "floor_seconds": found.floor,
+        "logits_bytes": budgets.logits,
+        "floor_seconds": budgets.floor,
         "plan": dataclasses.asdict(chosen),
         "curve": [
-            {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in found.points
+            {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in budgets.points
         ],
     }
 
 
-def _table(found: Curve, rates: Rates, budget: int) -> Grid:
+def _table(budgets: Curve, rates: Rates, budget: int) -> Grid:
     rows = [
         (
             f"{'> ' if point == budget else ''}{readable(point, up=True)}",
@@ -166,21 +166,21 @@ def _table(found: Curve, rates: Rates, budget: int) -> Grid:
             f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
             readable(plan.peak_bytes, up=True),
             metric(plan.seconds, "s"),
-            f"{plan.seconds / found.floor:.2f}" if found.floor else "",
+            f"{plan.seconds / budgets.floor:.2f}" if budgets.floor else "",
         )
-        for point, plan in found.points
+        for point, plan in budgets.points
     ]
-    pairs = zip(found.points, found.points[1:], strict=False)
+    pairs = zip(budgets.points, budgets.points[1:], strict=False)
     return Grid(
         f"What other budgets buy, predicted for {rates.name}",
         ("budget", "strategy", "tiles", "peak", "time", "x floor"),
         rows,
         f"tiles: how many, and of how many tokens x classes; all logits are "
-        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
+        f"{readable(budgets.logits)}\nx floor: time over the {metric(budgets.floor, 's')} that the "
         "products take, each formed once",
         words=("strategy",),
         optional=("tiles", "x floor", "peak"),
         sections=[i for i, (a, b) in enumerate(pairs) if a[1].strategy != b[1].strategy],
-        bold=[i for i, (point, _) in enumerate(found.points) if point == budget],
+        bold=[i for i, (point, _) in enumerate(budgets.points) if point == budget],
         box=box.SIMPLE_HEAD,
     )

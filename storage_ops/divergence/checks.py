@@ -116,14 +116,14 @@ def check_call(call: DivergenceCall) -> None:
         rule = f"at least {valid or 1} classes"
         raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
     _check_teacher(call, tokens, vocab)
-    for name, t, wanted in (
+    for name, t, shape in (
         ("linear_weight", weight, input.dtype),
         ("linear_bias", call.bias, input.dtype),
         ("teacher_weight", call.teacher_weight, _dtype(call.teacher_input)),
         ("teacher_bias", call.teacher_bias, _dtype(call.teacher_input)),
     ):
-        if t is not None and t.dtype != wanted:
-            rule = f"{wanted}, as {'teacher_' * name.startswith('teacher')}input is"
+        if t is not None and t.dtype != shape:
+            rule = f"{shape}, as {'teacher_' * name.startswith('teacher')}input is"
             raise _wrong(TypeError, f"{name} is", t.dtype, rule)
     check_shapes(
         OP, ("linear_bias", call.bias, (vocab,)), ("token_weight", call.token_weight, tokens)
@@ -139,11 +139,11 @@ def check_call(call: DivergenceCall) -> None:
     )  # fmt: skip
 
 
-def _check_head(given: Mapping[str, Tensor]) -> None:
-    for name, t in given.items():
+def _check_head(arguments: Mapping[str, Tensor]) -> None:
+    for name, t in arguments.items():
         if t.dim() != 2 and name.endswith("weight"):
             raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), "(V, D)")
-    check_head(OP, given)
+    check_head(OP, arguments)
 
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:

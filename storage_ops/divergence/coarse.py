@@ -66,10 +66,10 @@ class Coarse:
         z: (rows, V) whole rows of logits. The logits of the classes are overwritten with -inf.
         """
         ids = self.ids[whole]
-        known, rest = z.gather(1, ids), z.new_zeros(len(z), 1)
+        known, others = z.gather(1, ids), z.new_zeros(len(z), 1)
         if self.tail:
-            rest = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        return torch.cat([known, rest], 1).t()
+            others = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        return torch.cat([known, others], 1).t()
 
     def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, ...]:
         """Return log-probabilities and probabilities of both heads over the coarse classes."""

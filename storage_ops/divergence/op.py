@@ -79,14 +79,14 @@ def _autograd(ctx: Any, upstream: Tensor | None, *others: None) -> tuple[Tensor 
 
 
 def _second_pass(
-    ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
+    ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
     """Compute the gradients of input, weight and bias. The logits are computed again."""
     _, state, *tensors = saved
-    if given[0] is None:
+    if upstream[0] is None:
         return (None,) * 3
     call = with_tensors(ctx.call, tensors)._replace(in_forward=False, grad_mask=tuple(needs))
-    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
+    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, upstream[0], state, *call)
     return gradients
 
 

@@ -120,10 +120,12 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Dive
     def sized(p: Problem, strategy: str, rows: int, columns: int) -> Schedule:
         return planner.schedule(p, strategy, rows, columns)
 
-    def largest(limit: int, made: Callable[[int], Schedule]) -> Schedule:
+    def largest(limit: int, schedule_of: Callable[[int], Schedule]) -> Schedule:
         if budget is None:
-            return made(1)
-        return made(planner.largest(limit, lambda size: peak_of(made(size), t), budget) or 1)
+            return schedule_of(1)
+        return schedule_of(
+            planner.largest(limit, lambda size: peak_of(schedule_of(size), t), budget) or 1
+        )
 
     teacher = 0.0
     if t.matmul is not None:
@@ -146,6 +148,6 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Dive
     # With all tokens in one tile the gradient of the weight is written once, without a sum.
     chunks = (1, tokens) if budget is None else (1, 2, 4, 8, tokens)
     for rows in sorted({-(-tokens // k) for k in chunks}):
-        made = functools.partial(sized, p, VOCAB_SLICED, rows)
-        plans.append(plan(statistics, largest(vocab, made)))
+        schedule_of = functools.partial(sized, p, VOCAB_SLICED, rows)
+        plans.append(plan(statistics, largest(vocab, schedule_of)))
     return plans

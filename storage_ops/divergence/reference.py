@@ -68,17 +68,17 @@ def linear_kl_div(
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse" if beta else "forward"
     if divergence == "forward":
-        each = _weighted(p, b - a)
+        values = _weighted(p, b - a)
     elif divergence == "reverse":
-        each = _weighted(q, a - b)
+        values = _weighted(q, a - b)
     elif divergence == "jsd":
         m = (beta * p + (1 - beta) * q).log()
-        each = beta * _weighted(p, b - m) + (1 - beta) * _weighted(q, a - m)
+        values = beta * _weighted(p, b - m) + (1 - beta) * _weighted(q, a - m)
     elif divergence == "tvd":
-        each = (p - q).abs() / 2
+        values = (p - q).abs() / 2
     else:
-        each = (1 - F.cosine_similarity(z, t.to(z).detach(), dim=-1)).unsqueeze(-1)
-    loss = each.sum(-1)
+        values = (1 - F.cosine_similarity(z, t.to(z).detach(), dim=-1)).unsqueeze(-1)
+    loss = values.sum(-1)
     weight = torch.ones_like(loss) if token_weight is None else token_weight.to(loss)
     if target is not None:
         target = target.long()

@@ -70,12 +70,12 @@ class DivergenceRows(RowFunction):
         self._teacher_tile: Tensor | None = None
 
     def _teacher(self, classes: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        given = self.given
-        if given.teacher_input is None or given.teacher_weight is None:
+        call = self.given
+        if call.teacher_input is None or call.teacher_weight is None:
             return None
-        x = given.teacher_input.reshape(-1, given.teacher_input.shape[-1])
-        bias = None if given.teacher_bias is None else given.teacher_bias[:classes].to(given.wide)
-        return for_products(x), for_products(given.teacher_weight[:classes]), bias
+        x = call.teacher_input.reshape(-1, call.teacher_input.shape[-1])
+        bias = None if call.teacher_bias is None else call.teacher_bias[:classes].to(call.wide)
+        return for_products(x), for_products(call.teacher_weight[:classes]), bias
 
     def _teacher_products(self) -> matmul.Matmul | None:
         if self.teacher is None:
@@ -102,19 +102,19 @@ class DivergenceRows(RowFunction):
 
     def _copies(self) -> int:
         """Return the bytes of copies of the teacher's tensors, and of other values per token."""
-        given, size, count = self.given, 0, self._head.tokens.count
+        call, size, count = self.given, 0, self._head.tokens.count
         if self.teacher is not None:
-            before = (given.teacher_input, given.teacher_weight, given.teacher_bias)
+            before = (call.teacher_input, call.teacher_weight, call.teacher_bias)
             for old, new in zip(before, self.teacher, strict=True):
                 if old is not None and new is not None:
                     size += new.nbytes * (not same_storage(old, new))
-        if given.target is not None:  # the state twice, targets, losses
-            size += count * (2 * STATE_ROWS + 8) * given.wide.itemsize
-        if given.ids is not None:  # ids and log-probabilities, the state, and temporaries
-            size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
+        if call.target is not None:  # the state twice, targets, losses
+            size += count * (2 * STATE_ROWS + 8) * call.wide.itemsize
+        if call.ids is not None:  # ids and log-probabilities, the state, and temporaries
+            size += call.ids.numel() * 8 * (4 + call.wide.itemsize)
         # Most bytes of a step: the state of both heads' rows, and sums.
         if self._head.ranks.several:
-            size += count * (2 * STATE_ROWS + 6) * given.wide.itemsize * 2
+            size += count * (2 * STATE_ROWS + 6) * call.wide.itemsize * 2
         return size
 
     def set_upstream(self, loss: Tensor) -> None:
@@ -167,15 +167,15 @@ class DivergenceRows(RowFunction):
     def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
         """Compute a tile's statistics if asked for, and overwrite logits by their gradient."""
         assert self.teacher is not None
-        given, classes = self.given, step.classes
+        call, classes = self.given, step.classes
         bias, offset, phases = self.bias, self.teacher[2], step.phases
         heads = (
             tile, other, None if bias is None else bias[classes],
             None if offset is None else offset[classes],
-            self.state[: given.own_rows, step.rows], self.loss[step.rows],
+            self.state[: call.own_rows, step.rows], self.loss[step.rows],
         )  # fmt: skip
-        how = (given.divergence, given.beta, 1 / given.temperature)
-        caps = (given.softcap, given.teacher_softcap)
+        how = (call.divergence, call.beta, 1 / call.temperature)
+        caps = (call.softcap, call.teacher_softcap)
         over_teacher = self._over_teacher
         ranks = self._head.ranks
         if ranks.several and phases & UPDATE:
@@ -183,7 +183,7 @@ class DivergenceRows(RowFunction):
             phases &= ~UPDATE
         if not phases:
             return
-        native = given.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
+        native = call.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
         if not native:
             rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
         else:
@@ -239,11 +239,11 @@ class DivergenceRows(RowFunction):
 DivergenceRun = Run[DivergenceRows]
 
 
-def run_of(given: DivergenceCall, state: Tensor | None = None) -> DivergenceRun:
+def run_of(call: DivergenceCall, state: Tensor | None = None) -> DivergenceRun:
     """Return the run of a call. `state` is the state that the call's forward has returned."""
-    head = Head.of(given.as_loss(), compare=state is None)
-    row_function = DivergenceRows(given, head, state)
-    chosen = plan.choose(*row_function.problem(), given.memory_budget, rates_of(given.input.device))
+    head = Head.of(call.as_loss(), compare=state is None)
+    row_function = DivergenceRows(call, head, state)
+    chosen = plan.choose(*row_function.problem(), call.memory_budget, rates_of(call.input.device))
     chosen = chosen.with_classes(len(head.weight))
     if chosen.sliced is None:
         return Run(head, row_function, chosen.whole)

@@ -84,22 +84,22 @@ def values(
     """
     if divergence == "forward":
         value = b.sub_(a).mul_(q).sum(1)
-        center, each = torch.zeros_like(value), q
+        center, terms = torch.zeros_like(value), q
     elif divergence == "reverse":
-        each = a.sub_(b)
-        value = center = torch.mul(p, each, out=b).sum(1)
+        terms = a.sub_(b)
+        value = center = torch.mul(p, terms, out=b).sum(1)
     elif divergence == "jsd":
         log_m = _log_mixture(beta, p, q)
         of_teacher = b.sub_(log_m).mul_(q).sum(1)
-        each = a.sub_(log_m)
-        center = torch.mul(p, each, out=log_m).sum(1)
+        terms = a.sub_(log_m)
+        center = torch.mul(p, terms, out=log_m).sum(1)
         value = beta * of_teacher + (1 - beta) * center
     else:
         difference = torch.sub(p, q, out=b)
         value = torch.abs(difference, out=q).sum(1).mul_(0.5)
-        each = difference.sign_().mul_(0.5)
-        center = torch.mul(p, each, out=q).sum(1)
-    return value.masked_fill(value > INFINITE, torch.inf), center, each
+        terms = difference.sign_().mul_(0.5)
+        center = torch.mul(p, terms, out=q).sum(1)
+    return value.masked_fill(value > INFINITE, torch.inf), center, terms
 
 
 def contributions(
@@ -118,12 +118,12 @@ def contributions(
     return torch.sub(p, q, out=b).sign_().mul_(0.5)
 
 
-def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
-    """Return the gradient with respect to the logits. Overwrites `p` or `each`."""
+def gradient(divergence: str, beta: float, p: Tensor, terms: Tensor, center: Tensor) -> Tensor:
+    """Return the gradient with respect to the logits. Overwrites `p` or `terms`."""
     if divergence == "forward":
-        return p.sub_(each)
-    each.sub_(center.unsqueeze(1)).mul_(p)
-    return each.mul_(1 - beta) if divergence == "jsd" else each
+        return p.sub_(terms)
+    terms.sub_(center.unsqueeze(1)).mul_(p)
+    return terms.mul_(1 - beta) if divergence == "jsd" else terms
 
 
 def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ def divergence_rows(
             own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
         heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
         if phases & UPDATE:
-            loss[part], own[2], each = values(*heads)
+            loss[part], own[2], terms = values(*heads)
         else:
-            each = contributions(*heads)
+            terms = contributions(*heads)
         if phases & GRADIENT:
-            dz = gradient(divergence, beta, p, each, own[2])
+            dz = gradient(divergence, beta, p, terms, own[2])
             _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
 
 

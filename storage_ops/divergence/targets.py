@@ -26,10 +26,10 @@ class Targets:
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
     """
 
-    def __init__(self, given: DivergenceCall, tokens: Tokens, state: Tensor, bias: Tensor | None):
-        self.weight, self.state = given.target_weight, state
+    def __init__(self, call: DivergenceCall, tokens: Tokens, state: Tensor, bias: Tensor | None):
+        self.weight, self.state = call.target_weight, state
         self._target, self._bias = tokens.target, bias
-        self._softcap, self._classes = given.softcap, given.valid_classes or len(given.weight)
+        self._softcap, self._classes = call.softcap, call.valid_classes or len(call.weight)
         self._memory: Tensor | None = None
 
     def losses(self) -> Tensor:
@@ -47,10 +47,10 @@ class Targets:
             if self._memory is None:
                 self._memory = tile.new_empty(tile.untyped_storage().nbytes() // tile.itemsize)
             tile = self._memory.as_strided(tile.shape, tile.stride()).copy_(tile)
-        each = (upstream * self.weight).unsqueeze(0)
+        factor = (upstream * self.weight).unsqueeze(0)
         _rows(
             tile, self._target[rows], None if self._bias is None else self._bias[classes], None,
-            each if learns else None, self.state[:, rows], None, classes.start, self._classes,
+            factor if learns else None, self.state[:, rows], None, classes.start, self._classes,
             IGNORED, self._softcap, 1.0, 0.0, step.phases,
         )  # fmt: skip
         return tile if learns else None

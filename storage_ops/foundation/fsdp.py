@@ -51,20 +51,20 @@ def _groups() -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def gathered(read: Iterable[Tensor], lasts: bool) -> Iterator[None]:
+def gathered(tensors: Iterable[Tensor], lasts: bool) -> Iterator[None]:
     """Gather parameters for a block.
 
     Args:
-        read: tensors. Only parameters of FSDP are gathered.
+        tensors: only those that are parameters of FSDP are gathered.
         lasts: whether a running backward pass needs the parameters next, after which FSDP frees
             them. If not, parameters that this block gathered are sharded again after it.
     """
     sharded = [(s, g, g._all_gather_result) for s, g in _groups() if not g.is_unsharded]
-    wanted = {id(t if t._base is None else t._base) for t in read}
+    ids = {id(t if t._base is None else t._base) for t in tensors}
     failed = True
     try:
-        for _, group, _ in sharded if wanted else ():
-            if any(id(getattr(p, "_unsharded_param", None)) in wanted for p in group.fsdp_params):
+        for _, group, _ in sharded if ids else ():
+            if any(id(getattr(p, "_unsharded_param", None)) in ids for p in group.fsdp_params):
                 group.unshard()
                 group.wait_for_unshard()
         yield

@@ -143,20 +143,20 @@ def _resolve_one(op: object, field: str) -> set[str]:
             f"{', '.join(sorted(by_overload))}."
         )
     wanted = by_overload if overload is None else [overload]
-    kept = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
-    if not kept:
+    saveable = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
+    if not saveable:
         raise ValueError(
             f"`{field}` contains {op!r}, which modifies its arguments in place. Expected an op "
             "whose result can be kept."
         )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if all(has_kernel(name, "CompositeImplicitAutograd") for name in kept):
+    if all(has_kernel(name, "CompositeImplicitAutograd") for name in saveable):
         warnings.warn(
             f"`{field}` contains {op!r}, which autograd sees as several other ops. A policy is "
             "asked about those, and seldom about this one. Call explain_policy to list them.",
             stacklevel=2,
         )
-    return kept
+    return saveable
 
 
 class _Overload(NamedTuple):

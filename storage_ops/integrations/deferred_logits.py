@@ -168,7 +168,7 @@ class DeferredLogits(Tokens):
             means_per_token: Tensor = self.origin.use(means, flat)
         return means_per_token.view(self.shape[:-1])
 
-    def _error(self, what: str) -> Refused:
+    def _error(self, operation: str) -> Refused:
         run = self.origin.forward
         if run.labels is None:
             divergence = (
@@ -176,18 +176,18 @@ class DeferredLogits(Tokens):
                 "storage_ops.linear_kl_div, which takes hidden states. "
             )
             return Refused(
-                f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
-                "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, "
-                "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
-                f"and gather of a class for each token. {divergence * self.normal}Call formed() of "
-                'them for the tensor, or patch_causal_lm(model, logits="eval"), which does not '
-                "defer it."
+                f"patch_causal_lm: {operation} is used on the deferred logits of {run.model}, "
+                "which linear_cross_entropy cannot repeat without them. Expected scaling by "
+                "numbers, torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the "
+                f"classes and gather of a class for each token. {divergence * self.normal}Call "
+                'formed() of them for the tensor, or patch_causal_lm(model, logits="eval"), which '
+                "does not defer it."
             )
         return Refused(
-            f"patch_causal_lm: {run.model} uses {what} on its logits, which linear_cross_entropy "
-            "cannot repeat without them. Expected scaling by numbers, tanh and "
-            "torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to give "
-            "the model its own loss back."
+            f"patch_causal_lm: {run.model} uses {operation} on its logits, which "
+            "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, tanh "
+            "and torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to "
+            "give the model its own loss back."
         )
 
     @classmethod
@@ -342,9 +342,9 @@ class DeferredLogits(Tokens):
         return other.numel() == 1 or other.numel() == other.shape[-1] == self.shape[-1]
 
     def _times(self, factor: object, inverse: bool) -> DeferredLogits:
-        what = "division" if inverse else "multiplication"
+        operation = "division" if inverse else "multiplication"
         if self.normal:
-            raise self._error(f"{what} after log_softmax")
+            raise self._error(f"{operation} after log_softmax")
         if isinstance(factor, Tensor) and self._is_of_classes(factor):
             by, dtype = factor.reshape(-1), self.dtype
             if factor.dim():
@@ -352,7 +352,7 @@ class DeferredLogits(Tokens):
             scaled = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
             return scaled._like(dtype=dtype)
         if not isinstance(factor, (int, float)):
-            raise self._error(f"{what} by a {type(factor).__name__}")
+            raise self._error(f"{operation} by a {type(factor).__name__}")
         scale, cap = self.scale, self.cap
         if cap is not None:
             cap = cap / factor if inverse else cap * factor

@@ -80,7 +80,7 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
     if closure is None or not isinstance(instance_forward, MethodType):
         raise replaced(name)
     known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
-    asked = set(closure.nonlocals.get("outputs", ()))
+    outputs = set(closure.nonlocals.get("outputs", ()))
     if not known <= set(closure.nonlocals) or "FusedCausalLMOutput" not in closure.globals:
         raise NotImplementedError(
             f"patch_causal_lm: the fused head of {name} is not that of trl 1.15 or 1.16. Install "
@@ -91,10 +91,10 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
             f"patch_causal_lm: the fused head of {name} has cast_lm_head_to_fp32=True. Expected "
             "False: results per token are float32 without it."
         )
-    if asked - set(_RESULTS) - set(_OTHERS):
+    if outputs - set(_RESULTS) - set(_OTHERS):
         raise NotImplementedError(
-            f"patch_causal_lm: the fused head of {name} has outputs {sorted(asked)}. Expected some "
-            f"of {sorted(_RESULTS | _OTHERS)}."
+            f"patch_causal_lm: the fused head of {name} has outputs {sorted(outputs)}. Expected "
+            f"some of {sorted(_RESULTS | _OTHERS)}."
         )
     if options.token_weights is not None or options.label_smoothing:
         raise ValueError(

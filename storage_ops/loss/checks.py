@@ -136,20 +136,20 @@ def group_of(mesh: Any, name: str) -> Any:
 
 
 def check_arguments(
-    input: Tensor, linear_weight: Tensor, target: Tensor, given: Mapping[str, Any]
+    input: Tensor, linear_weight: Tensor, target: Tensor, options: Mapping[str, Any]
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together.
 
-    `given`: all keyword arguments of `linear_cross_entropy` except `options`.
+    `options`: all keyword arguments of `linear_cross_entropy` except `options`.
     """
-    check_rules(OP, RULES, given)
-    _check_options(input, given)
-    linear_bias, weight = given["linear_bias"], given["weight"]
-    token_weight, accumulate_into = given["token_weight"], given["accumulate_into"]
+    check_rules(OP, RULES, options)
+    _check_options(input, options)
+    linear_bias, weight = options["linear_bias"], options["weight"]
+    token_weight, accumulate_into = options["token_weight"], options["accumulate_into"]
     ignore_index, returns, process_group = (
-        given[name] for name in ("ignore_index", "returns", "process_group")
+        options[name] for name in ("ignore_index", "returns", "process_group")
     )
-    scatters = given["input_grad"] == "reduce_scatter"
+    scatters = options["input_grad"] == "reduce_scatter"
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
         raise wrong(TypeError, "target is", target.dtype, rule)
@@ -168,10 +168,10 @@ def check_arguments(
         )
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
-    if given["gradient_tolerance"] and target.is_floating_point():
+    if options["gradient_tolerance"] and target.is_floating_point():
         raise wrong(TypeError, "target is", target.dtype, "class indices with a gradient_tolerance")
-    selected_ids, classes = given["selected_ids"], vocab if process_group is None else None
-    _check_picks(selected_ids, given["top_k"], returns, tokens, classes)
+    selected_ids, classes = options["selected_ids"], vocab if process_group is None else None
+    _check_picks(selected_ids, options["top_k"], returns, tokens, classes)
     check_shapes(
         OP,
         ("linear_bias", linear_bias, (vocab,)),
@@ -199,15 +199,15 @@ def check_arguments(
     )  # fmt: skip
 
 
-def check_head(op: str, given: Mapping[str, Tensor]) -> None:
+def check_head(op: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise a ValueError unless a head's weight (V, ..., D) fits hidden states (..., D).
 
     Args:
         op: the function that is checked, for the error.
-        given: hidden states and weight, in this order, by their names.
+        tensors: hidden states and weight, in this order, by their names.
     """
-    (states, input), (head, weight) = given.items()
-    shape, wanted = tuple(weight.shape), "(V, D)" if weight.dim() < 3 else "(V, d_1, ..., D)"
+    (states, input), (head, weight) = tensors.items()
+    shape, form = tuple(weight.shape), "(V, D)" if weight.dim() < 3 else "(V, d_1, ..., D)"
     if input.dim() >= 1 and weight.dim() >= 2 and shape[-1] == input.shape[-1]:
         return
     hint = ""
@@ -219,7 +219,7 @@ def check_head(op: str, given: Mapping[str, Tensor]) -> None:
         # Few models have fewer classes than hidden units, so the weight is probably transposed.
         hint = " " + " Or ".join(hints if shape[0] >= shape[-1] else reversed(hints))
     raise ValueError(
-        f"{op}: `{head}` has shape {shape}. Expected {wanted} with D the last size of `{states}`, "
+        f"{op}: `{head}` has shape {shape}. Expected {form} with D the last size of `{states}`, "
         f"which has shape {tuple(input.shape)}.{hint}"
     )
 
@@ -232,44 +232,44 @@ def check_ignore_index(ignore_index: int) -> None:
         raise wrong(ValueError, "ignore_index is", ignore_index, "a value in the range of int64")
 
 
-def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
+def _check_options(input: Tensor, options: Mapping[str, Any]) -> None:
     """Check the options that depend on the input, or on each other."""
-    softcap, divisor, wide = given["softcap"], given["divisor"], arithmetic(input.dtype)
+    softcap, divisor, wide = options["softcap"], options["divisor"], arithmetic(input.dtype)
     least = torch.finfo(wide).tiny
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise wrong(ValueError, "softcap is", softcap, rule)
-    if given["shift"] and input.dim() < 2:
+    if options["shift"] and input.dim() < 2:
         raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     for name in ("accumulate_dtype", "logits_dtype"):
-        if given[name] not in sums:
-            raise wrong(ValueError, f"{name} is", given[name], f"one of {sums}")
+        if options[name] not in sums:
+            raise wrong(ValueError, f"{name} is", options[name], f"one of {sums}")
     if divisor is not None:
-        check_divisor(divisor, given["reduction"])
-    if given["gradient_tolerance"]:
-        _check_tolerance(given)
-    elif given["max_classes"] is not None:
+        check_divisor(divisor, options["reduction"])
+    if options["gradient_tolerance"]:
+        _check_tolerance(options)
+    elif options["max_classes"] is not None:
         rule = "None without a gradient_tolerance"
-        raise wrong(ValueError, "max_classes is", given["max_classes"], rule)
+        raise wrong(ValueError, "max_classes is", options["max_classes"], rule)
 
 
 # Gradients of these results do not shrink with a class's probability.
 _NOT_BOUNDED = ("entropy", "selected", "topk")
 
 
-def _check_tolerance(given: Mapping[str, Any]) -> None:
+def _check_tolerance(options: Mapping[str, Any]) -> None:
     """Check the options of a call with gradient_tolerance."""
     rule = "0 with a gradient_tolerance: every class has a part of each token's target"
-    if given["label_smoothing"]:
-        raise wrong(ValueError, "label_smoothing is", given["label_smoothing"], rule)
-    unbounded = [name for name in given["returns"] if name in _NOT_BOUNDED]
+    if options["label_smoothing"]:
+        raise wrong(ValueError, "label_smoothing is", options["label_smoothing"], rule)
+    unbounded = [name for name in options["returns"] if name in _NOT_BOUNDED]
     if unbounded:
         rule = (
             f"none of {_NOT_BOUNDED} with a gradient_tolerance, which does not bound the error of "
             "their gradients. Compute them in a call under torch.no_grad()"
         )
-        raise wrong(ValueError, "returns is", repr(given["returns"]), rule)
+        raise wrong(ValueError, "returns is", repr(options["returns"]), rule)
 
 
 def check_divisor(divisor: float | Tensor, reduction: str) -> None:

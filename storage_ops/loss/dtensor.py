@@ -112,7 +112,7 @@ class _Meshed:
 
         Args:
             t: the tensor.
-            wanted: the placements to bring it to.
+            placements: the placements of the result.
             grad: the placements of its gradient.
         """
         if t is None:

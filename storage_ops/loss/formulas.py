@@ -34,10 +34,10 @@ def denominator(tokens: Tokens, call: Call) -> Tensor:
             return tokens.token_weight.sum()
         return torch.full((), tokens.count, dtype=dtype, device=tokens.x.device)
     valid = tokens.target != call.ignore_index
-    each = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
+    weights = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
     if tokens.token_weight is not None:
-        each = each * tokens.token_weight
-    return torch.where(valid, each, 0).sum()
+        weights = weights * tokens.token_weight
+    return torch.where(valid, weights, 0).sum()
 
 
 def total_weight(
@@ -50,14 +50,14 @@ def total_weight(
     function, because each smaller call knows only some of the tokens.
     """
     if target.is_floating_point():
-        each = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
+        weights = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
     else:
         valid = target != ignore_index
-        each = valid.to(dtype)
+        weights = valid.to(dtype)
         if class_weight is not None:
             classes = torch.where(valid, target, 0).long().clamp(0, class_weight.shape[0] - 1)
-            each = each * class_weight.to(dtype)[classes]
-    return (each if token_weight is None else each * token_weight.to(dtype)).sum()
+            weights = weights * class_weight.to(dtype)[classes]
+    return (weights if token_weight is None else weights * token_weight.to(dtype)).sum()
 
 
 def scale_of(tokens: Tokens, call: Call) -> Tensor:

@@ -104,16 +104,16 @@ def _resumed(
     state = args[_UPSTREAM - 1]
     run = run_of(call, state, tile)
     tokens, rows = run.head.tokens, run.rows
-    each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
-    *each, picked = each
-    each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
+    gradients = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
+    *gradients, picked = gradients
+    gradients[1:] = [None if grad is None else tokens.collect(grad) for grad in gradients[1:]]
     if picked is not None and rows.picked is not None:
         of_lse = rows.picked.differentiate(tokens.collect(picked, 1))
-        each[2] = of_lse if each[2] is None else each[2] + of_lse
-    if each[0] is not None:
-        total = each[0] if call.reduction != "none" else tokens.collect(each[0])
-        each[0] = total * formulas.scale_of(tokens, call)
-    rows.upstream = formulas.upstream_of(tokens, call, *each)
+        gradients[2] = of_lse if gradients[2] is None else gradients[2] + of_lse
+    if gradients[0] is not None:
+        total = gradients[0] if call.reduction != "none" else tokens.collect(gradients[0])
+        gradients[0] = total * formulas.scale_of(tokens, call)
+    rows.upstream = formulas.upstream_of(tokens, call, *gradients)
     return run
 
 
@@ -174,32 +174,32 @@ def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _second_pass(
-    ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
+    ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
     """Compute gradients of input, weight, bias and target. The logits are computed again."""
     tile, state, *tensors = saved
     # .data is no use of a saved tensor. Otherwise autograd would refuse the next use.
     tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
-    if tile is not None and any(g is not None and batched(g) for g in given):
+    if tile is not None and any(g is not None and batched(g) for g in upstream):
         kept.free(tile)  # a tile serves one backward, but vmap runs several
         tile = None
     call = with_tensors(ctx.call, tensors)
     call = call._replace(in_forward=False, grad_mask=tuple(needs[:3]))
-    arguments = (*given, state, *call.for_backward())
+    arguments = (*upstream, state, *call.for_backward())
     if ctx.into is not None:
-        into = (*given, state, *call._replace(accumulate_into=ctx.into))
+        into = (*upstream, state, *call._replace(accumulate_into=ctx.into))
         if tile is not None:
-            made = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
+            gradients = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
         else:
-            made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
-        made = made[0], None, made[1]
+            gradients = call_once(_OPS.linear_cross_entropy_backward_into, *into)
+        gradients = gradients[0], None, gradients[1]
     elif tile is not None:
-        made = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
+        gradients = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
     else:
-        made = _backwards(call, "linear_cross_entropy_backward", arguments)
+        gradients = _backwards(call, "linear_cross_entropy_backward", arguments)
     if not needs[3]:
-        return tuple(made)
-    return *made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
+        return tuple(gradients)
+    return *gradients, _backwards(call, "linear_cross_entropy_backward_target", arguments)
 
 
 def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:

@@ -165,16 +165,16 @@ class Picked:
         Duplicate classes are merged, so that the gradient of a class is rounded once.
         """
         order = self.ids.argsort(1)
-        ids, each = self.ids.gather(1, order), upstream.gather(1, order)
-        each = each.masked_fill((ids < 0) | (ids >= self._vocabulary), 0)
+        ids, classes = self.ids.gather(1, order), upstream.gather(1, order)
+        classes = classes.masked_fill((ids < 0) | (ids >= self._vocabulary), 0)
         del order
         place = torch.ones_like(ids)
         place[:, 0] = 0
         place[:, 1:] = ids[:, 1:] != ids[:, :-1]
         place = place.cumsum_(1)
-        self.upstream = torch.zeros_like(each).scatter_add_(1, place, each)
+        self.upstream = torch.zeros_like(classes).scatter_add_(1, place, classes)
         self.ids = torch.full_like(ids, -1).scatter_(1, place, ids)
-        return -each.sum(1)
+        return -classes.sum(1)
 
     def products(self, step: Step, tile: Tensor) -> Tensor | None:
         """Return the products at these classes, before the row kernel overwrites them."""
@@ -235,10 +235,10 @@ class Picked:
         if tokens.probabilities:
             q = tokens.target[rows].gather(1, column + step.classes.start)
             share = q.to(self._state.dtype) * (1 - smoothing) + share
-        each = self._state.new_ones(()) if self._weights is None else (
+        weights = self._state.new_ones(()) if self._weights is None else (
             self._weights[step.classes][column]
         )  # fmt: skip
-        return (each * share).expand(column.shape)
+        return (weights * share).expand(column.shape)
 
 
 def _of_groups(z: Tensor) -> Tensor:

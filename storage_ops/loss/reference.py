@@ -219,48 +219,50 @@ def results_of(
     One tensor as large as the logits is allocated for all names, and three more for entropy.
     """
     dense, vocab, zero = target.is_floating_point(), z.shape[-1], z.new_zeros(())
-    kept = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
+    counted = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
     if token_weight is not None:
-        kept = kept & (token_weight != 0)
-    classes = target.argmax(-1) if dense else torch.where(kept, target, 0).long()
+        counted = counted & (token_weight != 0)
+    classes = target.argmax(-1) if dense else torch.where(counted, target, 0).long()
     log_p = F.log_softmax(z, -1)
-    share = kept.to(z.dtype) if token_weight is None else token_weight.to(z)
+    share = counted.to(z.dtype) if token_weight is None else token_weight.to(z)
     if not dense:
-        share = share * (kept if weight is None else torch.where(kept, weight.to(z)[classes], zero))
+        share = share * (
+            counted if weight is None else torch.where(counted, weight.to(z)[classes], zero)
+        )
     results: dict[str, Any] = {}
     lse = zero
     if z_loss or "lse" in names or "z_loss" in names:
-        lse = torch.where(kept, z.logsumexp(-1), zero)
+        lse = torch.where(counted, z.logsumexp(-1), zero)
     if "loss" in names or "nll" in names:
         if dense:
             q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
             loss = -((q if weight is None else q * weight.to(z)) * log_p).sum(-1)
-            loss = nll = torch.where(kept, loss, zero)
+            loss = nll = torch.where(counted, loss, zero)
         else:
-            nll = torch.where(kept, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
+            nll = torch.where(counted, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
             loss = nll if weight is None else weight.to(z)[classes] * nll
             if label_smoothing:
                 spread = -(log_p if weight is None else weight.to(z) * log_p).sum(-1)
-                spread = torch.where(kept, spread, zero)
+                spread = torch.where(counted, spread, zero)
                 loss = (1 - label_smoothing) * loss + label_smoothing / vocab * spread
         loss = loss + z_loss * lse.square() if z_loss else loss
         results |= {"loss": loss if token_weight is None else loss * token_weight.to(z), "nll": nll}
     if "entropy" in names:
-        results["entropy"] = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
+        results["entropy"] = torch.where(counted, -_weighted(log_p.exp(), log_p).sum(-1), zero)
     if "argmax" in names or "correct" in names:
-        argmax = torch.where(kept, z.argmax(-1), -1)
-        results |= {"argmax": argmax, "correct": kept & (argmax == classes)}
+        argmax = torch.where(counted, z.argmax(-1), -1)
+        results |= {"argmax": argmax, "correct": counted & (argmax == classes)}
     results |= {"lse": lse, "z_loss": z_loss * lse.detach().square()}
-    each = kept.unsqueeze(-1)
+    mask = counted.unsqueeze(-1)
     if selected_ids is not None:
-        there = each & (selected_ids >= 0)
+        there = mask & (selected_ids >= 0)
         picked = log_p.gather(-1, torch.where(there, selected_ids, 0).long())
         results["selected"] = torch.where(there, picked, zero)
     if top_k:
         # A stable sort keeps the first of equal logits first.
         order = z.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-        values = torch.where(each, log_p.gather(-1, order), zero)
-        results["topk"] = (values, torch.where(each, order, -1))
+        values = torch.where(mask, log_p.gather(-1, order), zero)
+        results["topk"] = (values, torch.where(mask, order, -1))
     return results, share
 
 

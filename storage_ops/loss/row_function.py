@@ -202,11 +202,13 @@ class CrossEntropyRows(RowFunction):
         hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
         smooth = None
         if call.label_smoothing:
-            each = tokens.class_weight
-            each = total.new_ones(len(weight), dtype=wide) if each is None else each
+            class_weight = tokens.class_weight
+            class_weight = (
+                total.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight
+            )
             smooth = total.new_zeros(1, total.shape[1], dtype=wide)
             for part in slices(len(weight), PIECE):
-                smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
+                smooth.addmm_(class_weight[part].unsqueeze(0), weight[part].to(wide))
             smooth *= call.logit_scale * call.label_smoothing / head.vocabulary
         classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
         for part in slices(tokens.count, PIECE):

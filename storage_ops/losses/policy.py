@@ -233,21 +233,27 @@ def grpo(
         ratios, logps, advantages, clip_low, clip_high, delta, sapo_temperature_pos,
         sapo_temperature_neg,
     )  # fmt: skip
-    each = SURROGATES[loss_type](sampled)
+    token_losses = SURROGATES[loss_type](sampled)
     if importance_sampling_ratio is not None:
-        each = each * _of_tokens(scored, "importance_sampling_ratio", importance_sampling_ratio)
+        token_losses = token_losses * _of_tokens(
+            scored, "importance_sampling_ratio", importance_sampling_ratio
+        )
     kl = None
     if reference is not None:
         kl = _estimate(torch.where(scored.mask, logps - reference, 0), kl_estimator)
-        each = each + kl_weight * kl
+        token_losses = token_losses + kl_weight * kl
     if scored.entropy is not None and entropy_weight:
-        each = each - entropy_weight * scored.entropy
+        token_losses = token_losses - entropy_weight * scored.entropy
     loss = _reduced(
-        scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
+        scored, torch.where(scored.mask, token_losses, 0), normalize, max_length, num_items_in_batch
     )
     if return_metrics:
         metrics = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
-        means = {name: _mean(scored, each) for name, each in metrics.items() if each is not None}
+        means = {
+            name: _mean(scored, token_losses)
+            for name, token_losses in metrics.items()
+            if token_losses is not None
+        }
         frozen = {} if reference is None else {"ref_logps": reference}
         return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss
@@ -386,18 +392,20 @@ def _mean(scored: Scored, values: Tensor) -> Tensor:
 
 def _reduced(
     scored: Scored,
-    each: Tensor,
+    token_losses: Tensor,
     normalize: str,
     max_length: int | None,
     num_items_in_batch: int | float | Tensor | None,
 ) -> Tensor:
     if normalize == "sequence":
-        return (scored.per_sequence(each) / scored.counts).mean()
+        return (scored.per_sequence(token_losses) / scored.counts).mean()
     if normalize == "token":
         count = scored.mask.sum() if num_items_in_batch is None else num_items_in_batch
-        count = torch.as_tensor(count, dtype=each.dtype, device=each.device).detach()
-        return each.sum() / count.clamp_min(1)
+        count = torch.as_tensor(
+            count, dtype=token_losses.dtype, device=token_losses.device
+        ).detach()
+        return token_losses.sum() / count.clamp_min(1)
     if max_length is None and scored.of_sequence is not None:
         rule = "a count, for normalize='length' with cu_seqlens"
         raise wrong("grpo", ValueError, "max_length is", None, rule)
-    return each.sum() / (scored.sequences * (max_length or each.shape[-1]))
+    return token_losses.sum() / (scored.sequences * (max_length or token_losses.shape[-1]))

@@ -194,7 +194,7 @@ def separated(
 
 def reference_logps(
     loss: str,
-    given: Tensor | None,
+    logps: Tensor | None,
     ref_input: Tensor | None,
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
@@ -211,11 +211,11 @@ def reference_logps(
             raise wrong(
                 loss, TypeError, "ref_bias is", "given without ref_input", "both or neither of them"
             )
-        if given is None:
+        if logps is None:
             return None
-        check_tensor(loss, "ref_logps", given)
-        return given.detach()
-    if given is not None:
+        check_tensor(loss, "ref_logps", logps)
+        return logps.detach()
+    if logps is not None:
         raise wrong(
             loss, ValueError, "ref_logps", "is given together with ref_input", "one of them"
         )

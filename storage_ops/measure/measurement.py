@@ -226,7 +226,7 @@ class measure:
 
     def _read_events(self) -> None:
         profiler: Any = self._profile.profiler
-        changes, taken = history(
+        changes, allocations = history(
             profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
         )
         del self._profile
@@ -235,7 +235,7 @@ class measure:
             Sample((start - changes[0][0]) / 1e9, level)
             for (start, _), level in zip(changes, after[1:], strict=True)
         ]
-        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
+        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in allocations]
         result = Measurement(
             max(after), after[-1], timeline, lives, subject=self._subject, device=str(self._device)
         )

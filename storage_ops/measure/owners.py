@@ -128,7 +128,7 @@ def history(
     """
     events = sorted(_relevant(roots), key=lambda found: found[0].start_time_ns)
     changes: list[tuple[int, int]] = []
-    taken: list[Taken] = []
+    allocations: list[Taken] = []
     live: dict[int, Taken] = {}
     for event, inside in events:
         if event.name.startswith(_GRADIENT):
@@ -146,14 +146,14 @@ def history(
             _own(block, event.start_time_ns)
         if nbytes > 0:
             block = live[memory.ptr] = Taken("", nbytes, len(changes), made_in=inside)
-            taken.append(block)
+            allocations.append(block)
         if entry_bytes is not None:
             nbytes = memory.total_allocated - entry_bytes
             entry_bytes = memory.total_allocated
         changes.append((event.start_time_ns, nbytes))
     for block in live.values():
         _own(block, None)
-    return changes, taken
+    return changes, allocations
 
 
 def _own(block: Taken, freed: int | None) -> None:

@@ -113,10 +113,10 @@ def stack_of(measurement: Measurement) -> Stack:
     areas: dict[str, list[float]] = {owner: [] for owner in shown}
     now: Counter[str] = Counter()
     moments = _moments(levels)
-    wanted = set(moments)
+    drawn = set(moments)
     for at in range(len(levels)):
         now.update(steps[at])
-        if at in wanted:
+        if at in drawn:
             for owner, area in areas.items():
                 area.append(now[owner] / size)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
@@ -127,10 +127,10 @@ def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str
     """Return the kinds of owners to draw, from below: those with most bytes at the peak first."""
     size: dict[str, tuple[int, int]] = {}
     for life in lives:
-        there = life.start <= peak and (life.end is None or life.end > peak)
+        is_at_peak = life.start <= peak and (life.end is None or life.end > peak)
         kind = kinds[life.owner]
         most, all_ = size.get(kind, (0, 0))
-        size[kind] = (most + life.nbytes * there, all_ + life.nbytes)
+        size[kind] = (most + life.nbytes * is_at_peak, all_ + life.nbytes)
     order = sorted(size, key=lambda kind: size[kind], reverse=True)
     shown = order if len(order) <= _COLOURS + 1 else order[:_COLOURS]
     # Memory that never changes is drawn below memory that comes and goes.

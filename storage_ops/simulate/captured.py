@@ -161,11 +161,13 @@ def _handles_all_at_once(kind: type[Optimizer]) -> bool:
 
 
 @contextlib.contextmanager
-def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
+def simulated_optimizers(
+    captured: Captured, simulation: Simulation, on_gpu: bool
+) -> Iterator[None]:
     """Let every optimizer in this thread step as on that device. Undo the effects afterwards.
 
-    If `held` does not have an optimizer, such as one in a global of another package, it is added to
-    `held.optimizers` at its first step.
+    If `captured` does not have an optimizer, such as one in a global of another package, it is
+    added to `captured.optimizers` at its first step.
     """
     thread = threading.get_ident()
     with contextlib.ExitStack() as stack:
@@ -174,12 +176,12 @@ def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -
             stack.enter_context(_simulated_steps(optimizer, simulation, on_gpu))
 
         def before_step(optimizer: Optimizer, *_: object) -> None:
-            is_known = any(optimizer is known for known in held.optimizers)
+            is_known = any(optimizer is known for known in captured.optimizers)
             if not is_known and threading.get_ident() == thread:
-                held.optimizers.append(optimizer)
+                captured.optimizers.append(optimizer)
                 simulate(optimizer)
 
-        for optimizer in held.optimizers:
+        for optimizer in captured.optimizers:
             simulate(optimizer)
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         yield

@@ -235,7 +235,7 @@ def note_roles(
 
 @contextlib.contextmanager
 def simulating(
-    ledger: Ledger, held: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
+    ledger: Ledger, captured: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
     on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
     """Simulate ops on fake tensors in a with block. Yield the mode and the arguments of the call.
@@ -249,22 +249,22 @@ def simulating(
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
-        stack.enter_context(_nothing_left(simulation, held))
-        stack.enter_context(unchanged(*held.holders))
+        stack.enter_context(_nothing_left(simulation, captured))
+        stack.enter_context(unchanged(*captured.holders))
         # Compiled code is simulated op by op. With fullgraph=True, torch refuses that under a mode
         # unless this setting allows it.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
+        stack.enter_context(simulated_optimizers(captured, simulation, on_gpu))
         stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(branches_of_a_run(simulation.values))
         stack.enter_context(distributions_unchecked())
-        on_meta = any(t.is_meta for t in held.tensors)
+        on_meta = any(t.is_meta for t in captured.tensors)
         if on_gpu or on_meta:  # for the meta device, torch would decompose fused kernels
             stack.enter_context(gpu_kernels())
-        stack.enter_context(fsdp_simulated(held.modules, simulation))
+        stack.enter_context(fsdp_simulated(captured.modules, simulation))
         stack.enter_context(propagation_unseen(simulation))
-        elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
+        elsewhere = on_gpu and not any(t.is_cuda for t in captured.tensors)
         if elsewhere and not on_meta:
             stack.enter_context(autocast_of_gpu())
         stack.enter_context(standing_for(rates if elsewhere else None))
@@ -272,29 +272,29 @@ def simulating(
         if on_meta:
             stack.enter_context(autocast_off_on_meta())
         stack.enter_context(Functions(simulation, on_meta))
-        args, kwargs = on_one_device(simulation, held, args, kwargs)
-        for t in held.tensors:
+        args, kwargs = on_one_device(simulation, captured, args, kwargs)
+        for t in captured.tensors:
             simulation.twin(t)
-        stack.enter_context(ddp_simulated(held.modules, simulation))
+        stack.enter_context(ddp_simulated(captured.modules, simulation))
         yield simulation, args, kwargs
 
 
 @contextlib.contextmanager
-def _nothing_left(simulation: Simulation, held: Captured) -> Iterator[None]:
+def _nothing_left(simulation: Simulation, captured: Captured) -> Iterator[None]:
     """Raise an error if a simulation leaves fake tensors outside of its modules.
 
     Training that read such a tensor would fail later, far from the cause.
     """
-    names = Namespaces(held.modules, held.functions)
+    names = Namespaces(captured.modules, captured.functions)
     try:
         yield
     finally:
         simulation.forget()
-        left = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
-    if left:
-        first, place = left[0]
+        leftovers = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
+    if leftovers:
+        first, place = leftovers[0]
         warn_caller(
-            f"estimate: `fn` left {len(left)} simulated tensors behind, one of shape "
+            f"estimate: `fn` left {len(leftovers)} simulated tensors behind, one of shape "
             f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Store "
             "tensors only in modules, arguments, named variables of `fn` and caches, which are "
             "restored."
@@ -342,11 +342,11 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
             raise
-        what, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
+        feature, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
         if "GradScaler" in str(error):
-            what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
+            feature, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            f"estimate: `fn` uses {what}, which torch turns off on this machine. Use {expected}."
+            f"estimate: `fn` uses {feature}, which torch turns off on this machine. Use {expected}."
         ) from error
 
 

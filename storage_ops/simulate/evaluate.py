@@ -76,7 +76,7 @@ def simulate_evaluation(
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     compute = as_it_runs(loss)
     args, kwargs = arguments(batch)
-    held = Captured((model, compute), args, kwargs)
+    captured = Captured((model, compute), args, kwargs)
     roles: dict[Block, str] = {}
 
     def evaluate(simulation: Simulation, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +99,11 @@ def simulate_evaluation(
         if joined is not None and logits is not None:
             note_roles(roles, PREDICTIONS, [torch.cat([joined, logits])], simulation)
 
-    alone, told = ONE_AT_A_TIME, showing("simulating an evaluation step")
+    alone, shown = ONE_AT_A_TIME, showing("simulating an evaluation step")
     calls = around_calls(model, noting(ledger))
-    simulated = simulating(ledger, held, args, kwargs, Assumption(None), on_gpu, rates)
-    with alone, told, calls, simulated as (simulation, *moved), torch.no_grad():
-        for module in (model, *held.roots):
+    simulated = simulating(ledger, captured, args, kwargs, Assumption(None), on_gpu, rates)
+    with alone, shown, calls, simulated as (simulation, *moved), torch.no_grad():
+        for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
             note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)

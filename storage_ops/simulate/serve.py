@@ -128,10 +128,10 @@ def simulate_serving(
         for kind, tensors in _by_kind(cache, model):
             note_roles(roles, kind, tensors, simulation)
 
-    alone, told = ONE_AT_A_TIME, showing("simulating generation")
+    alone, shown = ONE_AT_A_TIME, showing("simulating generation")
     simulated = simulating(ledger, captured, (), inputs, Assumption(None), on_gpu, rates)
     calls = around_calls(model, noting(ledger))
-    with alone, told, calls, simulated as (simulation, _, prompt), torch.no_grad():
+    with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
         note_roles(roles, BUFFERS, model.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(prompt), simulation)

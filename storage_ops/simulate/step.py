@@ -281,13 +281,13 @@ def optimizer_of(
         return found
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
-    made = make(trained) if callable(make) and trained else None
-    if trained and not isinstance(made, Optimizer):
+    created = make(trained) if callable(make) and trained else None
+    if trained and not isinstance(created, Optimizer):
         raise TypeError(
             f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, or None."
         )
-    _check_step(made)
-    return made
+    _check_step(created)
+    return created
 
 
 def _check_step(optimizer: Optimizer | None) -> None:
@@ -351,7 +351,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
     args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
-    held = Captured((model, loss, optimizer), args, kwargs)
+    captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
     def around(
@@ -375,14 +375,14 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if optimizer is not None:
             with updated_locally(optimizer), outside_autocast():
                 optimizer.step()
-        note_optimizers(roles, held, simulation)  # includes optimizers that step in hooks
+        note_optimizers(roles, captured, simulation)  # includes optimizers that step in hooks
 
-    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu, rates)
+    simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     alone, told = ONE_AT_A_TIME, showing("simulating a step")
     with alone, told, gradients, calls, simulated as (simulation, *moved):
         # Includes modules such as a frozen reference that the loss names.
-        for module in (model, *held.roots):
+        for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
             note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)

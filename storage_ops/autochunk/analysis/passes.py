@@ -152,9 +152,9 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     Raises:
         Conflict: there are several, or it is not only a factor.
     """
-    read = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
+    inputs = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
     below = {t: reached([t]) | {t} for t in tangents}
-    used = [t for t in tangents if below[t] & (read | set(span.layouts))]
+    used = [t for t in tangents if below[t] & (inputs | set(span.layouts))]
     if not used:
         return
     if len(used) > 1:
@@ -163,7 +163,7 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     if shape(tangent):
         sizes = tuple(shape(tangent))
         raise Conflict(f"the upstream gradient is not a scalar: its shape is {sizes}", tangent)
-    of_interest = [n for n in [*read, *span.layouts] if n in below[tangent]]
+    of_interest = [n for n in [*inputs, *span.layouts] if n in below[tangent]]
     degrees = _degrees(graph, tangent, leading_to(of_interest) & below[tangent])
     result.scaled = {n for n in of_interest if degrees[n] == 1}
     result.tangent, result.dependent = tangent, below[tangent]

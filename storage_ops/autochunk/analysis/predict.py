@@ -68,11 +68,11 @@ def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
     alive = leading_to(ends(graph))
     nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
     reads, stored = _reads(nodes, backward)
-    kept = {
-        (each, node in backward)
+    not_reused = {
+        (value, node in backward)
         for node in nodes
         if fusion_kind(node) in (*_REDUCTIONS, "gather")
-        for each in reads[node]
+        for value in reads[node]
     }
     moments = []
     for node in nodes:
@@ -80,7 +80,7 @@ def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
             fused = fusion_kind(node) in _FUSED
             moments.append(Moment(
                 node.name, {n: nbytes(n) for n in _results(node)}, reads[node], held_inside(node),
-                [n for n in reads[node] if fused and (n, node in backward) not in kept],
+                [n for n in reads[node] if fused and (n, node in backward) not in not_reused],
             ))  # fmt: skip
         elif node.op == "output":
             moments.append(Moment(node.name, reads=reads[node]))
@@ -106,7 +106,7 @@ def _reads(
 ) -> tuple[dict[fx.Node, set[fx.Node]], set[fx.Node]]:
     """Return the values in memory that each node reads through fused ones, and the stored nodes."""
     reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
-    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of stored nodes
+    heavy, results = set[fx.Node](), set[fx.Node]()  # results of stored nodes
     loads, many = dict[fx.Node, set[object]](), set[fx.Node]()
     for node in nodes:
         kind = fusion_kind(node)
@@ -114,11 +114,11 @@ def _reads(
             short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
         ):
             heavy.add(node)
-        read: set[fx.Node] = set()
+        values: set[fx.Node] = set()
         for arg in node.all_input_nodes:
-            read |= {arg} if arg in there else reads[arg]
-        reads[node] = read
-        loads[node] = _loads(node, loads, there)
+            values |= {arg} if arg in results else reads[arg]
+        reads[node] = values
+        loads[node] = _loads(node, loads, results)
         if len(loads[node]) > _MANY:
             many.add(node)
         base = owner(node)
@@ -126,13 +126,13 @@ def _reads(
         part = exists and (kind in ("along", "select") or short_name(node) in _ALIASES)
         if not part and _is_stored(node, backward, heavy, many):
             stored.add(node)
-            there.update(_results(node))
+            results.update(_results(node))
             heavy.discard(node)
     return reads, stored
 
 
 def _loads(
-    node: fx.Node, known: Mapping[fx.Node, set[object]], there: Container[fx.Node]
+    node: fx.Node, known: Mapping[fx.Node, set[object]], stored: Container[fx.Node]
 ) -> set[object]:
     """Return the values that Inductor's loop for a value loads, through fused ops.
 
@@ -144,7 +144,7 @@ def _loads(
         return {(node, i) for i in range(_MANY + 1)}
     loaded: set[object] = set()
     for arg in node.all_input_nodes:
-        if arg not in there and arg.op != "placeholder":
+        if arg not in stored and arg.op != "placeholder":
             loaded |= known[arg]
         elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
             loaded |= {(arg, i) for i in range(3)}

@@ -183,18 +183,18 @@ class _Propagation:
         after = reached(span.amplifiers, lambda n: not stops(n))
         span.large.update(span.amplifiers)
         span.large.update(n for n in after if self.is_large(n) and not stops(n))
-        wanted = set(span.large)
+        large = set(span.large)
         for node in reversed(self.graph.nodes):
             if node in after and not stops(node) and any(
-                user in wanted and user in after for user in node.users
+                user in large and user in after for user in node.users
             ):  # fmt: skip
-                wanted.add(node)
+                large.add(node)
         for node in span.large:
-            wanted.update(node.users)
+            large.update(node.users)
         for node in self.graph.nodes:  # each of several results has its own node
-            if node in wanted and isinstance(node.meta.get("val"), (tuple, list)):
-                wanted.update(node.users)
-        waiting, done = [n for n in self.graph.nodes if n in wanted], -1
+            if node in large and isinstance(node.meta.get("val"), (tuple, list)):
+                large.update(node.users)
+        waiting, done = [n for n in self.graph.nodes if n in large], -1
         while done != len(span.layouts):  # repeat if a reader added a value
             done = len(span.layouts)
             for node in waiting:
@@ -329,24 +329,24 @@ class _Propagation:
 
 
 def read(
-    node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
+    node: fx.Node, arg: fx.Node, labels: list[object], row_labels: list[object], rows: Rows
 ) -> Layout:
     """Return the layout of an argument, from the labels of the rows."""
-    if any(label is None for label in found):
+    if any(label is None for label in row_labels):
         raise Conflict("mixes tokens", node)
-    present = [label for label in found if label in labels]
+    present = [label for label in row_labels if label in labels]
     if not present:
         return Whole()
     lo = labels.index(present[0])
-    if present == found and labels[lo : lo + len(found)] == found:
-        return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(arg))
+    if present == row_labels and labels[lo : lo + len(row_labels)] == row_labels:
+        return canonical(replace(rows, lo=lo, hi=lo + len(row_labels)), shape(arg))
     if rule_of(node).labels is not rules.aligned:
         raise Conflict(f"mixes tokens of {arg}", node)
     # An argument of a broadcasting op may lack some of several row dimensions.
     out, own = shape(node), shape(arg)
     own = [1] * (len(out) - len(own)) + own
-    first = int(found[0])  # type: ignore[call-overload]
-    end = first + len(found)
+    first = int(row_labels[0])  # type: ignore[call-overload]
+    end = first + len(row_labels)
     sizes = [*own[:first], *out[first:end], *own[end:]]
     return Spread(canonical(replace(rows, lo=first, hi=end), sizes), tuple(sizes))
 

@@ -311,14 +311,14 @@ def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
     return nodes
 
 
-def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+def _of_integers(nodes: list[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
     """Return arguments that depend only on integers, such as targets and masks, or on no input."""
     integers: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
     while stack:
         node = stack.pop()
         value = _value(node)
-        if node in integers | given or node.op not in ("call_function", "call_method"):
+        if node in integers | known or node.op not in ("call_function", "call_method"):
             continue
         if isinstance(value, Tensor) and all(map(_is_integral, node.all_input_nodes)):
             integers.add(node)

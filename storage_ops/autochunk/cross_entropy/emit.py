@@ -156,9 +156,9 @@ class Emitter:
     def rows_of(self, ranges: list[PerToken]) -> None:
         """Write one call that computes the rows of ranges of the tokens."""
         call, per_token = self.splice.call, ranges[0]
-        terms = [t for each in ranges for t in each.terms]
+        terms = [t for part in ranges for t in part.terms]
         spread = any(t.spread for t in terms)
-        most = max(len(each.targets) for each in ranges)
+        most = max(len(part.targets) for part in ranges)
         if per_token.dense:
             if spread:
                 raise Conflict("has probabilities as targets, and a sum over all classes")
@@ -189,9 +189,9 @@ class Emitter:
             return value
 
         end: Size = 0
-        for each in ranges:
-            begin, end = end, end + each.span.tokens
-            for row, t in zip(each.rows, each.terms, strict=True):
+        for part in ranges:
+            begin, end = end, end + part.span.tokens
+            for row, t in zip(part.rows, part.terms, strict=True):
                 factors: dict[tuple[Any, ...], float] = {
                     **{("nll", k): c for k, c in enumerate(t.nll)},
                     ("spread",): t.spread * per_token.vocabulary,  # the op returns their mean

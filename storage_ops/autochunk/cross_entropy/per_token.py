@@ -170,10 +170,10 @@ class PerToken:
             got = values[self.body.values.index(row)].flatten()
             numbers = fit(got.detach(), [term.detach() for term in tokens.terms])
             # Check gradients, too: a row may be detached, or its gradient may not match its value.
-            left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
+            residual = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
             factors = torch.rand_like(got)
             slope, whole, size = (tokens.gradient((v * factors).sum())
-                                  for v in (left, got, tokens.terms[-2]))  # fmt: skip
+                                  for v in (residual, got, tokens.terms[-2]))  # fmt: skip
             detached = not whole.any()
             if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")

@@ -124,12 +124,12 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
     """Take sizes from tensors outside of the span, for values after an amplifier."""
     after = reached([amplifier]) | {amplifier}
-    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
+    size_nodes = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
              and n.args and n.args[0] in after]  # fmt: skip
-    if not asked:
+    if not size_nodes:
         return
     builder = Builder(graph, [amplifier])
-    for node in asked:
+    for node in size_nodes:
         try:
             size_node = builder.size(node.meta["val"])
         except Conflict:
@@ -209,17 +209,17 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     placeholders = (n for n in small.graph.nodes if n.op == "placeholder")
     env: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     result: Any = None
-    for each in small.graph.nodes:
-        if each.op == "call_function" and isinstance(each.target, type):
+    for inner in small.graph.nodes:
+        if inner.op == "call_function" and isinstance(inner.target, type):
             # The named tuple of several results is created in the graph.
-            env[each] = tuple(env[a] for a in each.args)
-        elif each.target is operator.getitem and isinstance(env[each.args[0]], tuple):
-            env[each] = env[each.args[0]][each.args[1]]
-        elif each.op == "call_function":
-            env[each] = graph.node_copy(each, env.__getitem__)
-            env[each].meta["stack_trace"] = node.meta.get("stack_trace")
-        elif each.op == "output":
-            result = fx.map_arg(each.args[0], env.__getitem__)
+            env[inner] = tuple(env[a] for a in inner.args)
+        elif inner.target is operator.getitem and isinstance(env[inner.args[0]], tuple):
+            env[inner] = env[inner.args[0]][inner.args[1]]
+        elif inner.op == "call_function":
+            env[inner] = graph.node_copy(inner, env.__getitem__)
+            env[inner].meta["stack_trace"] = node.meta.get("stack_trace")
+        elif inner.op == "output":
+            result = fx.map_arg(inner.args[0], env.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
         return
@@ -415,11 +415,11 @@ class Mutations:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.changes = {node: written for node in self.place if (written := _written(node))}
 
-    def check_reads(self, read: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
+    def check_reads(self, nodes: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
         """Raise Conflict if a value that a span reads is changed before the span's last node."""
         if not self.changes:
             return
-        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
+        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in nodes}
         for node, written in self.changes.items():
             if self.place[node] < end and written & bases:
                 raise Conflict("changes in place a tensor that is read in chunks", node)

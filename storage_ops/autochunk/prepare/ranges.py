@@ -51,10 +51,10 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     """
     done, waiting = [], [product]
     while waiting:
-        each = waiting.pop(0)
-        rewritten = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
+        part = waiting.pop(0)
+        rewritten = _attempt(graph, part, small=True) or _attempt(graph, part, small=False)
         if rewritten is None:
-            done.append(each)
+            done.append(part)
         else:
             waiting[:0] = rewritten
     return done
@@ -238,11 +238,11 @@ class _Parts:
         """Return a sum over tokens as a sum of the sums over ranges."""
         rows = self.rows[self.tokens.sums[node]]
         terms = [self.form(node, rows, *interval) for interval in self.tokens.intervals(node)]
-        left = [term for term in terms if term is not None]
-        if not left:
+        nonzero = [term for term in terms if term is not None]
+        if not nonzero:
             return self.zeros(node, shape(node))
-        new = left[0]
-        for term in left[1:]:
+        new = nonzero[0]
+        for term in nonzero[1:]:
             new = self.call(_ATEN.add.Tensor, new, term)
         if "mean" in name_of(node) and new is not node:
             source: Any = node.args[0]

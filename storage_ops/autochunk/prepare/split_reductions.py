@@ -123,10 +123,10 @@ def _variance(
         x = call(torch.ops.prims.convert_element_type.default, x, torch.float32)
     classes, count = shape(x)[-1], math.prod(shape(x)[d] for d in dims)
     mean = call(_ATEN.mean.dim, x, [-1], True)
-    each = call(_ATEN.var.correction, x, [-1], correction=0, keepdim=True)
+    variances = call(_ATEN.var.correction, x, [-1], correction=0, keepdim=True)
     center = call(_ATEN.mean.dim, mean, dims, True)
     apart = call(_ATEN.pow.Tensor_Scalar, call(_ATEN.sub.Tensor, mean, center), 2)
-    total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, each, apart), dims, keep)
+    total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, variances, apart), dims, keep)
     total = call(_ATEN.mul.Tensor, total, size(classes))
     correction: Any = node.kwargs.get("correction")
     correction = 1 if correction is None else correction

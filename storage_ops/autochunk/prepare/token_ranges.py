@@ -171,18 +171,18 @@ class TokenRanges:
         if self.sliced:
             self.aside[mask] = arg
             return None
-        every, kept = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
-        taken = name_of(node) == "aten.index.Tensor"
-        count = shape(node if taken else arg)[lo]
-        if self.mask is None and taken:
+        every, selected = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
+        selects = name_of(node) == "aten.index.Tensor"
+        count = shape(node if selects else arg)[lo]
+        if self.mask is None and selects:
             self.mask, self.kept = mask, count
-        mask_rows = canonical(every if taken else kept, shape(arg))
+        mask_rows = canonical(every if selects else selected, shape(arg))
         if mask is not self.mask or not equal(canonical(rows, shape(arg)), mask_rows):
             raise Conflict("keeps other tokens, or parts of them", node)
         end = math.prod(shape(mask))
-        links = [Link(0, count, arg, 0), *([] if taken else [Link(count, end, None, 0)])]
+        links = [Link(0, count, arg, 0), *([] if selects else [Link(count, end, None, 0)])]
         self.links[node] = mask_rows, links
-        return canonical(kept if taken else every, shape(node))
+        return canonical(selected if selects else every, shape(node))
 
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):

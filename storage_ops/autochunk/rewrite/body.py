@@ -271,14 +271,14 @@ def _formed(
     return places if cut else None
 
 
-def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int | None:
+def _overwrite(body: Body, amplifier: fx.Node, inputs: list[int | None]) -> int | None:
     """Let a value overwrite a product. Return the value's index, or None."""
     graph, layouts, overwritten = body.graph, body.span.layouts, None
     place = body.env[amplifier]
     for i, node in enumerate(body.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
-        sized = sized and equal(layouts[node], layouts[amplifier]) and i not in taken
+        sized = sized and equal(layouts[node], layouts[amplifier]) and i not in inputs
         if overwritten is None and sized and value.dtype == like.dtype:
             overwritten = i
         elif _is_view(body.env[node], place):

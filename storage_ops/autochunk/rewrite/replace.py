@@ -114,19 +114,21 @@ def rewrite(
 
 def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
     """Return the bytes of a group in a chunk, and in a block if the body works on blocks."""
-    kept = {n for n in body.env if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
+    products = {n for n in body.env if n in span.large and is_product(n)}
+    products |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
     whole = peak(body.graph, of_chunk=True)
     inside = whole if program.in_blocks else 0
     if not program.in_blocks:  # a block is small, and its sums fit into a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
-        kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
-    kept |= {
+        products |= {
+            n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)
+        }
+    products |= {
         arg
         for arg, layout, _ in body.inputs  # each chunk copies its rows of these inputs
         if isinstance(layout, Rows) and not are_one(arg.meta["val"], layout.lo, layout.hi)
     }
-    groups, live_bytes = max(hint(span.groups), 1), sum(map(nbytes, kept))
+    groups, live_bytes = max(hint(span.groups), 1), sum(map(nbytes, products))
     largest = max(map(numel, span.amplifiers))
     if not program.in_blocks and any(numel(n) > largest for n in body.env if n in span.large):
         live_bytes = max(live_bytes, whole)  # interpolated logits are no product

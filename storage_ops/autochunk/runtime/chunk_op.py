@@ -246,13 +246,15 @@ class _Run:
             blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
             for begin, end in chunks
         ]
-        sizes = {j - i for each in places for i, j in itertools.pairwise(each)}
+        sizes = {
+            j - i for places_of_chunk in places for i, j in itertools.pairwise(places_of_chunk)
+        }
         self.dynamic = self.dynamic or len(sizes) > 1
         largest = max(end - begin for begin, end in chunks)
-        for (begin, end), each in zip(chunks, places, strict=True):
+        for (begin, end), places_of_chunk in zip(chunks, places, strict=True):
             tensors = [cut(begin, end) for cut in self.cuts]
             formed = [product(tensors, begin, end, largest) for product in products]
-            values = self._values(formed, begin, each)
+            values = self._values(formed, begin, places_of_chunk)
             self._multiply(values, tensors, begin, end)
             del values, formed, tensors  # freed before the next chunk allocates its own
 

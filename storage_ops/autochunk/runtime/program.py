@@ -90,10 +90,10 @@ class Program(NamedTuple):
 
     def count(self, groups: int) -> int:
         """Return the number of chunks for this number of groups."""
-        wanted = self.num_chunks
-        if wanted is None:
-            wanted = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
-        return max(1, min(wanted, groups))
+        number = self.num_chunks
+        if number is None:
+            number = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
+        return max(1, min(number, groups))
 
     def bounds(self, groups: int) -> list[int]:
         """Return the begins of chunks, and the last end. Sizes differ by at most one group."""
@@ -120,11 +120,11 @@ class Program(NamedTuple):
         left, right = output.factors
         if left.source != "value" or not left.transposed or right.source != "input":
             return False
-        cut, (given, itemsize) = self.inputs[right.place], inputs[right.place]
-        if cut is None or cut.lo != 0 or len(given) != cut.hi + 1:
+        cut, (sizes_of_input, itemsize) = self.inputs[right.place], inputs[right.place]
+        if cut is None or cut.lo != 0 or len(sizes_of_input) != cut.hi + 1:
             return False
         wide = int(getattr(torch, output.dtype).itemsize)
-        return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
+        return math.prod(sizes_of_input[: cut.hi]) * itemsize <= sizes[1] * wide
 
     def holds_product(self, output: Output) -> int | None:
         """Return the product that is overwritten by the left factor of this sum of products."""
@@ -244,14 +244,14 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
 
 def _decode(item: object, nodes: list[fx.Node]) -> Any:
     if isinstance(item, list):
-        return [_decode(each, nodes) for each in item]
+        return [_decode(entry, nodes) for entry in item]
     if not isinstance(item, dict):
         return item
     ((kind, value),) = item.items()
     if kind == "node":
         return nodes[value]
     if kind == "dict":
-        return {key: _decode(each, nodes) for key, each in value.items()}
+        return {key: _decode(entry, nodes) for key, entry in value.items()}
     if kind == "device":
         return torch.device(value)
     if kind == "float":
@@ -263,17 +263,17 @@ def decode_graph(body: list[Any]) -> fx.GraphModule:
     """Return the graph that `encode_graph` encoded."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    for kind, *rest in body:
+    for kind, *fields in body:
         if kind == "input":
             nodes.append(graph.placeholder(f"x{len(nodes)}"))
             continue
-        args = tuple(_decode(rest[0], nodes))
+        args = tuple(_decode(fields[0], nodes))
         if kind == "output":
             nodes.append(graph.output(*args))
         elif kind.startswith("method "):
             nodes.append(graph.call_method(kind.removeprefix("method "), args))
         else:
-            nodes.append(graph.call_function(_target(kind), args, _decode(rest[1], nodes)))
+            nodes.append(graph.call_function(_target(kind), args, _decode(fields[1], nodes)))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -104,12 +104,12 @@ class Containers:
             t: the item.
             before: the result of `count`.
         """
-        taken = 0
+        removed = 0
         for value in self._all:
             at = id(value)
             items = before[at].items if at in before else self._first[at]
-            taken += items[id(t)] - sum(item is t for item in _items(value))
-        return taken
+            removed += items[id(t)] - sum(item is t for item in _items(value))
+        return removed
 
     def _names(self) -> Counter[int]:
         """Return the number of references to each container, except those of other containers."""

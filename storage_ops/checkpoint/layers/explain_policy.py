@@ -144,10 +144,10 @@ def explain_policy(
     resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
     with _Explaining(resolved) as mode:
         fn(*args, **kwargs)
-    again = sum(row.flops for row in mode.rows.values() if not row.saved)
+    recomputed = sum(row.flops for row in mode.rows.values() if not row.saved)
     for row in mode.rows.values():
-        if again and not row.saved:
-            row.recompute_share = row.flops / again
+        if recomputed and not row.saved:
+            row.recompute_share = row.flops / recomputed
     return PolicyTable(tuple(sorted(mode.rows.values(), key=lambda r: (-r.nbytes, -r.flops, r.op))))
 
 

@@ -130,18 +130,18 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        self._note((args, kwargs), made=False)
+        self._note((args, kwargs), is_new=False)
         out = op(*args, **(kwargs or {}))
-        self._note(out, made=True)
+        self._note(out, is_new=True)
         return out
 
-    def _note(self, value: object, made: bool) -> None:
+    def _note(self, value: object, is_new: bool) -> None:
         for key, t in by_storage(tensors_in(value)).items():
             if key not in self._known:
-                self._remember(key, t.untyped_storage(), made)
+                self._remember(key, t.untyped_storage(), is_new)
 
-    def _remember(self, key: int, storage: torch.UntypedStorage, made: bool) -> None:
-        self._known[key] = storage.nbytes() if made else 0
+    def _remember(self, key: int, storage: torch.UntypedStorage, is_new: bool) -> None:
+        self._known[key] = storage.nbytes() if is_new else 0
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:

@@ -192,7 +192,7 @@ class _TiledCall:
         gradient_of_x = torch.empty_like(x) if needed[0] else None
         leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
         at = 0
-        with self._state, writes, self._with([each.leaf for each in sums]):
+        with self._state, writes, self._with([total.leaf for total in sums]):
             for tile in pieces.of(x.detach()):
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
@@ -200,7 +200,7 @@ class _TiledCall:
                 with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
                     out = pieces.output_of(tile)
                 mode.finish(weakref.ref(out))
-                pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
+                pieces.check_leaves(out, [tile, *(total.leaf for total in sums)])
                 if out.requires_grad:
                     torch.autograd.backward(out, gradient.narrow(*where))
                 del out
@@ -209,7 +209,7 @@ class _TiledCall:
                     _ = part.zero_() if tile.grad is None else part.copy_(tile.grad)
         if not is_retained():
             self._inputs = self._state = None
-        return [gradient_of_x, *(each.total() for each in sums)]
+        return [gradient_of_x, *(total.total() for total in sums)]
 
 
 class _LastProductLeftOut(LightMode):
@@ -250,25 +250,25 @@ class _LastProductLeftOut(LightMode):
         """
         if self._left is None:
             return
-        product, factors, made = self._left
+        product, factors, result = self._left
         self._left, out = None, output()
         assert out is not None
-        base, key = out._base, made.untyped_storage()._cdata
+        base, key = out._base, result.untyped_storage()._cdata
         # These references are from autograd, the caller and local names. Any other may read the
         # output.
-        known = [weakref.ref(t) for t in (made, base, out) if t is not None]
+        known = [weakref.ref(t) for t in (result, base, out) if t is not None]
         now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})
         expected = [
             RefCounts(
-                tensors, 1 + (t is base), sum(t is name for name in (made, base, out, output()))
+                tensors, 1 + (t is base), sum(t is name for name in (result, base, out, output()))
             )
-            for t in (made, base, out)
+            for t in (result, base, out)
             if t is not None
         ]
         if now != expected:
             with torch.no_grad():
-                product(*factors, out=made.data)  # this write does not bump the version
+                product(*factors, out=result.data)  # this write does not bump the version
 
 
 def _is_plain_product(op: Op) -> bool:

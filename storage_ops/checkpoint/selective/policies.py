@@ -158,14 +158,14 @@ def ops_saved(policy: Policy) -> OpsSaved | None:
         inner = ops_saved(policy.policy)
         return OpsSaved(inner.names, policy.k) if inner is not None and inner.k == 1 else None
     if isinstance(policy, _Union):
-        parts = [ops_saved(each) for each in policy.parts]
+        parts = [ops_saved(part) for part in policy.parts]
     elif isinstance(policy, _Difference):
         parts = [ops_saved(policy.policy), ops_saved(policy.other)]
     else:
         return None
-    if any(each is None or each.k != 1 for each in parts):
+    if any(part is None or part.k != 1 for part in parts):
         return None
-    first, *others = (each.names for each in parts if each is not None)
+    first, *others = (part.names for part in parts if part is not None)
     rest = frozenset[str]().union(*others)
     return OpsSaved(first | rest if isinstance(policy, _Union) else first - rest)
 
@@ -274,14 +274,14 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
         >>> from storage_ops import policies
         >>> policy = policies.save_calls([("aten::mm", 0), ("attention", 0)])
     """
-    kept = set()
+    numbered = set()
     for call in calls:
         if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
             raise TypeError(
                 f"save_calls: `calls` has {call!r}. Expected pairs such as ('aten::mm', 0)."
             )
-        kept.add((family_of(call[0]), call[1]))
-    return _SaveCalls(frozenset(kept))
+        numbered.add((family_of(call[0]), call[1]))
+    return _SaveCalls(frozenset(numbered))
 
 
 @dataclass(frozen=True)
@@ -441,12 +441,12 @@ class _Counter:
     def __call__(
         self, ctx: SelectiveCheckpointContext, op: Op, *args: object, **kwargs: object
     ) -> CheckpointPolicy | str:
-        kept = saves(self._policy, ctx, op, args, kwargs)
-        if not kept:
+        decision = saves(self._policy, ctx, op, args, kwargs)
+        if not decision:
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen = self._seen[ctx.is_recompute]
         self._seen[ctx.is_recompute] += 1
-        return _word(kept if seen % self._k == 0 else False)
+        return _word(decision if seen % self._k == 0 else False)
 
 
 def every_kth(policy: Policy, k: int) -> Policy:

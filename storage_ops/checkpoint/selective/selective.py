@@ -101,15 +101,15 @@ class _ForCompile:
 
     def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         self.calls[name_of(op)] += 1
-        kept = saves_result(self.policy, ctx, op, args, kwargs)
-        if kept == OFFLOAD:
+        decision = saves_result(self.policy, ctx, op, args, kwargs)
+        if decision == OFFLOAD:
             raise RuntimeError(
                 "The policy of the selective checkpoint says 'offload' for "
                 f"{readable(name_of(op))} in {self.region}, which is compiled or traced. Only "
                 "eager code brings bytes back from host memory. Use a policy that saves or "
                 "recomputes."
             )
-        if kept:
+        if decision:
             self.saves_any = True
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -149,12 +149,12 @@ def saves_result(
     The policy decides for ops whose results can be saved. An op that modifies an argument must run
     again for its effect. Views and uninitialised tensors have no values to save.
     """
-    wanted = saves(policy, ctx, op, args, kwargs)
-    if not wanted or not facts_of(op).saveable:
+    decision = saves(policy, ctx, op, args, kwargs)
+    if not decision or not facts_of(op).saveable:
         return False
-    if wanted == OFFLOAD and facts_of(op).collective == "functional":
+    if decision == OFFLOAD and facts_of(op).collective == "functional":
         return True  # its bytes come after the op
-    return wanted
+    return decision
 
 
 @dataclass
@@ -297,9 +297,9 @@ class _Recording(_Following):
         if facts.collective == "in place":
             self._note_collective(position, facts.name, ctx, op, args, kwargs)
             return out
-        wanted = saves_result(self._policy, ctx, op, args, kwargs)
-        saved.log.describe(position, facts.name, args, kwargs, bool(wanted))
-        if not (wanted or (self._on_storage and facts.may_share)):
+        decision = saves_result(self._policy, ctx, op, args, kwargs)
+        saved.log.describe(position, facts.name, args, kwargs, bool(decision))
+        if not (decision or (self._on_storage and facts.may_share)):
             return out
         tensors = tensors_in(out)
         # Inference tensors have no versions, so writes are not detected.
@@ -309,7 +309,7 @@ class _Recording(_Following):
         for key, t in by_key.items():
             if key in self._on_storage:
                 self._on_storage[key].watch(_detached(t))
-        if not wanted or not tensors:  # a number takes no memory
+        if not decision or not tensors:  # a number takes no memory
             return out
         # A result in the bytes of an argument need not be saved, and writes to it are not detected.
         if by_key.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
@@ -317,7 +317,7 @@ class _Recording(_Following):
             random: RandomState = []
             if facts.may_draw and saved.preserve_rng_state:
                 random = _random_state(tensors, (*args, *kwargs.values()))
-            result = _Result(value, random, offloads=wanted == OFFLOAD)
+            result = _Result(value, random, offloads=decision == OFFLOAD)
             saved.results[position] = result
             for t in tensors_in(value):
                 result.watch(t)
@@ -328,13 +328,13 @@ class _Recording(_Following):
         self, position: int, name: str, ctx: Any, op: Op, args: Args, kwargs: Kwargs
     ) -> None:
         """Save a collective's results if the policy says so. Drop results that it overwrites."""
-        wanted = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
-        self._saved.log.describe(position, name, args, kwargs, wanted)
+        is_saved = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
+        self._saved.log.describe(position, name, args, kwargs, is_saved)
         value = [_detached(t) for t in written_by(name, args)]
         written = by_storage(value)
         for key in written.keys() & self._on_storage.keys():
             self._on_storage.pop(key).is_overwritten = True
-        if wanted:
+        if is_saved:
             result = _Result(value, [], sent=Sent(ctx.op_output))
             self._saved.results[position] = result
             for t in value:
@@ -467,10 +467,10 @@ def _is_cast_once(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
-def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+def _random_state(results: list[Tensor], given: tuple[Any, ...]) -> RandomState:
     """Return the current states of the generators that an op which draws numbers may have used."""
     for value in given:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]
-    devices = {t.device for t in made if t.device.type != "meta"}
+    devices = {t.device for t in results if t.device.type != "meta"}
     return [(put, get()) for get, put in map(rng_of, devices)]

@@ -44,11 +44,11 @@ def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     for node, noted in zip(gm.graph.nodes, eager.graph.nodes, strict=True):
         if node in repeats.unclear:
             noted.meta[REPEATS] = None
-        for first, again in repeats.random:
-            if node in again:
+        for first, repeats_of_op in repeats.random:
+            if node in repeats_of_op:
                 noted.meta[REPEATS] = first.name
-    for first, again in repeats.random:
-        rng.replay(gm.graph, first, again, mode)
+    for first, repeats_of_op in repeats.random:
+        rng.replay(gm.graph, first, repeats_of_op, mode)
     if repeats.unclear:
         warnings.warn(
             f"remat: {', '.join(node.name for node in repeats.unclear)} may recompute random "
@@ -87,10 +87,10 @@ def _mark_tagged(graph: fx.Graph) -> bool:
     # Each recompute takes the region's results in the order of their creation.
     starts: list[int] = []
     previous = None
-    for _, made, _, _ in sorted(readers, key=lambda found: found[0]):
-        if previous is None or made < previous:
-            starts.append(made)
-        previous = made
+    for _, created, _, _ in sorted(readers, key=lambda found: found[0]):
+        if previous is None or created < previous:
+            starts.append(created)
+        previous = created
     if not starts:
         return False
     starts = sorted(set(starts))
@@ -135,14 +135,14 @@ def _find_repeats(graph: fx.Graph) -> _Repeats:
     drawn = {node.target for nodes in groups.values() for node in nodes if node in forward}
     for nodes in groups.values():
         first = [node for node in nodes if node in forward]
-        again = [node for node in nodes if node not in forward]
-        repeats.found = repeats.found or bool(first and again)
-        if not again or not rng.is_random(again[0]) or again[0].target not in drawn:
+        repeated = [node for node in nodes if node not in forward]
+        repeats.found = repeats.found or bool(first and repeated)
+        if not repeated or not rng.is_random(repeated[0]) or repeated[0].target not in drawn:
             continue
-        if len(first) == 1 and all(_can_replay(node) for node in (*first, *again)):
-            repeats.random.append((first[0], again))
+        if len(first) == 1 and all(_can_replay(node) for node in (*first, *repeated)):
+            repeats.random.append((first[0], repeated))
         else:
-            repeats.unclear.append(again[0])
+            repeats.unclear.append(repeated[0])
     return repeats
 
 

@@ -34,10 +34,12 @@ def mark_tagged(graph: fx.Graph) -> bool:
     if not tagged or not (backward or any(_NUMBER in node.meta for node in tagged)):
         return False
     decided = {node: node.meta.pop(TAG) for node in tagged if node not in backward}
-    again = {n: n.meta.get(_NUMBER, 0) for n, policy in decided.items() if policy in _RECOMPUTED}
-    regions = {checkpoint: next(_regions) for checkpoint in sorted(set(again.values()))}
-    for node, checkpoint in again.items():
-        readers = [again[user] for user in node.users if user in again]
+    recomputed = {
+        n: n.meta.get(_NUMBER, 0) for n, policy in decided.items() if policy in _RECOMPUTED
+    }
+    regions = {checkpoint: next(_regions) for checkpoint in sorted(set(recomputed.values()))}
+    for node, checkpoint in recomputed.items():
+        readers = [recomputed[user] for user in node.users if user in recomputed]
         given_to_hook = node.meta.get("has_backward_hook", False) and not readers
         if not given_to_hook and not any(later > checkpoint for later in readers):
             node.meta[KEY] = Mark((Level(regions[checkpoint], decided[node], True),))

@@ -45,22 +45,22 @@ class Layout:
         """Raise an error unless `t` has the layout of the trace."""
         if not isinstance(t, Tensor):
             raise TypeError(f"traced step: {name} is {t!r}. Expected a tensor, as when traced.")
-        for what, traced, given in (
+        for property, traced, actual in (
             ("shape", self.shape, tuple(t.shape)),
             ("stride", self.stride, t.stride() if self.stride is not None else None),
             ("dtype", self.dtype, t.dtype),
             ("device", self.device, t.device),
             ("requires_grad", self.requires_grad, t.requires_grad),
         ):
-            same = given == traced
-            if isinstance(traced, tuple) and isinstance(given, tuple):
-                same = len(traced) == len(given) and all(
-                    a is None or a == b for a, b in zip(traced, given, strict=True)
+            same = actual == traced
+            if isinstance(traced, tuple) and isinstance(actual, tuple):
+                same = len(traced) == len(actual) and all(
+                    a is None or a == b for a, b in zip(traced, actual, strict=True)
                 )
             if not same:
                 raise ValueError(
-                    f"traced step: {name} has {what} {given}. Expected {traced}, as when traced. "
-                    "Trace the function again for another value."
+                    f"traced step: {name} has {property} {actual}. Expected {traced}, as when "
+                    "traced. Trace the function again for another value."
                 )
 
 
@@ -113,12 +113,12 @@ class Arguments:
                     self._tied[place] = self._names[first], operator.itemgetter(first)
                     flat[place] = flat[first]
                     continue
-                made = self._stand_in(leaf, dynamic)
+                stand_in = self._stand_in(leaf, dynamic)
                 self.names += [self._names[place]] * (len(self.stand_ins) - len(self.names))
-                made.__dict__.update(_attributes(leaf))
+                stand_in.__dict__.update(_attributes(leaf))
                 if isinstance(leaf, nn.Parameter):
-                    made._is_param = True  # isinstance reads it
-                self.tensors[place] = flat[place] = made
+                    stand_in._is_param = True  # isinstance reads it
+                self.tensors[place] = flat[place] = stand_in
             elif closure_of([(self._names[place], leaf)]).tensors:
                 self._holders.add(place)
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
@@ -209,11 +209,11 @@ class Arguments:
                 )
 
 
-def _equal(given: object, traced: object) -> bool:
-    if given is traced:
+def _equal(value: object, traced: object) -> bool:
+    if value is traced:
         return True
     try:
-        same = given == traced
+        same = value == traced
         return bool(same.all() if hasattr(same, "all") else same)  # an array compares each element
     except Exception:
         return False

@@ -29,12 +29,12 @@ def clean(gm: fx.GraphModule, lifted: Sequence[fx.Node]) -> list[bool]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _share_gradients(graph, output)
-    kept = [bool(node.users) for node in lifted]
-    for node, keep in zip(lifted, kept, strict=True):
+    has_users = [bool(node.users) for node in lifted]
+    for node, keep in zip(lifted, has_users, strict=True):
         if not keep:
             graph.erase_node(node)
     gm.recompile()
-    return kept
+    return has_users
 
 
 def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:

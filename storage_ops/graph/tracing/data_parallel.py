@@ -59,11 +59,11 @@ def _check(name: str, module: DistributedDataParallel) -> None:
         "delayed all-reduces": bool(module._delay_all_reduce_params),
         "a hook for its buffers": hasattr(module, "buffer_hook"),
     }
-    for what, has in unusual.items():
+    for feature, has in unusual.items():
         if has:
             raise ValueError(
-                f"trace_step: {name} is a DistributedDataParallel with {what}. Expected one that "
-                "averages its gradients."
+                f"trace_step: {name} is a DistributedDataParallel with {feature}. Expected one "
+                "that averages its gradients."
             )
 
 

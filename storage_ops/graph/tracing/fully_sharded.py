@@ -43,8 +43,8 @@ def recorded(name: str, module: Any) -> Iterator[None]:
     _check(name, module)
     state = module._get_fsdp_state()
     parameters, parts = list(_parameters(module)), _parts(state)
-    kept = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-    for hooks, _ in kept:
+    saved = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    for hooks, _ in saved:
         for key in [k for k, hook in hooks.items() if _belongs_to_fsdp(hook)]:
             del hooks[key]
     handles = (
@@ -60,7 +60,7 @@ def recorded(name: str, module: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for hooks, before in kept:
+        for hooks, before in saved:
             hooks.clear()
             hooks.update(before)
 
@@ -77,11 +77,11 @@ def _check(name: str, module: Any) -> None:
             ),
             "a hook for its all-reduce": getattr(group, "_all_reduce_hook", None) is not None,
         }
-        for what, has in unusual.items():
+        for feature, has in unusual.items():
             if has:
                 raise ValueError(
-                    f"trace_step: {name} is an FSDPModule with {what}. Expected one that averages "
-                    "the gradients of its parameters."
+                    f"trace_step: {name} is an FSDPModule with {feature}. Expected one that "
+                    "averages the gradients of its parameters."
                 )
 
 

@@ -184,12 +184,12 @@ class TracedStep(Generic[P, T]):
 
     def _check_ties(self, inputs: list[Tensor]) -> None:
         """Raise an error if one tensor of the trace is now several tensors, or several are one."""
-        for first, again in self._again:
-            now = _read(first), _read(again)
+        for first, second in self._again:
+            now = _read(first), _read(second)
             if now[0] is not now[1] and not any(t is _GONE for t in now):
                 raise ValueError(
-                    f"traced step: {first.name} and {again.name} are two tensors. Expected one, as "
-                    "when traced. Trace the function again with two."
+                    f"traced step: {first.name} and {second.name} are two tensors. Expected one, "
+                    "as when traced. Trace the function again with two."
                 )
         places: dict[int, int] = {}
         for place, t in enumerate(inputs):
@@ -340,7 +340,7 @@ def _nothing_left_behind(
     """
     containers = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
     before = [(name, holder, holder.copy()) for name, holder in containers]
-    left: list[str] = []
+    places: list[str] = []
     names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
     torch.clear_autocast_cache()
     try:
@@ -352,22 +352,22 @@ def _nothing_left_behind(
                 assert slot.write is not None
                 slot.write(old)
                 if not _is_state(old):
-                    left.append(slot.name)
+                    places.append(slot.name)
         for name, holder, _ in before:
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-            left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
+            places += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
         kept = closure_of(roots)
-        left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
-        if left or sys.exc_info()[0] is not None:
+        places += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
+        if places or sys.exc_info()[0] is not None:
             for _, holder, copy in before:
                 holder.clear()
                 holder.update(copy) if isinstance(holder, dict) else holder.extend(copy)
         names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure contains
         torch.clear_autocast_cache()
         forget_tags()
-    if left:
+    if places:
         raise RuntimeError(
-            f"trace_step: `fn` keeps a tensor of the step in {', '.join(dict.fromkeys(left))}. "
+            f"trace_step: `fn` keeps a tensor of the step in {', '.join(dict.fromkeys(places))}. "
             "Return the tensor instead, or have `fn` replace a tensor that exists before the step. "
             "If this is the state of an optimizer, let it take one step before."
         )

@@ -277,12 +277,12 @@ def _compared(every: Tensor) -> list[int]:
             f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call. "
             "Expected a correct call on every rank. Read the error of that rank."
         )
-    for index, what in enumerate(_COMPARED, 1):
+    for index, name in enumerate(_COMPARED, 1):
         others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
         if others:
             values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
             raise ValueError(
-                f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
+                f"linear_cross_entropy: {name} on ranks 0 and {others[0]} of process_group "
                 f"differ{values}. Expected the same tokens and options on every rank, each with "
                 "its slice of the vocabulary. If the sequence is sharded, gather it first."
             )

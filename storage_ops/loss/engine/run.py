@@ -228,16 +228,16 @@ class Run(Generic[Rows]):
         Returns:
             True if it is the last tile.
         """
-        kept = self._kept
-        if kept is None:
+        tile = self._kept
+        if tile is None:
             return False
         shape, stride = self._layout()
         size = shape[0] * stride[0]
-        fits = self.schedule.keeps and kept.shape == shape and kept.stride() == stride
-        if fits and kept.untyped_storage().nbytes() >= size * kept.element_size():
-            self._tile = kept.as_strided((1, size), (size, 1))
+        fits = self.schedule.keeps and tile.shape == shape and tile.stride() == stride
+        if fits and tile.untyped_storage().nbytes() >= size * tile.element_size():
+            self._tile = tile.as_strided((1, size), (size, 1))
             return True
-        free(kept)  # a tile of another schedule, or copied by hooks of saved tensors
+        free(tile)  # a tile of another schedule, or copied by hooks of saved tensors
         return False
 
     def _walk(self, schedule: Schedule, steps: Iterable[Step]) -> Tensor | None:

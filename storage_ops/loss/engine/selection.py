@@ -226,12 +226,14 @@ def select(
     margins = None
     if factors is not None:
         used = len(counts)
-        left = torch.cat((bucket_mass[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(
-            1
+        margin_sums = torch.cat(
+            (bucket_mass[:, :used], tails[:, used : used + 1]), 1
+        ) * factors.unsqueeze(1)
+        margin_sums.masked_fill_(
+            torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0
         )
-        left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
-        left.nan_to_num_(0.0, 0.0, 0.0)
-        margins = Margins(left[tokens], columns)
+        margin_sums.nan_to_num_(0.0, 0.0, 0.0)
+        margins = Margins(margin_sums[tokens], columns)
     return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
@@ -276,15 +278,15 @@ def multiply(
     del sums
     room = gathered_numbers(matmul.cuda, count, len(w))
     for pieces in chosen.pieces(gathered_classes(matmul.cuda), room):
-        numbers, kept = _gathered(chosen, pieces, gather, x, len(w))
+        numbers, column_sums = _gathered(chosen, pieces, gather, x, len(w))
         for piece in pieces:
             classes, gradient = chosen.classes[piece.place], piece.of(numbers)
             weight, needed = w.index_select(0, classes), piece.count
-            if margins is not None and kept is not None and needed < count:
+            if margins is not None and column_sums is not None and needed < count:
                 # The sum that other tokens leave out acts as one more token. Later buckets have
                 # fewer tokens.
                 x[needed] = inputs[piece.bucket]
-                column = margins.column(classes, kept)
+                column = margins.column(classes, column_sums)
                 weights[piece.bucket] += column.to(w.dtype) @ weight
                 gradient[:, needed] = column
                 used = needed + 1
@@ -347,19 +349,19 @@ def _multiply_rest(
         if into_weight is not None and not add:
             into_weight.zero_()
         return sums
-    rest, stride = chosen.buckets >= used, padded_tokens(flat)
-    kept = None if margins is None else torch.empty_like(margins.columns)
+    not_gathered, stride = chosen.buckets >= used, padded_tokens(flat)
+    column_sums = None if margins is None else torch.empty_like(margins.columns)
     for part in slices(len(w), gathered_classes(matmul.cuda)):
         width = part.stop - part.start
         start = torch.full((len(w),), -1, device=w.device)
         start[part] = torch.arange(0, width * stride, stride, device=w.device)
-        start.masked_fill_(~rest, -1)
+        start.masked_fill_(~not_gathered, -1)
         numbers = x.new_zeros(width, stride)
-        gather(numbers.view(-1), kept, chosen.tokens, start, torch.full_like(start, flat))
+        gather(numbers.view(-1), column_sums, chosen.tokens, start, torch.full_like(start, flat))
         gradient = numbers[:, : len(rows)]
-        if margins is not None and kept is not None:
-            gradient[:, flat] = margins.column(part, kept)
-            gradient[:, flat].masked_fill_(~rest[part], 0)
+        if margins is not None and column_sums is not None:
+            gradient[:, flat] = margins.column(part, column_sums)
+            gradient[:, flat].masked_fill_(~not_gathered[part], 0)
         matmul.input_gradient(gradient.t(), w[part], sums, True)
         if into_weight is not None:
             matmul.weight_gradient(gradient.t(), rows, into_weight[part], add)

@@ -115,12 +115,12 @@ class Sums:
         w, part = self._weight[step.classes], None
         if step.adds & INPUT and self.input is not None:
             part = x.new_zeros(x.shape, dtype=arithmetic(x.dtype))
-        total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
+        total, adds = self._weight_of(step) if step.adds & WEIGHT else (None, True)
 
         def copied(out: Tensor, kept: Tensor | None, *places: Tensor) -> None:
             _OPS._gather_gradient(out, kept, dz, *places, *(None,) * 5, 0.0, 1.0)
 
-        multiply(selection, self._matmul, gather or copied, x, w, part, total, again)
+        multiply(selection, self._matmul, gather or copied, x, w, part, total, adds)
         if part is not None:
             self._put(step, part, selection.tokens)
         if total is not None:
@@ -155,14 +155,14 @@ class Sums:
         if self.input is None:
             return
         rows, w = step.rows, self._weight[step.classes]
-        kept, again = self._tokens.kept, self._counted(step)
+        kept, adds = self._tokens.kept, self._counted(step)
         if kept is None:
-            self._matmul.input_gradient(dz, w, self.input[rows], again)
+            self._matmul.input_gradient(dz, w, self.input[rows], adds)
             self._reduce_complete(rows)
             return
         part = x.new_empty(x.shape, dtype=self.input.dtype)
         self._matmul.input_gradient(dz, w, part, False)
-        if again:
+        if adds:
             self.input.index_add_(0, kept[rows], part)
         else:
             self.input.index_copy_(0, kept[rows], part)

@@ -87,17 +87,17 @@ class Tokens:
     def spread(self, values: Tensor) -> Tensor:
         """Return per-token values in the user's shape, with 0 (-1 for indices) if ignored."""
         total, fill = self.shape.numel(), 0 if values.is_floating_point() else -1
-        rest = values.shape[1:]
+        inner = values.shape[1:]
         values = self._without_weightless(values, fill)
         if self.kept is not None:
-            values = values.new_full((total, *rest), fill).index_copy_(0, self.kept, values)
+            values = values.new_full((total, *inner), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
-            values = _padded(values, total - len(values), len(rest))
+            values = _padded(values, total - len(values), len(inner))
         if self.sharded is not None:
             dim, ranks = self.sharded
             sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
-            values = values.view((ranks, *sizes, *rest)).movedim(0, dim).flatten(dim, dim + 1)
-        values = values.view((*self.shape, *rest))
+            values = values.view((ranks, *sizes, *inner)).movedim(0, dim).flatten(dim, dim + 1)
+        values = values.view((*self.shape, *inner))
         if self.shift:
             left = max(self.shape[-1] - self.shift, 0)
             values = values.narrow(len(self.shape) - 1, 0, left).contiguous()

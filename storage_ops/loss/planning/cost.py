@@ -130,19 +130,21 @@ def selection_bytes(p: Problem, rows: int, classes: int) -> int:
     gathered = min(gathered_classes(cuda), classes)
     ranked = classes * (9 + 2 * wide)  # classes by bucket, their masses, sums of the gradient
     sorting = classes * 40
-    kept = rows * (BUCKETS * 4 * wide + 40)
+    fixed = rows * (BUCKETS * 4 * wide + 40)
     # Inputs ordered by need, and their gradient; averages of the part that each bucket leaves out.
     sums = d * ((rows + 1) * item + rows * wide + BUCKETS * (2 * wide + 2 * item))
     # Gathered gradients, the position of each class in them, and their sums.
     places = classes * (3 * 8 + wide)
     flat = flat_tokens(rows) + 1
-    rest = flat * d * (item + wide) + gathered * padded_tokens(flat) * item + places
+    of_flat = flat * d * (item + wide) + gathered * padded_tokens(flat) * item + places
     # The weights of the classes of a piece, or their gradient.
     numbers = min(gathered_numbers(cuda, rows, classes), classes * padded_tokens(rows))
     piece = numbers * item + gathered * d * wide + places
     added = rows * d * wide  # the input's gradient from earlier tiles
     copies = PLAIN_COPIES * wide * plain_elements(rows, classes) * p.plain
-    return ranked + kept + copies + max(sorting, sums + max(rest, piece, added - rows * d * item))
+    return (
+        ranked + fixed + copies + max(sorting, sums + max(of_flat, piece, added - rows * d * item))
+    )
 
 
 def narrowed_rows(rows: int) -> int:
@@ -153,11 +155,11 @@ def narrowed_rows(rows: int) -> int:
 def token_bytes(p: Problem) -> int:
     """Return the bytes of statistics, targets, losses and upstream gradients for each token."""
     numbers = 10 if p.in_forward else 16
-    kept = numbers * p.arithmetic + (32 if p.gathers else 8)
+    per_token = numbers * p.arithmetic + (32 if p.gathers else 8)
     # The classes, their upstream gradients, and both sorted. Those of two slices are merged.
-    kept += p.picks * PICK_BYTES
+    per_token += p.picks * PICK_BYTES
     # The returned state has zeros for the rows that are left out.
-    return p.tokens * kept + p.left_out * STATE_ROWS * p.arithmetic + 512
+    return p.tokens * per_token + p.left_out * STATE_ROWS * p.arithmetic + 512
 
 
 def peak(s: Schedule, beside: int = 0) -> int:
@@ -263,13 +265,13 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         # The key: kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
-            read = weight + rows * d * item + logits
-            products.append((Kind.LOGITS, classes, p.wide_logits, read, 0.0))
+            read_bytes = weight + rows * d * item + logits
+            products.append((Kind.LOGITS, classes, p.wide_logits, read_bytes, 0.0))
         if adds & INPUT and p.grads[0]:
             products.append((Kind.INPUT, used, wide_input, weight + tile, rows * input_sum))
         if adds & WEIGHT and p.grads[1]:
-            read = float(tile + rows * d * item)
-            products.append((Kind.WEIGHT, used, wide_weight, read, classes * weight_sum))
+            read_bytes = float(tile + rows * d * item)
+            products.append((Kind.WEIGHT, used, wide_weight, read_bytes, classes * weight_sum))
         # The row kernel overwrites the logits by the gradient.
         passes = 2 if origin == COPIED or phases & (GRADIENT | EXPONENTIALS) else int(phases > 0)
         if selects and not p.selects_late:  # statistics are finished before classes are selected
@@ -286,9 +288,9 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         time = touched / rates.bandwidth
         time += (len(products) + (passes > 0)) * rates.launch_seconds
         bytes_moved = touched
-        for kind, width, wide, read, sums in products:
-            time += m.seconds(kind, rows, width, d, wide, read, sums, rates)
-            bytes_moved += read + sums
+        for kind, width, wide, read_bytes, sums in products:
+            time += m.seconds(kind, rows, width, d, wide, read_bytes, sums, rates)
+            bytes_moved += read_bytes + sums
             flops += 2 * rows * width * d * times
         moved += bytes_moved * times
         seconds += time * times

@@ -129,17 +129,17 @@ def schedule(
     With `borrows`, it borrows classes if it can.
     """
     borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
-    rest = p.vocab - borrowed
-    columns, rows = max(1, min(columns, rest)), max(1, min(rows, p.tokens))
+    classes = p.vocab - borrowed
+    columns, rows = max(1, min(columns, classes)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
         columns = max(1, p.vocab)  # no logits are computed again
-    slices = parts(rest, columns)
+    slices = parts(classes, columns)
     # Products of multiples of 16 rows have no remainder. Up to a tenth faster, measured on a CPU.
     equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
-            columns = min(columns, padded(parts(rest, slices)))
+            columns = min(columns, padded(parts(classes, slices)))
         elif columns > 64:
             columns = unpadded(columns)
     widths = waiting_widths(p, strategy, rows, columns, borrowed)

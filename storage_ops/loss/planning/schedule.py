@@ -347,23 +347,23 @@ class Schedule:
         last = slice(p.vocab - self.columns, p.vocab)
         others = pieces(self.borrowed, last.start, self.columns)
         for rows, times in pieces(0, p.tokens, self.rows):
-            kept = Place(rows, last)
+            kept_place = Place(rows, last)
             for classes, count in others:
-                parked, rest = self._parking(rows, classes)
-                for place in (parked, rest):
+                parked, unparked = self._parking(rows, classes)
+                for place in (parked, unparked):
                     if place is not None:
                         yield Step(place.rows, classes, place, None, UPDATE, 0, times * count)
-            yield Step(rows, last, kept, None, UPDATE, 0, times)
+            yield Step(rows, last, kept_place, None, UPDATE, 0, times)
             yield self._merge(rows, times)
-            yield Step(rows, last, kept, kept, GRADIENT, both, times)
+            yield Step(rows, last, kept_place, kept_place, GRADIENT, both, times)
             for classes, count in others:
-                parked, rest = self._parking(rows, classes)
+                parked, unparked = self._parking(rows, classes)
                 tile = Place(rows, classes)
                 source = None if parked is None else tile
                 if parked is not None:
                     yield Step(parked.rows, classes, tile, parked, 0, 0, times * count)
-                    if rest is not None:
-                        yield Step(rest.rows, classes, tile, None, 0, 0, times * count)
+                    if unparked is not None:
+                        yield Step(unparked.rows, classes, tile, None, 0, 0, times * count)
                 yield Step(rows, classes, tile, source, GRADIENT, both, times * count)
 
     def _parking(self, rows: slice, classes: slice) -> tuple[Place | None, Place | None]:
@@ -418,16 +418,16 @@ def waiting_widths(
     of a slice have room for more logits than its own, so slices grow from the last to the first.
     Empty if logits cannot wait, or if slices would shrink instead.
     """
-    left = p.vocab - borrowed - columns
-    if strategy != TOKEN_CHUNKED or not parks(p, rows) or left <= 0:
+    remaining = p.vocab - borrowed - columns
+    if strategy != TOKEN_CHUNKED or not parks(p, rows) or remaining <= 0:
         return []
     sizes = [columns]
-    while left > 0:
-        width = width_before(sizes[-1], left, p.tokens, p.hidden)
+    while remaining > 0:
+        width = width_before(sizes[-1], remaining, p.tokens, p.hidden)
         if not width:
             return []
         sizes.append(width)
-        left -= width
+        remaining -= width
     return sizes[::-1]
 
 

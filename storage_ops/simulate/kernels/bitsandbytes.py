@@ -27,11 +27,11 @@ def _gemm_4bit(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         return
     blocks = math.ceil(math.prod(shape) / block)
     # The dequantized maxima, and their sum with the offset.
-    taken = [] if maxima.numel() == blocks else scratch.take_bytes(x, 4 * blocks)
-    taken += [] if maxima.numel() == blocks else scratch.take_bytes(x, 4 * blocks)
-    taken += scratch.take_bytes(x, math.prod(shape) * x.itemsize)
+    blocks_taken = [] if maxima.numel() == blocks else scratch.take_bytes(x, 4 * blocks)
+    blocks_taken += [] if maxima.numel() == blocks else scratch.take_bytes(x, 4 * blocks)
+    blocks_taken += scratch.take_bytes(x, math.prod(shape) * x.itemsize)
     see(out)
-    scratch.give_back(taken)
+    scratch.give_back(blocks_taken)
 
 
 def _quantized_rows(x: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -59,11 +59,11 @@ def _mixed_product(x: Tensor, rows: Tensor, weight: Tensor, *_: object) -> tuple
 def _product_on_gpu(scratch: Scratch, args: Args, out: Any, see: See) -> None:
     """Count the sums of integers, and their float16 form if the input has another dtype."""
     product = out if isinstance(out, Tensor) else out[0]
-    taken = scratch.take_bytes(product, 4 * product.numel())
+    blocks = scratch.take_bytes(product, 4 * product.numel())
     if product.dtype != torch.float16:
-        taken += scratch.take_bytes(product, 2 * product.numel())
+        blocks += scratch.take_bytes(product, 2 * product.numel())
     see(product)
-    scratch.give_back(taken)
+    scratch.give_back(blocks)
 
 
 describe("bitsandbytes::gemm_4bit", scratch=_gemm_4bit)

@@ -44,15 +44,15 @@ def _is_packed(left: Tensor, right: Tensor) -> bool:
 def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     """Allocate the gradient of the input twice if all operands have one memory format."""
     of_x = out[0]
-    again = []
+    copies = []
     if of_x is not None:
         input_format = memory_format_of(args[1])
         if all(t.is_contiguous(memory_format=input_format) for t in args[:2]):
-            again = scratch.take(of_x)
+            copies = scratch.take(of_x)
     for t in out:
         if t is not None:
             see(t)
-    scratch.give_back(again)
+    scratch.give_back(copies)
 
 
 def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:

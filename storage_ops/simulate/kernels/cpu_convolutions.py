@@ -191,9 +191,9 @@ def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight, strides, transposed, groups = args[0], args[1], args[3], args[6], args[8]
     if not _is_on_onednn(weight, strides):
-        again = scratch.take(out) if transposed else []
+        copies = scratch.take(out) if transposed else []
         see(out)
-        scratch.give_back(again)
+        scratch.give_back(copies)
         return
     call = _Call(weight, strides, groups)
     if not transposed and _is_channels_last(x, weight):
@@ -208,9 +208,9 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     if transposed and args[2] is not None and not call.is_channels_last:
         operands += _take_image(scratch, out, written)  # the bias is added later
     scratch.give_back(operands)
-    again = scratch.take(out) if transposed and call.is_channels_last else []
+    copies = scratch.take(out) if transposed and call.is_channels_last else []
     see(out)
-    scratch.give_back(again + result)
+    scratch.give_back(copies + result)
 
 
 def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:

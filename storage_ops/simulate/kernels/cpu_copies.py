@@ -73,19 +73,19 @@ def _mean(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         scratch.use(args[0], 4 * args[0].numel())
 
 
-def _mean_of_losses(at: int, made: int) -> Kernel:
+def _mean_of_losses(at: int, count: int) -> Kernel:
     """Return the kernel of the mean of 16-bit losses, which makes a float32 copy.
 
     Args:
         at: the position of the reduction among the arguments.
-        made: how many tensors of the size of all losses exist then, besides those of other rows of
+        count: how many tensors of the size of all losses exist then, besides those of other rows of
             the table.
     """
 
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         see(out)
         if out.dtype in _LOW and (len(args) <= at or args[at] == 1):
-            scratch.use(out, count_losses(args) * (made * out.itemsize + 4))
+            scratch.use(out, count_losses(args) * (count * out.itemsize + 4))
 
     return kernel
 
@@ -125,11 +125,11 @@ def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) ->
 def _unique(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
     """Sort a copy with its indices. Counts are differences of positions."""
     x, counts = args[0], out[2]
-    taken = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
+    blocks = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
     scratch.use(x, x.numel() * counts.itemsize)
     for result in out:
         see(result)
-    scratch.give_back(taken + scratch.take(counts))
+    scratch.give_back(blocks + scratch.take(counts))
 
 
 def _unique_consecutive(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
@@ -271,13 +271,13 @@ def _euclidean_distance(scratch: Scratch, args: Args, out: Tensor, see: See) -> 
     """Extend both operands by two columns, their norms and ones, and multiply them."""
     left, right = args[:2]
     rows = [math.prod(t.shape[:-1]) * t.itemsize for t in (left, right)]
-    taken = scratch.take_bytes(left, 2 * sum(rows))
+    blocks = scratch.take_bytes(left, 2 * sum(rows))
     doubled = scratch.take(left)
-    taken += scratch.take_bytes(left, left.nbytes + 2 * rows[0])
+    blocks += scratch.take_bytes(left, left.nbytes + 2 * rows[0])
     scratch.give_back(doubled)
-    taken += scratch.take_bytes(right, right.nbytes + 2 * rows[1])
+    blocks += scratch.take_bytes(right, right.nbytes + 2 * rows[1])
     see(out)
-    scratch.give_back(taken)
+    scratch.give_back(blocks)
 
 
 def _complex_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:

@@ -171,19 +171,19 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
 def _logit_losses(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Compute log sigmoids, and losses from them."""
     losses = count_losses(args) * out.itemsize
-    taken = scratch.take_bytes(out, losses)
+    blocks = scratch.take_bytes(out, losses)
     if len(args) <= 4 or args[4] != 0:  # reduced
         scratch.use(out, losses)
     see(out)
-    scratch.give_back(taken)
+    scratch.give_back(blocks)
 
 
 def _soft_margin_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Compute the gradient of a soft margin from three tensors, and multiply the last one."""
-    taken = scratch.take(out, out, out)
-    scratch.give_back(taken[1:])
+    blocks = scratch.take(out, out, out)
+    scratch.give_back(blocks[1:])
     see(out)
-    scratch.give_back(taken[:1])
+    scratch.give_back(blocks[:1])
 
 
 def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:

@@ -66,11 +66,11 @@ def check_casts(
     """
     if not dtypes_of_autocast():
         return
-    left = Counter(tuple(p.shape) for p in parameters)
-    shapes = set(left)
-    for _, block, taken in events:
+    uncast = Counter(tuple(p.shape) for p in parameters)
+    shapes = set(uncast)
+    for _, block, is_allocation in events:
         if block.made_by != "aten._to_copy.default" or block.shape not in shapes:
             continue
-        left[block.shape] -= 1
-        if not taken or left[block.shape] < 0:
+        uncast[block.shape] -= 1
+        if not is_allocation or uncast[block.shape] < 0:
             raise NotComparable

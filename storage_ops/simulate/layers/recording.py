@@ -217,7 +217,7 @@ class _Recorder:
             edges = edges_behind(last)[0][inputs[needing[0]].grad_fn, 0]
         # From here on only autograd nodes keep inputs and outputs.
         del inputs, args, kwargs, result, leaves, pairs, leaving, entries
-        dropped = {block for _, block, taken in events[stop:] if not taken}
+        dropped = {block for _, block, is_allocation in events[stop:] if not is_allocation}
         gradients: dict[int, View | None] = {}
         parameters: list[View | None] = []
         begin = end = len(events)
@@ -237,10 +237,12 @@ class _Recorder:
         arrived.clear()
         last = None
         self._check_nothing_is_kept(dropped)
-        theirs = {block for _, block, taken in events[stop:begin] if taken} - self._roles.keys()
+        theirs = {
+            block for _, block, is_allocation in events[stop:begin] if is_allocation
+        } - self._roles.keys()
         forward = self._numbered(events[start:stop], theirs)
         backward = self._numbered(events[begin:end], theirs)
-        held = {
+        kept_slots = {
             self._number(block)
             for block, (role, _) in self._roles.items()
             if role in (INPUT, OUTPUT) and block not in dropped
@@ -248,7 +250,7 @@ class _Recorder:
         slots = [self._slot(block) for block in self._numbers]
         roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
         return Recording(
-            slots, forward, outputs, form, held, edges, backward, gradients, parameters,
+            slots, forward, outputs, form, kept_slots, edges, backward, gradients, parameters,
             (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
         )  # fmt: skip
 

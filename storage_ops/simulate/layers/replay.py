@@ -86,14 +86,14 @@ class Replay:
     ) -> dict[int, Tensor]:
         ledger, recording = self._simulation.ledger, self.recording
         tensors: dict[int, Tensor] = {}
-        for number, taken in events:
+        for number, is_allocation in events:
             slot = recording.slots[number]
             if slot.role == INSIDE:
-                if taken:
+                if is_allocation:
                     self._live[number] = ledger.take(self._block(slot))
                 else:
                     ledger.give_back(self._live.pop(number))
-            elif taken:
+            elif is_allocation:
                 tensors[number] = t = recording.storage_of(number, self._simulation, self._device)
                 ledger.see_as(t, self._block(slot))
                 del t
@@ -110,17 +110,17 @@ class Replay:
         return replace(slot.block, call=call, _storages=0)
 
     def _view(
-        self, view: View, made: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
+        self, view: View, tensors: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
     ) -> Tensor | None:
         slot = self.recording.slots[view.slot]
         if slot.role == GRAD_OUT:
             return gradients[slot.number]
-        return view.on(self._simulation, made[view.slot])
+        return view.on(self._simulation, tensors[view.slot])
 
-    def outputs(self, made: dict[int, Tensor]) -> list[Tensor]:
+    def outputs(self, tensors: dict[int, Tensor]) -> list[Tensor]:
         """Return the created tensors among the results."""
         views = [view for view in self.recording.outputs if isinstance(view, View)]
-        return laid(self._simulation, views, made)
+        return laid(self._simulation, views, tensors)
 
 
 class _Replayed(torch.autograd.Function):
@@ -205,9 +205,9 @@ def replayed(
     else:
         results = iter(replay.outputs(replay.forward()))
     leaves = []
-    for what in recording.outputs:
-        if isinstance(what, View):
+    for output in recording.outputs:
+        if isinstance(output, View):
             leaves.append(next(results))
         else:
-            leaves.append(inputs[what] if isinstance(what, int) else what[1])
+            leaves.append(inputs[output] if isinstance(output, int) else output[1])
     return tree_unflatten(leaves, recording.form)

@@ -49,12 +49,12 @@ class Variants(Generic[T]):
     def is_alone(self, kind: ModuleKind, key: Hashable) -> bool:
         """Return True if, by the questions so far, no other layer has the same result."""
         known = self._known.get((kind.group, key), ())
-        asked: list[Expression] = [e for answers, _ in known for e in answers]
+        questions: list[Expression] = [e for answers, _ in known for e in answers]
         if kind.group.is_by_value:
-            asked += exactly(kind.values, kind.group.differing)
-        ours = [learned(expression, kind.values) for expression in asked]
+            questions += exactly(kind.values, kind.group.differing)
+        ours = [learned(expression, kind.values) for expression in questions]
         return not any(
-            [learned(expression, other.values) for expression in asked] == ours
+            [learned(expression, other.values) for expression in questions] == ours
             for other in kind.group.members
             if other is not kind
         )

@@ -90,13 +90,13 @@ class Functions(TorchFunctionMode):
         return result
 
 
-def _offer_numbers(simulation: Simulation, made: Tensor, data: Any) -> None:
+def _offer_numbers(simulation: Simulation, t: Tensor, data: Any) -> None:
     """Let the simulation read the numbers from which a meta tensor was created."""
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
         return
     with no_dispatch(), torch._C.DisableTorchFunction():
-        numbers = torch.tensor(data, dtype=made.dtype, device="cpu")
-    simulation.values.offer(simulation.twin(made), numbers)
+        numbers = torch.tensor(data, dtype=t.dtype, device="cpu")
+    simulation.values.offer(simulation.twin(t), numbers)
 
 
 def _with_tensors_of_lengths(

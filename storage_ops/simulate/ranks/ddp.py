@@ -64,11 +64,11 @@ def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -
     """Create the buckets of a DDP module, and the hooks that copy gradients into them."""
     dist: Any = importlib.import_module("torch.distributed")
 
-    what = "a communication hook" if ddp._comm_hooks else None
-    what = "mixed_precision" if ddp.mixed_precision is not None else what
-    if what is not None:
+    feature = "a communication hook" if ddp._comm_hooks else None
+    feature = "mixed_precision" if ddp.mixed_precision is not None else feature
+    if feature is not None:
         raise RuntimeError(
-            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Expected "
+            f"estimate: a DistributedDataParallel has {feature}, which is not simulated. Expected "
             "one without it."
         )
     parameters = [p for p in ddp._module_parameters if p.requires_grad]

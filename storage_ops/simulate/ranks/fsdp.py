@@ -45,12 +45,12 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
         yield
         return
     groups = [group for state in states for group in fsdp.groups(state)]
-    kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
-    kept += [p for group in groups for p in (group, *group.fsdp_params)]
+    objects = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
+    objects += [p for group in groups for p in (group, *group.fsdp_params)]
     with contextlib.ExitStack() as stack:
         for group in groups:
             _refuse_fsdp(group)
-        stack.enter_context(unchanged(*map(vars, dict.fromkeys(kept))))
+        stack.enter_context(unchanged(*map(vars, dict.fromkeys(objects))))
         stack.enter_context(_named(simulation))
         meta = [g for g in groups if any(p.sharded_param.is_meta for p in g.fsdp_params)]
         if meta:
@@ -69,11 +69,11 @@ def _refuse_fsdp(group: Any) -> None:
     makers = (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))
     own = [type(m).__name__ for m in makers if m is not None]
     own = [name for name in own if not name.startswith("Default")]
-    what = "CPUOffloadPolicy" if any(p.offload_to_cpu for p in group.fsdp_params) else None
-    what = f"the collective {own[0]}" if own else what
-    if what is not None:
+    feature = "CPUOffloadPolicy" if any(p.offload_to_cpu for p in group.fsdp_params) else None
+    feature = f"the collective {own[0]}" if own else feature
+    if feature is not None:
         raise RuntimeError(
-            f"estimate: a module of fully_shard has {what}, which is not simulated. Expected "
+            f"estimate: a module of fully_shard has {feature}, which is not simulated. Expected "
             "parameters on the device and torch's own collectives."
         )
 
@@ -153,8 +153,8 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
         gathered: a full tensor for each parameter that FSDP gathers before the layer runs, by name.
             In the block, the layer has these as parameters.
     """
-    around = [state for state in states_in([layer]) if state._modules == (layer,)]
-    inner = [state for state in states_in(list(layer.modules())) if state not in around]
+    outer = [state for state in states_in([layer]) if state._modules == (layer,)]
+    inner = [state for state in states_in(list(layer.modules())) if state not in outer]
     meshes = [group.mesh_info.mesh for state in inner for group in fsdp.groups(state)]
     called: nn.Module = layer
     if meshes:
@@ -173,7 +173,7 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
                 if id(p) in whole:
                     module._parameters[name] = whole[id(p)]
                     stack.callback(module._parameters.__setitem__, name, p)
-        for state in around:
+        for state in outer:
             numbers = (state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id)
             hooks: Any = (layer._forward_pre_hooks, layer._forward_hooks)
             for known, number in zip(hooks, numbers, strict=True):

@@ -228,17 +228,17 @@ class Values:
             self._follow_numbers(func, args, kwargs, out, written)
             return
         input_keys = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
-        made = [
+        outputs = [
             (i, leaf)
             for i, leaf in enumerate(tree_leaves(out))
             if _is_strided(leaf) and _key_of(leaf) not in input_keys and _is_followed(leaf)
         ]
-        if not made and not any(map(_is_followed, written)):
+        if not outputs and not any(map(_is_followed, written)):
             return  # a view
         real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
         if real is not None:
             computed = tree_leaves(real)
-            for i, leaf in made:
+            for i, leaf in outputs:
                 self._know(leaf, partial(_same, computed[i]))
             return
         for t in written:
@@ -246,7 +246,7 @@ class Values:
                 self._is_unknown(func, args, kwargs, t, "value")
             self._bytes.pop(_key_of(t), None)
             self._later.pop(_key_of(t), None)
-        for _, leaf in made:
+        for _, leaf in outputs:
             self._suppose(func, args, kwargs, leaf)
 
     def _follow_numbers(

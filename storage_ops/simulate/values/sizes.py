@@ -80,11 +80,11 @@ class Sizes:
 
     def _index(self, func: Op, t: Tensor, indices: list[Tensor | None]) -> Tensor:
         """Index with a mask as the CUDA kernel does, with an index for every True."""
-        found: list[Tensor | None] = []
+        positions: list[Tensor | None] = []
         for i in indices:
             is_mask = i is not None and i.dtype in (torch.bool, torch.uint8)
-            found += i.nonzero().unbind(1) if is_mask and i is not None else [i]
-        result: Tensor = _aten.index.Tensor(t, found)
+            positions += i.nonzero().unbind(1) if is_mask and i is not None else [i]
+        result: Tensor = _aten.index.Tensor(t, positions)
         return result
 
     def _repeat_interleave(self, func: Op, repeats: Tensor, output_size: object = None) -> Tensor:
