@@ -1,6 +1,6 @@
 // The loops of a matrix product with fp32 sums, for one instruction set. products.cpp includes this
 // file once for each instruction set, in a separate namespace and between pragmas that select the
-// set. It defines
+// set. Before that it defines these macros:
 //   STORAGE_OPS_LANES  floats in a vector register,
 //   STORAGE_OPS_ROWS   rows of the tile of results that the registers hold,
 //   STORAGE_OPS_DOT    defined if an instruction multiplies pairs of bf16 and adds to fp32,

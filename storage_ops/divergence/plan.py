@@ -80,7 +80,7 @@ class DivergencePlan:
 
 
 def peak_of(s: Schedule, t: Teacher) -> int:
-    """Peak scratch memory of a schedule for both heads."""
+    """Return the peak scratch memory of a schedule for both heads."""
     return cost.peak(s, t.beside(s.problem, s.rows, s.columns))
 
 

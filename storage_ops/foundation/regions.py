@@ -52,8 +52,8 @@ class Mark:
     """The regions and the backward pass that a node was recorded in.
 
     Attributes:
-        path: the regions around it, outermost first.
-        backward: the number of the backward pass it belongs to; -1 in a forward.
+        path: the regions around the node, outermost first.
+        backward: the number of the node's backward pass; -1 in a forward.
         owner: for a node of a backward pass, the regions around the forward op whose gradient it
             computes, outermost first.
         step: the number of the autograd node that ran; -1 in a forward.

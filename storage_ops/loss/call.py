@@ -65,7 +65,7 @@ class SumOptions(TypedDict, total=False):
 
 
 class ModuleOptions(Options, SumOptions, total=False):
-    """Options of `LinearCrossEntropyLoss`, but `returns`."""
+    """Options of `LinearCrossEntropyLoss`, except `returns`."""
 
     ignore_index: int | None
     shift: bool | int
@@ -74,7 +74,7 @@ class ModuleOptions(Options, SumOptions, total=False):
 
 
 class CallOptions(ModuleOptions, total=False):
-    """Keyword arguments of `linear_cross_entropy`, but `returns`."""
+    """Keyword arguments of `linear_cross_entropy`, except `returns`."""
 
     linear_bias: Tensor | None
     weight: Tensor | None

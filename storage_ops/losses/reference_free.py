@@ -53,10 +53,10 @@ def orpo(
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of odds ratio preference optimisation.
 
-    It adds supervised learning of the chosen completions and a ratio of odds. P(y) = exp(log pi(y)
-    / |y|) is the geometric mean of the probabilities of a completion's tokens, and odds(y) = P(y) /
-    (1 - P(y)). The loss is the mean nll of the tokens of the chosen completions, plus the mean over
-    pairs of
+    It adds supervised learning of the chosen completions and a ratio of odds. P(y) =
+    exp(log pi(y) / |y|) is the geometric mean of the probabilities of a completion's tokens, and
+    odds(y) = P(y) / (1 - P(y)). The loss is the mean nll of the tokens of the chosen completions,
+    plus the mean over pairs of
 
         -beta log sigmoid(log odds(y_w) - log odds(y_l))
 

@@ -115,17 +115,17 @@ def estimate(
     `flex_attention` counts as the kernel that torch.compile creates for it. That kernel keeps its
     inputs, its output and a number per query and head, but no scores and no mask. All other code
     runs as if uncompiled. `discard_storage`, `share_storage` and `OutputDiscardCheckpoint` behave
-    as in a real run. For a model on several ranks (`fully_shard`, DDP,
-    `parallelize_module`, DTensors) the memory of this rank counts, with results of collectives and
-    parameters that FSDP gathers. No collective runs. Workspaces of cuBLAS and of other kernels,
-    such as a sort's, the CUDA context, and fragmentation do not count.
+    as in a real run. For a model on several ranks (`fully_shard`, DDP, `parallelize_module`,
+    DTensors) the memory of this rank counts, with results of collectives and parameters that FSDP
+    gathers. No collective runs. Workspaces of cuBLAS and of other kernels, such as a sort's, the
+    CUDA context, and fragmentation do not count.
 
     Some sizes depend on values. Values of integers, booleans and single floating-point numbers are
     known (up to 256 MiB each) if they come from real tensors, constants and other known values.
     Random integers count as known, with an arbitrary value. Without an assumption, other
     floating-point tensors of up to 16 MiB, such as masks, are known, too, except for parameters.
     Numbers are assumed to be finite: a GradScaler skips no step. All other values, such as the
-    choices of a router, need an assumption. Checks of `torch.distributions` are left out.
+    choices of a router, need an assumption. Checks of `torch.distributions` are skipped.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.

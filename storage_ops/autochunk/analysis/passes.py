@@ -150,7 +150,7 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     """Find the upstream gradient that can be assumed to be 1, if one is read.
 
     Raises:
-        Conflict: there are several, or it is not only a factor.
+        Conflict: there are several, or the gradient is not only a factor.
     """
     inputs = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
     below = {t: reached([t]) | {t} for t in tangents}

@@ -143,7 +143,7 @@ class PerToken:
                 self.targets += [] if known else [arg]
                 return f"target {known[0] if known else len(self.targets) - 1}"
         if rows and wide and len(sizes) == 2 and not self.targets:
-            # Chunks compute only their part of it, but the op needs all.
+            # Chunks compute only their part of this argument, but the op needs all of it.
             if not self.forward.is_given(arg):
                 raise Conflict(f"{arg} is computed by the function itself", arg)
             self.targets.append(arg)

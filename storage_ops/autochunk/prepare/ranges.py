@@ -63,7 +63,7 @@ def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
     """Return the products after one more cut, or None if nothing changes.
 
-    `small`: also cut small values into one product.
+    `small`: also cut small values, but only if the result is one product that leaves tokens out.
     """
     for first, stacks in itertools.product(rows_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)

@@ -1,4 +1,4 @@
-"""Containers in which regions return outputs, and whether a consumer stored them."""
+"""Detects consumers that store the containers in which regions return outputs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Containers:
 
         Args:
             before: the result of `count`. A container that is not in it had one reference, from a
-                variable or an attribute of the caller. One in another container had none.
+                variable or an attribute of the caller. A container inside another one had none.
         """
         keys: set[int] = set()
         if not self._all:

@@ -70,7 +70,7 @@ class ActivationCheckpointConfig:
 
     Args:
         layer_classes: classes of modules, or their names as in `type(module).__name__`, such as
-            "LlamaBlock". A class is kept as its name, and its subclasses do not match. This and
+            "LlamaBlock". A class is stored as its name, and its subclasses do not match. This and
             every other list may also be a set, or a single name, class or op.
         use_reentrant: use the reentrant checkpoint of torch. It allows no rules, and an input of
             the layer must require grad. torch.compile always uses the other kind.
@@ -96,16 +96,16 @@ class ActivationCheckpointConfig:
         preserve_rng_state: recompute with the random numbers of the forward.
         determinism_check: "default" compares shape, dtype and device of the recomputed tensors with
             those that the forward saved. It also checks that parameters were not modified in place
-            in between. "none" does not, and "checksum" compares the bytes as well.
+            in between. "checksum" also compares the bytes. "none" compares nothing.
         early_stop: end a recompute at the last tensor that backward needs. False runs it to the
-            end. Without effect for reentrant checkpoints, discarded outputs, and regions that
+            end. It has no effect on reentrant checkpoints, discarded outputs, and regions that
             communicate with other ranks.
         debug: if a recompute differs from the forward, the error names the first op that differs
-            and its line, which takes time per op. With mode "output_discard" as in
+            and its line, which takes time per op. For mode "output_discard", see
             `OutputDiscardCheckpoint`.
         respect_saved_tensors_hooks: pass the tensors that rules save to the saved-tensor hooks
-            around the layer, such as `torch.autograd.graph.save_on_cpu`, like all others. Needs
-            rules.
+            around the layer, such as `torch.autograd.graph.save_on_cpu`, like all others. This
+            needs rules.
         allow_no_match: leave a model without a matching layer unchanged. Otherwise that is an
             error.
 

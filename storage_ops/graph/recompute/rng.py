@@ -61,7 +61,8 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
         changes = {"train": False}
     elif updates_statistics(node):
         changes = dict.fromkeys(STATISTICS)
-    for place, declared in enumerate(node.target._schema.arguments if changes else ()):  # type: ignore[union-attr]
+    # type: ignore[union-attr].
+    for place, declared in enumerate(node.target._schema.arguments if changes else ()):
         if declared.name in changes:
             if place < len(args):
                 args[place] = changes[declared.name]
@@ -104,7 +105,7 @@ def gpu_of_replays(graph: fx.Graph) -> torch.device | None:
     """Return the GPU whose generator state a graph saves. It must be current when the graph runs.
 
     Raises:
-        RuntimeError: there are several.
+        RuntimeError: there are several GPUs.
     """
     saving = [node for node in graph.nodes if node.target is run_and_save_rng_state]
     devices = {device_of(node) for node in saving} - {torch.device("cpu")}

@@ -109,8 +109,8 @@ def backward(
 
     Args:
         upstream: gradients with respect to the differentiable results.
-        second_pass: returns gradients from `ctx`, what was saved, `upstream`, and which of them are
-            needed.
+        second_pass: returns gradients, from `ctx`, the saved tensors, `upstream`, and which of the
+            gradients are needed.
     """
     needs, keep = [ctx.needs_input_grad[place] for place in ctx.places], retained()
     upstream_grads = connect(upstream, ctx.sources)

@@ -1,7 +1,7 @@
 """Linear cross-entropy with a slice of the vocabulary on every rank.
 
-Each rank forms the logits of its own classes. The ranks exchange a few numbers per token, the state
-of the rows, and at the end the gradient of the input, to which every slice contributes.
+Each rank computes the logits of its own classes. The ranks exchange a few numbers per token, the
+state of the rows, and at the end the gradient of the input, to which every slice contributes.
 
 By default a call is one op that contains its collectives. So code that caches or recomputes ops
 never sees tiles that are overwritten. In a trace of make_fx or trace_step and under CommDebugMode

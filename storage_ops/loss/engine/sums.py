@@ -1,4 +1,4 @@
-"""Sum the gradients of a head over its tiles of logits."""
+"""Sums the gradients of a head over its tiles of logits."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ def plan(
         and keeps.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong, with its value and what was expected; a
-            memory_budget that no plan can keep, with the smallest that one can.
+        TypeError, ValueError: an argument is wrong, or no plan keeps to memory_budget. The error
+            has the value, what was expected, and the smallest possible budget.
 
     Example:
         >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")

@@ -7,9 +7,9 @@ image as the input of the untransposed one. Observed with torch 2.13 by allocati
 
 | computed | images |
 |---|---|
-| result | in blocks; an inner image with less channels than a block is read as it is |
-| gradient of the inner image | in blocks; with strides, channels are last |
-| gradient of the weight | in blocks; those of an inner image with few channels are smaller |
+| result | in blocks; an inner image with fewer channels than a block is not copied |
+| gradient of the inner image | in blocks; in channels_last with strides |
+| gradient of the weight | in blocks; in smaller ones for an inner image with few channels |
 
 Float32 images in channels_last format are read and written without a copy, if the convolution is
 not transposed. Their weights are copied to that format, and from it into blocks. torch copies a
@@ -59,7 +59,7 @@ class _Blocks(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A convolution. The weight's second dimension is the inner channels, also if transposed."""
+    """A convolution. The weight's second dimension has the inner channels, even if transposed."""
 
     weight: Tensor
     strides: Sequence[int]

@@ -109,7 +109,7 @@ def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
     across, most = _power_of_two(width // of_thread), _BLOCK // of_thread
     down = min(_power_of_two(rows), most // min(across, _WARP))
     across = min(across, most // down)
-    rows_per_thread = -(-rows // down)  # rows per thread
+    rows_per_thread = -(-rows // down)
     if rows_per_thread < 256:
         return 0
     columns = across * of_thread

@@ -60,7 +60,8 @@ def enter(
         arrive: called with the gradients of the inputs in the backward of the call.
     """
     with torch.enable_grad():
-        entered = _Enter.apply(arrive, inputs, anchor.requires_grad_())  # type: ignore[no-untyped-call]
+        # type: ignore[no-untyped-call].
+        entered = _Enter.apply(arrive, inputs, anchor.requires_grad_())
     return list(entered)
 
 
@@ -95,7 +96,7 @@ def reads_history(
     Args:
         outputs: the outputs of the call.
         entries: the autograd nodes of the arguments.
-        leaves: the parameters and arguments whose gradients it may compute.
+        leaves: the parameters and arguments whose gradients the backward may compute.
         since: the number of the first node that the call could create.
     """
     own = {id(t) for t in leaves}

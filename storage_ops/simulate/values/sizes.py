@@ -105,7 +105,7 @@ describe("masked_select.default", sized=Sizes._masked_select)
 describe("index.Tensor", sized=Sizes._index)
 describe("repeat_interleave.Tensor", sized=Sizes._repeat_interleave)
 describe("bincount.default", sized=Sizes._bincount)
-# Fakes of these ops raise errors for sizes that depend only on shapes and integers.
+# torch's fakes of these ops do not know sizes that depend only on shapes and integers.
 describe(
     "_ctc_loss.default _ctc_loss.Tensor _pack_padded_sequence.default linalg_lstsq.default",
     sized_by_integers=True,
