@@ -61,8 +61,7 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
         changes = {"train": False}
     elif updates_statistics(node):
         changes = dict.fromkeys(STATISTICS)
-    # type: ignore[union-attr].
-    for place, declared in enumerate(node.target._schema.arguments if changes else ()):
+    for place, declared in enumerate(node.target._schema.arguments if changes else ()):  # type: ignore[union-attr]
         if declared.name in changes:
             if place < len(args):
                 args[place] = changes[declared.name]

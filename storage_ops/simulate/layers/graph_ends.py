@@ -60,8 +60,7 @@ def enter(
         arrive: called with the gradients of the inputs in the backward of the call.
     """
     with torch.enable_grad():
-        # type: ignore[no-untyped-call].
-        entered = _Enter.apply(arrive, inputs, anchor.requires_grad_())
+        entered = _Enter.apply(arrive, inputs, anchor.requires_grad_())  # type: ignore[no-untyped-call]
     return list(entered)
 
 
