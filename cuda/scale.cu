@@ -1,5 +1,5 @@
-// Multiplies a gradient by the upstream gradient of the loss. It is 1 in most training steps, which
-// only the device knows. Then only this number is read.
+// Multiplies a gradient by the upstream gradient of the loss, a number that only the device knows.
+// In most training steps it is 1. Then nothing else is read.
 #include <algorithm>
 #include <type_traits>
 
