@@ -1,4 +1,4 @@
-// How these libraries were built, and what this processor can run. Includes no torch header, so
+// Facts about the build of these libraries, and about this processor. Includes no torch header, so
 // that `python -m storage_ops info` can explain an installation in which torch does not load.
 #include <pybind11/pybind11.h>
 
@@ -20,7 +20,7 @@ std::string cpu_capability() {
 
 }  // namespace
 
-// Nothing here changes after the import: a free-threaded CPython may leave its lock off.
+// This module has no mutable state, so a free-threaded CPython may keep the GIL disabled.
 PYBIND11_MODULE(_build_info, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Versions, compilers and targets of the native libraries of storage_ops.";
   m.attr("version") = STORAGE_OPS_VERSION;

@@ -9,8 +9,8 @@ inline ScalarType arithmetic_of(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Calls `body(number, arithmetic)` with a value of the type of the elements of `t`, and of the type
-// of its arithmetic. `name` is the name of `t` in errors.
+// Calls `body(number, arithmetic)` with a number of the element type of `t`, and one of its
+// arithmetic type. `name` is the name of `t` in errors.
 template <typename Body>
 void for_dtypes(const char* name, const Tensor& t, Body body) {
   switch (t.scalar_type()) {

@@ -1,10 +1,10 @@
-// Which instruction sets there are to choose from at run time.
+// The instruction sets that kernels choose from at run time.
 #pragma once
 
-// Other compilers select instruction sets in other ways.
+// Other compilers select instruction sets differently.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define STORAGE_OPS_X86
-// Registers that intrinsics leave undefined are called uninitialized (GCC's bug 105593).
+// GCC warns that registers which intrinsics leave undefined are uninitialized (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -20,13 +20,13 @@ namespace storage_ops {
 
 enum Level : int64_t { kNone, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
-// Linux lets a process use the registers of AMX after it has asked for them.
+// Linux lets a process use the AMX registers after a request.
 inline bool gives_tiles() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// The best that this processor has, or what torch's own variable limits it to.
+// Returns the best level of this processor, limited by torch's own variable.
 inline int64_t level() {
   static const int64_t found = [] {
     __builtin_cpu_init();

@@ -1,4 +1,4 @@
-// The names of the stable ABI that the kernels use. Nothing else of torch may be included here.
+// The names of the stable ABI that the kernels use. No other header of torch may be included here.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,8 +21,8 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws what Python sees as a RuntimeError. STD_TORCH_CHECK would put the place in these sources
-// before the message, which says nothing to users.
+// Throws an error that Python sees as a RuntimeError. STD_TORCH_CHECK would put a place in these
+// sources before the message, which is of no use to users.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;

@@ -1,6 +1,6 @@
-// CUDA row kernel of linear_kl_div: a block works on a row of both heads at a time. The first pass
-// finds both log-sum-exps, the second the divergence, the third the gradient, each from the end
-// that the one before has come to, so that it finds in the caches what was read last.
+// CUDA row kernel of linear_kl_div. A block processes one row of both heads at a time. The first
+// pass computes both log-sum-exps, the second the divergence, the third the gradient. Each pass
+// starts at the end where the one before stopped, so that it first reads data in the caches.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -8,10 +8,10 @@
 #include "launch.cuh"
 #include "rows/divergence_rows.h"
 
-// Not without a name: nvcc would name what is in it by the number of its process.
+// Not anonymous, because nvcc would include its process number in the names.
 namespace storage_ops::kernels {
 
-// Threads of a block at most, and packs of each head that a thread loads before it uses the first.
+// The most threads of a block, and packs of each head that a thread loads before it uses them.
 constexpr int kPairThreads = 512, kPairTile = 2;
 
 template <typename A>
@@ -24,7 +24,7 @@ struct LogSumExps {
   A student, teacher;
 };
 
-// A row of both heads and the block that works on it.
+// A row of both heads, and the block that processes it.
 template <Divergence kKind, typename T, typename A>
 struct PairOfRows {
   const DivergenceArguments<T, A>& a;
@@ -36,7 +36,7 @@ struct PairOfRows {
         i(index),
         rows{args.logits + index * args.stride, args.teacher + index * args.teacher_stride} {}
 
-  // From n matrix products of each head to logits.
+  // Turns n matrix products of each head into logits.
   template <int n>
   __device__ __forceinline__ void to_logits(int64_t column, A (&z)[2][n]) const {
     const A* const biases[] = {a.bias, a.teacher_bias};
@@ -78,7 +78,7 @@ struct PairOfRows {
     return {shift_of(max[0]) + std::log(sums[0]), shift_of(max[1]) + std::log(sums[1])};
   }
 
-  // One pass: the sums of this thread's classes, or their gradient, or both where that is possible.
+  // One pass: the sums of this thread's classes, or their gradient, or both if possible.
   template <bool kSums, bool kGrad, Direction kDirection>
   __device__ __forceinline__ void pass(const LogSumExps<A>& lse, A center, A (&sums)[2]) const {
     const A factor = kGrad ? a.factor(i) : A(0);
@@ -99,7 +99,7 @@ struct PairOfRows {
             }
             if constexpr (kGrad) {
               const A dz = gradient_of<kKind>(of_student, of_teacher, p, q, m, a.beta, center);
-              z[0][k] = factor == 0 ? A(0) : dz * factor;  // whatever the logits are
+              z[0][k] = factor == 0 ? A(0) : dz * factor;  // for any logits
             }
           }
         },
@@ -170,8 +170,8 @@ void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
     using T = decltype(logit);
     using A = decltype(arithmetic);
     const auto a = divergence_arguments<T, A>(tensors, beta, scale, phases, over_teacher);
-    // Short rows get fewer threads: each still has a tile of its own.
-    constexpr int64_t kColumns = kPairTile * kPack<T> * 32;  // of a warp
+    // Short rows get fewer threads, so that each still has a full tile.
+    constexpr int64_t kColumns = kPairTile * kPack<T> * 32;  // columns of a warp
     const int64_t warps = (a.columns + kColumns - 1) / kColumns;
     const auto threads =
         static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, kPairThreads / 32));

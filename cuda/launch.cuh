@@ -26,7 +26,7 @@ inline int attribute(cudaDeviceAttr which, int32_t device) {
   return value;
 }
 
-// Calls a kernel with so many blocks and threads of each.
+// Launches a kernel with this many blocks, and threads per block.
 template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
             const std::remove_cv_t<Parameters>&... arguments) {
@@ -37,7 +37,7 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cu
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// 16 bytes of memory, and the numbers in them in the type of the arithmetic.
+// 16 bytes of memory, and their numbers in the arithmetic type.
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
@@ -117,10 +117,10 @@ __device__ __forceinline__ void load(const T* from, A (&to)[n]) {
 enum Access { kRead = 1, kWrite = 2, kReadWrite = kRead | kWrite };
 enum Direction { kForwards, kBackwards };
 
-// Calls `body(column, numbers)` for every piece of n rows that this thread owns: n arrays of type A
-// with the numbers of each row from `column` on, loaded before as `kAccess` says, and the first
-// stored after, in the row `out` of them. kTile packs of each row are on their way from memory at a
-// time.
+// Calls `body(column, numbers)` for every piece of n rows that this thread owns. `numbers` are n
+// arrays of type A with the numbers of each row from `column` on. `kAccess` says whether they are
+// loaded before, and whether the first array is stored to the row `out` after. Each thread has
+// kTile packs of each row in flight at a time.
 template <typename A, Access kAccess, int kTile, Direction kDirection, int n, typename T,
           typename Body>
 __device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t columns, Body body,
@@ -158,7 +158,7 @@ __device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t colum
       }
     }
   }
-  // By the last threads first: they have the fewest packs.
+  // The last threads take the remainder, because they have the fewest packs.
   const int64_t rest = static_cast<int64_t>(packs) * kPack<T>;
   for (int64_t j = rest + blockDim.x - 1 - threadIdx.x; j < columns; j += blockDim.x) {
     A numbers[n][1];
@@ -171,7 +171,7 @@ __device__ __forceinline__ void for_pieces_of(T* const (&rows)[n], int64_t colum
   }
 }
 
-// The same for one row, whose numbers are one array.
+// The same for one row, with one array of numbers.
 template <typename A, Access kAccess, int kTile, Direction kDirection, typename T, typename Body>
 __device__ __forceinline__ void for_pieces(T* row, int64_t columns, Body body) {
   T* const rows[] = {row};
@@ -191,9 +191,9 @@ __device__ __forceinline__ void warp_reduce(V (&values)[n], Combine combine) {
 
 constexpr int kMaxWarps = 32;
 
-// Combines n values per thread, each over all threads, and hands the results to every thread.
-// Always in the same order: two runs give the same bits. A kernel that reduces several times gives
-// each its own `scratch`, so that one barrier is enough.
+// Combines n values per thread over all threads, and returns the results to every thread. The order
+// is fixed, so that two runs give the same bits. A kernel with several reductions gives each its
+// own `scratch`, so that one barrier is enough.
 template <int n, typename V, typename Combine>
 __device__ __forceinline__ void block_reduce(V (&values)[n], V identity, V (*scratch)[kMaxWarps],
                                              Combine combine) {

@@ -1,27 +1,26 @@
-// CUDA row kernel of linear cross-entropy: a block works on a row at a time. A row is read from
-// memory once; its second read, for the gradient, goes backwards, so that it finds in the caches
-// what was read last.
-// Nothing waits for the host, nothing depends on the order of blocks, and a target out of range
-// touches no memory: it makes the row's sum and its gradient nan.
+// CUDA row kernel of linear cross-entropy. A block processes one row at a time. A row is read from
+// memory once. Its second read, for the gradient, goes backwards, so that it first reads data in
+// the caches. The kernel does not wait for the host, and does not depend on the order of blocks. A
+// target out of range touches no memory: it makes the row's sum and gradient nan.
 #include <algorithm>
 #include <type_traits>
 
 #include "launch.cuh"
 #include "rows/cross_entropy_rows.h"
 
-// Not without a name: nvcc would name what is in it by the number of its process.
+// Not anonymous, because nvcc would include its process number in the names.
 namespace storage_ops::kernels {
 
-// Threads of a block at most. With 1024, double does not fit into its share of the registers.
+// The most threads of a block. With 1024, double does not fit into the registers.
 template <typename A>
 constexpr int kThreads = sizeof(A) == 8 ? 512 : 1024;
 
-// Bytes of a row of which a multiprocessor's L1 cache holds two. It gets two blocks with half of
-// the threads: while the threads of one wait for each other, those of the other keep memory busy.
+// Bytes of a row of which the L1 cache of a multiprocessor holds two. It gets two blocks with half
+// of the threads: while one block waits at a barrier, the other keeps memory busy.
 constexpr int64_t kShortRow = 110 << 10;
 
-// Packs that a thread loads before it uses the first. Once there is a block of 1024 threads per
-// multiprocessor, only these loads hide the latency of memory.
+// Packs that a thread loads before it uses the first. With one block of 1024 threads per
+// multiprocessor, only these loads hide the memory latency.
 template <bool kGeneral>
 constexpr int kTile = kGeneral ? 2 : 4;
 
@@ -32,15 +31,15 @@ struct Scratch {
   int64_t rank[1][kMaxWarps];
 };
 
-// What a thread knows of the logits that it has read.
+// A thread's state of the logits that it has read.
 template <typename A>
 struct Partial {
   RowState<A> state;
-  unsigned best = 0;  // which pack of columns has the first of the maximum
+  unsigned best = 0;  // the pack of columns with the first maximum
 };
 
-// A row and the block that works on it. The general one knows the bias, targets that are spread
-// out, the entropy and the soft-cap; without, the common case keeps its registers for loads.
+// A row and the block that processes it. The general version supports the bias, smoothed targets,
+// the entropy and the soft-cap. The other one keeps registers for loads in the common case.
 template <bool kGeneral, typename T, typename A>
 struct BlockRow {
   const RowArguments<T, A>& a;
@@ -54,7 +53,7 @@ struct BlockRow {
         row(args.logits + index * args.stride),
         transform(kGeneral ? args.transform : Transform<A>{args.transform.scale, 0, 0}) {}
 
-  // From n matrix products to logits.
+  // Turns n matrix products into logits.
   template <int n>
   __device__ __forceinline__ void transform_products(int64_t column, A (&z)[n]) const {
     if (kGeneral && (a.bias != nullptr || a.wide_bias != nullptr)) {
@@ -77,7 +76,7 @@ struct BlockRow {
     return z[0];
   }
 
-  // The share of each of n classes in a target that is spread out.
+  // The share of each of n classes in a smoothed target.
   template <int n>
   __device__ __forceinline__ void load_shares(int64_t column, A (&share)[n]) const {
     A weight[n];
@@ -89,7 +88,7 @@ struct BlockRow {
     for (int k = 0; k < n; ++k) share[k] = a.share_of(share[k], weight[k]);
   }
 
-  // Where the target is; outside the columns if it is not here.
+  // The column of the target; out of range if it is in another tile.
   __device__ __forceinline__ int64_t target_column() const {
     return a.index ? a.index[i] - a.first_column : -1;
   }
@@ -135,7 +134,7 @@ struct BlockRow {
     return own;
   }
 
-  // What all threads of the block know together.
+  // The state that all threads of the block share.
   __device__ __forceinline__ RowState<A> combine(const Partial<A>& own, Scratch<A>& scratch) const {
     A max[] = {own.state.max()};
     block_reduce(max, -std::numeric_limits<A>::infinity(), scratch.max,
@@ -153,12 +152,11 @@ struct BlockRow {
     }
   }
 
-  // The lowest column of a nan, else the lowest of the maximum, if the columns before have none
-  // above.
+  // The lowest column of a nan, or of the maximum, if no earlier column has a larger logit.
   __device__ __forceinline__ void write_argmax(const RowState<A>& previous, const RowState<A>& all,
                                                const Partial<A>& own, Scratch<A>& scratch) const {
     const int64_t none = 2 * a.columns;
-    int64_t rank[] = {none};  // the column of a nan, or a.columns + that of the maximum
+    int64_t rank[] = {none};  // the column of a nan, or a.columns + the column of the maximum
     A max = -std::numeric_limits<A>::infinity();
 #pragma unroll 1
     for (int k = 0; own.state.max() == all.max() && k < kPack<T>; ++k) {
@@ -229,7 +227,7 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
   }
   Partial<A> own;
   if (a.update) own = block.read();
-  // What several threads read comes before the barriers, what one of them writes after.
+  // Reads by several threads come before the barriers, and writes by one thread after them.
   RowState<A> state = a.load_state(i);
   const int64_t column = block.target_column();
   const bool here = block.has(column);
@@ -253,31 +251,31 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
   if (!a.grad) return;
   __syncthreads();
   if (here && threadIdx.x == 0) {
-    // Formed before any rounding to 16 bits, in which p - 1 loses most.
+    // Computed before any rounding to 16 bits, because p - 1 would lose most.
     const A share = kGeneral && a.spread() ? a.share(i, column) : A(0);
     const A value = gradient.at(logit[0], share) - gradient.target;
     block.row[column] = static_cast<T>(value * block.transform.slope(logit[0]));
   }
 }
 
-// All threads have read `scratch` when a row ends, or have not used it: the next row needs no
+// When a row ends, all threads have read `scratch`, or have not used it. So the next row needs no
 // barrier.
 template <bool kGeneral, typename T, typename A>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     cross_entropy_rows_kernel(const __grid_constant__ RowArguments<T, A> a) {
   auto& scratch = shared_memory<Scratch<A>>();
-  if constexpr (kGeneral) {  // which has no registers left for a loop
+  if constexpr (kGeneral) {  // it has no registers left for a loop
     work_on_row<kGeneral>(a, blockIdx.x, scratch);
   } else {
     for (int64_t i = blockIdx.x; i < a.rows; i += gridDim.x) work_on_row<kGeneral>(a, i, scratch);
   }
 }
 
-// How many rows are worked on at a time: all that there are, unless the second read of long ones
-// would miss the L2 cache. Then fewer, as long as their blocks are enough to keep memory busy.
+// The number of rows that are processed at a time. This is all rows, unless the second read of long
+// rows would miss the L2 cache. Then it is as few as keep memory busy.
 template <typename T, typename A>
 int64_t rows_at_once(const RowArguments<T, A>& a, int32_t device) {
-  if (!a.update || !(a.grad || a.exponentials)) return a.rows;  // they are read once
+  if (!a.update || !(a.grad || a.exponentials)) return a.rows;  // rows are read only once
   const int64_t multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t cache = attribute(cudaDevAttrL2CacheSize, device) / 5 * 4;
   const int64_t cached = cache / std::max<int64_t>(a.columns * sizeof(T), 1);
@@ -287,8 +285,8 @@ int64_t rows_at_once(const RowArguments<T, A>& a, int32_t device) {
 
 template <bool kGeneral, typename T, typename A>
 void launch_rows(const RowArguments<T, A>& a, const Tensor& logits) {
-  // Short rows get fewer threads: each still has a tile of its own.
-  constexpr int64_t kColumns = kTile<kGeneral> * kPack<T> * 32;  // of a warp
+  // Short rows get fewer threads, so that each still has a full tile.
+  constexpr int64_t kColumns = kTile<kGeneral> * kPack<T> * 32;  // columns of a warp
   const int64_t warps = (a.columns + kColumns - 1) / kColumns;
   const bool is_short = a.columns * static_cast<int64_t>(sizeof(T)) <= kShortRow;
   const int64_t most = kThreads<A> / 32 / (is_short ? 2 : 1);
@@ -313,7 +311,7 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   for_dtypes("_cross_entropy_rows: logits", logits, [&](auto logit, auto arithmetic) {
     const auto a = row_arguments<decltype(logit), decltype(arithmetic)>(tensors, options);
-    // With the first three rows of upstream, the entropy has no gradient.
+    // With only the first three rows of upstream, the entropy has no gradient.
     const bool general = tensors.bias || a.spread() || a.slope || a.transform.softcap != 0 ||
                          (a.grad && a.upstream_count > 3);
     const auto run = general ? launch_rows<true, decltype(logit), decltype(arithmetic)>

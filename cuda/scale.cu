@@ -1,5 +1,5 @@
-// A gradient times the number that the loss is worth. That is 1 in most training steps, and only
-// the device knows: then nothing is read but the number.
+// Multiplies a gradient by the upstream gradient of the loss, a number that only the device knows.
+// In most training steps it is 1. Then nothing else is read.
 #include <algorithm>
 #include <type_traits>
 
@@ -9,10 +9,10 @@
 namespace storage_ops::kernels {
 
 constexpr unsigned kScaleThreads = 256;
-constexpr int kScalePacks = 4;          // that a thread loads before it uses the first
-constexpr int64_t kScaleBlocks = 1024;  // enough for every multiprocessor, and soon started
+constexpr int kScalePacks = 4;          // packs that a thread loads before it uses the first
+constexpr int64_t kScaleBlocks = 1024;  // enough for every multiprocessor, and quick to launch
 constexpr int64_t kScaleBytes =
-    kScaleThreads * kScalePacks * sizeof(uint4);  // of a block at a time
+    kScaleThreads * kScalePacks * sizeof(uint4);  // bytes that a block processes at a time
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kScaleThreads)

@@ -1,7 +1,6 @@
-// What the choice of classes for a gradient needs of a tile on a GPU: sums of its probabilities or
-// of its numbers, some of its rows and columns, or their gradient, and the way of products back to
-// the rows of the weight's gradient. Sums are always added up in the same order, so that two runs
-// give the same bits.
+// GPU kernels for choosing the classes of a gradient: sums of a tile's probabilities or numbers,
+// gathers of some rows and columns or their gradient, and the scatter of products into rows of the
+// weight's gradient. Sums have a fixed order, so that two runs give the same bits.
 #include <algorithm>
 
 #include "launch.cuh"
@@ -24,7 +23,7 @@ struct ColumnScratch {
   A sums[kSumThreads<A> / 32][32 * (16 / sizeof(uint16_t))];
 };
 
-// From n products of a row to what is added up.
+// Turns n products of a row into summands.
 template <int n, typename T, typename A>
 __device__ __forceinline__ void summands(const Summed<T, A>& s, int64_t row, int64_t column,
                                          A (&z)[n]) {
@@ -35,7 +34,7 @@ __device__ __forceinline__ void summands(const Summed<T, A>& s, int64_t row, int
   for (int k = 0; k < n; ++k) z[k] = s.number(s.tile.transform.logit(z[k] + bias[k]), row);
 }
 
-// A block adds up the columns of a row by bucket: every thread has a sum of its own for each.
+// A block adds up the columns of a row by bucket. Every thread has its own sum for each bucket.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumThreads<A>)
     bucket_sums_kernel(const __grid_constant__ Summed<T, A> s) {
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kSumThreads<A>)
   }
 }
 
-// A block adds up a pack of columns for each lane; its warps take rows in turn.
+// A block adds up a pack of columns for each lane. Its warps take rows in turn.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumThreads<A>)
     column_sums_kernel(const __grid_constant__ Summed<T, A> s) {
@@ -126,14 +125,14 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
   });
 }
 
-constexpr int kGatherColumns = 64;  // of a block
+constexpr int kGatherColumns = 64;  // columns of a block
 // Tokens whose gradients a block gathers at a time. A double takes twice the shared memory.
 template <typename A>
 constexpr int kGatherTokens = sizeof(A) == 8 ? 32 : 64;
 
 template <typename A>
 struct GatherScratch {
-  A numbers[2][kGatherColumns][kGatherTokens<A> + 1];  // two, so that one barrier is enough
+  A numbers[2][kGatherColumns][kGatherTokens<A> + 1];  // two buffers, so that one barrier is enough
   int64_t start[kGatherColumns], count[kGatherColumns];
 };
 
@@ -227,7 +226,7 @@ void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor
   });
 }
 
-// Rows of `part` that are added to those of `out` at `row`, or copied there. None appears twice.
+// Rows of `part` that are added to, or copied to, those of `out` at `row`. No row appears twice.
 template <typename T, typename P>
 struct PutRows {
   T* out;
@@ -237,7 +236,7 @@ struct PutRows {
   bool add;
 };
 
-// A block has a row of `part`.
+// A block processes a row of `part`.
 template <typename A, typename T, typename P>
 __global__ void __launch_bounds__(kGatherThreads)
     put_rows_kernel(const __grid_constant__ PutRows<T, P> a) {

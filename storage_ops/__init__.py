@@ -11,10 +11,10 @@ import_error: Exception | None = None
 try:
     import torch as _torch  # noqa: F401
 except (ImportError, OSError) as error:
-    # `info` must still be able to say what is wrong, and plans for a GPU need no torch.
+    # `info` must work without torch, to say what is wrong. Plans for a GPU need no torch either.
     import_error = error
 
-    if not TYPE_CHECKING:  # to a type checker, every name would be there
+    if not TYPE_CHECKING:  # for a type checker, `__getattr__` would define every name
 
         def __getattr__(name: str) -> Any:
             if name in __all__:

@@ -36,12 +36,12 @@ NOT_FORWARD = (
 
 
 def raise_not_twice(ctx: Any, *grads: Tensor) -> None:
-    """Raise an error: the backward of a value that is a gradient already."""
+    """Raise an error, because a gradient is differentiated again."""
     raise RuntimeError(_NOT_TWICE)
 
 
 def raise_not_forward(ctx: Any, *tangents: Tensor) -> None:
-    """Raise an error: the jvp of ops that have none."""
+    """Raise an error, because these ops have no forward-mode derivative."""
     raise RuntimeError(NOT_FORWARD)
 
 
@@ -65,10 +65,9 @@ class _NotTwice(torch.autograd.Function):
 
 
 class _OnceDifferentiable(_NotTwice):
-    """Passes the first tensors on under create_graph=True, and raises if they are differentiated.
+    """Returns the first tensors unchanged under create_graph=True. Differentiating them raises.
 
-    The other tensors are those that the first ones depend on. Autograd runs the nodes on the way to
-    them, and no others.
+    The other tensors are the inputs of the first ones. Autograd runs only nodes on the way to them.
     """
 
     @staticmethod
@@ -81,7 +80,7 @@ class _Root(torch.autograd.Function):
 
     backward = staticmethod(raise_not_twice)
 
-    # With a `setup_context` torch inspects the signature in every call, for 20 us.
+    # With a `setup_context` torch inspects the signature in every call, which takes 20 us.
     @staticmethod
     def forward(ctx: object, t: Tensor) -> Tensor:
         return t.new_empty(0)
@@ -96,16 +95,16 @@ def roots(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that a backward in a trace of AOTAutograd must read for `connect` to work.
+    """Return the tensors that a backward must read so that `connect` works under AOTAutograd.
 
     Args:
         tensors: the arguments of the op. Inputs of the traced graph, and the bases of views of an
             input, lead to the gradients of that input.
-        outputs: the differentiable results of the op. An output that the graph returns as it is
+        outputs: the differentiable results of the op. An output that the graph returns unchanged
             leads to all inputs of the graph.
 
     Returns:
-        Tensors for `ctx` itself: an output that `save_for_backward` keeps is detached in a trace.
+        Tensors to store on `ctx` itself, because `save_for_backward` detaches an output in a trace.
         An empty list outside of a trace.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
@@ -113,17 +112,17 @@ def sources_of(tensors: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> l
     tracked = [t for t in tensors if t is not None and t.requires_grad]
     bases: list[Tensor] = [t._base if t._base is not None else t for t in tracked]
     inputs = [t for t in bases if t.grad_fn is None or not t.grad_fn.next_functions]
-    # A size that only the data tells may not be compared: it would be a guard.
+    # A data-dependent size may not be compared, because that would add a guard.
     asked = [t for t in outputs if not any(type(n) is int and n == 0 for n in t.shape)]
     return [*dict.fromkeys(inputs), *asked]
 
 
 def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return upstream gradients that a compiled backward computes from `sources` in name.
+    """Return upstream gradients that depend on `sources` in a compiled graph.
 
-    AOTAutograd raises for a second derivative only if a tensor that the backward reads leads to
-    the tensor that the caller asks for. Gradients that the forward has computed lead nowhere: the
-    second derivative would be zero without an error.
+    AOTAutograd raises an error for a second derivative only if a tensor that the backward reads
+    leads to the tensor that the caller asks for. Gradients that the forward has computed lead to no
+    tensor. Their second derivative would be zero without an error.
     """
     gradients = list(upstream)
     first = next((i for i, g in enumerate(gradients) if g is not None), None)
@@ -133,7 +132,7 @@ def connect(upstream: Sequence[Tensor | None], sources: Sequence[Tensor]) -> lis
 
 
 def once(grads: list[Tensor | None], sources: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the results of a backward. They raise if create_graph=True differentiates them.
+    """Return the results of a backward so that differentiating them raises an error.
 
     `sources`: the tensors that the results depend on.
     """
@@ -149,17 +148,18 @@ def retained() -> bool:
 
 
 def batched(upstream: Tensor) -> bool:
-    """Return True if a vmap of the backward has combined several gradients in this tensor."""
+    """Return True if a vmap of the backward has combined several gradients into this tensor."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream))
 
 
 def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
-    """Return the gradient times the upstream scalar, in place if nothing else has its memory."""
+    """Return the gradient times the upstream scalar, in place if no tensor shares its memory."""
     # A fake tensor represents one tensor in a simulation, but any tensor in a recorded graph.
     plain = type(grad) is Tensor or (type(grad) is FakeTensor and get_proxy_mode() is None)
     storage = grad.untyped_storage() if plain else None
-    # The saved tensor and `storage` are two users. Batched upstream gradients need a new tensor.
+    # The saved tensor and `storage` are two references. Batched upstream gradients need a new
+    # tensor.
     if (
         retained
         or batched(upstream)
@@ -172,8 +172,8 @@ def times(grad: Tensor, upstream: Tensor, retained: bool) -> Tensor:
 
 
 def call_once(op: Callable[..., Any], *args: object) -> Any:
-    """Call an op of the backward in a form that raises an error if it is differentiated."""
-    if not transforming():  # `once` wraps results that autograd itself sees
+    """Call an op of the backward so that differentiating it raises an error."""
+    if not transforming():  # `once` wraps results that autograd sees
         return op(*args)
     with torch.enable_grad():
         return _TransformableBackward.apply(op, *args)  # type: ignore[no-untyped-call]
@@ -198,8 +198,8 @@ def transforming() -> bool:
 def needs_no_graph() -> bool:
     """Return True if torch.compile must call a loss without a graph, by `without_graph`.
 
-    Dynamo cannot run an op's own autograd formula in torch.func.grad, nor in a vmap inside of it.
-    A vmap alone has a rule.
+    In torch.func.grad, and in a vmap inside of it, Dynamo cannot run the autograd formula of an op.
+    For a vmap alone there is a rule.
     """
     return torch.compiler.is_compiling() and _is_in_grad()
 
@@ -209,13 +209,14 @@ def _is_in_grad() -> bool:
     return any(each.key() != TransformType.Vmap for each in transforms)
 
 
-# Dynamo evaluates a function that is marked so while it traces, and guards on the transforms.
+# Dynamo evaluates a marked function while it traces, and guards on the transforms.
 _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_graph(apply: Callable[..., Any], call: object) -> Any:
     """Return `apply(call)`, for which torch.compile creates no graph."""
-    from storage_ops._without_graph import run  # imports Dynamo, which runs at this point
+    # Importing it imports Dynamo, so it is imported only here.
+    from storage_ops._without_graph import run
 
     return run(apply, call)
 
@@ -243,7 +244,7 @@ def looped(op: Callable[..., Any]) -> Callable[..., Any]:
 def _empty(
     op: Callable[..., Any], in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the results of an op for an empty batch. Tensors without memory give their shapes."""
+    """Return the results of an op for an empty batch. Meta tensors give the shapes."""
     arguments = list(args)
     for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(a, Tensor):

@@ -1,4 +1,4 @@
-"""The line of the user's program that led to a call, for errors and warnings that name it."""
+"""Finds the line of the user's program that led to a call, for errors and warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def users_place(
     """Return the innermost frame outside of torch and this package, and its line.
 
     Args:
-        at: the frame to begin at, going outwards, or the traceback of an exception.
+        at: the innermost frame to look at, or the traceback of an exception.
         ignored: prefixes of file names that are not the caller's.
     """
     place = None
@@ -42,7 +42,7 @@ def users_place(
 def _installed() -> tuple[str, ...]:
     """Return the prefixes of the names of installed files.
 
-    A virtual environment can take torch from another folder than the trainer: from the system's
+    A virtual environment can take torch and the trainer from different folders: from the system's
     Python, or from a path that a program adds later.
     """
     folders = {path for path in sys.path if os.path.basename(path) in _LIBRARIES}
@@ -54,7 +54,7 @@ def warn_caller(message: str) -> None:
 
     Lines of installed libraries, such as a trainer, are shown only if there is no other.
     """
-    # Not this frame: a frame that is its own variable keeps the variables of all its callers.
+    # Skip this frame: a frame in its own variable keeps the variables of all its callers alive.
     caller = sys._getframe(1)
     place = users_place(caller, (*_NOT_THE_CALLERS, *_installed())) or users_place(caller)
     if place is None:

@@ -16,7 +16,7 @@ from storage_ops.matmul import packed
 
 
 def info(status: _library.Status) -> dict[str, Any]:
-    """Collect versions, libraries, the paths in use, and the problems among them."""
+    """Collect versions, libraries, the paths in use, and problems."""
     ops = torch.ops.storage_ops
     probe, other = torch.ones(1), torch.zeros(1)
     address = other.data_ptr()
@@ -29,7 +29,8 @@ def info(status: _library.Status) -> dict[str, Any]:
     own += ["bf16"] if packed.rounds(torch.bfloat16) else []
     gpu = torch.cuda.is_available()
     build = _library.build_info()
-    unit = build.get("cpu_capability", "")  # "": a CPython for which the package has no module
+    # "": the package has no compiled module for this CPython.
+    unit = build.get("cpu_capability", "")
     facts: dict[str, Any] = {
         "storage_ops": _library.version() + _purity(build),
         "torch": torch.__version__,
@@ -68,7 +69,7 @@ def _purity(build: Mapping[str, str]) -> str:
 
 
 def raises(read: Callable[[], object]) -> bool:
-    """Return True if a read of a discarded tensor raises an error."""
+    """Return True if reading a discarded tensor raises an error."""
     try:
         read()
     except RuntimeError:
@@ -77,11 +78,11 @@ def raises(read: Callable[[], object]) -> bool:
 
 
 def problems(facts: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each part that should work on this machine and does not.
+    """Return one sentence for each part that should work on this machine but does not.
 
     Args:
-        facts: what `info` returns. A package that was built as pure Python by choice, or whose
-            native libraries are switched off, is slower but whole: that is no problem.
+        facts: the result of `info`. A package that was built as pure Python by choice, or whose
+            native libraries are switched off, is slow but complete. That is no problem.
     """
     version, skipped, missing = facts["torch"], facts["skipped"], facts["missing"]
     if any("older than" in reason for reason in (*skipped.values(), *missing.values())):
@@ -126,7 +127,7 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _without_libraries(missing: Mapping[str, str], build: Mapping[str, str]) -> str:
-    """Return which libraries an uncompiled package lacks, the cost, and the remedy."""
+    """Return a sentence about missing libraries of an uncompiled package, with a remedy."""
     why = build.get("pure", "they were never built")
     return (
         f"The native libraries are missing ({', '.join(missing)}): {why}. The loss runs in plain "

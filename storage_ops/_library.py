@@ -23,8 +23,9 @@ FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
-SAVED, SAVED_TENSORS = "libstorage_ops_saved_", "storage_ops._saved_tensors"  # which is its module
-NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # of the build, as setup.py writes it down
+# The file, and the module in it.
+SAVED, SAVED_TENSORS = "libstorage_ops_saved_", "storage_ops._saved_tensors"
+NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # the build's variable, as setup.py writes it
 DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
 
 
@@ -47,7 +48,7 @@ class Status:
     storage_path: str = "copy"
 
     def why_missing(self, name: str) -> str:
-        """Return a sentence that says which library was looked for and why it is missing."""
+        """Return a sentence that says why a library is missing, and where it was searched."""
         reason = self.skipped.get(name) or self.missing.get(name) or "it was not looked for"
         return f"storage_ops looked for {name} in {FOLDER}: {reason}."
 
@@ -75,13 +76,13 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     if minor < OLDEST_TORCH:
         reason = f"torch {torch_version} is older than 2.10"
         return LoadPlan((), dict.fromkeys(present, reason), {} if present else {CPU: reason})
-    wanted, skipped, missing = [], {}, {}
+    chosen, skipped, missing = [], {}, {}
     for name in present:
         if name in (CPU, cuda) or (name in (binding, saved) and release):
-            wanted.append(name)
+            chosen.append(name)
         elif name == ALIAS:
             if minor >= ALIAS_TORCH:
-                wanted.append(name)
+                chosen.append(name)
             else:
                 skipped[name] = f"torch {torch_version} cannot swap storages (2.12 can)"
         elif name in (binding, saved):
@@ -97,11 +98,11 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     for name in expected:
         if name not in present:
             missing[name] = "no such file (not built, or not part of this package)"
-    return LoadPlan(tuple(wanted), skipped, missing)
+    return LoadPlan(tuple(chosen), skipped, missing)
 
 
 def load() -> Status:
-    """Load what `select` chooses. Never raise an error: the status records failures."""
+    """Load the libraries that `select` chooses. Failures are recorded in the status."""
     import torch
 
     result = Status()
@@ -120,7 +121,7 @@ def load() -> Status:
                 _load_module(SAVED_TENSORS, FOLDER / name)
             else:
                 torch.ops.load_library(FOLDER / name)
-        except (OSError, ImportError) as error:  # an import of storage_ops must survive it
+        except (OSError, ImportError) as error:  # an import of storage_ops must not fail
             result.skipped[name] = f"loading failed: {error}"
         else:
             result.loaded.append(name)
@@ -144,7 +145,7 @@ def _load_module(name: str, path: Path) -> None:
 
 
 def is_pure_by_choice(build: Mapping[str, str]) -> bool:
-    """Return True if no native library is wanted: the build said so, or this is not Linux."""
+    """Return True if a build without native libraries was chosen, or this is not Linux."""
     return build.get("pure") == NO_NATIVE or not sys.platform.startswith("linux")
 
 
@@ -165,7 +166,7 @@ def build_info() -> dict[str, str]:
     """
     try:
         compiled: Any = importlib.import_module("storage_ops._build_info")
-        # The finder of an editable installation can answer with the module of another tree.
+        # The finder of an editable installation may return the module of another checkout.
         if Path(compiled.__file__).parent != FOLDER.parent:
             raise ImportError(f"{compiled.__file__} is of another tree.")
     except ImportError:
@@ -185,10 +186,10 @@ def version() -> str:
 
 
 def hidden() -> Path | None:
-    """Return where storage_ops is installed with libraries, if the imported package has none.
+    """Return the folder of an installed storage_ops whose libraries the imported one lacks.
 
-    This happens if python starts in a checkout after `pip install .`: it imports the sources. A
-    package that was built without libraries hides nothing.
+    This happens if python starts in a checkout after `pip install .`: python imports the sources. A
+    package that was built without libraries does not count.
     """
     if any(FOLDER.glob("*.so")) or build_info():
         return None

@@ -1,8 +1,8 @@
 """Find the tensors among the arguments and results of an op.
 
-These are values of a schema: tensors, lists of tensors, and values without tensors.
-`torch.utils._pytree` knows more kinds of trees and takes several times as long, for every op of a
-step.
+The arguments are values of a schema: tensors, lists of tensors, and values without tensors.
+`torch.utils._pytree` supports more kinds of trees, but takes several times as long for every op of
+a step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def tensors_in(value: object) -> list[Tensor]:
     return tensors
 
 
-def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:
+def _add_tensors(values: Iterable[object], tensors: list[Tensor]) -> None:
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, _NESTING):
-            _add_tensors(value, found)
+            _add_tensors(value, tensors)
 
 
 def with_tensors(

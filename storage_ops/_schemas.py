@@ -1,7 +1,7 @@
 """Every op of storage_ops, one line each: the op table.
 
-Schemas live in Python so that the ops, their fakes and their plain-torch fallbacks exist even where
-no native library loads. Kernels attach themselves to these names when a library is loaded.
+Schemas are in Python so that the ops, their fakes and their plain-torch fallbacks exist even if no
+native library loads. A library registers its kernels under these names when it is loaded.
 """
 
 import torch
@@ -28,7 +28,7 @@ _LOSS_UPSTREAM = (
     "Tensor? grad_picked, Tensor state"
 )
 
-# `kept` is what a forward without gradients has returned in the place of grad_input.
+# `kept`: the tensor that a forward without gradients has returned in place of grad_input.
 _LOSS_BACKWARD = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}"
 _LOSS_INTO = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}"
 _LOSS_GRADIENTS = "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
@@ -43,7 +43,7 @@ _KL_ARGUMENTS = (
     "float gradient_tolerance=0.0"
 )
 
-# name -> schema. A leading underscore marks an op that only this package calls.
+# Maps names to schemas. A leading underscore marks an op that only this package calls.
 SCHEMAS: dict[str, str] = {
     "discard_storage": "(Tensor(a!) self, str? guard=None, bool allow_external=False) -> ()",
     "share_storage": "(Tensor(a!) dst, Tensor src, bool allow_external=False) -> ()",

@@ -16,7 +16,7 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
     """Return a decorator like functools.wraps that sets a signature instead of __wrapped__.
 
     Trainer and generate() of transformers read the signature. accelerate follows __wrapped__ to
-    remove its own wrappers, and would remove ours.
+    remove its own wrappers, and would remove this one.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ class Replaced(nn.Module):
     and pickles of the module are of such a class, too.
     """
 
-    # On each class made here itself: the class it replaces, and the subclass of this one.
+    # Each class that `over` makes has the class that it replaces, and the subclass of this one.
     _original: Any
     _kind: Any
 
@@ -58,9 +58,6 @@ class Replaced(nn.Module):
 
         Raises:
             TypeError: the module cannot change its class.
-
-        Raises:
-            TypeError: it cannot change.
         """
         original: Any = type(module)
         try:
@@ -90,14 +87,14 @@ class Replaced(nn.Module):
         if forward is not None:
             body["forward"] = forward
         later = getattr(original, "cls_to_become", None)
-        if later is not None:  # a lazy module changes its class itself, at its first forward
+        if later is not None:  # a lazy module changes its class at its first forward
             body["cls_to_become"] = cls.over(later)
         return type(original.__name__, (cls, original), body)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        # The classes made here have no name to be pickled by. Where another library has put its
-        # class above them, that is its part.
+        # Classes that `over` makes cannot be pickled by name. If another library has put its own
+        # class on top, that library pickles it.
         kinds, cls = [], type(self)
         while "_original" in vars(cls):
             kinds.append(cls._kind)
@@ -130,7 +127,7 @@ def _change(module: nn.Module, new: Callable[[Any], Any]) -> None:
     module.__class__ = type(top.__name__, (new(below),), body)
 
 
-# Weak, for a class that is defined in a function goes with what it names.
+# Weak, because a class that a function defines is deleted with the values that it refers to.
 _made: weakref.WeakValueDictionary[tuple[Any, Any], Any] = weakref.WeakValueDictionary()
 
 

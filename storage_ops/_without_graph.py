@@ -1,6 +1,6 @@
-"""Calls that torch.compile cannot trace: of a loss, and of a checkpoint that is recomputed.
+"""Calls that torch.compile cannot trace: a loss, and a checkpoint that is recomputed.
 
-They are apart because `disable` imports Dynamo.
+They are in a file of their own because `disable` imports Dynamo.
 """
 
 from __future__ import annotations

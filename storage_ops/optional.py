@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_DISTRIBUTIONS = {"yaml": "pyyaml"}  # packages that pip knows by another name
+_DISTRIBUTIONS = {"yaml": "pyyaml"}  # packages whose name on PyPI differs from the module's
 _OLDEST = {"transformers": (4, 57)}  # the oldest version that is tested
 
 
@@ -17,13 +17,13 @@ def required(package: str, user: str) -> Any:
     """Import an optional package, and return it.
 
     Args:
-        package: its name, such as "matplotlib", or that of a module in it.
-        user: who needs it, as the error's first words: "from_yaml".
+        package: the package's name, such as "matplotlib", or the name of a module in it.
+        user: the feature that needs it, such as "from_yaml". The error begins with it.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the error names the user, the package and the
+        ModuleNotFoundError: it is not installed. The error names the feature, the package and the
             command that installs it.
-        ImportError: it is installed and does not import, or is too old; the error says why.
+        ImportError: it is installed but cannot be imported, or is too old. The error says why.
 
     Example:
         >>> required("math", "this example").sqrt(4)
@@ -65,10 +65,10 @@ def check_version(name: str, user: str) -> None:
 
 
 def check_drawable(path: str | os.PathLike[str], images_only: bool = False) -> None:
-    """Raise an error if the package that draws a file is missing, before the work and not after.
+    """Raise an error early if the package that draws a file is missing.
 
-    plotly draws a page (".html"), and a snapshot (".pickle") needs no package. matplotlib draws
-    images, and with `images_only` every file.
+    plotly draws a page (".html"). A snapshot (".pickle") needs no package. matplotlib draws images,
+    and with `images_only` all other files.
     """
     others = {} if images_only else {".html": "plotly", ".pickle": None}
     package = others.get(Path(path).suffix.lower(), "matplotlib")

@@ -1,4 +1,4 @@
-"""Policies of selective checkpointing: what is saved in forward, what recomputed in backward."""
+"""Policies of selective checkpointing: which results are saved, and which are recomputed."""
 
 from storage_ops.checkpoint.selective.policies import (
     Policy,

@@ -11,18 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_DELAY = 1.0  # seconds that a call may take before anything is shown
-_say: Callable[[str], None] | None = None  # of the call that is shown
+_DELAY = 1.0  # seconds before a message is shown
+_say: Callable[[str], None] | None = None  # shows the current work of the running call
 
 
 @contextlib.contextmanager
-def showing(what: str) -> Iterator[None]:
-    """Show on the standard error what a with block does, as `say` names it, and for how long.
+def showing(task: str) -> Iterator[None]:
+    """Show on standard error what a with block does, and for how long.
 
-    Nothing is shown in the first second, or if the standard error is not a terminal. Nothing is
-    shown in a worker process, in a rank other than the first, or in a thread other than the main
-    one. The same is true while torch compiles and while a CUDA graph is captured. A block within
-    another is part of it.
+    `say` names the current work. Nothing is shown in the first second, or if standard error is not
+    a terminal. Nothing is shown in a worker process, in a rank other than the first, or outside of
+    the main thread. The same is true while torch compiles or captures a CUDA graph. A nested block
+    counts as part of the outer one.
     """
     global _say
     if _say is not None or not _is_seen():
@@ -35,7 +35,7 @@ def showing(what: str) -> Iterator[None]:
         def start_late(doing: str) -> None:
             nonlocal show
             if show is None and time.monotonic() - began > _DELAY:
-                show = stack.enter_context(_on_terminal(what, began))
+                show = stack.enter_context(_on_terminal(task, began))
             if show is not None:
                 show(doing)
 
@@ -47,13 +47,13 @@ def showing(what: str) -> Iterator[None]:
 
 
 def say(doing: str) -> None:
-    """Name the current work, such as a layer. Long calls do so from time to time."""
+    """Name the current work, such as a layer, in the progress message."""
     if _say is not None and threading.current_thread() is threading.main_thread():
         _say(doing)
 
 
 def _is_seen() -> bool:
-    import torch  # here, since commands that plan for a GPU go without
+    import torch  # imported here, because commands that plan for a GPU need no torch
 
     return (
         sys.stderr is not None
@@ -68,7 +68,7 @@ def _is_seen() -> bool:
 
 
 @contextlib.contextmanager
-def _on_terminal(what: str, began: float) -> Iterator[Callable[[str], None]]:
+def _on_terminal(work: str, began: float) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -82,7 +82,7 @@ def _on_terminal(what: str, began: float) -> Iterator[Callable[[str], None]]:
         disable=not console.is_interactive,
         get_time=time.monotonic,
     )
-    task = progress.add_task(what, total=None)
+    task = progress.add_task(work, total=None)
     progress.tasks[0].start_time = began
     with progress:
-        yield lambda doing: progress.update(task, description=f"{what}: {doing}")
+        yield lambda doing: progress.update(task, description=f"{work}: {doing}")

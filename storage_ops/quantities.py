@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from storage_ops.optional import required
 
-WIDTH = 110  # characters of a table where there is no terminal: as many as a page of the docs shows
+WIDTH = 110  # characters of a table without a terminal, as wide as a page of the docs
 MIB = 1 << 20
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NUMBER = r"(\d+\.?\d*|\.\d+)(E[+-]?\d+)?"
@@ -19,8 +19,8 @@ _FORM = re.compile(rf"\s*{_NUMBER}\s*([KMGT]?)((?<=[KMGT])IB?|B?)\s*", re.IGNORE
 def parse_bytes(value: int | float | str, argument: str) -> int:
     """Return the number of bytes of a number or a text such as "400MiB", "0.5 GiB" or "2e8".
 
-    "GB" is decimal, but "G" is a GiB, as usual for memory. A number without a unit is rounded down,
-    as `0.9 * total` needs it. Below a KiB it must be whole: 1.5 is most likely meant in another
+    "GB" is decimal, but "G" means GiB, as usual for memory. A number without a unit is rounded
+    down, so that `0.9 * total` works. Below 1 KiB it must be whole, because 1.5 probably lacks a
     unit.
 
     Raises:
@@ -51,22 +51,22 @@ def parse_bytes(value: int | float | str, argument: str) -> int:
 
 
 def readable(count: int, up: bool = False) -> str:
-    """Return a number of bytes with a unit. With `up` it is never smaller than the number."""
+    """Return a number of bytes with a unit. With `up`, round up."""
     power = min((max(count, 1).bit_length() - 1) // 10, 4)
     unit = 1024**power
     scale = 100 if count < 10 * unit else 10
-    # In whole numbers, for a float would round the count.
+    # Use integers, because a float would round the count.
     scaled = -(-count * scale // unit) if up else (2 * count * scale + unit) // (2 * unit)
     return f"{scaled / scale:.15g} {('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
 
 
 def unit_of(most: float) -> tuple[str, int]:
-    """Return the unit of an axis or a table up to `most` bytes, and its size in bytes."""
+    """Return the unit of an axis or a table whose largest value is `most` bytes, and its size."""
     return ("GiB", 1 << 30) if most > 10_000 * MIB else ("MiB", MIB)
 
 
 def metric(value: float, unit: str) -> str:
-    """Return a quantity with four digits and a decimal prefix. Seconds get no prefix above one."""
+    """Return a quantity with four digits and a decimal prefix. Long times stay in seconds."""
     most = 0 if unit == "s" else 5
     power = math.floor(math.log10(abs(value)) / 3 + 1e-9) if value else 0
     power = max(-2, min(power, most))

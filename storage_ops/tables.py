@@ -21,15 +21,15 @@ Cell = str | Text
 class Grid:
     """A table that rich prints, and that has an HTML form.
 
-    Words stay whole. A name that is wider than its column is broken after a dot or a comma. Where
-    that is too wide, columns are left out, and the caption names them.
+    Words stay whole. A name that is wider than its column is broken after a dot or a comma. If the
+    table is still too wide, columns are left out, and the caption names them.
 
     Attributes:
-        title: above the table.
+        title: the text above the table.
         columns: the headers.
-        rows: the cells, one for each column.
-        caption: below the table; lines are separated by newlines.
-        words: columns of words: aligned to the left and wrapped. The others are numbers.
+        rows: the cells of each row, one for each column.
+        caption: the text below the table; lines are separated by newlines.
+        words: columns of words, which are aligned to the left and wrapped. The others are numbers.
         optional: columns that may be left out, the least important first.
         sections: indices of rows that a line follows.
         bold: indices of rows to emphasize.
@@ -70,12 +70,12 @@ class Grid:
         return "\n".join(lines)
 
     def _table(self, width: int) -> Table:
-        """Return the table for a width, without the columns for which there is no room."""
-        shown, left = list(range(len(self.columns))), list(self.optional)
-        while (widths := self._widths(shown, width)) is None and left:
-            name = left.pop(0)
+        """Return the table for a width, without the columns that do not fit."""
+        shown, removable = list(range(len(self.columns))), list(self.optional)
+        while (widths := self._widths(shown, width)) is None and removable:
+            name = removable.pop(0)
             shown = [index for index in shown if self.columns[index] != name]
-        out = [name for name in self.optional if name not in left]
+        out = [name for name in self.optional if name not in removable]
         notes = [self.caption] if self.caption else []
         notes += [f"no room for: {', '.join(out)}"] if out else []
         caption = "\n".join(notes)
@@ -87,7 +87,7 @@ class Grid:
             table.add_column(
                 name if widths is None else _wrapped(name, widths[place]),
                 justify="left" if is_words else "right",
-                # The last resort, on a terminal that is narrower than a word.
+                # The last resort on a terminal that is narrower than a word.
                 overflow="fold",
                 no_wrap=not is_words and widths is not None,
             )
@@ -102,8 +102,9 @@ class Grid:
 
     def _widths(self, shown: list[int], width: int) -> list[int] | None:
         """Return the width of each column, or None if they do not fit into `width`."""
-        edges = 3 * len(shown) + 1  # a space on both sides of a cell, and a line on both of each
-        least, most = [], []
+        # A space on both sides of each cell, and the lines between cells.
+        edges = 3 * len(shown) + 1
+        least_widths, most = [], []
         for index in shown:
             name = self.columns[index]
             cells = [_plain(row[index]) for row in self.rows]
@@ -111,17 +112,17 @@ class Grid:
             whole = cells if name in self.words else []
             pieces = [len(piece) for cell in whole for piece in _pieces(cell)]
             header = [len(word) for word in name.split()] if self.show_header else []
-            least.append(max([0 if whole else widest, *header, *pieces]))
+            least_widths.append(max([0 if whole else widest, *header, *pieces]))
             most.append(max(widest, len(name) if self.show_header else 0))
-        spare = width - edges - sum(least)
+        spare = width - edges - sum(least_widths)
         if spare < 0:
             return None
-        # Short columns first, so that a long one takes the lines.
-        for place in sorted(range(len(shown)), key=lambda place: most[place] - least[place]):
-            more = min(max(most[place] - least[place], 0), spare)
-            least[place] += more
+        # Widen short columns first, so that only long columns wrap.
+        for place in sorted(range(len(shown)), key=lambda place: most[place] - least_widths[place]):
+            more = min(max(most[place] - least_widths[place], 0), spare)
+            least_widths[place] += more
             spare -= more
-        return least
+        return least_widths
 
 
 def _plain(cell: Cell) -> str:
@@ -129,7 +130,7 @@ def _plain(cell: Cell) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    """Return the parts of a text that stay whole: words, and those of names up to a dot or comma.
+    """Return the parts of a text that stay whole: words, and names up to a dot or comma.
 
     Example:
         >>> _pieces("3 x model.layers.0-7,9")
@@ -143,7 +144,7 @@ def _text(cell: Cell) -> Text:
 
 
 def _wrapped(cell: Cell, width: int) -> Text:
-    """Return a cell with its lines broken between words, and within those that are too wide."""
+    """Return a cell with its lines broken between words, and inside words that are too wide."""
     text = _plain(cell)
     if max(map(len, text.split("\n"))) <= width:
         return _text(cell)

@@ -1,21 +1,22 @@
-// The loops of a matrix product that is summed in fp32, for one instruction set. products.cpp
-// includes this file once for each, in a namespace of its own and between pragmas that select it,
-// with
+// The loops of a matrix product with fp32 sums, for one instruction set. products.cpp includes this
+// file once for each instruction set, in a separate namespace and between pragmas that select the
+// set. Before that it defines these macros:
 //   STORAGE_OPS_LANES  floats in a vector register,
 //   STORAGE_OPS_ROWS   rows of the tile of results that the registers hold,
-//   STORAGE_OPS_DOT    the instruction that multiplies pairs of bf16 and adds to fp32, if any,
-//   STORAGE_OPS_TILES  if registers hold tiles of 16 rows (AMX): for bf16 alone.
+//   STORAGE_OPS_DOT    defined if an instruction multiplies pairs of bf16 and adds to fp32,
+//   STORAGE_OPS_TILES  defined if registers hold tiles of 16 rows (AMX), for bf16 only.
 //
-// The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053): a
-// block of the right operand is copied so that it is read in order; then blocks of the left one, in
-// the second-level cache; the registers hold a tile of the result. Operands are copied into slots
-// of 32 bits, each one fp32 number or a pair of bf16, neighbours in depth.
+// The order of the loops is that of Goto and van de Geijn (2008, doi:10.1145/1356052.1356053). A
+// block of the right operand is copied, so that it is read in order. Then blocks of the left
+// operand are copied into the second-level cache. The registers have a tile of the result. Operands
+// are copied into slots of 32 bits. A slot has one fp32 number, or a pair of bf16 that are
+// neighbours in depth.
 
 #include "product_pack.h"
 #include "product_scratch.h"
 #include "product_tile.h"
 
-// The part of the right operand that is copied at a time, and that of the left one.
+// The sizes of the blocks of both operands that are copied at a time.
 struct Block {
   int64_t begin, depth, column, columns;
 };
@@ -23,18 +24,19 @@ struct Rows {
   int64_t begin, depth, row, count;
 };
 
-// What one thread computes: a rectangle of the result, with scratch memory of its own.
+// The work of one thread: a rectangle of the result, with its own scratch memory.
 template <typename T, typename Out>
 struct Part {
   const Product& product;
   int64_t first_row, last_row, first_column, last_column;
   uint32_t* left;   // room for `height` x `group` slots
-  uint32_t* right;  // and for panels of kTileColumns for every `group` slots
-  int64_t room;     // slots of depth that fit in `right` for one panel
-  int64_t group;    // slots of depth a tile is computed in at a time
-  int64_t height;   // rows of the left operand that are worked on at a time
-  bool direct;      // and read where they are
-  float* partial;   // room for sums of `height` x a block's columns, if that has all of the depth
+  uint32_t* right;  // room for panels of kTileColumns columns, for every `group` slots
+  int64_t room;     // slots of depth that fit into `right` for one panel
+  int64_t group;    // slots of depth in one pass over a tile
+  int64_t height;   // rows of the left operand that are processed at a time
+  bool direct;      // the left operand is read in place
+  // Room for sums of `height` x a block's columns, if the block has the whole depth.
+  float* partial;
 
   static constexpr int64_t kSlotBytes = kGroup<T> * sizeof(T);
   static constexpr int64_t kStepNumbers = kStep * kGroup<T>;
@@ -48,7 +50,7 @@ struct Part {
   void run() const {
     const int64_t all_panels = parts(last_column - first_column, kTileColumns);
     const int64_t all_slots = slots_of<T>(product.depth);
-    // All of the depth, or as much as leaves room for all panels.
+    // The whole depth, or as much as leaves room for all panels.
     int64_t slots = all_slots;
     if (all_slots * all_panels > room && partial == nullptr)
       slots = std::max(room / all_panels / group, int64_t(1)) * group;
@@ -57,7 +59,7 @@ struct Part {
     const int64_t columns = std::min(all_panels, room / slots) * kTileColumns;
     const int64_t across = parts(last_column - first_column, columns);
     const int64_t along = parts(product.depth, depth);
-    // The larger one of the result and the left operand is gone through once.
+    // The outer loop is over the larger of the result and the left operand, which is read once.
     const bool depth_last = product.depth > last_column - first_column;
     const auto block_at = [&](int64_t t) {
       const int64_t column = first_column + (depth_last ? t % across : t / along) * columns;
@@ -123,7 +125,7 @@ struct Part {
   void multiply_rows(const Block& block, const Rows& now, const Rows& next, Ahead& ahead) const {
     const Product& p = product;
     const int64_t panels = parts(block.columns, kTileColumns), slots = slots_of<T>(now.depth);
-    // What is read where it is has whole tiles of rows: the last ones may have to be copied.
+    // Operands that are read in place need whole tiles of rows, so the last rows may be copied.
     const int64_t whole = direct ? now.count / kTileRows * kTileRows : 0;
     for (int64_t k = 0; k < now.depth; k += kStepNumbers) {
       for (int64_t i = whole; i < now.count; i += kTileRows) {
@@ -189,17 +191,17 @@ struct Part {
   }
 };
 
-// How many parts the rows and the columns of the result are divided in.
+// The number of parts along the rows and along the columns of the result.
 struct Grid {
   int64_t rows, columns;
 };
 
-// Every thread computes a part alone, so that none waits for another before the end: one that the
-// system has taken off its processor would hold up all of them, block after block.
+// Every thread computes one part alone, and waits for the others only at the end. If the system
+// suspends a thread, shared blocks would delay all threads, block after block.
 inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
-  // Copying an operand's number, in multiplications.
+  // The cost of copying a number of an operand, in multiplications.
   constexpr int64_t kCopying = kSquare > 1 ? 256 : 32;
-  // Parts beside each other share pages of the result, which wait for each other if they are new.
+  // Adjacent parts share pages of the result. Threads wait for each other on pages that are new.
   constexpr int64_t kSharing = 128;
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   Grid best{};
@@ -214,9 +216,9 @@ inline Grid grid_of(const Product& p, int64_t threads, bool direct) {
   return best;
 }
 
-// Interleaves neighbouring rows of the left operand, which is given transposed, in place: then a
-// slot's numbers lie together, and are read where they are. False: that cannot be, or there is too
-// little scratch.
+// Interleaves adjacent rows of a transposed left operand in place. Then the numbers of a slot are
+// adjacent, and are read in place. Returns false if this is not possible, or if there is too little
+// scratch.
 template <typename T>
 bool pair_rows(Product& p) {
   const int64_t pairs = p.depth / 2, width = p.rows, threads = threads_with(width, p.scratch_slots);
@@ -259,8 +261,8 @@ void multiply_into(Product p) {
   const int64_t row_tiles = parts(p.rows, kTileRows), panels = parts(p.columns, kTileColumns);
   const int64_t group = group_of<T>(p), all_slots = slots_of<T>(p.depth);
   const int64_t count = grid.rows * grid.columns, each = p.scratch_slots / count;
-  // An eighth of the scratch is for the left operand, if it is copied, and what whole panels of the
-  // right one leave.
+  // If the left operand is copied, it gets an eighth of the scratch, and the rest of the right
+  // operand's whole panels.
   const int64_t high = std::min(row_tiles * kTileRows, direct ? kTileRows : kBlockRows);
   const auto rows_in = [&](int64_t slots) {
     return std::clamp<int64_t>(slots / group / kTileRows * kTileRows, kTileRows, high);
@@ -268,11 +270,11 @@ void multiply_into(Product p) {
   const int64_t panel = kTileColumns * group;
   const int64_t panels_slots = (each - rows_in(each / 8) * group) / panel * panel;
   int64_t left_slots = rows_in(each - panels_slots) * group;
-  // Rows that are read where they are are used again by the other panels of a block, if any.
+  // Rows that are read in place are reused for the other panels of a block.
   const bool one_panel = group == all_slots && panels_slots < 2 * panel;
   int64_t height = !direct ? left_slots / group : one_panel ? kTileRows : kBlockRows;
   if constexpr (kPairs<T> && kSquare == 1) {
-    // More copies than these of an operand that may be spent cost more than interleaving it.
+    // If an operand that may be overwritten would be copied more often, interleaving it is faster.
     constexpr int64_t kCopies = 4;
     const int64_t at_once = std::max<int64_t>(panels_slots / panel * group / all_slots, 1);
     if (p.spent != nullptr && !direct && parts(parts(panels, grid.columns), at_once) > kCopies &&
@@ -281,7 +283,7 @@ void multiply_into(Product p) {
   }
   int64_t room = (each - left_slots) / kTileColumns;
   const bool keeps = in_one_pass<T>(p) && group < all_slots;
-  if (keeps) {  // whole panels, and sums of as many rows as that leaves room for
+  if (keeps) {  // whole panels, and sums for as many rows as then fit
     height = std::min(row_tiles * kTileRows, kBlockRows);
     const auto panels_beside = [&](int64_t rows) {
       left_slots = (direct ? kTileRows : rows) * group;

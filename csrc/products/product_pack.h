@@ -1,10 +1,10 @@
-// How a matrix product copies its operands into slots of 32 bits, each one fp32 number or a pair of
-// bf16, neighbours in depth. Part of product_loops.h, and included with it for each instruction
-// set.
+// Copies operands of a matrix product into slots of 32 bits. A slot has one fp32 number, or a pair
+// of bf16 that are neighbours in depth. This file is a part of product_loops.h, which is included
+// once for each instruction set.
 
 #if defined(STORAGE_OPS_TILES)
 constexpr int kVectors = 2;
-constexpr int64_t kSquare = 16;     // slots of depth in a row of a register
+constexpr int64_t kSquare = 16;     // slots of depth in a register row
 constexpr int64_t kOnePass = 8192;  // depth of one pass of a product of pairs with a 16-bit result
 #else
 constexpr int kVectors = 3;
@@ -17,7 +17,7 @@ typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Eight __attribute__((vector_size(32)));
 typedef uint16_t EightShort __attribute__((vector_size(16)));
 
-// Memory need not be aligned.
+// Memory may be unaligned.
 template <typename V>
 STORAGE_OPS_INLINE V load(const void* from) {
   V value;
@@ -34,12 +34,12 @@ inline constexpr bool kPairs<BFloat16> = true;
 
 template <typename T>
 constexpr int64_t kGroup = kPairs<T> ? 2 : 1;  // numbers in a slot
-// Slots of depth in one group of a tile, so that a panel about fits in the first-level cache.
+// Slots of depth in one group of a tile, so that a panel approximately fills the first-level cache.
 template <typename T>
 constexpr int64_t kDepth = kPairs<T> && kSquare == 1 ? 256 : 128;
 constexpr int64_t kMostDepth = 256;
 
-// The number of slots for so many numbers in depth, rounded up to whole registers.
+// The number of slots for this many numbers in depth, rounded up to whole registers.
 template <typename T>
 constexpr int64_t slots_of(int64_t depth) {
   return parts(depth, kGroup<T> * kSquare) * kSquare;

@@ -1,5 +1,5 @@
-// The scratch memory of a product: the smallest amount, and the amount that is fastest. This file
-// is a part of product_loops.h, which is included once for each instruction set.
+// The scratch memory of a product: the smallest size, and the fastest. This file is a part of
+// product_loops.h, which is included once for each instruction set.
 //
 // Each thread has a share of the scratch. It copies blocks of both operands there: some rows of the
 // left operand, unless they are read in place, and panels of kTileColumns of the right operand. If
@@ -46,16 +46,16 @@ int64_t least_scratch(const Product& p) {
 // because it computes fast enough that copying the left operand less often pays off.
 constexpr int64_t kMostSlots = 160 << 10;
 constexpr int64_t kMostSlotsCopied = (kSquare > 1 ? 320 : 160) << 10;
-// Slots that all threads together get for products of any size.
+// Slots of all threads together that products of any size may use.
 constexpr int64_t kFreeSlots = 1 << 16;
-// The fewest rows of a piece, unless the product has fewer, and the most: larger pieces are not
-// faster.
+// The smallest number of rows in a piece, unless the product has fewer, and the largest, because
+// larger pieces are not faster.
 constexpr int64_t kLeastRows = 16, kMostRows = kSquare > 1 ? 2048 : 1024;
 
-// The sizes of a product whose operands do not exist yet. The answer is enough for every dtype.
+// The sizes of a product before its operands exist. The result is enough for every dtype.
 struct Request {
   int64_t rows, columns, depth, threads;
-  bool rounded;  // to 16 bits; or the result is in fp32
+  bool rounded;  // the result has 16 bits, not fp32
   bool direct;   // the left operand is read in place
 
   bool one_pass() const { return rounded && depth <= kOnePass; }
@@ -69,10 +69,10 @@ inline int64_t rows_of(const Request& r) {
   return std::min(r.rows, std::clamp(quarter, kLeastRows, kMostRows));
 }
 
-// The slots of all shares for pieces of so many rows. There is room for all copies, up to a limit
-// per thread, and up to half of the bytes of a left operand that is copied, which is the tile of
-// logits. With AMX an operand that is read in place limits them to a quarter of its slots. Every
-// thread gets its smallest share in any case.
+// The slots of all shares for pieces of this many rows. All copies have room, up to a limit per
+// thread. If the left operand is copied, there is also a limit of half of its bytes, because it is
+// the tile of logits. With AMX, an operand that is read in place limits the slots to a quarter of
+// its own. Every thread gets at least its smallest share.
 inline int64_t shares_of(const Request& r, int64_t rows) {
   constexpr bool kSquares = kSquare > 1;
   const int64_t slots = r.rounded ? parts(r.depth, 2 * kSquare) * kSquare : r.depth;

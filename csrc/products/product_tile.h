@@ -31,7 +31,7 @@ STORAGE_OPS_INLINE void store_result(const Lanes& value, BFloat16* to) {
 }
 #endif
 
-// Where a tile of results goes, and what is added to it.
+// The destination of a tile of results, and sums to add to it.
 template <typename Out>
 struct Place {
   Out* out;
@@ -40,7 +40,7 @@ struct Place {
   int64_t sums_stride = 0;
 };
 
-// Some rows of the left operand: bytes from one row to the next, and from one slot to the next.
+// Rows of the left operand, with the bytes between rows and between slots.
 struct Left {
   const char* from;
   int64_t row, slot;

@@ -1,8 +1,8 @@
 // Matrix products of fp32, bf16 or fp16 operands that are summed in fp32, on a CPU.
 //
-// ATen's products of 16-bit operands on a CPU round their result to 16 bits, which makes sums over
-// chunks worse than an unchunked product. Those here can keep what they add up in fp32. Where they
-// round it as well, they are faster for results larger than their operands, or take less memory.
+// ATen's 16-bit products on a CPU round their result to 16 bits, which makes sums over chunks less
+// accurate than an unchunked product. These products can keep sums in fp32. When they round as
+// well, they are faster for results larger than the operands, or take less memory.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -14,30 +14,30 @@
 #include "rows/row_math.h"
 #include "stable.h"
 
-// Elsewhere, ATen's products are used.
+// On other platforms, ATen's products are used.
 #if defined(STORAGE_OPS_X86)
 
 namespace storage_ops {
 namespace {
 
-// out (rows, columns) = left (rows, depth) @ right (depth, columns), or out += it. Strides are of
-// elements; those of `out` in a row are 1.
+// out (rows, columns) = left (rows, depth) @ right (depth, columns), or out += the same. Strides
+// count elements. Rows of `out` are contiguous.
 struct Product {
   void* out;
   const void *left, *right;
   int64_t rows, columns, depth;
   int64_t out_row, left_row, left_column, right_row, right_column;
   bool add;
-  bool narrow;  // out has the operands' 16 bits, not fp32
-  void* spent;  // left, where it may be overwritten
-  bool paired;  // its neighbours in depth have been interleaved: left_row from slot to slot
-  float* sums;  // (rows, columns), where that takes more than one pass over the depth
+  bool narrow;  // `out` has the 16-bit dtype of the operands, not fp32
+  void* spent;  // `left` if it may be overwritten
+  bool paired;  // rows of `left` are interleaved, and left_row is the stride of slots
+  float* sums;  // (rows, columns), if there are several passes over the depth
   uint32_t* scratch;
   int64_t scratch_slots;
 };
 
 constexpr int64_t kBlockRows = 128;  // rows of the left operand that are copied at a time
-constexpr int64_t kStep = 32;        // slots of depth of the right one that are copied at a time
+constexpr int64_t kStep = 32;  // slots of depth of the right operand that are copied at a time
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
@@ -86,7 +86,7 @@ namespace avx2 {
 template <typename T>
 void multiply(const Product& p) {
   switch (level()) {
-    case kAmxBf16:  // unless the depth does not fill a register: then there may be less scratch
+    case kAmxBf16:  // a depth that does not fill a register may have less scratch
       if constexpr (std::is_same_v<T, BFloat16>) {
         if (p.scratch_slots >= amx_bf16::least_scratch<T>(p)) return amx_bf16::multiply<T>(p);
       }
@@ -105,7 +105,7 @@ bool is_matrix(const T& t, ScalarType dtype) {
   return t.dim() == 2 && t.scalar_type() == dtype;
 }
 
-// What a product takes, checked; `left` and its strides are those of (rows, depth).
+// Returns the checked arguments. `left` and its strides are for the shape (rows, depth).
 Product checked(const char* op, const Tensor& out, const Tensor& left, const Tensor& right,
                 const Tensor& scratch, bool add, bool transposed) {
   const ScalarType dtype = left.scalar_type();
@@ -155,7 +155,7 @@ void product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
            left.scalar_type());
 }
 
-// The left operand is given as (depth, rows), and it is overwritten, with what lies between its
+// The left operand has the shape (depth, rows). It is overwritten, with the memory between its
 // rows, if it would otherwise be copied often.
 void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, bool add) {
   const char* op = "_transposed_product";
@@ -164,7 +164,7 @@ void transposed_product(Tensor out, Tensor left, Tensor right, Tensor scratch, b
   multiply(op, p, left.scalar_type());
 }
 
-// Both are asked for before there are tensors: by plans, and for the scratch that products get.
+// Plans need these two before tensors exist, and callers need them for the scratch.
 std::tuple<int64_t, int64_t> product_scratch(int64_t rows, int64_t columns, int64_t depth,
                                              int64_t threads, bool rounded, bool direct) {
   STORAGE_OPS_CHECK(rows >= 0 && columns >= 0 && depth >= 0 && threads > 0,
@@ -205,7 +205,7 @@ STABLE_TORCH_LIBRARY_IMPL(storage_ops, CPU, m) {
   m.impl("_transposed_product", TORCH_BOX(&storage_ops::transposed_product));
 }
 
-// The key of ops without tensors: it outranks the ops in plain torch, as CPU does.
+// Ops without tensors use this key. Like CPU, it overrides the ops in plain torch.
 STABLE_TORCH_LIBRARY_IMPL(storage_ops, BackendSelect, m) {
   m.impl("_product_scratch", TORCH_BOX(&storage_ops::product_scratch));
   m.impl("_product_kind", TORCH_BOX(&storage_ops::product_kind));

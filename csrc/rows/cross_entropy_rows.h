@@ -6,14 +6,14 @@
 
 namespace storage_ops {
 
-// Rows of `state`, in the order of RowState, then the logit of the target.
+// Rows of `state`, in the order of RowState, followed by the target's logit.
 constexpr int64_t kStateRows = 6;
-// Rows of `upstream` in the order of Upstream; missing ones are 0.
+// Rows of `upstream` in the order of Upstream. Missing rows are 0.
 constexpr int64_t kUpstreamRows = 5;
-// What a call does with its rows; see RowArguments.
+// Phases of a call; see RowArguments.
 enum Phase : int64_t { kUpdate = 1, kGradient = 2, kExponentials = 4, kSlope = 8 };
 
-// Tensor arguments of _cross_entropy_rows as given. Some may be missing.
+// Tensor arguments of _cross_entropy_rows. Some may be missing.
 struct RowTensors {
   Tensor logits, target;
   std::optional<Tensor> bias, weight, upstream;
@@ -21,35 +21,35 @@ struct RowTensors {
   std::optional<Tensor> argmax;
 };
 
-// Its other arguments.
+// The other arguments of _cross_entropy_rows.
 struct RowOptions {
   int64_t first_column, vocabulary, ignore_index;
   double softcap, logit_scale, label_smoothing;
   int64_t phases;
 };
 
-// Both as the kernels use them, for logits of type T and arithmetic A.
+// The arguments in the form of the kernels, for logits of type T and arithmetic of type A.
 template <typename T, typename A>
 struct RowArguments {
   T* logits;
   const int64_t* index;    // one class per row, or nullptr
-  const A* probabilities;  // or one distribution per row
-  const T* bias;           // of the classes; or in the type of the arithmetic,
-  const A* wide_bias;      // one of them or none
-  const A* weight;         // of the classes
+  const A* probabilities;  // one distribution per row, or nullptr
+  const T* bias;           // bias of the classes, or nullptr
+  const A* wide_bias;      // the same in the arithmetic type; at most one of both
+  const A* weight;         // weights of the classes
   const A* upstream;       // element (k, i) at k * upstream_outer + i * upstream_inner
   A* state;                // element (k, i) at k * state_stride + i
   int64_t* argmax;
   int64_t rows, columns, stride, probabilities_stride;
   int64_t upstream_count, upstream_outer, upstream_inner, state_stride;
-  int64_t first_column;  // of the vocabulary, that column 0 of logits is
-  int64_t vocabulary;    // where class indices end
+  int64_t first_column;  // the class of column 0 of the logits
+  int64_t vocabulary;    // the end of the class indices
   int64_t ignore_index;
   Transform<A> transform;
   A keep, smooth;     // a target's probability q counts as q * keep + smooth
   bool update, grad;  // merge these logits into the state; overwrite them by their gradient
   bool exponentials;  // overwrite them by exp(logit - shift) * d logit / d product instead
-  bool slope;         // the entropy is wanted
+  bool slope;         // the entropy is needed
 
   STORAGE_OPS_INLINE bool spread() const { return probabilities != nullptr || smooth != 0; }
 
@@ -84,7 +84,7 @@ struct RowArguments {
     s[4 * state_stride] = value.mass;
   }
 
-  // The logit of the target, once its column was seen.
+  // The logit of the target, after its column was seen.
   STORAGE_OPS_INLINE A& target_logit(int64_t row) const { return state[5 * state_stride + row]; }
 
   STORAGE_OPS_INLINE Upstream<A> load_upstream(int64_t row) const {

@@ -1,4 +1,4 @@
-// The formulas of a class in the divergence of two heads, once, for any kernel.
+// The formulas of a class in the divergence of two heads, shared by all kernels.
 //
 // With p the student's probability of the class, q the teacher's, a = log p, b = log q, and
 // m = beta q + (1 - beta) p, a row sums `value`, and `center`, and a logit's gradient is
@@ -17,18 +17,18 @@ namespace storage_ops {
 
 enum class Divergence { kForward, kReverse, kJsd, kTvd };
 
-// Stands for the logarithm of 0, so that 0 log 0 is 0; a value that is larger is infinite.
+// Represents the logarithm of 0, so that 0 log 0 is 0. A larger value counts as infinite.
 template <typename A>
 constexpr A kLogZero = static_cast<A>(-1e37);
 template <typename A>
 constexpr A kInfinite = static_cast<A>(1e9);
 
-// log of a normal float in plain arithmetic that compilers turn into vector code; relative error
-// below 2 ulp. The polynomial is that of Cephes (Moshier 1989), for f from 1/sqrt(2) to sqrt(2).
+// log of a normal float in plain arithmetic that compilers vectorize, with a relative error below 2
+// ulp. The polynomial is that of Cephes (Moshier 1989), for f from 1/sqrt(2) to sqrt(2).
 STORAGE_OPS_INLINE float logarithm(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t above = bits - 0x3f3504f3;  // of 1/sqrt(2)
+  const uint32_t above = bits - 0x3f3504f3;  // relative to the bits of 1/sqrt(2)
   const auto n = static_cast<float>(static_cast<int32_t>(above) >> 23);
   bits = (above & 0x7fffff) + 0x3f3504f3;
   float f;
@@ -50,23 +50,23 @@ STORAGE_OPS_INLINE float logarithm(float x) {
 
 STORAGE_OPS_INLINE double logarithm(double x) { return ::log(x); }
 
-// The formulas take and return numbers, not structs, which compilers do not turn into vectors.
+// The formulas take and return numbers, because compilers do not vectorize structs.
 
 template <typename A>
 STORAGE_OPS_INLINE A log_probability(A logit, A lse) {
   const A a = logit - lse;
-  return a < kLogZero<A> ? kLogZero<A> : a;  // a nan stays one
+  return a < kLogZero<A> ? kLogZero<A> : a;  // a nan stays a nan
 }
 
-// log m.
+// Returns log m.
 template <typename A>
 STORAGE_OPS_INLINE A log_mixture(A p, A q, A beta) {
   const A m = beta * q + (1 - beta) * p, least = std::numeric_limits<A>::min();
   return logarithm(m < least ? least : m);
 }
 
-// What the student's side of a gradient multiplies p with, before the center is subtracted; `m` is
-// log m for jsd.
+// Returns the factor of p in the gradient of the student's side, before the center is subtracted.
+// `m` is log m for jsd.
 template <Divergence kKind, typename A>
 STORAGE_OPS_INLINE A slope_of(A a, A b, A p, A q, A m) {
   if constexpr (kKind == Divergence::kReverse) return a - b;
@@ -74,7 +74,7 @@ STORAGE_OPS_INLINE A slope_of(A a, A b, A p, A q, A m) {
   return p > q ? A(0.5) : (p < q ? A(-0.5) : A(0));
 }
 
-// What a class adds to the value of its row.
+// Returns the contribution of a class to the value of its row.
 template <Divergence kKind, typename A>
 STORAGE_OPS_INLINE A value_of(A a, A b, A p, A q, A m, A beta) {
   if constexpr (kKind == Divergence::kForward) return q * (b - a);

@@ -10,7 +10,7 @@ namespace storage_ops {
 
 constexpr int64_t kStatistics = 3;  // rows of `state`: two log-sum-exps and the center
 
-// Arguments of _divergence_rows as given. Some may be missing.
+// Tensor arguments of _divergence_rows. Some may be missing.
 struct DivergenceTensors {
   Tensor logits, teacher;
   std::optional<Tensor> bias, teacher_bias;
@@ -18,7 +18,7 @@ struct DivergenceTensors {
   std::optional<Tensor> upstream;
 };
 
-// As the kernels use them, for logits of type T and arithmetic A.
+// The arguments in the form of the kernels, for logits of type T and arithmetic of type A.
 template <typename T, typename A>
 struct DivergenceArguments {
   T *logits, *teacher;
@@ -28,15 +28,15 @@ struct DivergenceArguments {
   A beta, scale;
   bool update, grad, over_teacher;
 
-  // Where the gradient of a row goes: over the logits of one head.
+  // The destination of a row's gradient: it overwrites the logits of one head.
   STORAGE_OPS_INLINE T* gradient(int64_t row) const {
     return over_teacher ? teacher + row * teacher_stride : logits + row * stride;
   }
-  // What the gradient of a row is multiplied by.
+  // The factor of a row's gradient.
   STORAGE_OPS_INLINE A factor(int64_t row) const { return upstream[row * upstream_stride] * scale; }
 };
 
-// The gradient of the forward divergence needs no sum: it is formed in the pass that adds up.
+// The gradient of the forward divergence needs no sum, so one pass computes both.
 STORAGE_OPS_INLINE constexpr bool at_once(Divergence kind) { return kind == Divergence::kForward; }
 
 inline void check_divergence(const DivergenceTensors& tensors, bool grad) {

@@ -1,6 +1,6 @@
-// CPU row kernel of linear cross-entropy: a tile of matrix products in, statistics of its rows out,
-// and the tile overwritten by its gradient. One read and one write of the tile; a row is revisited
-// in cache.
+// CPU row kernel of linear cross-entropy. It reads a tile of matrix products, computes statistics
+// of its rows, and overwrites the tile by its gradient. The tile is read and written once. Second
+// reads of a row hit the cache.
 #include <algorithm>
 #include <type_traits>
 
@@ -15,7 +15,7 @@ STORAGE_OPS_INLINE bool is_nan(A value) {
   return value != value;
 }
 
-// The share of each class of a block in a target that is spread out.
+// The share of each class of a block in a smoothed target.
 template <typename T, typename A>
 STORAGE_OPS_INLINE void load_shares(const RowArguments<T, A>& a, int64_t row, int64_t begin,
                                     int64_t n, A* share) {
@@ -112,7 +112,8 @@ STORAGE_OPS_INLINE void overwrite_row(const RowArguments<T, A>& a, int64_t i,
   }
 }
 
-// Multiversioned entry points, one pair per dtype: the attribute does not apply to templates.
+// Multiversioned entry points, one pair per dtype, because the attribute does not apply to
+// templates.
 #define STORAGE_OPS_ROW_LOOPS(T, A)                                                   \
   STORAGE_OPS_MULTIVERSION RowState<A> update(const RowArguments<T, A>& a, int64_t i, \
                                               RowState<A> state) {                    \
@@ -127,14 +128,14 @@ STORAGE_OPS_ROW_LOOPS(float, float)
 STORAGE_OPS_ROW_LOOPS(BFloat16, float)
 STORAGE_OPS_ROW_LOOPS(Half, float)
 
-// Whether logits are products as they are, and their share in a target is one class or nothing.
+// Returns true if logits are unchanged products, and targets are not smoothed.
 template <typename T, typename A>
 bool is_bare(const RowArguments<T, A>& a) {
   return a.bias == nullptr && a.wide_bias == nullptr && a.transform.softcap == 0 &&
          a.transform.scale == 1 && !a.spread();
 }
 
-// The loops for AVX-512 with BF16, where they apply and the processor has it.
+// Uses the loops for AVX-512 with BF16 if they apply and the processor supports them.
 template <typename T, typename A>
 bool update_fast([[maybe_unused]] const RowArguments<T, A>& a, [[maybe_unused]] int64_t i,
                  [[maybe_unused]] RowState<A>& state) {
@@ -188,7 +189,7 @@ void run_row(const RowArguments<T, A>& a, int64_t i) {
     const RowGradient<A> gradient(state, a.load_upstream(i));
     if (!overwrite_fast(a, i, gradient)) overwrite(a, i, gradient);
     if (here) {
-      // Formed before any rounding to 16 bits, in which p - 1 loses most.
+      // Computed before any rounding to 16 bits, because p - 1 would lose most.
       const A share = a.spread() ? a.share(i, column) : A(0);
       const A value = gradient.at(logit, share) - gradient.target;
       row[column] = static_cast<T>(value * a.transform.slope(logit));

@@ -1,4 +1,4 @@
-// Blocks of a row of logits in a CPU's first-level cache, in the type of the arithmetic.
+// Blocks of a row of logits in a CPU's first-level cache, in the arithmetic type.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include "dtypes.h"
 #include "row_math.h"
 
-// Loops marked so are compiled for several instruction sets; the loader picks at run time.
+// Loops with this mark are compiled for several instruction sets. The loader chooses at run time.
 #if defined(__x86_64__) && defined(__linux__)
 #define STORAGE_OPS_MULTIVERSION \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -18,14 +18,14 @@
 namespace storage_ops {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements handled at a time, in the first-level cache
+constexpr int64_t kBlock = 1024;  // elements per block, which fits into the first-level cache
 
 template <typename A>
 struct alignas(64) Block {
   A values[kBlock];
 };
 
-// Conversions in a form that compilers turn into vector code.
+// Conversions that compilers vectorize.
 template <typename A>
 STORAGE_OPS_INLINE void widen(const A* from, A* to, int64_t n) {
   std::copy(from, from + n, to);
@@ -44,7 +44,7 @@ STORAGE_OPS_INLINE void narrow(const A* from, A* to, int64_t n) {
   std::copy(from, from + n, to);
 }
 
-// Round to nearest, ties to even; every nan becomes the same one.
+// Rounds to nearest, ties to even. Every nan becomes the same one.
 STORAGE_OPS_INLINE void narrow(const float* from, BFloat16* to, int64_t n) {
   auto* bits = reinterpret_cast<uint16_t*>(to);
   for (int64_t j = 0; j < n; ++j) {
@@ -55,8 +55,8 @@ STORAGE_OPS_INLINE void narrow(const float* from, BFloat16* to, int64_t n) {
   }
 }
 
-// What compilers call the half of the processor, if it has one: C++ on Arm has only __fp16 before
-// GCC 13.
+// The compiler's name for half precision, if the processor has it. Before GCC 13, C++ on Arm has
+// only __fp16.
 #if defined(__ARM_FP16_FORMAT_IEEE)
 #define STORAGE_OPS_HALF __fp16
 #elif defined(__FLT16_MAX__)

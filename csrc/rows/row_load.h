@@ -1,4 +1,4 @@
-// Logits from the products in a tile, block by block.
+// Loads logits from the products in a tile, block by block.
 #pragma once
 
 #include "cross_entropy_rows.h"
@@ -7,12 +7,12 @@
 namespace storage_ops {
 namespace {
 
-// A block of logits in the type of the arithmetic.
+// A block of logits in the arithmetic type.
 template <typename T, typename A>
 STORAGE_OPS_INLINE void load(const RowArguments<T, A>& a, int64_t row, int64_t begin, int64_t n,
                              A* z) {
   const T* products = a.logits + row * a.stride + begin;
-  // The hardware prefetches within a page only, and a block is about a page.
+  // The hardware prefetches only within a page, and a block is about a page.
   const auto* ahead = reinterpret_cast<const char*>(products + kBlock);
   const size_t bytes = n * sizeof(T);
   for (size_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + byte);

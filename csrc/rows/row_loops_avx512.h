@@ -1,6 +1,6 @@
-// The loops over a row of logits that is as a product left it (see is_bare), in AVX-512 with BF16.
-// They need nothing but exp, take four vectors at a time, so that one's latencies hide behind the
-// others', and the columns that do not fill a vector masked.
+// The loops over a row of logits that are unchanged products (see is_bare), in AVX-512 with BF16.
+// They only need exp. They process four vectors at a time to hide latencies, and mask the columns
+// that do not fill a vector.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,15 @@
 
 namespace storage_ops::avx512 {
 
-// Of a lambda, which compilers do not always inline.
+// Forces inlining of lambdas, which compilers do not always inline.
 #define STORAGE_OPS_INLINED __attribute__((always_inline))
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kVectors = 4;
-constexpr int64_t kAhead = 2048;  // bytes fetched ahead: the hardware stops at the end of a page
+// Bytes to prefetch ahead, because the hardware stops at the end of a page.
+constexpr int64_t kAhead = 2048;
 
-// Sixteen logits from memory; -inf instead of those that the mask leaves out.
+// Loads sixteen logits, with -inf for those that the mask excludes.
 STORAGE_OPS_INLINE __m512 load(const float* from, __mmask16 mask) {
   return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask, from);
 }
@@ -39,7 +40,7 @@ STORAGE_OPS_INLINE __m512 load(const Half* from, __mmask16 mask) {
   return _mm512_cvtph_ps(_mm256_mask_loadu_epi16(none, mask, from));
 }
 
-// Rounded to nearest; a bf16 under 2^-126 becomes 0, as in the products.
+// Rounds to nearest. A bf16 below 2^-126 becomes 0, as in the products.
 STORAGE_OPS_INLINE void store(float* to, __mmask16 mask, __m512 value) {
   _mm512_mask_storeu_ps(to, mask, value);
 }
@@ -55,11 +56,11 @@ STORAGE_OPS_INLINE void store(Half* to, __mmask16 mask, __m512 value) {
 
 STORAGE_OPS_INLINE __m512 all(float value) { return _mm512_set1_ps(value); }
 
-// `exponential` of several vectors, also for positive numbers.
+// Computes `exponential` of several vectors, also for positive numbers.
 template <int64_t kCount>
 STORAGE_OPS_INLINE void exponentials(__m512 (&x)[kCount]) {
   using E = Exponential;
-  __mmask16 whole[kCount];  // where the result is not made 0; nan stays
+  __mmask16 whole[kCount];  // where the result is not replaced by 0; a nan stays
   __m512 n[kCount], p[kCount];
 #define STORAGE_OPS_EACH _Pragma("GCC unroll 4") for (int64_t v = 0; v < kCount; ++v)
   STORAGE_OPS_EACH whole[v] = _mm512_cmp_ps_mask(x[v], all(E::kLeast), _CMP_NLT_UQ);
@@ -75,7 +76,8 @@ STORAGE_OPS_INLINE void exponentials(__m512 (&x)[kCount]) {
 }
 #undef STORAGE_OPS_EACH
 
-// Calls `body<count>(begin, mask)` for every part of a row: `count` vectors of it from `begin` on.
+// Calls `body<count>(begin, mask)` for every part of a row, which has `count` vectors from `begin`
+// on.
 template <typename T, typename Body>
 STORAGE_OPS_INLINE void for_parts(const T* row, int64_t columns, Body body) {
   constexpr int64_t kPart = kVectors * kLanes, kLine = 64 / sizeof(T);
@@ -92,14 +94,14 @@ STORAGE_OPS_INLINE void for_parts(const T* row, int64_t columns, Body body) {
   }
 }
 
-// Merges a row of logits into its state; false, and nothing done, if some are not finite or far
-// above what came before. The row is read once: exp is taken relative to the maximum so far, or to
-// that of the first columns.
+// Merges a row of logits into its state. Returns false without an effect if some logits are not
+// finite, or far above earlier ones. The row is read once: exp is relative to the maximum so far,
+// or to the maximum of the first columns.
 template <typename T>
 bool update(const T* row, int64_t columns, RowState<float>& state) {
-  constexpr float kFar = 60;        // exp of it, times the size of a vocabulary, does not overflow
-  constexpr int64_t kFirst = 256;   // columns
-  constexpr int64_t kBlock = 2048;  // columns that are added up before they are added to the others
+  constexpr float kFar = 60;        // exp(kFar), times the size of a vocabulary, does not overflow
+  constexpr int64_t kFirst = 256;   // columns whose maximum is used first
+  constexpr int64_t kBlock = 2048;  // columns that are summed before they are added to the total
   float shift = state.shift;
   if (state.sum == 0) {
     __m512 max = _mm512_set1_ps(-INFINITY);

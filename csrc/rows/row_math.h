@@ -1,10 +1,10 @@
-// The formulas of a row of cross-entropy, once, for the CPU and the CUDA kernel alike.
+// The formulas of a row of cross-entropy, shared by the CPU and the CUDA kernels.
 //
 // A matrix product y becomes a logit z = cap(scale * (y + bias)), cap(u) = softcap * tanh(u /
-// softcap) or u. Of a row of logits the kernels keep what does not overflow and can be merged:
+// softcap) or u. For a row of logits the kernels keep sums that do not overflow and can be merged:
 //   shift = max_j z_j,  sum = sum_j e_j,  slope = sum_j e_j (z_j - shift),  e_j = exp(z_j - shift)
 //   mass = sum_j u_j,   dot = sum_j u_j (z_j - shift)
-// u_j being the share of class j in a target that is spread out: smoothing / V, or its probability,
+// u_j is the share of class j in a smoothed target: smoothing / V, or the class's probability,
 // times the weight of the class. With p_j = e_j / sum:
 //   lse           = shift + log(sum)                     d / dz_j = p_j
 //   nll           = log(sum) - (z_t - shift)             d / dz_j = p_j - [j == t]
@@ -30,21 +30,23 @@
 
 namespace storage_ops {
 
-// The numbers in exp of a float. With n = round(x / ln 2) and r = x - n ln 2, it is 2^n times a
-// polynomial that is within 3.1e-9 of exp(r), relatively, for |r| <= ln(2)/2: the best of degree 6
-// with exp(0) = 1 and slope 1 there, by Remez' algorithm.
+// Constants of exp for floats. With n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n times a
+// polynomial in r. Its relative error is at most 3.1e-9 for |r| <= ln(2)/2. It is the best of
+// degree 6 with value 1 and slope 1 at 0, by Remez' algorithm.
 struct Exponential {
   static constexpr float kInverseLn2 = 1.44269504f;
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
+  // 1.5 * 2^23: adding it rounds to the nearest integer.
+  static constexpr float kRound = 12582912.0f;
   static constexpr float kLn2 = 0.693359375f, kLn2Rest = -2.12194440e-4f;
   static constexpr float kTerms[] = {0.00138145406f, 0.00836874545f, 0.0416683890f, 0.166665211f,
-                                     0.499999940f,   1.0f,           1.0f};  // from r^6 to r^0
-  static constexpr float kLeast = -87.3f;  // under this the result is under 2^-126, and made 0
+                                     // Coefficients from r^6 to r^0.
+                                     0.499999940f, 1.0f, 1.0f};
+  static constexpr float kLeast = -87.3f;  // below this the result is under 2^-126, and becomes 0
 };
 
-// exp of a float in plain arithmetic that compilers turn into vector code; relative error below
-// 2 ulp for x <= 0. A GPU has an instruction for 2^x; with x / ln 2 rounded, its error is
-// 2 + 1.2 |x| ulp.
+// exp of a float in plain arithmetic that compilers vectorize, with a relative error below 2 ulp
+// for x <= 0. A GPU has an instruction for 2^x. Because x / ln 2 is rounded, its error is 2 + 1.2
+// |x| ulp.
 STORAGE_OPS_INLINE float exponential(float x) {
 #if defined(__CUDA_ARCH__)
   return exp2_approx(x * Exponential::kInverseLn2);
@@ -60,7 +62,7 @@ STORAGE_OPS_INLINE float exponential(float x) {
   p = p * r + E::kTerms[4];
   p = p * r + E::kTerms[5];
   p = p * r + E::kTerms[6];
-  uint32_t bits;  // wraps around where the result is 0
+  uint32_t bits;  // wraps around if the result is 0
   std::memcpy(&bits, &shifted, sizeof bits);
   bits = (bits - 0x4B400000 + 127) << 23;
   float power;
@@ -71,16 +73,16 @@ STORAGE_OPS_INLINE float exponential(float x) {
 
 STORAGE_OPS_INLINE double exponential(double x) { return ::exp(x); }
 
-// a / b for b from 1 to 2.
+// Returns a / b for b from 1 to 2.
 STORAGE_OPS_INLINE float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
-  return __fdividef(a, b);  // to 2 ulp, without code for the extremes
+  return __fdividef(a, b);  // error of 2 ulp, without code for extreme values
 #else
   return a / b;
 #endif
 }
 
-// tanh from exp of a negative number, and from its Taylor series where that would cancel.
+// tanh from exp of a negative number, or from its Taylor series where exp would cancel.
 STORAGE_OPS_INLINE float hyperbolic_tangent(float u) {
   const float size = u < 0 ? -u : u;
   const float e = exponential(-2 * size);
@@ -97,7 +99,7 @@ STORAGE_OPS_INLINE float hyperbolic_tangent(float u) {
 
 STORAGE_OPS_INLINE double hyperbolic_tangent(double u) { return ::tanh(u); }
 
-// From a matrix product to a logit. softcap == 0: none, and its inverse is 0 as well.
+// Turns a matrix product into a logit. softcap == 0 means none, and then its inverse is 0, too.
 template <typename A>
 struct Transform {
   A scale, softcap, inverse_softcap;
@@ -106,15 +108,15 @@ struct Transform {
     const A u = product * scale;
     return softcap == 0 ? u : softcap * hyperbolic_tangent(u * inverse_softcap);
   }
-  // d logit / d product, from the logit.
+  // Returns d logit / d product, from the logit.
   STORAGE_OPS_INLINE A slope(A logit) const {
     const A t = softcap == 0 ? A(0) : logit * inverse_softcap;
     return scale * (1 - t * t);
   }
 };
 
-// What is known of the logits of a row seen so far. sum == 0: nothing, or -inf only. Where the sum
-// is nan, so is the shift if a logit was; else it is inf.
+// The state of the logits of a row so far. sum == 0 means no logits, or only -inf. If the sum is
+// nan, the shift is nan if a logit was nan, and inf otherwise.
 template <typename A>
 struct RowState {
   A shift = 0, sum = 0, slope = 0, dot = 0, mass = 0;
@@ -124,7 +126,7 @@ struct RowState {
   }
 };
 
-// The larger number; nan if either is, as torch has it.
+// Returns the larger number, or nan if one is nan, like torch.
 template <typename A>
 STORAGE_OPS_INLINE A maximum(A a, A b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -133,13 +135,13 @@ STORAGE_OPS_INLINE A maximum(A a, A b) {
   return a > b || a != a ? a : b;
 }
 
-// What to subtract before exp: the maximum, but 0 when every logit so far is -inf.
+// Returns the number to subtract before exp: the maximum, but 0 while every logit is -inf.
 template <typename A>
 STORAGE_OPS_INLINE A shift_of(A max) {
   return max == -std::numeric_limits<A>::infinity() ? A(0) : max;
 }
 
-// z * weight, but 0 for a weight of 0 even when z is infinite: the limit of p log p.
+// Returns z * weight, but 0 for a weight of 0 even if z is infinite: the limit of p log p.
 template <typename A>
 STORAGE_OPS_INLINE A weighted(A weight, A z) {
   return weight == 0 ? A(0) : weight * z;
@@ -162,8 +164,8 @@ STORAGE_OPS_INLINE RowState<A> merge(const RowState<A>& a, const RowState<A>& b)
   return {p.shift, p.sum + q.sum, p.slope + q.slope, p.dot + q.dot, p.mass + q.mass};
 }
 
-// What upstream gives to a row (see storage_ops/loss/formulas.py): to (p_j - [j == t]), to
-// (mass p_j - u_j), to lse, to the entropy, and to lse^2 / 2.
+// Upstream gradients of a row (see storage_ops/loss/formulas.py), with respect to (p_j - [j == t]),
+// (mass p_j - u_j), lse, the entropy, and lse^2 / 2.
 template <typename A>
 struct Upstream {
   A target = 0, spread = 0, lse = 0, entropy = 0, square = 0;

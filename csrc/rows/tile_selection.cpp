@@ -1,6 +1,6 @@
-// What the choice of classes for a gradient needs of a tile on a CPU: sums of its probabilities or
-// of its numbers, some of its rows and columns, or their gradient, and the way of products back to
-// the rows of the weight's gradient.
+// CPU kernels for choosing the classes of a gradient: sums of a tile's probabilities or numbers,
+// gathers of some rows and columns or their gradient, and the scatter of products into rows of the
+// weight's gradient.
 #include <array>
 #include <vector>
 
@@ -10,9 +10,9 @@
 namespace storage_ops {
 namespace {
 
-constexpr int64_t kSums = 4;        // of a bucket, so that additions do not wait for each other
-constexpr int64_t kColumns = 4096;  // that a thread adds up at a time
-constexpr int64_t kTokens = 256;    // whose gradients are gathered at a time
+constexpr int64_t kSums = 4;        // sums per bucket, so that additions do not wait for each other
+constexpr int64_t kColumns = 4096;  // columns that a thread adds up at a time
+constexpr int64_t kTokens = 256;    // tokens whose gradients are gathered at a time
 template <typename T>
 constexpr int64_t kLine = 64 / sizeof(T);  // numbers in a cache line
 
@@ -40,7 +40,7 @@ STORAGE_OPS_INLINE void add_columns(const Summed<T, A>& s, int64_t begin, int64_
   }
 }
 
-// Adds up the columns of a row by bucket, in double, since tails are compared with small numbers.
+// Adds up the columns of a row by bucket, in double, because tails are compared with small numbers.
 template <typename T, typename A>
 STORAGE_OPS_INLINE void add_buckets(const Summed<T, A>& s, int64_t row) {
   Block<A> block;
@@ -74,7 +74,7 @@ STORAGE_OPS_TILE_SUMS(float, float)
 STORAGE_OPS_TILE_SUMS(BFloat16, float)
 STORAGE_OPS_TILE_SUMS(Half, float)
 
-// Column sums (columns,) without buckets, else sums of each row by bucket (rows, buckets).
+// Computes column sums (columns,) without buckets, or sums of each row by bucket (rows, buckets).
 void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional<Tensor> row_weight,
                std::optional<Tensor> bias, std::optional<Tensor> bucket, double softcap,
                double logit_scale, bool absolute, bool slope) {
@@ -99,7 +99,7 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
   });
 }
 
-// Adds or copies rows of `part` to the rows of `out` at `places`, each of which appears once.
+// Adds or copies rows of `part` to the rows of `out` at `places`. No row appears twice.
 template <typename T, typename P, typename A>
 STORAGE_OPS_INLINE void put_blocks(T* out, const P* part, int64_t width, bool add) {
   Block<A> own, more;
@@ -114,14 +114,14 @@ STORAGE_OPS_INLINE void put_blocks(T* out, const P* part, int64_t width, bool ad
   }
 }
 
-// What is known of the tokens, in their order.
+// The facts about the tokens, in their order.
 template <typename T, typename A>
 struct TokenNumbers {
   std::vector<const T*> rows;
   std::vector<A> lse, factor;
 };
 
-// The gradients of some columns, those of a cache line, from `begin` on.
+// The gradients of the columns in a cache line, from `begin` on.
 template <typename T, typename O, typename A>
 STORAGE_OPS_INLINE void gather_columns(const GatheredGradient<T, O, A>& g,
                                        const TokenNumbers<T, A>& tokens, int64_t begin,
@@ -141,7 +141,7 @@ STORAGE_OPS_INLINE void gather_columns(const GatheredGradient<T, O, A>& g,
     for (int64_t c = begin; c < end; ++c) {
       const int64_t n = g.start[c] < 0 ? 0 : std::min(kTokens, g.count[c] - first);
       if (n <= 0) continue;
-      // The first column brings the cache lines for the others, and calls for the next ones.
+      // The first column loads the cache lines for the others, and prefetches the next ones.
       for (int64_t i = 0; i < n; ++i) {
         z[i] = static_cast<A>(row[i][c]);
         __builtin_prefetch(row[i] + end);

@@ -1,24 +1,24 @@
-// The arguments of _tile_sums, _gather_gradient and _put_rows on a CPU and on a GPU, and their
-// checks.
+// The arguments of _tile_sums, _gather_gradient and _put_rows on CPU and GPU, and their checks.
 #pragma once
 
 #include "cross_entropy_rows.h"
 
 namespace storage_ops {
 
-constexpr int64_t kBuckets = 32;  // at most
+constexpr int64_t kBuckets = 32;  // the most buckets
 
-// What is added up: numbers of a tile, or the probabilities of its logits.
+// The summands: numbers of a tile, or the probabilities of its logits.
 template <typename T, typename A>
 struct Summed {
-  RowArguments<T, A> tile;  // of which it has the logits, the bias and their transform
-  const A* lse;  // of each row; +inf: none of its classes counts; nullptr: numbers as they are
-  const A* row_weight;    // each row is multiplied by it; nullptr: none is
-  const uint8_t* bucket;  // of each column; nullptr: columns are added up
+  RowArguments<T, A> tile;  // has the logits, the bias and their transform
+  // log-sum-exp of each row, +inf for rows without classes that count; nullptr: plain numbers.
+  const A* lse;
+  const A* row_weight;    // the factor of each row; nullptr: none
+  const uint8_t* bucket;  // the bucket of each column; nullptr: sum columns
   A* out;                 // (columns,), or (rows, buckets)
   int64_t buckets;
-  bool absolute;  // without lse, their absolute values are added up
-  bool slope;     // probabilities are multiplied by the slope of the soft-cap
+  bool absolute;  // without lse, add up absolute values
+  bool slope;     // multiply probabilities by the slope of the soft-cap
 
   STORAGE_OPS_INLINE A number(A value, int64_t row) const {
     const A plain = absolute && value < 0 ? -value : value;
@@ -100,28 +100,29 @@ inline void check_places(const char* op, const char* name, const Tensor& places,
                     op, ": `", name, "` must be contiguous int64, of ", count, " elements.");
 }
 
-// Gradients with respect to numbers of a tile, by class: out[start[c] + i] is that of class c and
-// token[i], for i < count[c]. A class whose start is negative has none.
+// Gradients with respect to numbers of a tile, by class. out[start[c] + i] is the gradient of class
+// c and token[i], for i < count[c]. A class with a negative start has none.
 template <typename T, typename O, typename A>
 struct GatheredGradient {
-  // Without lse, the tile has gradients already. Its row_weight is what the gradient has of each
-  // probability.
+  // Without lse, the tile already has gradients. Its row_weight is the factor from a probability to
+  // the gradient.
   Summed<T, A> numbers;
   const int64_t *token, *start, *count;
   const int64_t* target;  // the class of each row's target, or a number that no class has
-  const A* hit;           // what is subtracted there, times the slope
+  const A* hit;           // the number that is subtracted at the target, times the slope
   O* out;
-  A* sums;  // (columns,) absolute gradients without targets' parts, added up; nullptr: not needed
+  A* sums;  // (columns,) sums of absolute gradients without targets' parts, or nullptr
   int64_t tokens;
 
-  // Of the soft-cap. Without one, 1 for an infinite logit, too.
+  // The slope of the soft-cap. Without a soft-cap it is 1, also for an infinite logit.
   STORAGE_OPS_INLINE A slope(A logit) const {
     const auto& transform = numbers.tile.transform;
     const A capped = transform.softcap == 0 ? A(0) : logit * transform.inverse_softcap;
     return 1 - capped * capped;
   }
 
-  // Of a class that is no target. A token that is ignored has none, whatever its logits are.
+  // The gradient of a class that is no target. It is 0 for an ignored token, whatever its logits
+  // are.
   STORAGE_OPS_INLINE A number(A logit, A lse, A factor) const {
     const A p = exponential(logit - lse) * factor * slope(logit);
     return lse == std::numeric_limits<A>::infinity() ? A(0) : p;
@@ -185,7 +186,7 @@ GatheredGradient<T, O, A> gathered_gradient(const GatherTensors& t, double softc
   return g;
 }
 
-// Calls `body` with numbers in the types of the tile, of `out` and of the arithmetic.
+// Calls `body` with numbers of the types of the tile, of `out` and of the arithmetic.
 template <typename Body>
 void for_gathered_dtypes(const GatherTensors& t, Body body) {
   for_dtypes("_gather_gradient: tile", t.tile, [&](auto number, auto arithmetic) {

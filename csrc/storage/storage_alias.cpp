@@ -1,5 +1,5 @@
-// A byte tensor over another tensor's memory, for torch >= 2.12 without a storage binding: Python
-// swaps its data pointer into the storage that is to see those bytes.
+// Returns a byte tensor over another tensor's memory, for torch >= 2.12 without a storage binding.
+// Python swaps its data pointer into the storage that must see these bytes.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,7 +14,7 @@ Tensor alias_bytes(const Tensor& owner) {
                     "_alias_bytes: `owner` must be a contiguous tensor of bytes.");
   const int64_t nbytes = owner.numel();
   const int64_t stride = 1;
-  // The deleter's copy of `owner` is what keeps the memory alive.
+  // The deleter's copy of `owner` keeps the memory alive.
   return torch::stable::from_blob(owner.mutable_data_ptr(), {&nbytes, 1}, {&stride, 1},
                                   owner.device(), ScalarType::Byte, [owner](void*) {});
 }

@@ -1,9 +1,9 @@
 // Frees the bytes of a StorageImpl and binds other bytes into it, for exactly one torch minor.
 //
-// Bytes that are shared belong to an owner: a StorageImpl that no user sees, holding the DataPtr
-// that the allocator made. Every storage that shares them holds a DataPtr whose context is a Lease,
-// a reference to the owner. So whichever storage is discarded, resized or destroyed first, the
-// bytes live until the last one lets go, and no storage ever refers to another: no cycle can leak.
+// Shared bytes belong to an owner: a StorageImpl that no user sees, with the allocator's DataPtr.
+// Every storage that shares the bytes has a DataPtr whose context is a Lease, a reference to the
+// owner. Whichever storage is discarded, resized or destroyed first, the bytes live until the last
+// one is done. No storage refers to another, so no reference cycle can leak.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
@@ -24,28 +24,29 @@ namespace {
 
 using c10::StorageImpl;
 
-// Held while an op reads or changes the DataPtr of a storage: threads call these ops without the
-// GIL. No DataPtr is destroyed meanwhile, since its deleter may take the GIL or call an op.
+// Held while an op reads or changes the DataPtr of a storage, because threads call these ops
+// without the GIL. No DataPtr is destroyed while it is held, because a deleter may take the GIL or
+// call an op.
 std::mutex storages;
 
 // Context of the DataPtr of a storage that shares its bytes.
 struct Lease {
   c10::Storage owner;
-  uint64_t id = next_id++;  // a storage that receives the bytes later has a larger one
+  uint64_t id = next_id++;  // a storage that receives the bytes later has a larger id
 
   static inline uint64_t next_id = 1;
 
   static void release(void* context) { delete static_cast<Lease*>(context); }
 };
 
-// Context of the null DataPtr of a discarded storage: what it must hold again.
+// Context of the null DataPtr of a discarded storage, with the size to restore.
 struct Vacancy {
   size_t nbytes;
 
   static void release(void* context) { delete static_cast<Vacancy*>(context); }
 };
 
-// Reads past the guard, which makes every ordinary access to a discarded storage raise.
+// Reads past the guard, which makes every ordinary access to a discarded storage raise an error.
 c10::DataPtr& data_of(StorageImpl* storage) { return storage->_mutable_data_ptr_no_checks(); }
 
 Lease* lease_of(StorageImpl* storage) {
@@ -56,7 +57,7 @@ Vacancy* vacancy_of(StorageImpl* storage) {
   return data_of(storage).cast_context<Vacancy>(&Vacancy::release);
 }
 
-// torch 2.10 and 2.11 can arm the guard but not lift it again, so there it is never armed.
+// torch 2.10 and 2.11 can set the guard but not remove it, so they never set it.
 template <typename T, typename = void>
 struct can_lift_guard : std::false_type {};
 template <typename T>
@@ -69,7 +70,7 @@ void lift_guard(T* storage) {
   if constexpr (can_lift_guard<T>::value) storage->clear_data_ptr_access_error_msg_();
 }
 
-// Makes every access to the bytes of a discarded tensor raise `message`, where torch has the means.
+// Makes every access to the bytes of a discarded tensor raise `message`, if torch supports it.
 template <typename T>
 void set_guard(T* storage, std::string message) {
   if constexpr (can_lift_guard<T>::value) {
@@ -77,7 +78,7 @@ void set_guard(T* storage, std::string message) {
   }
 }
 
-// Bytes that a strided tensor reaches into its storage, 0 when it has no elements.
+// Returns the bytes that a strided tensor reaches into its storage, or 0 without elements.
 size_t bytes_reached(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t last = t.storage_offset();
@@ -110,9 +111,9 @@ StorageImpl* storage_of(const char* op, const char* name, const at::Tensor& t) {
   return storage;
 }
 
-// Raises for a storage that must keep its bytes because other code may use them. A storage has no
-// allocator if torch did not allocate the bytes. It is not resizable when `Tensor.numpy()` shows
-// them, and pinned ones never are.
+// Raises an error for a storage that must keep its bytes because other code may use them. A storage
+// without an allocator has bytes that torch did not allocate. A storage that `Tensor.numpy()`
+// shows, or a pinned one, is not resizable.
 void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage, bool external) {
   const bool is_own = storage->resizable() && storage->allocator();
   TORCH_CHECK(is_own || storage->nbytes() == 0 || external, op, ": `", name,
@@ -121,9 +122,9 @@ void check_may_lose_bytes(const char* op, const char* name, StorageImpl* storage
               "only torch uses. Pass allow_external=True if no other code uses them any more.");
 }
 
-// Returns the storage that discard_storage empties. Null if nothing is missing in it without bytes,
-// or it is discarded already; one that was resized to 0 is made a discarded one, which a guard can
-// be for.
+// Returns the storage that discard_storage must empty. Null if it has no bytes to free, or is
+// already discarded. A storage that was resized to 0 is made a discarded one, so that it can have a
+// guard.
 StorageImpl* check_discard(const at::Tensor& self, bool external) {
   StorageImpl* storage = storage_of("discard_storage", "t", self);
   if (storage->nbytes() == 0 && (vacancy_of(storage) || bytes_reached(self) == 0)) return nullptr;
@@ -131,8 +132,8 @@ StorageImpl* check_discard(const at::Tensor& self, bool external) {
   return storage;
 }
 
-// Replaces the bytes of a storage, and returns the DataPtr of the old ones. A thread that reads the
-// address meanwhile sees the old or the new one, since moving from a DataPtr keeps its address.
+// Replaces the bytes of a storage, and returns the DataPtr of the old ones. A concurrent reader
+// sees the old or the new address, because moving from a DataPtr keeps its address.
 [[nodiscard]] c10::DataPtr exchange(StorageImpl* storage, c10::DataPtr bytes, size_t nbytes) {
   c10::DataPtr old = std::move(data_of(storage));
   storage->set_data_ptr_noswap(std::move(bytes));
@@ -160,7 +161,7 @@ c10::DataPtr leased(const c10::Storage& owner) {
 
 // Moves the bytes of `storage` to an owner, and makes `storage` share them.
 void lend(StorageImpl* storage) {
-  // The calls that may throw come first: `storage` must still have its bytes then.
+  // Calls that may throw come first, because `storage` must still have its bytes then.
   c10::Storage owner(c10::make_intrusive<StorageImpl>(
       StorageImpl::use_byte_size_t(), storage->nbytes(),
       c10::DataPtr(data_of(storage).get(), storage->device()), storage->allocator(),
@@ -170,14 +171,14 @@ void lend(StorageImpl* storage) {
   data_of(owner.unsafeGetStorageImpl()) = exchange(storage, std::move(shared), storage->nbytes());
 }
 
-// Returns true if `storage` received the bytes that `source` holds later than `source` did.
+// Returns true if `storage` received the bytes of `source` later than `source` did.
 bool received_later(StorageImpl* storage, StorageImpl* source) {
   const Lease *later = lease_of(storage), *first = lease_of(source);
   return later && first && later->id > first->id &&
          later->owner.unsafeGetStorageImpl() == first->owner.unsafeGetStorageImpl();
 }
 
-// The elements of its storage that a tensor with elements reads: from `begin` on, below `end`.
+// The elements of its storage that a non-empty tensor reads, from `begin` to `end` - 1.
 struct Span {
   int64_t begin, end;
   bool has_gaps;
@@ -196,8 +197,8 @@ struct Span {
   }
 };
 
-// Raises unless `src` has every element that `dst` reads from its storage, at the same place: the
-// same index where the shapes are equal.
+// Raises an error unless `src` has every element that `dst` reads, at the same place. For equal
+// shapes, the same place means the same index.
 void check_elements(const at::Tensor& dst, const at::Tensor& src) {
   if (dst.numel() == 0) return;
   if (dst.sizes() == src.sizes()) {
@@ -219,12 +220,12 @@ void check_elements(const at::Tensor& dst, const at::Tensor& src) {
               read.begin, " to ", read.end - 1, ", which `dst` reads.");
 }
 
-// The name of a dtype in Python.
+// Returns the name of a dtype in Python.
 std::string name_of(c10::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
 }
 
-// Returns the storages of dst and src, null if they are one storage already.
+// Returns the storages of dst and src, or null if they are the same.
 std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const at::Tensor& src,
                                                   bool external) {
   StorageImpl* to = storage_of("share_storage", "dst", dst);
@@ -251,7 +252,7 @@ std::pair<StorageImpl*, StorageImpl*> check_share(const at::Tensor& dst, const a
   return {to, from};
 }
 
-// Raises what share_storage(self, src) or, without src, discard_storage(self) would raise.
+// Raises the errors of share_storage(self, src) or, without src, of discard_storage(self).
 void check_storage(const at::Tensor& self, const std::optional<at::Tensor>& src, bool external) {
   const std::lock_guard lock(storages);
   if (src) {
@@ -273,9 +274,9 @@ void share_storage(const at::Tensor& dst, const at::Tensor& src, bool external) 
   old = exchange(to, std::move(bytes), owner.nbytes());
 }
 
-// Tells the allocator that a stream uses these bytes, if it is one of their kind of device. The
-// caching allocator knows a storage by the deleter of its DataPtr, so the record must be made on
-// the owner of shared bytes.
+// Tells the allocator that a stream uses these bytes, if both are on the same kind of device. The
+// caching allocator recognises a storage by the deleter of its DataPtr, so shared bytes are
+// recorded on their owner.
 void record_stream(const at::Tensor& self, int64_t id, int64_t device_index, int64_t device_type) {
   const auto kind = static_cast<c10::DeviceType>(device_type);
   if (self.device().type() != kind) return;

@@ -3,22 +3,22 @@
 A matrix product with the vocabulary *amplifies*: the logits are larger than the hidden states. No
 later op needs all logits at once, because each token is independent until the loss sums over
 tokens. So the compiler pass evaluates the logits, the loss and their gradients for one chunk of
-tokens after another. The upstream gradient of the loss is not known in the forward. Gradients are
-linear in it, so the chunks assume 1, and one multiplication afterwards corrects that.
+tokens after another. The forward does not know the upstream gradient of the loss. Gradients are
+linear in it, so the chunks assume that it is 1, and the gradients are multiplied by it afterwards.
 
 A function passes through two graphs of `torch.compile`::
 
     Dynamo graph -> a cross-entropy loss becomes the op of linear cross-entropy  (cross_entropy/)
     joint graph  -> every other loss is evaluated in chunks                      (driver.py)
 
-In Dynamo's graph a loss stands as its author wrote it. `cross_entropy/recognise.py` replaces
-products of the logits by `linear_cross_entropy`, which is faster than any rewritten loss::
+Dynamo's graph has the loss as its author wrote it. `cross_entropy/recognise.py` replaces products
+of the logits by `linear_cross_entropy`, which is faster than any rewritten loss::
 
     for product in the largest products of the graph:
         trace from the product to a few numbers per token          # dynamo_slice
-        form it in the ranges of tokens that are used              # prepare/ranges
-        split into logits -> numbers per token, and these -> loss  # per_token, reduction
-        if the numbers are (lse - z_t, lse, entropy, ...), tested on random tokens:
+        compute it in the ranges of tokens that are used           # prepare/ranges split into
+        logits -> numbers per token, and these -> loss  # per_token, reduction if the numbers are
+        (lse - z_t, lse, entropy, ...), tested on random tokens:
             if the loss is linear in them:
                 loss = linear_cross_entropy(x, w, t, token_weight=...)     # emit
             else:
@@ -29,7 +29,7 @@ The joint graph of forward and backward has ATen ops. `driver.py` rewrites it::
     for amplifier in the largest products, and spread gradients:
         replace ops without a rule by ops that have one            # prepare/decompose
         move the classes into the last dimension                   # prepare/class_dimension
-        form the product in the ranges of tokens that are used     # prepare/ranges
+        compute the product in the ranges of tokens that are used  # prepare/ranges
         for each range:
             span = the nodes after it that work per token          # analysis/spans, by rules
             passes = the order in which chunks give the results    # analysis/passes
@@ -37,17 +37,17 @@ The joint graph of forward and backward has ATen ops. `driver.py` rewrites it::
             replace the span by one op that runs the body          # rewrite/replace
         let ops that add to the same gradient share its memory     # rewrite/joint_sums
     at run time, for each chunk:                                   # runtime/chunk_op
-        form the product in a buffer, run the compiled body on it,
-        write rows to their places, add terms up                   # runtime/assemble
+        compute the product in a buffer, run the compiled body on it, write rows to their places,
+        add terms up                   # runtime/assemble
 
 Where things are, from the lowest to the highest:
 
-* `reasons.py`: why a graph is not chunked, and how users learn it.
+* `reasons.py`: the reasons why a graph is not chunked, and their reports to users.
 * `fx_graph/`: facts about single nodes, and edits of a graph.
-* `runtime/`: the op that works through the tokens, chunk by chunk.
-* `analysis/`: what each node is to a chunk, in which order results exist, and predicted memory.
-* `prepare/`: rewrites that keep every value, so that the rules apply.
-* `rewrite/`: a span of nodes becomes the op.
+* `runtime/`: the op that processes the tokens chunk by chunk.
+* `analysis/`: the layout of each node in a chunk, the order of results, and predicted memory.
+* `prepare/`: rewrites that change no value, so that the rules apply.
+* `rewrite/`: replaces a span of nodes by the op.
 * `cross_entropy/`: losses that have an op of their own.
 * `driver.py`, `backend.py`, `explain.py`: the pass, the backend of torch.compile, the report.
 

@@ -1,4 +1,4 @@
-"""`torch.compile(f, backend="storage_ops")`: Inductor, after the auto-chunker."""
+"""`torch.compile(f, backend="storage_ops")`: the auto-chunker, then Inductor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAST = "joint_custom_post_pass"
 
 @contextmanager
 def collected() -> Iterator[list[Report]]:
-    """Collect the reports on the graphs that are compiled inside the block."""
+    """Collect the reports about the graphs that are compiled inside a with block."""
     reports: list[Report] = []
     mark = _reports.set(reports)
     try:
@@ -49,7 +49,7 @@ def collected() -> Iterator[list[Report]]:
 def checked(
     num_chunks: int | None, memory_budget: int | float | str | None, strict: bool
 ) -> tuple[int | None, int | None, bool]:
-    """Return the options after checking them. An error names the wrong one."""
+    """Check the options and return them. An error names the wrong option."""
     if num_chunks is not None and (
         isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1
     ):
@@ -62,28 +62,28 @@ def checked(
 
 
 def taken(options: object) -> tuple[tuple[int | None, int | None, bool], dict[str, Any]]:
-    """Split the options of `torch.compile` into those of `chunk`, checked, and Inductor's.
+    """Split the options of `torch.compile` into checked options of `chunk`, and Inductor's.
 
     Raises:
         TypeError: options that are no mapping of names to values. ValueError: an option that
-            neither has.
+            neither `chunk` nor Inductor has.
     """
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise TypeError(
             f"`options` is {options!r}. Expected a mapping of names to values, or None."
         )
-    rest = {name.replace("-", "_"): value for name, value in options.items()}
-    own = checked(*(rest.pop(name, default) for name, default in OPTIONS.items()))
-    _check_names(rest)
-    return own, rest
+    of_inductor = {name.replace("-", "_"): value for name, value in options.items()}
+    own = checked(*(of_inductor.pop(name, default) for name, default in OPTIONS.items()))
+    _check_names(of_inductor)
+    return own, of_inductor
 
 
-def _check_names(rest: Mapping[str, Any]) -> None:
+def _check_names(options: Mapping[str, Any]) -> None:
     """Raise a ValueError for an option that is not one of Inductor's."""
     from torch._inductor import list_options
 
-    known = set(list_options()) if rest else set()
-    for name in rest:
+    known = set(list_options()) if options else set()
+    for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -103,7 +103,7 @@ def apply(
     recognised: Recognised = NOTHING,
     graph_break: str = "",
 ) -> Report:
-    """Chunk a graph in place. Report, warn or raise if that is not possible."""
+    """Chunk a graph in place. If that is not possible, report it, warn or raise an error."""
     report = chunk_graph(graph, num_chunks, memory_budget, visible, recognised)
     if not report.chunked:
         report.reason += graph_break
@@ -128,18 +128,19 @@ def chunk(
 ) -> GraphT:
     """Evaluate the part of a joint graph around its logits in chunks of tokens, in place.
 
-    Give it to Inductor as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of
-    a whole step, forward and backward, that `make_fx` or `storage_ops.graph.trace_step` made.
-    In such a graph autograd has decomposed the loss. Only `torch.compile(backend="storage_ops")`
-    sees the loss as it was written, and replaces linear cross-entropy by its op.
+    Set it as `torch._inductor.config.joint_custom_pre_pass`, or call it on a graph of a whole step,
+    forward and backward, from `make_fx` or `storage_ops.graph.trace_step`. In such a graph autograd
+    has decomposed the loss. Only `torch.compile(backend="storage_ops")` sees the loss as it was
+    written, and replaces linear cross-entropy by its op.
 
     Args:
         joint_gm: a GraphModule, or its Graph, of ATen ops with their values in `node.meta["val"]`.
-        num_chunks: how many chunks, at most as many as there are tokens. None: as many as keep to
-            the budget.
-        memory_budget: bytes for what a chunk holds, as a number or text such as "400 MiB". None: a
-            quarter of the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
-        strict: raise if the graph cannot be chunked. Otherwise warn, and leave it as it is.
+        num_chunks: the number of chunks, at most the number of tokens. None: as many as the budget
+            needs.
+        memory_budget: bytes for a chunk, as a number or text such as "400 MiB". None: a quarter of
+            the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
+        strict: raise an error if the graph cannot be chunked. Otherwise warn, and leave it
+            unchanged.
 
     Returns:
         joint_gm.
@@ -184,7 +185,7 @@ def chunk(
 
 
 def _with_values(gm: fx.GraphModule) -> None:
-    """Give every node a value of one fake mode if the trace left no values, or several modes.
+    """Set the values of all nodes in one fake mode, if the trace left none or used several modes.
 
     Raises:
         ValueError: the graph was traced without values.
@@ -216,13 +217,13 @@ def _with_values(gm: fx.GraphModule) -> None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Return a hash of the package's code, so that no cache gives a graph of another version."""
+    """Return a hash of the package's code, so that caches never return graphs of other versions."""
     text = b"".join(p.read_bytes() for p in sorted(Path(__file__).parents[1].rglob("*.py")))
     return hashlib.sha256(text).hexdigest()
 
 
 def _circumstances() -> list[Any]:
-    """Return facts that the chunks depend on as well: the op's plan is made for this processor."""
+    """Return other facts that chunks depend on. The op's plan is made for this processor."""
     kinds = [repr(matmul.of(d, "cpu")) for d in (torch.float32, torch.bfloat16, torch.float16)]
     return [devices.named("cpu").name, torch.get_num_threads(), kinds]
 
@@ -239,7 +240,7 @@ def _make_pass(
 
     def uuid() -> str | None:
         if _reports.get() is not None:
-            return None  # explain must see the graph, which a cache would keep from it
+            return None  # a cache would hide the graph from explain
         logs = log.isEnabledFor(logging.DEBUG)  # a cached graph repeats only lines that were logged
         known = options, visible, astuple(recognised), _circumstances(), logs, graph_break
         return f"{_source_hash()}{json.dumps(known)}"
@@ -248,7 +249,7 @@ def _make_pass(
 
 
 def _after(earlier: object, last: object) -> Any:
-    """Return a pass that runs the user's passes, one or several, and then `last`."""
+    """Return a pass that runs the user's passes, then `last`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if earlier is None:
@@ -260,7 +261,7 @@ def _after(earlier: object, last: object) -> Any:
             each(graph)
 
     def uuid() -> str | None:
-        # A plain function has no id. Then Inductor caches nothing, as without this backend.
+        # A plain function has no id, so Inductor caches nothing, as without this backend.
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes]
         return None if None in ids else "".join(map(str, ids))
 
@@ -268,7 +269,7 @@ def _after(earlier: object, last: object) -> Any:
 
 
 def _graph_break(gm: fx.GraphModule) -> str:
-    """Return where and why Dynamo's graph ends before the function does. Empty if it does not."""
+    """Return where and why Dynamo's graph ends before the function, or an empty string."""
     end = getattr(gm, "compile_subgraph_reason", None)
     if end is None or not end.graph_break:
         return ""
@@ -294,23 +295,23 @@ def backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile a graph with Inductor, with the logits in chunks: the backend "storage_ops".
+    """Compile a graph by Inductor, with the logits in chunks. This is the backend "storage_ops".
 
     Args:
         gm: the graph from Dynamo.
         example_inputs: its inputs.
-        options: `num_chunks`, `memory_budget` and `strict` as in `chunk`; all others are
-            Inductor's. Where the loss becomes the op of linear cross-entropy it has tiles in the
-            memory of so many chunks, perhaps more of them.
-        mode: as torch.compile's for Inductor.
+        options: `num_chunks`, `memory_budget` and `strict` as in `chunk`. All others are
+            Inductor's. If the loss becomes the op of linear cross-entropy, its tiles take the
+            memory of this many chunks, and there may be more tiles.
+        mode: Inductor's mode, as in torch.compile.
 
     Returns:
         The compiled function.
 
     Raises:
-        ChunkError: with strict, why the graph cannot be chunked.
-        TypeError, ValueError: an option of the wrong type or value, or one that neither the
-            backend nor Inductor has; names the nearest option.
+        ChunkError: with strict, the reason why the graph cannot be chunked.
+        TypeError, ValueError: an option of the wrong type or value, or one that neither the backend
+            nor Inductor has. The error names the most similar option.
 
     Example:
         >>> from storage_ops.autochunk.backend import backend
@@ -332,7 +333,7 @@ def backend(
         patches[name] = _after(patches.get(name, getattr(config, name)), last)
     if (
         patches.get(_LATER, getattr(config, _LATER)) is None
-    ):  # else a cached graph would repeat no messages
+    ):  # a cached graph would repeat no messages
         patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches

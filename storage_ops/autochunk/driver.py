@@ -1,4 +1,4 @@
-"""The pass: finds spans to chunk in a joint graph, and chunks them or says why not."""
+"""The pass: finds spans in a joint graph, and chunks them or gives a reason why not."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Report:
     Attributes:
         chunked: whether a span of the graph is evaluated in chunks.
         num_chunks: the number of chunks, or 0 if the graph is not chunked.
-        num_passes: how often the logits are formed.
+        num_passes: how often the logits are computed.
         reason: why the graph is not chunked, or an empty string.
-        error: the unexpected exception that is the reason, if there is one.
+        error: the unexpected exception that prevented chunking, or None.
         peak_before: predicted peak bytes above the inputs.
         peak_after: predicted peak bytes above the inputs after chunking.
     """
@@ -73,7 +73,7 @@ class Report:
     peak_after: int = 0
 
     def decline(self, error: Exception) -> None:
-        """Note why something is not chunked. The first of several reasons is reported."""
+        """Record why a graph is not chunked. The first of several reasons is reported."""
         if isinstance(error, Conflict):
             reason = describe(error)
             log.debug("%s", reason)
@@ -92,13 +92,12 @@ def chunk_graph(
 ) -> Report:
     """Chunk a joint graph in place.
 
-    If anything goes wrong, the graph computes the same as before, and the report has the reason.
-
+    If an error occurs, the graph computes the same as before, and the report has the reason.
 
 
     Args:
-        visible: how many results its function has, if known.
-        recognised: what it has become before autograd.
+        visible: the number of results of the function, if known.
+        recognised: the result of the rewrite before autograd.
     """
     if in_body():
         return Report(reason="it is itself a chunk")
@@ -126,8 +125,8 @@ class _Work:
 
     Attributes:
         changed: inputs that the function changes, and the values written to them.
-        parts: all ranges of each product that was taken apart, also by range.
-        resampled: products whose results are interpolated, and to how many elements.
+        parts: the ranges of each product that was split into ranges, and of each range.
+        resampled: products whose results are interpolated, with their number of elements.
     """
 
     graph: fx.Graph
@@ -157,12 +156,12 @@ class _Work:
                 break
             amplifiers.sort(
                 key=is_product, reverse=True
-            )  # a spread gradient is in its span, or remains
+            )  # a spread gradient is in the product's span, or remains
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(amplifiers)
                 after = peak(graph)
-                if self.num_chunks is None:  # else chunks were asked for
+                if self.num_chunks is None:  # otherwise the caller asked for chunks
                     _check_saving(report.peak_after, after)
                 report.peak_after = after
             except Exception as error:
@@ -182,15 +181,15 @@ class _Work:
         elements = sum(map(numel, self.parts.get(amplifier, [amplifier])))
         return max(elements, self.resampled.get(amplifier, 0))
 
-    def chunk(self, found: list[fx.Node]) -> list[int]:
+    def chunk(self, amplifiers: list[fx.Node]) -> list[int]:
         """Chunk the span of the first of some products. Return the number of chunks of each pass.
 
-        If a product was taken apart, chunk the span of each range. The other products are taken
-        apart as well, because their spans may meet.
+        If a product was split into ranges, the span of each range is chunked. The other products
+        are split too, because their spans may overlap.
         """
-        amplifier, tangents, total = found[0], list[fx.Node](), list[int]()
+        amplifier, tangents, total = amplifiers[0], list[fx.Node](), list[int]()
         self.check(amplifier)
-        for product in found:
+        for product in amplifiers:
             tangents = prepare(self.graph, product, self.tangents) or tangents
             if is_product(product):
                 move_classes_last(self.graph, product)
@@ -208,7 +207,7 @@ class _Work:
         return total
 
     def check(self, amplifier: fx.Node) -> None:
-        """Raise Conflict if chunks would gain nothing."""
+        """Raise Conflict if chunks would save nothing."""
         size, budget = self.bytes_of(amplifier), self.budget(amplifier)
         if size == 0:
             raise Conflict("is empty", amplifier)
@@ -219,12 +218,12 @@ class _Work:
         return budget_of(self.bytes_of(amplifier), self.memory_budget)
 
     def bytes_of(self, amplifier: fx.Node) -> int:
-        """Return the bytes of `whole`."""
+        """Return the bytes of the product that `whole` counts."""
         itemsize: int = amplifier.meta["val"].element_size()
         return self.whole(amplifier) * itemsize
 
     def count(self, amplifiers: Collection[fx.Node]) -> int:
-        """Return the number of chunks for products, which may be ranges of others."""
+        """Return the number of chunks for products or ranges."""
         if self.num_chunks is None:
             budget = max(self.budget(next(iter(amplifiers))), 1)
             sizes = (max(nbytes(n), self.bytes_of(n)) for n in amplifiers)
@@ -236,7 +235,7 @@ class _Work:
     def in_order(self, amplifier: fx.Node, tangents: list[fx.Node]) -> tuple[Span, Passes]:
         """Return the span of an amplifier and its passes.
 
-        Cut groups of tokens if that adds no pass.
+        Cut groups of tokens if that needs no further pass.
         """
         planned, error = list[tuple[Span, Passes]](), None
         for cut in (False, True):
@@ -259,11 +258,11 @@ class _Work:
         graph, budget = self.graph, self.budget(amplifier)
         mutations = Mutations(graph)
         span, ordered = self.in_order(amplifier, tangents)
-        read = {arg for reads in span.reads.values() for arg, _ in reads}
-        for arg in read:
+        inputs = {arg for reads in span.reads.values() for arg, _ in reads}
+        for arg in inputs:
             if owner(arg) in self.changed:
                 raise Conflict("is changed in place by the function", arg)
-        mutations.check_reads(read, span.layouts)
+        mutations.check_reads(inputs, span.layouts)
         count = None if self.num_chunks is None else self.count(span.amplifiers)
         counts = rewrite(graph, span, ordered, Limits(count, budget), terms)
         mutations.check_order(graph)
@@ -271,7 +270,7 @@ class _Work:
 
 
 def _nothing_amplifies(graph: fx.Graph) -> str:
-    """Return why a graph without a product that is larger than its input is not chunked."""
+    """Return why a graph is not chunked in which no product is larger than its input."""
     for node in graph.nodes:
         if name_of(node) == "aten.convolution.default" and numel(node) > numel(node.args[0]):
             reason = "a convolution is not a matrix product: use F.linear with the channels last"
@@ -280,9 +279,10 @@ def _nothing_amplifies(graph: fx.Graph) -> str:
 
 
 def _check_saving(whole: int, in_chunks: int) -> None:
-    """Raise Conflict if the predicted peak of a graph is larger in chunks than as a whole.
+    """Raise Conflict if the predicted peak of a graph is larger with chunks than without.
 
-    The cause may be targets that only chunks need in memory, or gradients that chunks sum in fp32.
+    Possible causes are targets that only chunks need in memory, and gradients that chunks sum in
+    fp32.
     """
     if in_chunks > whole:
         raise Conflict(

@@ -1,4 +1,4 @@
-"""The report on why a function is chunked, or is not: `storage_ops.autochunk.explain`."""
+"""`storage_ops.autochunk.explain`: reports why a function is chunked, or why not."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Explanation(InLines):
     """The effect of the auto-chunker on a function.
 
     Attributes:
-        chunked: whether its logits exist in chunks only.
+        chunked: whether its logits exist only in chunks.
         num_chunks: the number of chunks of the logits, or 0 if not chunked.
-        num_passes: how often the logits are formed. Chunks that wait for a sum over all tokens form
-            them once more. So does a backward in which several upstream gradients, or one per
-            token, meet. Detach results that are only logged to avoid that. Linear cross-entropy
-            counts as 1. Another loss of log-probabilities, lse or entropy counts as 2.
-        reason: why not, with the node, its op and its line of code. Empty if chunked.
+        num_passes: how often the logits are computed. Chunks that wait for a sum over all tokens
+            compute them again. So does a backward with several upstream gradients, or with one per
+            token. Detach results that are only logged to avoid that. Linear cross-entropy counts as
+            1. Another loss of log-probabilities, lse or entropy counts as 2.
+        reason: the reason why it is not chunked, with the node, its op and its line of code, or "".
         peak_before: predicted peak bytes of forward and backward above their inputs.
         peak_after: predicted peak bytes of forward and backward after chunking.
     """
@@ -59,9 +59,9 @@ def explain(
     """Compile and call a function once, and report the effect of the auto-chunker.
 
     Args:
-        f: a function, module or method; with the gradients that its arguments require it is
-            compiled forward and backward.
-        *args, **kwargs: its arguments.
+        f: a function, module or method. It is compiled forward and, if its arguments require
+            gradients, backward.
+        *args, **kwargs: the arguments of `f`.
         num_chunks: as in `chunk`.
         memory_budget: as in `chunk`.
 
@@ -85,7 +85,7 @@ def explain(
     def call(*args: object, **kwargs: object) -> Any:
         return f(*args, **kwargs)
 
-    # With code of its own, for Dynamo would not compile the same code again.
+    # The code object is a copy, because Dynamo would not compile the same code again.
     fresh = FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
     with collected() as reports:
         torch.compile(fresh, backend=backend, options=options)(*args, **kwargs)
@@ -95,17 +95,17 @@ def explain(
     return Explanation(r.chunked, r.num_chunks, r.num_passes, r.reason, r.peak_before, r.peak_after)
 
 
-def _check_spelling(f: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Raise a TypeError for a keyword that is nearly an option and no named argument of `f`.
+def _check_spelling(f: Callable[..., Any], keywords: dict[str, Any]) -> None:
+    """Raise a TypeError for a keyword similar to an option that is no named argument of `f`.
 
-    A function with `**kwargs` would otherwise take the misspelt option without an effect.
+    A function with `**kwargs` would otherwise ignore the misspelt option.
     """
     call = f.forward if isinstance(f, torch.nn.Module) else f
     try:
         named = inspect.signature(call).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return
-    for name in given:
+    for name in keywords:
         near = difflib.get_close_matches(name, ("num_chunks", "memory_budget"), n=1, cutoff=0.9)
         if name not in named and near:
             raise TypeError(

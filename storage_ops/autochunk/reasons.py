@@ -1,6 +1,6 @@
-"""The reasons why a graph is not chunked, and how users learn them: errors, warnings and a log.
+"""The reasons why a graph is not chunked, and their reports: errors, warnings and a log.
 
-`STORAGE_OPS_LOGS=autochunk` prints what the auto-chunker finds out about each node.
+`STORAGE_OPS_LOGS=autochunk` prints the decisions of the auto-chunker about each node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print_if_asked()
 
 
 class ChunkError(RuntimeError):
-    """A graph was to be chunked for certain (`strict=True`), and is not."""
+    """A graph is not chunked, although `strict=True` requires it."""
 
 
 class Conflict(Exception):
@@ -48,7 +48,7 @@ class Conflict(Exception):
 
 
 def describe(conflict: Conflict) -> str:
-    """Return a conflict's message with its node and the line of the user's code it comes from."""
+    """Return a conflict's message with its node and the line of the user's code."""
     node = conflict.node
     if node is None:
         return str(conflict)
@@ -69,7 +69,7 @@ def internal(error: Exception) -> str:
 
 
 def warn(reason: str) -> None:
-    """Say that a graph is not chunked, and why."""
+    """Warn that a graph is not chunked, with the reason."""
     remedy = _REMEDY if "is returned" in reason else ""
     warnings.warn(
         f"storage_ops.autochunk: the graph is not chunked. Reason: {reason}.{remedy}", stacklevel=1
@@ -80,8 +80,7 @@ class Words:
     """Messages about a graph, which are repeated if the compiled graph comes from a cache.
 
     Inductor's caches store the counters that change while a graph is compiled, and add them again
-    with the cached graph. So each message is a counter under its own text, and travels with the
-    graph.
+    with the cached graph. So each message becomes a counter whose name is its text.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class Words:
 
     @contextmanager
     def heard(self) -> Iterator[list[str]]:
-        """Collect the lines that are logged inside the block, and reasons appended to the list."""
+        """Collect the lines that are logged in a with block, and reasons appended to the list."""
         lines: list[str] = []
         reasons: list[str] = []
         handler = logging.Handler()
@@ -102,7 +101,7 @@ class Words:
         self.text = json.dumps([lines, reasons])
 
     def count(self) -> None:
-        """Count the messages, for the first graph that Inductor compiles of a joint graph."""
+        """Count the messages, for the first graph that Inductor compiles from a joint graph."""
         from torch._dynamo.utils import counters
 
         if self.text:
@@ -110,9 +109,9 @@ class Words:
             self.text = ""
 
     def repeat(self) -> None:
-        """Log and warn again what a cached graph carries.
+        """Log and warn again with the messages of a cached graph.
 
-        Do nothing if the graph was compiled now.
+        Do nothing if the graph was just compiled.
         """
         from torch._dynamo.utils import counters
 

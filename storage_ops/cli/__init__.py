@@ -1,14 +1,13 @@
 """`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
 
-Each command is a module here with `HELP`, an `EXAMPLE` that ends its --help,
+Each command is a module here with `HELP`, an `EXAMPLE` for the end of its --help,
 `add_arguments(parser)`, which groups the options, and `run(args, console)`, which returns the exit
-code. It is 0 for an answer, and 1 where the answer is no or something does not
-work here. It is 2, with one line, for wrong arguments and all else that prevents an answer.
-`python -X dev` shows the traceback. It is 141, as a shell says of a broken pipe, where the reader
-of the output went away. Commands share `output.py` and `workload.py`, which makes the step of
-`hf_model.py` and `hf_batch.py`, or of `model_function.py`. `demo/` imports what not every
-installation has, and is imported only when it is run. `info` and `plan` work without torch;
-`storage_ops_plan.py`, beside the package, is `plan` that never imports it.
+code. It is 0 for an answer. It is 1 if the answer is no, or if something does not work here. It is
+2, with one line, for wrong arguments and all other errors. `python -X dev` shows the traceback. As
+in a shell, the code is 141 if the reader of the output is gone. Commands share `output.py` and
+`workload.py`, which creates the step by `hf_model.py` and `hf_batch.py`, or by `model_function.py`.
+`demo/` imports optional packages, so it is imported only when it runs. `info` and `plan` work
+without torch. `storage_ops_plan.py`, next to the package, runs `plan` without importing torch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m storage_ops", description=storage_ops.__doc__)
     parser.add_argument("--version", action="version", version=storage_ops.__version__)
     parsers = parser.add_subparsers(dest="command", required=True)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parser.parse_args(argv)
             return int(COMMANDS[args.command].run(args, _console()))
-        finally:  # of --help, too
+        finally:  # also for --help
             sys.stdout.flush()
     except BrokenPipeError:
         return output.leave_quietly()
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         output.complain(error)  # arguments in its text are not those of the command
         return 2
-    except Exception as error:  # of a model's code, it may be any
+    except Exception as error:  # the code of a model may raise any error
         if sys.flags.dev_mode:
             raise
         output.complain(error, args)
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _console() -> Console:
-    """Return standard output, as wide as its terminal or, without one, as tables need."""
+    """Return standard output, as wide as its terminal. Without one, tables decide."""
     console = output.Pipe()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = output.Pipe(width=WIDTH)

@@ -1,4 +1,4 @@
-"""`--autocast`: forward and loss in torch.autocast, as trainers with mixed precision run them."""
+"""`--autocast`: forward and loss in torch.autocast, as in trainers with mixed precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block(args: argparse.Namespace) -> AbstractContextManager[Any]:
     """Return the `torch.autocast` block in which a simulation runs forward and loss.
 
     Raises:
-        ValueError: autocast has no such dtype.
+        ValueError: autocast does not support the dtype.
     """
     if args.autocast is None:
         return contextlib.nullcontext()
@@ -57,7 +57,7 @@ def without_bytes(args: argparse.Namespace) -> Iterator[None]:
 
 
 def dtype_of_parameters(args: argparse.Namespace, default: str) -> torch.dtype:
-    """Return --dtype; without it `default`, or fp32 with autocast."""
+    """Return --dtype. The default is `default`, or fp32 with autocast."""
     import torch
 
     name = dtype_name(args.dtype or (default if args.autocast is None else "fp32"))

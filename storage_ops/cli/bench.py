@@ -1,4 +1,4 @@
-"""`python -m storage_ops bench`: the benchmarks of the source tree, and a report on them."""
+"""`python -m storage_ops bench`: runs the benchmarks of the source tree, and reports results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def source_tree() -> Path | None:
-    """Return the folder that holds the benchmarks: that of the package, else the current one."""
+    """Return the folder of the benchmarks: the package's, else the current one."""
     for folder in (Path(storage_ops.__file__).parents[1], Path.cwd()):
         if (folder / "benchmarks" / "_runner.py").is_file():
             return folder
@@ -45,7 +45,7 @@ def source_tree() -> Path | None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run benchmarks; return the exit code."""
+    """Run benchmarks. Return the exit code."""
     tree = source_tree()
     if tree is None:
         package = Path(storage_ops.__file__).parent

@@ -1,4 +1,4 @@
-"""`--eval-batch`: an evaluation step between training steps, which may take more than these."""
+"""`--eval-batch`: an evaluation step during training, which may take more than a training step."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that say nothing together.
+    """Raise an error for options that have no effect together.
 
     Raises:
-        ValueError: a number is wrong, or logits are asked for that no evaluation has.
+        ValueError: a number is wrong, or the evaluation has no logits to keep.
     """
     if args.eval_batch is not None and args.eval_batch < 1:
         raise ValueError(f"--eval-batch is {args.eval_batch}. Pass 1 or more.")
@@ -45,20 +45,21 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--eval-logits is {args.eval_logits}. Pass 0 or more.")
     if not args.eval_logits:
         return
-    given = f"--eval-logits is {args.eval_logits}, but "
+    prefix = f"--eval-logits is {args.eval_logits}, but "
     if args.eval_batch is None:
-        raise ValueError(f"{given}there is no evaluation. Pass --eval-batch, too.")
+        raise ValueError(f"{prefix}there is no evaluation. Pass --eval-batch, too.")
     if args.model is not None:
-        raise ValueError(f"{given}the output of --model need not have logits. Leave it out.")
+        raise ValueError(f"{prefix}the output of --model need not have logits. Leave it out.")
     if args.reference is not None:
-        raise ValueError(f"{given}the loss of --reference has no logits. Leave it out.")
+        raise ValueError(f"{prefix}the loss of --reference has no logits. Leave it out.")
 
 
 def step_of(args: argparse.Namespace, step: Workload) -> Workload | None:
-    """Return the step with the batch of an evaluation, if one is asked for.
+    """Return the step with an evaluation batch, if requested.
 
     Raises:
-        ValueError: the function of --model returns a list of batches, or cannot have that batch.
+        ValueError: the function of --model returns a list of batches, or has no argument for the
+            batch size.
     """
     if args.eval_batch is None:
         return None

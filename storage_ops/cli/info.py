@@ -1,4 +1,4 @@
-"""`python -m storage_ops info`: what this installation is; 1 when something does not work."""
+"""`python -m storage_ops info`: facts about this installation. Returns 1 if a part fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code."""
+    """Run the command. Return the exit code."""
     if storage_ops.import_error is not None:
         broken = str(storage_ops.import_error)
         build, problems = _library.build_info(), [f"torch does not import: {broken}"]
@@ -45,18 +45,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of one screen: names and values, and other minors' bindings on one line."""
+    """Return the rows of the table: names and values. Bindings of other minors share one row."""
     rows = []
     for key, value in facts.items():
         if key == "skipped":
             other = "built for torch "
             minors = [why.split(",")[0].removeprefix(other) for why in value.values()]
             minors = [m for m, why in zip(minors, value.values(), strict=True) if other in why]
-            minors = list(dict.fromkeys(minors))  # each has a storage binding and one more library
-            left = [f"{name}: {why}" for name, why in value.items() if other not in why]
+            # Each minor has a storage binding and one more library.
+            minors = list(dict.fromkeys(minors))
+            remaining = [f"{name}: {why}" for name, why in value.items() if other not in why]
             if minors:
-                left.append(f"libraries for torch {', '.join(minors)}: not this torch")
-            text = "\n".join(left)
+                remaining.append(f"libraries for torch {', '.join(minors)}: not this torch")
+            text = "\n".join(remaining)
         elif isinstance(value, Mapping):
             text = "\n".join(f"{name}: {what}" for name, what in value.items())
         else:

@@ -1,6 +1,6 @@
-"""Optimizers by their names: those of torch, and stand-ins for those of bitsandbytes.
+"""Optimizers by name: those of torch, and stand-ins for those of bitsandbytes.
 
-Stand-ins have the state of the optimizers that they are named after, and update nothing.
+Stand-ins have the state of the real optimizers, and update nothing.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_SMALL = 4096  # elements from which on a state is quantized
-_BLOCK = 256  # elements of a state that share a maximum
-_PAGED = 100_000  # elements from which on a paged state can leave the GPU
+_SMALL = 4096  # states with at least this many elements are quantized
+_BLOCK = 256  # elements of a state with a common maximum
+_PAGED = 100_000  # paged states with at least this many elements can leave the GPU
 
 
 class Bitsandbytes(Optimizer):
     """The state of an optimizer of bitsandbytes: `moments` tensors for each parameter.
 
-    States of 8 bits have a maximum for each block of 256. Small parameters have states in float32.
-    Paged states that are large lie in memory of the host, from which the GPU reads them.
+    8-bit states have a maximum for each block of 256. Small parameters have float32 states. Large
+    paged states are in host memory, from which the GPU reads them.
     """
 
     moments, bits, is_paged = 2, 8, False
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {})
-        self._maps: list[Tensor] = []  # of 8 bits to numbers, with and without a sign
+        self._maps: list[Tensor] = []  # maps from 8 bits to numbers, with and without a sign
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the states, as the first step does."""
+        """Create the states, as a first step does."""
         trained = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
         for p in trained:
             if not self.state[p]:
@@ -55,7 +55,7 @@ class Bitsandbytes(Optimizer):
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon for the matrices of layers, and AdamW for embeddings, output layers and all else.
+    """Muon for the matrices of layers, and AdamW for embeddings, output layers and all others.
 
     Attributes:
         by_adamw: ids of matrices that AdamW trains.
@@ -85,7 +85,7 @@ def _kinds() -> dict[str, type[Optimizer]]:
             for start in ("", "paged-"):
                 body = {"moments": moments, "bits": bits, "is_paged": bool(start)}
                 kinds[f"{start}{name}{end}"] = type(name, (Bitsandbytes,), body)
-    # LBFGS runs the model in its step, and SparseAdam takes no gradients of layers.
+    # LBFGS runs the model in its step, and SparseAdam does not accept gradients of layers.
     refused = Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
     for name, cls in vars(torch.optim).items():
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls not in refused:
@@ -94,10 +94,11 @@ def _kinds() -> dict[str, type[Optimizer]]:
 
 
 def optimizer_named(name: str, model: nn.Module) -> type[Optimizer] | None:
-    """Return the optimizer that trains parameters of `model`; None for "none".
+    """Return the optimizer for parameters of `model`, or None for "none".
 
-    Names are those of classes of torch.optim, and of bitsandbytes where torch has none, in any case
-    and with any separators. transformers' names are among them, such as "paged_adamw_8bit".
+    Names are those of classes of torch.optim, or of bitsandbytes if torch has none, in upper or
+    lower case and with any separators. They include names of transformers, such as
+    "paged_adamw_8bit".
 
     Raises:
         ValueError: there is no such optimizer.
@@ -118,6 +119,6 @@ def optimizer_named(name: str, model: nn.Module) -> type[Optimizer] | None:
 
 
 def _short(name: str) -> str:
-    """Return a name without separators, and without what tells no optimizers apart."""
+    """Return a name without separators and redundant words."""
     parts = name.lower().replace("-", "_").split("_")
     return "".join(part for part in parts if part not in ("torch", "bnb", "32bit"))

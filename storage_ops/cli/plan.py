@@ -1,4 +1,4 @@
-"""`python -m storage_ops plan`: the plan for a budget, and what other budgets would buy."""
+"""`python -m storage_ops plan`: shows the plan for a budget, and plans for other budgets."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """The results that each of several budgets buys.
+    """The plans for several budgets.
 
     Attributes:
         points: budgets in bytes, ascending, and their plans.
-        floor: seconds that the matrix products alone take, each formed once.
+        floor: seconds of the matrix products alone, each computed once.
         logits: bytes of all logits.
     """
 
@@ -84,13 +84,13 @@ class Curve:
 
 
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
-    """Budgets from the smallest possible, by steps of two, to the whole logits; and `extra`."""
+    """Return plans for budgets from the smallest to all logits, in factors of two, and `extra`."""
     logits = p.tokens * padded(p.vocab) * p.logit_bytes
     least = planner.smallest_budget(p)
-    # The logits in one tile, with all that goes with them.
+    # The budget for all logits in one tile, with all other memory.
     most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
     octaves = math.log2(max(logits / least, 1))
-    # Eight or so: half steps on a short way, double ones on a long one.
+    # About eight budgets: half steps in a small range, double steps in a large one.
     step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2
     between = {int(logits / 2 ** (step * k)) for k in range(1, math.ceil(octaves / step))}
     budgets = {least, most, *(b for b in between if least < b < most)}
@@ -105,7 +105,7 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
 
 
 def _device(name: str) -> str:
-    """Return the name of the rates of a device; "cuda" is the GPU that torch finds, if any."""
+    """Return the name of the rates of a device. "cuda" is torch's GPU, if there is one."""
     if name != "cuda":
         return name
     present = "cpu" if storage_ops.import_error is not None else plans.default_device()
@@ -113,7 +113,7 @@ def _device(name: str) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code."""
+    """Run the command. Return the exit code."""
     try:
         device = _device(args.device)
         if device == "cpu" and storage_ops.import_error is not None:
@@ -134,31 +134,31 @@ def run(args: argparse.Namespace, console: Console) -> int:
         output.complain(error, args)
         return 2
     budget = planner.default_budget(p) if budget_arg is None else budget_arg
-    found = curve(p, rates, budget)
+    budgets = curve(p, rates, budget)
     if args.json:
-        output.print_json(_facts(p, device, budget, chosen, found))
+        output.print_json(_facts(p, device, budget, chosen, budgets))
     else:
         console.print(plans.describe(chosen, p, rates, budget_arg), highlight=False, soft_wrap=True)
-        console.print(_table(found, rates, budget))
+        console.print(_table(budgets, rates, budget))
     return 0
 
 
-def _facts(p: Problem, device: str, budget: int, chosen: Plan, found: Curve) -> dict[str, Any]:
+def _facts(p: Problem, device: str, budget: int, chosen: Plan, budgets: Curve) -> dict[str, Any]:
     return {
         "problem": dataclasses.asdict(p),
         "device": device,
         "budget_bytes": budget,
         "smallest_budget_bytes": planner.smallest_budget(p),
-        "logits_bytes": found.logits,
-        "floor_seconds": found.floor,
+        "logits_bytes": budgets.logits,
+        "floor_seconds": budgets.floor,
         "plan": dataclasses.asdict(chosen),
         "curve": [
-            {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in found.points
+            {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in budgets.points
         ],
     }
 
 
-def _table(found: Curve, rates: Rates, budget: int) -> Grid:
+def _table(budgets: Curve, rates: Rates, budget: int) -> Grid:
     rows = [
         (
             f"{'> ' if point == budget else ''}{readable(point, up=True)}",
@@ -166,21 +166,21 @@ def _table(found: Curve, rates: Rates, budget: int) -> Grid:
             f"{plan.num_chunks}x{plan.num_slices} of {plan.rows}x{plan.widest}",
             readable(plan.peak_bytes, up=True),
             metric(plan.seconds, "s"),
-            f"{plan.seconds / found.floor:.2f}" if found.floor else "",
+            f"{plan.seconds / budgets.floor:.2f}" if budgets.floor else "",
         )
-        for point, plan in found.points
+        for point, plan in budgets.points
     ]
-    pairs = zip(found.points, found.points[1:], strict=False)
+    pairs = zip(budgets.points, budgets.points[1:], strict=False)
     return Grid(
         f"What other budgets buy, predicted for {rates.name}",
         ("budget", "strategy", "tiles", "peak", "time", "x floor"),
         rows,
         f"tiles: how many, and of how many tokens x classes; all logits are "
-        f"{readable(found.logits)}\nx floor: time over the {metric(found.floor, 's')} that the "
+        f"{readable(budgets.logits)}\nx floor: time over the {metric(budgets.floor, 's')} that the "
         "products take, each formed once",
         words=("strategy",),
         optional=("tiles", "x floor", "peak"),
         sections=[i for i, (a, b) in enumerate(pairs) if a[1].strategy != b[1].strategy],
-        bold=[i for i, (point, _) in enumerate(found.points) if point == budget],
+        bold=[i for i, (point, _) in enumerate(budgets.points) if point == budget],
         box=box.SIMPLE_HEAD,
     )

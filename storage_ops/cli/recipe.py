@@ -1,4 +1,4 @@
-"""The options that say which recipe a model of transformers is trained by; without torch."""
+"""The options for the training recipe of a model of transformers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def sequences(args: argparse.Namespace) -> int:
-    """Return the number of sequences in a batch; a pair has two."""
+    """Return the number of sequences in a batch. A pair has two."""
     return (args.batch or 1) * (2 if args.reference == "dpo" else 1)
 
 
 def refuse_with_function(args: argparse.Namespace) -> None:
-    """Raise if an option is given that a model of `--model` has no use for.
+    """Raise an error for an option that does not apply to a model of `--model`.
 
     Raises:
         ValueError: an option is for models of transformers.

@@ -1,4 +1,4 @@
-"""`--reference`: a step of DPO or GRPO, whose policy is compared with a frozen reference model."""
+"""`--reference`: a step of DPO or GRPO, which compares the policy with a frozen reference model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ORDER = {
 
 
 def with_reference(model: nn.Module, args: argparse.Namespace) -> None:
-    """Let the forward of a model of transformers return the loss of the algorithm.
+    """Let the forward of a model of transformers return the algorithm's loss.
 
-    The reference is a copy of the model. With adapters it is the model without them.
+    The reference is a copy of the model. With adapters, it is the model without them.
 
     Raises:
         ValueError: the model is no causal language model.
@@ -53,7 +53,8 @@ def with_reference(model: nn.Module, args: argparse.Namespace) -> None:
     if base is model:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
         _Reference.change(reference)
-    # It is an attribute, and no part, of the policy, so that plans have the policy's layers alone.
+    # It is an attribute of the policy but no submodule, so that plans have only the policy's
+    # layers.
     vars(model)["_reference"] = reference
     {"dpo": _ByDpo, "grpo": _ByGrpo}[args.reference].change(model)
     whose = "the model without its adapters" if reference is None else "a frozen copy"
@@ -65,18 +66,18 @@ def with_reference(model: nn.Module, args: argparse.Namespace) -> None:
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """Return the output of a model with a reference, which is its loss."""
+    """Return the output of a model with a reference, which is the loss."""
     return output
 
 
 def reference_of(model: nn.Module) -> nn.Module | None:
-    """Return the copy of the model that is its reference, if it has one."""
+    """Return a model's reference, or None without one."""
     found: nn.Module | None = vars(model).get("_reference")
     return found
 
 
 def _base(model: Any) -> Any:
-    """Return a model without what PEFT puts around it."""
+    """Return a model without PEFT's wrappers."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
@@ -124,7 +125,7 @@ class _ByGrpo(Replaced):
 
 
 def _reference_logps(policy: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the reference's log-probability of each token, and keep no activations."""
+    """Return the reference's log-probability of each token, without keeping activations."""
     reference = policy._reference
     with torch.no_grad():
         if reference is not None:

@@ -1,4 +1,4 @@
-"""`will-it-fit --serve`: whether a model of transformers fits that generates, not trains."""
+"""`will-it-fit --serve`: whether a model of transformers fits when it generates text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OF_TRAINING = (
 
 
 def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """Refuse options that have no meaning without a training step.
+    """Raise an error for options that only apply to a training step.
 
     Raises:
-        ValueError: one is given.
+        ValueError: such an option is given.
     """
     for name in _OF_TRAINING:
         value = getattr(args, name)
@@ -32,7 +32,7 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Print what generation takes; return 0 if it fits, 1 if not."""
+    """Print the memory of generation. Return 0 if it fits, 1 if not."""
     from storage_ops.cli.workload import explained, workload
     from storage_ops.simulate.serve import simulate_serving
     from storage_ops.simulate.will_it_fit import verdict

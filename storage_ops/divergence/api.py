@@ -1,4 +1,4 @@
-"""The divergence of two heads from hidden states, without ever holding logits of either."""
+"""The divergence of two heads from hidden states, without the logits of either in memory."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def linear_kl_div(
     target_weight: float = 1.0,
     gradient_tolerance: float = 0.0,
 ) -> Tensor:
-    """Divergence of a student's head from a frozen teacher's, with no logits tensor in memory.
+    """Compute the divergence of a student's head from a frozen teacher's, without logits in memory.
 
-    With P = softmax((teacher_input @ teacher_weight.T + teacher_bias) / temperature), the teacher,
-    and Q the same of the student, a token has
+    P = softmax((teacher_input @ teacher_weight.T + teacher_bias) / temperature) are the
+    probabilities of the teacher, and Q those of the student. A token's divergence is
 
         "forward"  KL(P || Q) = sum_j P_j (log P_j - log Q_j)
         "reverse"  KL(Q || P) = sum_j Q_j (log Q_j - log P_j)
@@ -178,12 +178,12 @@ def linear_kl_div(
     ids = None if ids is None else class_indices(ids)
     teacher = [teacher_input, teacher_weight, teacher_bias, log_probs, ids]
     frozen = [None if t is None else t.detach() for t in teacher]
-    given = [input, linear_weight, linear_bias, *frozen[:3]]
+    tensors = [input, linear_weight, linear_bias, *frozen[:3]]
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        given = [_cast(t, dtype) for t in given]
-    student, weight, bias, hidden, head, offset = given
+        tensors = [_cast(t, dtype) for t in tensors]
+    student, weight, bias, hidden, head, offset = tensors
     assert student is not None and weight is not None
     needs = tuple(
         torch.is_grad_enabled() and t is not None and t.requires_grad
@@ -208,7 +208,7 @@ def linear_kl_div(
     except (TypeError, ValueError):
         ranks.tell_of_refusal(process_group, input)
         raise
-    _autograd.refuse_forward_mode(*given, token_weight, log_probs)
+    _autograd.refuse_forward_mode(*tensors, token_weight, log_probs)
     loss = op.apply(call)
     return loss * temperature**2 if scale_by_temperature else loss
 

@@ -17,12 +17,12 @@ IGNORED = -100
 class DivergenceCall(NamedTuple):
     """The arguments of `storage_ops::linear_kl_div`, in the order of its schema.
 
-    Those of the public function; `log_probs` and `ids` are its `teacher_topk`, the soft-caps are 0
-    for None, and `group` is the name of the process group, or "".
+    The fields are the arguments of the public function. `log_probs` and `ids` are `teacher_topk`, a
+    soft-cap of None is 0, and `group` is the name of the process group, or "".
 
     Attributes:
-        tail: with `ids`, whether the classes that are not there count as one more class.
-        in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
+        tail: with `ids`, whether all other classes count as one more class.
+        in_forward: whether the forward computes the gradients, for a loss that is a mean or a sum.
         grad_mask: whether input, weight and bias need gradients.
     """
 
@@ -66,9 +66,8 @@ class DivergenceCall(NamedTuple):
     def as_loss(self) -> loss_call.Call:
         """Return the student's part as a call of linear cross-entropy.
 
-        It has the same tokens, weights and sums. Without targets of its own the call's targets say
-        which tokens are ignored. Ranks compare such calls; options that have no place in it are in
-        the plan's name.
+        It has the same tokens, weights and sums. Without targets, the targets of this call only
+        mark ignored tokens. Ranks compare such calls; the other options are in the plan's name.
         """
         teacher = () if self.teacher_input is None else self.teacher_input.shape[-1:]
         own = (self.divergence, self.beta, self.softcap, self.teacher_softcap, *teacher)
@@ -97,5 +96,5 @@ class DivergenceCall(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of all but matrix products."""
+        """Return the dtype of all arithmetic but matrix products."""
         return arithmetic(self.input.dtype)

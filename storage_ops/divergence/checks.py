@@ -73,10 +73,10 @@ RULES = (
 )
 
 
-def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
-    """Raise a TypeError for what is no tensor, or for a stored teacher that is no pair of them."""
-    check_tensors(OP, given, ("input", "linear_weight"))
-    for name, value in given.items():
+def check_types(tensors: Mapping[str, object], teacher_topk: object) -> None:
+    """Raise a TypeError for an argument that is no tensor, or a stored teacher that is no pair."""
+    check_tensors(OP, tensors, ("input", "linear_weight"))
+    for name, value in tensors.items():
         if hasattr(value, "device_mesh"):
             rule = "the tensor of this rank. Pass process_group for a sharded head"
             raise _wrong(TypeError, f"{name} is", "a DTensor", rule)
@@ -90,16 +90,16 @@ def check_types(given: Mapping[str, object], teacher_topk: object) -> None:
         check_layout(OP, "teacher_topk", t)
 
 
-def check_options(given: Mapping[str, Any]) -> None:
-    """Raise a TypeError or ValueError for options that have no meaning."""
-    check_rules(OP, RULES, given)
-    check_group(OP, given["process_group"])
-    if given["process_group"] is not None and given["valid_classes"] is not None:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError for options whose values are not allowed."""
+    check_rules(OP, RULES, options)
+    check_group(OP, options["process_group"])
+    if options["process_group"] is not None and options["valid_classes"] is not None:
         rule = "None with a process_group. Leave the padding out of the last rank's weights"
-        raise _wrong(ValueError, "valid_classes is", given["valid_classes"], rule)
-    if given["divergence"] == "cosine" and given["temperature"] != 1:
+        raise _wrong(ValueError, "valid_classes is", options["valid_classes"], rule)
+    if options["divergence"] == "cosine" and options["temperature"] != 1:
         rule = "1 with divergence='cosine', which does not depend on it"
-        raise _wrong(ValueError, "temperature is", given["temperature"], rule)
+        raise _wrong(ValueError, "temperature is", options["temperature"], rule)
 
 
 def check_call(call: DivergenceCall) -> None:
@@ -116,14 +116,14 @@ def check_call(call: DivergenceCall) -> None:
         rule = f"at least {valid or 1} classes"
         raise _wrong(ValueError, "linear_weight has shape", tuple(weight.shape), rule)
     _check_teacher(call, tokens, vocab)
-    for name, t, wanted in (
+    for name, t, shape in (
         ("linear_weight", weight, input.dtype),
         ("linear_bias", call.bias, input.dtype),
         ("teacher_weight", call.teacher_weight, _dtype(call.teacher_input)),
         ("teacher_bias", call.teacher_bias, _dtype(call.teacher_input)),
     ):
-        if t is not None and t.dtype != wanted:
-            rule = f"{wanted}, as {'teacher_' * name.startswith('teacher')}input is"
+        if t is not None and t.dtype != shape:
+            rule = f"{shape}, as {'teacher_' * name.startswith('teacher')}input is"
             raise _wrong(TypeError, f"{name} is", t.dtype, rule)
     check_shapes(
         OP, ("linear_bias", call.bias, (vocab,)), ("token_weight", call.token_weight, tokens)
@@ -139,11 +139,11 @@ def check_call(call: DivergenceCall) -> None:
     )  # fmt: skip
 
 
-def _check_head(given: Mapping[str, Tensor]) -> None:
-    for name, t in given.items():
+def _check_head(arguments: Mapping[str, Tensor]) -> None:
+    for name, t in arguments.items():
         if t.dim() != 2 and name.endswith("weight"):
             raise _wrong(ValueError, f"{name} has shape", tuple(t.shape), "(V, D)")
-    check_head(OP, given)
+    check_head(OP, arguments)
 
 
 def _check_target(call: DivergenceCall, target: Tensor, tokens: tuple[int, ...]) -> None:

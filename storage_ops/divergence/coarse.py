@@ -13,13 +13,13 @@ from storage_ops.divergence.call import DivergenceCall
 
 @dataclass
 class Coarse:
-    """The classes that a stored teacher knows, and with `tail` all others as one more class.
+    """The classes of a stored teacher, and with `tail` one more class for all others.
 
     Attributes:
         log_probs: (n, K) the teacher's log-probabilities, in the arithmetic dtype.
         ids: (n, K) classes.
-        broken: (n,) rows whose ids are not distinct classes, or None where that was raised.
-        divergence, beta, tail: of the call.
+        broken: (n,) True for rows whose ids are not distinct classes, or None.
+        divergence, beta, tail: the options of the call.
     """
 
     log_probs: Tensor
@@ -31,7 +31,7 @@ class Coarse:
 
     @staticmethod
     def of(call: DivergenceCall, kept: Tensor | None, ignored: Tensor, classes: int) -> Coarse:
-        """Return those of the tokens that are worked on; raise for wrong ids that can be seen."""
+        """Return the coarse classes of the kept tokens. Check the ids if they can be read."""
         assert call.ids is not None and call.log_probs is not None
         ids = call.ids.reshape(-1, call.ids.shape[-1])
         log_probs = call.log_probs.reshape(ids.shape).to(call.wide)
@@ -56,26 +56,26 @@ class Coarse:
             broken = None
         else:
             ids = ids.clamp(0, classes - 1)
-        # Where there are no other classes, the teacher has rounding errors left for them.
+        # Without other classes, only rounding errors would be left for their probability.
         tail = call.tail and ids.shape[1] < classes
         return Coarse(log_probs, ids, broken, call.divergence, call.beta, tail)
 
     def logits(self, whole: slice, z: Tensor) -> Tensor:
-        """Return (K + 1, rows): the student's logits of the classes, and all others' log-sum-exp.
+        """Return (K + 1, rows): the student's logits of the classes, and the rest's log-sum-exp.
 
-        z: (rows, V) whole rows of logits; they become logits of which the others are -inf.
+        z: (rows, V) whole rows of logits. The logits of the classes are overwritten with -inf.
         """
         ids = self.ids[whole]
-        known, rest = z.gather(1, ids), z.new_zeros(len(z), 1)
+        known, others = z.gather(1, ids), z.new_zeros(len(z), 1)
         if self.tail:
-            rest = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        return torch.cat([known, rest], 1).t()
+            others = z.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        return torch.cat([known, others], 1).t()
 
     def _heads(self, whole: slice, state: Tensor) -> tuple[Tensor, ...]:
-        """Log-probabilities of student and teacher over the coarse classes, and probabilities."""
+        """Return log-probabilities and probabilities of both heads over the coarse classes."""
         b, a = self.log_probs[whole].clone(), state.t().clone(memory_format=torch.contiguous_format)
         if self.tail:
-            # The probability that the teacher has left for the other classes.
+            # The probability of the other classes under the teacher.
             rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
             b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
         else:
@@ -97,7 +97,7 @@ class Coarse:
         here = (local >= 0) & (local < z.shape[1])
         local = torch.where(here, local, 0)
         if self.tail:
-            # Each other class has its part of the rest.
+            # Distribute the gradient of the rest over the other classes.
             rest = state[-1].unsqueeze(1)
             z.sub_(torch.where(rest == -torch.inf, 0, rest))
             z.scatter_reduce_(1, local, torch.where(here, -torch.inf, torch.inf).to(z), "amin")

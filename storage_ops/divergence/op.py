@@ -1,7 +1,8 @@
 """The ops of linear_kl_div: kernels, fakes, autograd and vmap.
 
-As in `storage_ops.loss.op`, one upstream number scales gradients that the forward has made. Every
-other case keeps the statistics of the rows, and forms the logits once more in the backward.
+As in `storage_ops.loss.op`, the backward of a mean or a sum scales gradients that the forward has
+computed. In all other cases the forward keeps the statistics of the rows, and the backward computes
+the logits again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Gradients by a second pass over the logits, for any upstream gradient."""
+    """Compute gradients by a second pass over the logits, for any upstream gradient."""
     call = DivergenceCall(*args)
     run = run_of(call, state)
     each = grad_loss if call.reduction != "none" else run.head.tokens.collect(grad_loss)
@@ -78,14 +79,14 @@ def _autograd(ctx: Any, upstream: Tensor | None, *others: None) -> tuple[Tensor 
 
 
 def _second_pass(
-    ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
+    ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
-    """Gradients of input, weight and bias; logits are formed once more."""
+    """Compute the gradients of input, weight and bias. The logits are computed again."""
     _, state, *tensors = saved
-    if given[0] is None:
+    if upstream[0] is None:
         return (None,) * 3
     call = with_tensors(ctx.call, tensors)._replace(in_forward=False, grad_mask=tuple(needs))
-    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, given[0], state, *call)
+    gradients: Gradients = call_once(_OPS.linear_kl_div_backward, upstream[0], state, *call)
     return gradients
 
 
@@ -100,7 +101,7 @@ class _Differentiable(HeadFunction):
 
 
 def apply(call: DivergenceCall) -> Tensor:
-    """Return the loss, by an op that eager code, torch.compile and torch.func all take."""
+    """Return the loss, by an op that works in eager code, torch.compile and torch.func."""
     loss: Tensor
     if needs_no_graph():
         loss = without_graph(apply, call._replace(in_forward=False))

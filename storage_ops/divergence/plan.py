@@ -1,4 +1,4 @@
-"""From shapes and a memory budget to schedules for the divergence of two heads."""
+"""Chooses schedules for the divergence of two heads, from shapes and a memory budget."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from storage_ops.quantities import readable
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher, which a plan depends on besides the student's problem.
+    """The teacher's part of the problem that a plan is made for.
 
     Attributes:
-        hidden: the hidden size of the teacher; 0 for a stored one, which has no logits.
-        matmul: its products, with the size of an element; None for a stored one.
-        copies: of a piece of rows that are alive at a time, at most.
-        targets: whether there are any.
-        copied: for these, a tile of the student.
-        plain: the row kernel that these need is plain torch.
+        hidden: the hidden size of the teacher; 0 for a stored teacher.
+        matmul: the teacher's matrix products, with the size of an element; None for a stored
+            teacher.
+        copies: the most copies of a piece of rows that are in memory at a time.
+        targets: whether the call has targets.
+        copied: whether targets need a copy of the student's tile.
+        plain: whether the row kernel of targets is plain torch.
     """
 
     hidden: int = 0
@@ -36,7 +37,7 @@ class Teacher:
     plain: bool = False
 
     def beside(self, p: Problem, rows: int, columns: int) -> int:
-        """Return the bytes that are held beside a student's tile of this size."""
+        """Return the bytes in memory besides a student's tile of this size."""
         copies = self.copies * p.arithmetic
         size = copies * max(columns, min(rows * columns, piece_elements(p.matmul.cuda)))
         if self.targets:
@@ -52,12 +53,12 @@ class Teacher:
 
 @dataclass(frozen=True)
 class DivergencePlan:
-    """The way in which a divergence will run.
+    """The schedule of a divergence, and its cost.
 
     Attributes:
         whole: chunks of tokens with whole rows of logits, for the statistics.
-        sliced: slices of the vocabulary for the gradients, from the statistics. None: `whole` makes
-            the gradients too, or there are none.
+        sliced: slices of the vocabulary for the gradients, from the statistics. None if `whole`
+            computes the gradients too, or if no gradients are needed.
         peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         seconds: predicted time of the products.
     """
@@ -79,7 +80,7 @@ class DivergencePlan:
 
 
 def peak_of(s: Schedule, t: Teacher) -> int:
-    """Peak scratch memory of a schedule for both heads."""
+    """Return the peak scratch memory of a schedule for both heads."""
     return cost.peak(s, t.beside(s.problem, s.rows, s.columns))
 
 
@@ -98,7 +99,7 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> D
     """Return the plan with the fastest products that keeps to the budget.
 
     Raises:
-        ValueError: no plan does; names the smallest budget that one does.
+        ValueError: no plan keeps to the budget. The error has the smallest possible budget.
     """
     least = min(plan.peak_bytes for plan in _made(p, t, rates, None))
     budget = max(default_budget(p, t), least) if memory_budget is None else memory_budget
@@ -113,16 +114,18 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> D
 
 
 def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[DivergencePlan]:
-    """Plans with the largest tiles that fit; without a budget those with the smallest."""
+    """Return plans with the largest tiles that fit, or the smallest tiles without a budget."""
     alone, tokens, vocab = replace(p, grads=(False,) * 3), max(p.tokens, 1), max(p.vocab, 1)
 
     def sized(p: Problem, strategy: str, rows: int, columns: int) -> Schedule:
         return planner.schedule(p, strategy, rows, columns)
 
-    def largest(limit: int, made: Callable[[int], Schedule]) -> Schedule:
+    def largest(limit: int, schedule_of: Callable[[int], Schedule]) -> Schedule:
         if budget is None:
-            return made(1)
-        return made(planner.largest(limit, lambda size: peak_of(made(size), t), budget) or 1)
+            return schedule_of(1)
+        return schedule_of(
+            planner.largest(limit, lambda size: peak_of(schedule_of(size), t), budget) or 1
+        )
 
     teacher = 0.0
     if t.matmul is not None:
@@ -142,9 +145,9 @@ def _made(p: Problem, t: Teacher, rates: Rates, budget: int | None) -> list[Dive
     plans = []
     if p.in_forward:
         plans.append(plan(largest(tokens, lambda rows: sized(p, TOKEN_CHUNKED, rows, vocab)), None))
-    # With all tokens in a tile the gradient of the weight is written once, without a sum.
+    # With all tokens in one tile the gradient of the weight is written once, without a sum.
     chunks = (1, tokens) if budget is None else (1, 2, 4, 8, tokens)
     for rows in sorted({-(-tokens // k) for k in chunks}):
-        made = functools.partial(sized, p, VOCAB_SLICED, rows)
-        plans.append(plan(statistics, largest(vocab, made)))
+        schedule_of = functools.partial(sized, p, VOCAB_SLICED, rows)
+        plans.append(plan(statistics, largest(vocab, schedule_of)))
     return plans

@@ -15,7 +15,7 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
 
 
 def _coarse(log_q: Tensor, log_p: Tensor, ids: Tensor, tail: str) -> tuple[Tensor, Tensor]:
-    """Return both heads over the classes of a stored teacher, and one for the rest."""
+    """Return both heads over the classes of a stored teacher, and one class for the rest."""
     known = log_q.gather(-1, ids)
     if tail == "renormalize":
         return known.log_softmax(-1), log_p.log_softmax(-1)
@@ -49,7 +49,7 @@ def linear_kl_div(
     target_weight: float = 1.0,
     **memory: Any,
 ) -> Tensor:
-    """See `storage_ops.linear_kl_div`; what concerns memory only is accepted and ignored."""
+    """See `storage_ops.linear_kl_div`. Options that only affect memory are accepted and ignored."""
 
     def logits(x: Tensor, w: Tensor, b: Tensor | None, cap: float | None) -> Tensor:
         z = F.linear(x, w, b)[..., :valid_classes]
@@ -68,22 +68,22 @@ def linear_kl_div(
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse" if beta else "forward"
     if divergence == "forward":
-        each = _weighted(p, b - a)
+        values = _weighted(p, b - a)
     elif divergence == "reverse":
-        each = _weighted(q, a - b)
+        values = _weighted(q, a - b)
     elif divergence == "jsd":
         m = (beta * p + (1 - beta) * q).log()
-        each = beta * _weighted(p, b - m) + (1 - beta) * _weighted(q, a - m)
+        values = beta * _weighted(p, b - m) + (1 - beta) * _weighted(q, a - m)
     elif divergence == "tvd":
-        each = (p - q).abs() / 2
+        values = (p - q).abs() / 2
     else:
-        each = (1 - F.cosine_similarity(z, t.to(z).detach(), dim=-1)).unsqueeze(-1)
-    loss = each.sum(-1)
+        values = (1 - F.cosine_similarity(z, t.to(z).detach(), dim=-1)).unsqueeze(-1)
+    loss = values.sum(-1)
     weight = torch.ones_like(loss) if token_weight is None else token_weight.to(loss)
     if target is not None:
         target = target.long()
         weight = torch.where(target == -100, 0, weight)
-        before = z.roll(1, -2) if shift else z  # of the token that predicts each target
+        before = z.roll(1, -2) if shift else z  # the logits of the token that predicts each target
         nll = -F.log_softmax(before, -1).gather(-1, target.clamp_min(0)[..., None])[..., 0]
         nll = nll.roll(-1, -1) if shift else nll
         loss = loss + target_weight / (temperature**2 if scale_by_temperature else 1) * nll

@@ -1,4 +1,4 @@
-"""The rows of a divergence: tiles of both heads, and targets beside them."""
+"""The rows of a divergence: tiles of both heads, and the targets."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OPS = torch.ops.storage_ops
 
 
 class DivergenceRows(RowFunction):
-    """Statistics and gradients of the rows of a tile of the student, from one of the teacher.
+    """Computes statistics and gradients from a tile of the student and a tile of the teacher.
 
     Attributes:
         given: the arguments.
-        bias: the student's, in the arithmetic dtype, or None.
+        bias: the student's bias in the arithmetic dtype, or None.
         teacher: the teacher's input rows (N, E), weight and bias, or None.
         coarse: the classes of a stored teacher, or None.
         targets: the student's cross-entropy, or None.
-        state: (state_rows, n) statistics of the rows; of the divergence, then of the targets.
+        state: (state_rows, n) statistics of the rows, first of the divergence, then of the targets.
         loss: (n,) divergence of each row.
-        upstream: (n,) or (1,) gradient with respect to it.
+        upstream: (n,) or (1,) gradient with respect to each row's divergence.
     """
 
     selects_by_gradient = True
@@ -49,11 +49,12 @@ class DivergenceRows(RowFunction):
         self._ignored = None
         ignores = given.token_weight is not None or given.shift or given.target is not None
         if ignores and (tokens.kept is None or given.max_valid is not None):
-            # Else all that are ignored were left out.
+            # Otherwise all ignored tokens were left out.
             self._ignored = tokens.target == IGNORED
         if given.ids is not None:
             self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
-        # The gradient of the divergence lies over the teacher's logits, beside that of the targets.
+        # The gradient of the divergence overwrites the teacher's logits, that of targets the
+        # student's.
         alike = self.teacher is not None and self.teacher[1].dtype == x.dtype
         self._over_teacher = given.target is not None and alike
         self._products = self._teacher_products()
@@ -69,12 +70,12 @@ class DivergenceRows(RowFunction):
         self._teacher_tile: Tensor | None = None
 
     def _teacher(self, classes: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        given = self.given
-        if given.teacher_input is None or given.teacher_weight is None:
+        call = self.given
+        if call.teacher_input is None or call.teacher_weight is None:
             return None
-        x = given.teacher_input.reshape(-1, given.teacher_input.shape[-1])
-        bias = None if given.teacher_bias is None else given.teacher_bias[:classes].to(given.wide)
-        return for_products(x), for_products(given.teacher_weight[:classes]), bias
+        x = call.teacher_input.reshape(-1, call.teacher_input.shape[-1])
+        bias = None if call.teacher_bias is None else call.teacher_bias[:classes].to(call.wide)
+        return for_products(x), for_products(call.teacher_weight[:classes]), bias
 
     def _teacher_products(self) -> matmul.Matmul | None:
         if self.teacher is None:
@@ -83,7 +84,7 @@ class DivergenceRows(RowFunction):
         return matmul.of(x.dtype, device_kind(x), self._head.problem.matmul.threads)
 
     def problem(self) -> tuple[Problem, plan.Teacher]:
-        """Return the student's and the teacher's part of the problem that the plan is made for."""
+        """Return the student's and the teacher's part of the problem, for the planner."""
         p, targets = self._head.problem, self.given.target is not None
         student = replace(
             p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies(),
@@ -100,23 +101,24 @@ class DivergenceRows(RowFunction):
         return student, teacher
 
     def _copies(self) -> int:
-        """Return the bytes of copies of the teacher's tensors, and of other numbers per token."""
-        given, size, count = self.given, 0, self._head.tokens.count
+        """Return the bytes of copies of the teacher's tensors, and of other values per token."""
+        call, size, count = self.given, 0, self._head.tokens.count
         if self.teacher is not None:
-            before = (given.teacher_input, given.teacher_weight, given.teacher_bias)
+            before = (call.teacher_input, call.teacher_weight, call.teacher_bias)
             for old, new in zip(before, self.teacher, strict=True):
                 if old is not None and new is not None:
                     size += new.nbytes * (not same_storage(old, new))
-        if given.target is not None:  # the state twice, targets, losses
-            size += count * (2 * STATE_ROWS + 8) * given.wide.itemsize
-        if given.ids is not None:  # ids and log-probabilities, the state, what is made of them
-            size += given.ids.numel() * 8 * (4 + given.wide.itemsize)
-        if self._head.ranks.several:  # of a step, at most: the state of both heads' rows, and sums
-            size += count * (2 * STATE_ROWS + 6) * given.wide.itemsize * 2
+        if call.target is not None:  # the state twice, targets, losses
+            size += count * (2 * STATE_ROWS + 8) * call.wide.itemsize
+        if call.ids is not None:  # ids and log-probabilities, the state, and temporaries
+            size += call.ids.numel() * 8 * (4 + call.wide.itemsize)
+        # Most bytes of a step: the state of both heads' rows, and sums.
+        if self._head.ranks.several:
+            size += count * (2 * STATE_ROWS + 6) * call.wide.itemsize * 2
         return size
 
     def set_upstream(self, loss: Tensor) -> None:
-        """Take the gradient with respect to the loss, or to each token's, as `tokens.collect`."""
+        """Set the gradient of the loss, or of each token's loss, in the form of `collect`."""
         tokens = self._head.tokens
         loss = loss.to(self.given.wide) * formulas.scale_of(tokens, self._head.call)
         weight = tokens.token_weight
@@ -129,11 +131,11 @@ class DivergenceRows(RowFunction):
         loss = self.loss if self.targets is None else self.loss + self.targets.losses()
         loss = loss if weight is None else loss * weight
         loss = loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
-        broken = self._head.tokens.broken  # more tokens are valid than was promised
+        broken = self._head.tokens.broken  # more tokens are valid than `max_valid`
         return loss if broken is None else loss.masked_fill(broken, torch.nan)
 
     def work(self, step: Step, tile: Tensor) -> None:
-        """See `RowFunction`; forms the teacher's tile."""
+        """See `RowFunction`. Computes the teacher's tile, too."""
         other = self._teacher_logits(step, len(tile) * padded(tile.shape[1]))
         upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
         targets, over_teacher, more = self.targets, self._over_teacher, None
@@ -150,7 +152,7 @@ class DivergenceRows(RowFunction):
             tile += more
 
     def _teacher_logits(self, step: Step, size: int) -> Tensor | None:
-        """Return the teacher's tile, in a buffer as large as the first one, which none exceeds."""
+        """Return the teacher's tile, in a buffer of the size of the first and largest tile."""
         if self.teacher is None or self._products is None:
             return None
         (hidden, weight, _), kept = self.teacher, self._head.tokens.kept
@@ -163,17 +165,17 @@ class DivergenceRows(RowFunction):
         return whole[:, :wide]
 
     def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
-        """Work on a tile of both heads: statistics if asked for, and the gradient over logits."""
+        """Compute a tile's statistics if asked for, and overwrite logits by their gradient."""
         assert self.teacher is not None
-        given, classes = self.given, step.classes
+        call, classes = self.given, step.classes
         bias, offset, phases = self.bias, self.teacher[2], step.phases
         heads = (
             tile, other, None if bias is None else bias[classes],
             None if offset is None else offset[classes],
-            self.state[: given.own_rows, step.rows], self.loss[step.rows],
+            self.state[: call.own_rows, step.rows], self.loss[step.rows],
         )  # fmt: skip
-        how = (given.divergence, given.beta, 1 / given.temperature)
-        caps = (given.softcap, given.teacher_softcap)
+        how = (call.divergence, call.beta, 1 / call.temperature)
+        caps = (call.softcap, call.teacher_softcap)
         over_teacher = self._over_teacher
         ranks = self._head.ranks
         if ranks.several and phases & UPDATE:
@@ -181,21 +183,21 @@ class DivergenceRows(RowFunction):
             phases &= ~UPDATE
         if not phases:
             return
-        native = given.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
+        native = call.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
         if not native:
             rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
         else:
             _OPS._divergence_rows(*heads, upstream, *how, phases, over_teacher)
 
     def _merge(self, state: Tensor) -> None:
-        """Merge the state of rows of the loss with that of other ranks, in place."""
+        """Merge the state of rows with that of other ranks, in place."""
         ignored = torch.zeros(state.shape[1], dtype=torch.bool, device=state.device)
         head = self._head
         for _ in head.ranks.merge(state, None, ignored, head.call, head.vocabulary):
-            pass  # nothing here hides the time that it takes
+            pass  # no other work overlaps this communication
 
     def _stored(self, step: Step, tile: Tensor, upstream: Tensor) -> None:
-        """Work on a tile of the student for a stored teacher."""
+        """Process a tile of the student for a stored teacher."""
         coarse, scale = self.coarse, 1 / self.given.temperature
         assert coarse is not None
         bias = None if self.bias is None else self.bias[step.classes]
@@ -216,7 +218,7 @@ class DivergenceRows(RowFunction):
     def mass_sums(
         self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
     ) -> None:
-        """See `RowFunction`; a class weighs the gradient of the token's divergence."""
+        """See `RowFunction`. The weight of a class is the gradient of the token's divergence."""
         upstream = self.upstream.expand(self._head.tokens.count)[step.rows].abs()
         weight = torch.where(upstream == 0, 0, upstream.reciprocal())
         _OPS._tile_sums(out, tile, None, weight, None, buckets, 0.0, 1.0, True)
@@ -237,11 +239,11 @@ class DivergenceRows(RowFunction):
 DivergenceRun = Run[DivergenceRows]
 
 
-def run_of(given: DivergenceCall, state: Tensor | None = None) -> DivergenceRun:
-    """Return the run of a call; `state`: that which its forward has returned as such."""
-    head = Head.of(given.as_loss(), compare=state is None)
-    row_function = DivergenceRows(given, head, state)
-    chosen = plan.choose(*row_function.problem(), given.memory_budget, rates_of(given.input.device))
+def run_of(call: DivergenceCall, state: Tensor | None = None) -> DivergenceRun:
+    """Return the run of a call. `state` is the state that the call's forward has returned."""
+    head = Head.of(call.as_loss(), compare=state is None)
+    row_function = DivergenceRows(call, head, state)
+    chosen = plan.choose(*row_function.problem(), call.memory_budget, rates_of(call.input.device))
     chosen = chosen.with_classes(len(head.weight))
     if chosen.sliced is None:
         return Run(head, row_function, chosen.whole)

@@ -1,7 +1,7 @@
 """The row kernel of divergences in plain torch: the definition, for devices without a native one.
 
-The formulas are in csrc/rows/divergence_math.h. A class has the probability p of the student and q
-of the teacher, and a and b are their logarithms. A row has a value, and a center that its gradient
+The formulas are in csrc/rows/divergence_math.h. A class has probability p under the student and q
+under the teacher. a and b are the logarithms. A row has a value, and a center that its gradient
 subtracts.
 """
 
@@ -19,24 +19,25 @@ from storage_ops.loss.planning.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
 
-# Stands for the logarithm of 0, so that 0 log 0 is 0; and what a divergence is infinite from.
+# The value of log 0, so that 0 log 0 is 0. A divergence from this value on is infinite.
 LOG_ZERO, INFINITE = -1e37, 1e9
-# Norms below this count as this, as in `F.cosine_similarity`: the distance of a row of zeros is 1.
+# Smaller norms are replaced by this value, as in `F.cosine_similarity`. The distance of a row of
+# zeros is 1.
 _SMALLEST_NORM = 1e-8
-# Copies of a piece of rows that are alive at a time, in the arithmetic dtype, at most.
+# The most copies of a piece of rows that are in memory at a time, in the arithmetic dtype.
 COPIES = 6
 
 
 def piece_elements(cuda: bool) -> int:
-    """Return how many elements of a tile are worked on at a time, or one row.
+    """Return how many elements of a tile to process at a time. A piece has at least one row.
 
-    Copies of so many stay in a CPU's cache.
+    The copies of such a piece fit into a CPU's cache.
     """
     return 1 << 23 if cuda else 1 << 17
 
 
 def pieces(tile: Tensor) -> list[slice]:
-    """Return slices of a tile's rows, as many at a time as copies are made of."""
+    """Return slices of a tile's rows, the pieces that are processed one at a time."""
     return slices(len(tile), max(piece_elements(on_gpu(tile)) // max(tile.shape[1], 1), 1))
 
 
@@ -58,7 +59,7 @@ def cap_slope(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, cap: floa
 def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
     """Return (rows,), computed by the row kernel of cross-entropy, which reads `z` once.
 
-    state: where its state goes, zeros (STATE_ROWS, rows).
+    state: zeros (STATE_ROWS, rows), which receive the kernel's state.
     """
     state = z.new_zeros(STATE_ROWS, len(z)) if state is None else state
     target = torch.zeros(len(z), dtype=torch.int64, device=z.device)  # any class
@@ -69,41 +70,42 @@ def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
 
 
 def normalise(z: Tensor, lse: Tensor) -> Tensor:
-    """Softmax of rows or parts of them, given their log-sum-exp; `z` becomes the logarithms."""
+    """Return the softmax of rows from their log-sum-exp. `z` becomes its logarithm."""
     return z.sub_(lse.unsqueeze(1)).clamp_(min=LOG_ZERO).exp()
 
 
 def values(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value and center (rows,) of whole rows, and what `gradient` wants; overwrites all but p.
+    """Return value and center (rows,) of whole rows, and the terms that `gradient` needs.
 
-    Log-probabilities a, b and probabilities p, q: (rows, classes).
+    Overwrites all arguments but `p`. Log-probabilities a, b and probabilities p, q: (rows,
+    classes).
     """
     if divergence == "forward":
         value = b.sub_(a).mul_(q).sum(1)
-        center, each = torch.zeros_like(value), q
+        center, terms = torch.zeros_like(value), q
     elif divergence == "reverse":
-        each = a.sub_(b)
-        value = center = torch.mul(p, each, out=b).sum(1)
+        terms = a.sub_(b)
+        value = center = torch.mul(p, terms, out=b).sum(1)
     elif divergence == "jsd":
         log_m = _log_mixture(beta, p, q)
         of_teacher = b.sub_(log_m).mul_(q).sum(1)
-        each = a.sub_(log_m)
-        center = torch.mul(p, each, out=log_m).sum(1)
+        terms = a.sub_(log_m)
+        center = torch.mul(p, terms, out=log_m).sum(1)
         value = beta * of_teacher + (1 - beta) * center
     else:
         difference = torch.sub(p, q, out=b)
         value = torch.abs(difference, out=q).sum(1).mul_(0.5)
-        each = difference.sign_().mul_(0.5)
-        center = torch.mul(p, each, out=q).sum(1)
-    return value.masked_fill(value > INFINITE, torch.inf), center, each
+        terms = difference.sign_().mul_(0.5)
+        center = torch.mul(p, terms, out=q).sum(1)
+    return value.masked_fill(value > INFINITE, torch.inf), center, terms
 
 
 def contributions(
     divergence: str, beta: float, a: Tensor, b: Tensor, p: Tensor, q: Tensor
 ) -> Tensor:
-    """Return the numbers that `gradient` needs for parts of rows.
+    """Return the terms that `gradient` needs for parts of rows.
 
     Overwrites all arguments but `p`.
     """
@@ -116,12 +118,12 @@ def contributions(
     return torch.sub(p, q, out=b).sign_().mul_(0.5)
 
 
-def gradient(divergence: str, beta: float, p: Tensor, each: Tensor, center: Tensor) -> Tensor:
-    """Return the gradient with respect to the logits. Overwrites `p` or `each`."""
+def gradient(divergence: str, beta: float, p: Tensor, terms: Tensor, center: Tensor) -> Tensor:
+    """Return the gradient with respect to the logits. Overwrites `p` or `terms`."""
     if divergence == "forward":
-        return p.sub_(each)
-    each.sub_(center.unsqueeze(1)).mul_(p)
-    return each.mul_(1 - beta) if divergence == "jsd" else each
+        return p.sub_(terms)
+    terms.sub_(center.unsqueeze(1)).mul_(p)
+    return terms.mul_(1 - beta) if divergence == "jsd" else terms
 
 
 def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
@@ -130,11 +132,10 @@ def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:
 
 
 def cosine_sums(z: Tensor, t: Tensor) -> Tensor:
-    """Return the state (3, rows) of rows of logits, or the part of it that some classes add.
+    """Return the state (3, rows) of rows of logits, or the contribution of some classes to it.
 
-    1 - z t / (|z| |t|) compares logits and not probabilities, so that neither log-sum-exp is
-    needed. The state of a row has |z|^2, |t|^2 and z t, from which the gradient of any part of the
-    row follows.
+    1 - z t / (|z| |t|) compares logits and not probabilities, so it needs no log-sum-exps. The
+    state of a row has |z|^2, |t|^2 and z t. The gradient of any part of the row follows from them.
     """
     return torch.stack([z.square().sum(1), t.square().sum(1), (z * t).sum(1)])
 
@@ -159,7 +160,7 @@ def _norm(square: Tensor) -> Tensor:
 
 
 def store(dz: Tensor, upstream: Tensor, scale: float, tile: Tensor) -> None:
-    """Write a gradient times upstream (rows,) or (1,) over a tile; rows without weight are 0."""
+    """Write a gradient times upstream, (rows,) or (1,), over a tile; 0 for weightless rows."""
     factor = (upstream * scale).unsqueeze(1)
     tile.copy_(dz.mul_(factor).masked_fill_(factor == 0, 0))
 
@@ -179,17 +180,17 @@ def divergence_rows(
     over_teacher: bool,
     caps: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Statistics and divergence of whole rows of both heads, or the gradient of a tile, or both.
+    """Compute statistics and divergence of whole rows, or the gradient of a tile, or both.
 
     Args:
         logits: (rows, classes), overwritten by the gradient if GRADIENT is among the phases.
-        teacher: (rows, classes), which is overwritten in their place with over_teacher.
+        teacher: (rows, classes), with over_teacher overwritten in place of `logits`.
         bias, teacher_bias: (classes,), in the arithmetic dtype.
-        state: (3, rows), both log-sum-exps and the center, or those of `cosine_sums`: written by
-            UPDATE, or read.
+        state: (3, rows), both log-sum-exps and the center, or the state of `cosine_sums`. Written
+            by UPDATE, or read.
         loss: (rows,), written by UPDATE.
-        upstream: (rows,) or (1,), the gradient with respect to a row's divergence.
-        scale: of both heads' logits, after bias and soft-cap.
+        upstream: (rows,) or (1,), the gradient with respect to each row's divergence.
+        scale: factor of both heads' logits, applied after bias and soft-cap.
         caps: the soft-caps of both heads, 0 for none.
     """
     for part in pieces(logits):
@@ -208,11 +209,11 @@ def divergence_rows(
             own[0], own[1] = log_sum_exp(z), log_sum_exp(t)
         heads = (divergence, beta, z, t, p := normalise(z, own[0]), normalise(t, own[1]))
         if phases & UPDATE:
-            loss[part], own[2], each = values(*heads)
+            loss[part], own[2], terms = values(*heads)
         else:
-            each = contributions(*heads)
+            terms = contributions(*heads)
         if phases & GRADIENT:
-            dz = gradient(divergence, beta, p, each, own[2])
+            dz = gradient(divergence, beta, p, terms, own[2])
             _store_tile(dz, logits, teacher, part, bias, upstream, scale, over_teacher, caps[0])
 
 
@@ -227,7 +228,7 @@ def _store_tile(
     over_teacher: bool,
     cap: float,
 ) -> None:
-    """Store the gradient with respect to capped logits over a part of a tile of either head."""
+    """Store the gradient with respect to logits before the soft-cap, over a part of a tile."""
     assert upstream is not None
     rows = upstream if len(upstream) == 1 else upstream[part]
     if cap:
@@ -249,11 +250,11 @@ def statistics_over_ranks(
     merge: Callable[[Tensor], None],
     add_up: Callable[[Tensor], Tensor],
 ) -> None:
-    """Do `divergence_rows` with UPDATE alone, for rows whose other classes are on other ranks.
+    """Run `divergence_rows` with UPDATE alone, for rows whose other classes are on other ranks.
 
     Args:
-        merge: makes the state of rows of the loss that of all ranks, in place.
-        add_up: the same for sums.
+        merge: merges the state of rows over all ranks, in place.
+        add_up: adds sums over all ranks, in place.
     """
     if divergence == "cosine":
         for part in pieces(logits):
@@ -264,13 +265,13 @@ def statistics_over_ranks(
         loss.copy_(cosine_values(state))
         return
     heads, count = ((logits, bias, caps[0]), (teacher, teacher_bias, caps[1])), len(logits)
-    both = state.new_zeros(STATE_ROWS, 2 * count)  # the student's rows, then the teacher's
+    both_states = state.new_zeros(STATE_ROWS, 2 * count)  # the student's rows, then the teacher's
     for part in pieces(logits):
         for first, (tile, offset, cap) in zip((0, count), heads, strict=True):
             z = scaled(tile[part], offset, scale, state.dtype, cap)
-            log_sum_exp(z, both[:, first + part.start : first + part.stop])
-    merge(both)
-    state[:2] = (both[0] + both[1].log()).view(2, count)
+            log_sum_exp(z, both_states[:, first + part.start : first + part.stop])
+    merge(both_states)
+    state[:2] = (both_states[0] + both_states[1].log()).view(2, count)
     for part in pieces(logits):
         z, t = (scaled(tile[part], b, scale, state.dtype, cap) for tile, b, cap in heads)
         lse = state[:2, part]

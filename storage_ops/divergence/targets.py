@@ -1,9 +1,9 @@
-"""Targets beside a teacher: the student's cross-entropy, from the same tiles of its logits.
+"""Targets besides a teacher: the student's cross-entropy, from the same tiles of logits.
 
-The row kernel of linear cross-entropy writes a gradient over logits, as that of the divergence
-does, and both are added. That takes some passes over a tile, where a loss of its own takes three
-matrix products. Before it, the divergence writes over the teacher's logits. Where there are none,
-or of another dtype, the targets work on a copy of the student's.
+The row kernel of linear cross-entropy overwrites logits by a gradient, and so does the kernel of
+the divergence. Both gradients are added. This takes some passes over a tile, but a separate loss
+would take three matrix products. The divergence runs first and overwrites the teacher's logits. If
+there are no teacher's logits, or of another dtype, the targets use a copy of the student's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Targets:
     """The targets of a call's tokens.
 
     Attributes:
-        weight: what the cross-entropy is multiplied by.
+        weight: the factor of the cross-entropy.
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
     """
 
-    def __init__(self, given: DivergenceCall, tokens: Tokens, state: Tensor, bias: Tensor | None):
-        self.weight, self.state = given.target_weight, state
+    def __init__(self, call: DivergenceCall, tokens: Tokens, state: Tensor, bias: Tensor | None):
+        self.weight, self.state = call.target_weight, state
         self._target, self._bias = tokens.target, bias
-        self._softcap, self._classes = given.softcap, given.valid_classes or len(given.weight)
+        self._softcap, self._classes = call.softcap, call.valid_classes or len(call.weight)
         self._memory: Tensor | None = None
 
     def losses(self) -> Tensor:
@@ -38,23 +38,23 @@ class Targets:
         return self.weight * (total.log() + (shift - logit))
 
     def take(self, step: Step, tile: Tensor, upstream: Tensor, copied: bool) -> Tensor | None:
-        """Statistics of a tile of logits where asked for; its gradient, if that is.
+        """Compute the statistics of a tile of logits, its gradient, or both, as `step` asks.
 
-        It is written over a copy of the tile if `copied`, else over the tile.
+        The gradient overwrites a copy of the tile if `copied`, otherwise the tile.
         """
         learns, rows, classes = bool(step.phases & GRADIENT), step.rows, step.classes
         if learns and copied:
             if self._memory is None:
                 self._memory = tile.new_empty(tile.untyped_storage().nbytes() // tile.itemsize)
             tile = self._memory.as_strided(tile.shape, tile.stride()).copy_(tile)
-        each = (upstream * self.weight).unsqueeze(0)
+        factor = (upstream * self.weight).unsqueeze(0)
         _rows(
             tile, self._target[rows], None if self._bias is None else self._bias[classes], None,
-            each if learns else None, self.state[:, rows], None, classes.start, self._classes,
+            factor if learns else None, self.state[:, rows], None, classes.start, self._classes,
             IGNORED, self._softcap, 1.0, 0.0, step.phases,
         )  # fmt: skip
         return tile if learns else None
 
     def free(self) -> None:
-        """Give back the memory of the copy."""
+        """Free the memory of the copy."""
         self._memory = None

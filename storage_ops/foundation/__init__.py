@@ -2,7 +2,7 @@
 
 `walk.py` visits the values that a function, module, object or container reaches, by one set of
 rules. `regions.py` marks the nodes of a graph under trace. `ledger.py` records which block of
-memory lives from when to when; `lifetimes.py` fills a ledger from a graph whose nodes are known
-before it runs. `op_names.py` has the dispatcher's names of ops, `ops.py` the table of what is known
-of each op. `tensor_spec.py` describes a tensor without its bytes.
+memory lives from when to when. `lifetimes.py` fills a ledger from a graph whose nodes are known
+before it runs. `op_names.py` has the dispatcher's names of ops. `ops.py` is the table of the known
+facts of each op. `tensor_spec.py` describes a tensor without its bytes.
 """

@@ -3,8 +3,9 @@
 Saved tensors can differ between ranks: a rank without tokens skips its experts, and a rank with a
 frozen consumer does not need an output. So the first saved tensor that backward reads may lie
 before a collective on one rank and behind it on another. The same is true of the last tensor that
-the recompute must reach. Each rank therefore repeats all of a region that has communicated. It does
-so when the gradient of the first output comes, before any node of the region runs its backward.
+the recompute must reach. Each rank therefore repeats the whole region if the region has
+communicated. It does so when the gradient of the first output comes, before any node of the region
+runs its backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def number_issued() -> int:
     for group in _WORLD.pg_map if _WORLD is not None else ():
         try:
             total += group._get_sequence_number_for_group()
-        except RuntimeError:  # a backend without ranks to wait for, such as "fake"
+        except RuntimeError:  # a backend that does not count collectives, such as "fake"
             continue
     return total
 

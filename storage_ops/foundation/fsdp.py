@@ -1,9 +1,10 @@
-"""Gathers parameters that FSDP2 has sharded again before a region is repeated.
+"""Gathers parameters that FSDP2 has sharded again, before a region is repeated.
 
 FSDP gathers the parameters of a module when the gradient of its output comes, and frees them when
 the backward of the module is done. A discarded output is needed earlier, in the backward of its
-consumers. So a repetition gathers the parameters that it reads itself, or waits if FSDP gathers
-them already. FSDP frees them. That replaces FSDP's next gather, so no parameter is gathered twice.
+consumers. So a repetition gathers the parameters that it reads, or waits if FSDP is already
+gathering them. FSDP frees them afterwards. The gather replaces FSDP's next one, so no parameter is
+gathered twice.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ def _groups() -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def gathered(read: Iterable[Tensor], lasts: bool) -> Iterator[None]:
+def gathered(tensors: Iterable[Tensor], lasts: bool) -> Iterator[None]:
     """Gather parameters for a block.
 
     Args:
-        read: tensors. Only parameters that FSDP has gathered for a module are used.
+        tensors: only those that are parameters of FSDP are gathered.
         lasts: whether a running backward pass needs the parameters next, after which FSDP frees
             them. If not, parameters that this block gathered are sharded again after it.
     """
     sharded = [(s, g, g._all_gather_result) for s, g in _groups() if not g.is_unsharded]
-    wanted = {id(t if t._base is None else t._base) for t in read}
+    ids = {id(t if t._base is None else t._base) for t in tensors}
     failed = True
     try:
-        for _, group, _ in sharded if wanted else ():
-            if any(id(getattr(p, "_unsharded_param", None)) in wanted for p in group.fsdp_params):
+        for _, group, _ in sharded if ids else ():
+            if any(id(getattr(p, "_unsharded_param", None)) in ids for p in group.fsdp_params):
                 group.unshard()
                 group.wait_for_unshard()
         yield
         failed = False
     finally:
-        # Modules of FSDP that were called in the block have gathered theirs by themselves.
+        # Modules of FSDP that were called in the block have gathered their parameters.
         whole = [(s, g, begun) for s, g, begun in sharded if g.is_unsharded]
         if whole and lasts and not failed:
             _leave_to_fsdp([(state, group) for state, group, _ in whole])
@@ -92,8 +93,8 @@ def _leave_to_fsdp(whole: list[tuple[Any, Any]]) -> None:
 class _GatheredPass:
     """The parameters that a backward pass has gathered. Only the pass has a reference to them.
 
-    It is called when the pass ends, and FSDP does the rest. If it dies earlier, the pass has
-    failed.
+    It is called when the pass ends, and FSDP frees the parameters. If it is deleted before that,
+    the pass has failed.
     """
 
     def __init__(self, groups: list[Any], contexts: list[Any]) -> None:
@@ -112,7 +113,7 @@ class _GatheredPass:
 def lacks_parameters(fn: object) -> bool:
     """Return True if DeepSpeed holds only a part of a parameter of a region's module.
 
-    Such a parameter has an empty `.data`.
+    The local part of such a parameter, `.data`, is empty.
     """
     of_method, of_partial = getattr(fn, "__self__", None), getattr(fn, "args", ())
     modules = [m for m in (of_method, *of_partial) if isinstance(m, torch.nn.Module)]

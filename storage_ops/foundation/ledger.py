@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch import UntypedStorage as Storage
 
-_BLOCK = 512  # every block is a multiple of this
-_LARGE = 10 << 20  # from here on, a request gets a segment of its own
-_SEGMENT = 2 << 20  # of whole this
-_SLACK = 1 << 20  # what is left of a segment becomes a block of its own only above this
+_BLOCK = 512  # the size of every block is a multiple of this
+_LARGE = 10 << 20  # a request of this size or more gets a segment of its own
+_SEGMENT = 2 << 20  # segments of large requests are multiples of this
+_SLACK = 1 << 20  # the rest of a segment becomes a block of its own only above this size
 
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that the CUDA caching allocator takes for a request, without fragmentation.
 
-    Blocks are multiples of 512 bytes. A request of 10 MiB and more gets a segment of whole 2 MiB.
-    It keeps the rest of the segment, unless that is more than 1 MiB
+    Blocks are multiples of 512 bytes. A request of 10 MiB or more gets a segment whose size is a
+    multiple of 2 MiB. It keeps the rest of the segment, unless the rest is more than 1 MiB
     (c10/cuda/CUDACachingAllocator).
     """
     block = -(-nbytes // _BLOCK) * _BLOCK
@@ -43,7 +43,7 @@ class ModuleCall:
 
     Attributes:
         name: the name of the module, as in `named_modules`, or of the part.
-        end: the number of events when it ended. None before.
+        end: the number of events when it ended. None while it runs.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Block:
 
     Attributes:
         nbytes: its size as the allocator of the device rounds it.
-        shape, dtype: those of the tensor that it was allocated for.
+        shape, dtype: the shape and dtype of the tensor that it was allocated for.
         made_by: the op that allocated it, or "input".
         call: the innermost call during which it was allocated.
         asked: requested bytes, before rounding.
@@ -70,7 +70,7 @@ class Block:
     call: ModuleCall | None = None
     asked: int = 0
     node: int | None = None
-    _storages: int = 0  # that are bound to it
+    _storages: int = 0  # the number of storages that use this block
 
 
 @dataclass(eq=False)
@@ -78,9 +78,9 @@ class _Bound:
     """The record of a live storage."""
 
     storage: weakref.ref[Storage]
-    nbytes: int  # of the storage itself, to notice when it is resized
-    first: Block  # that it had at first
-    block: Block | None = None  # that it has now
+    nbytes: int  # size of the storage itself, to notice a resize
+    first: Block  # the first block of the storage
+    block: Block | None = None  # the current block
 
 
 class Ledger:
@@ -88,9 +88,9 @@ class Ledger:
 
     Attributes:
         inputs: blocks that existed before the run.
-        events: (seconds since the start, block, whether it was taken or given back).
+        events: (seconds since the start, block, True if it was allocated, False if it was freed).
         calls: the calls in progress, innermost last.
-        discards: whether a storage was discarded.
+        discards: True if a storage was discarded.
         added_to: blocks of gradients to which autograd has added other gradients in place.
     """
 
@@ -192,25 +192,25 @@ class Ledger:
         return [storage for storage in known if storage is not None]
 
     def discard(self, t: Tensor) -> None:
-        """Give back the block of a storage."""
+        """Free the block of a storage."""
         self.discards = True
         self._unbind(self._of(t))
 
     def see_as(self, t: Tensor, block: Block) -> None:
-        """Record the new storage of a tensor as an existing block."""
+        """Record the new storage of a tensor as a user of an existing block."""
         storage = t.untyped_storage()
         reference = weakref.ref(storage, partial(self._gone, storage._cdata))
         self._bound[storage._cdata] = bound = _Bound(reference, storage.nbytes(), block)
         self._bind(bound, block)
 
     def release(self, t: Tensor) -> None:
-        """Give back the block of a storage whose remaining references do not need its bytes."""
+        """Free the block of a storage that is still referenced, but not read again."""
         bound = self._bound.get(t.untyped_storage()._cdata)
         if bound is not None:
             self._unbind(bound)
 
     def take(self, block: Block) -> Block:
-        """Record a block that has no storage. `give_back` ends it."""
+        """Record a block that has no storage. `give_back` frees it."""
         self._event(block, True)
         return block
 
@@ -223,7 +223,7 @@ class Ledger:
         return self._of(t).block is None and t.numel() > 0
 
     def share(self, dst: Tensor, src: Tensor, copies: bool) -> None:
-        """Bind the storage of dst to the block of src, or with `copies` to a new equal block."""
+        """Bind dst's storage to the block of src, or with `copies` to a new block of equal size."""
         to, source = self._of(dst), self._of(src).block
         if source is None or to.block is source or (copies and to.block is not None):
             return

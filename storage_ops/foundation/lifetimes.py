@@ -21,11 +21,11 @@ class Moment:
 
     Attributes:
         name: the name of the node.
-        makes: bytes of each block that the node allocates.
+        makes: the size in bytes of each block that the node allocates.
         reads: blocks that must still exist. A block without later readers ends after this moment.
-        scratch: bytes that the node holds while it runs.
-        overwrites: blocks that the result may reuse. One is reused if it ends here and has the
-            total size of `makes`.
+        scratch: bytes of temporary memory while the node runs.
+        overwrites: blocks that the result may reuse. The result reuses a block that ends here and
+            has the total size of `makes`.
     """
 
     name: str
@@ -45,13 +45,13 @@ def levels_during(moments: Sequence[Moment]) -> list[int]:
         ending[at].append(key)
     ledger, blocks, marks = Ledger(round_up=int), dict[Any, Block](), []
     for moment, keys in zip(moments, ending, strict=True):
-        made = {k: _block(n, moment) for k, n in moment.makes.items() if k not in blocks}
-        size = sum(block.nbytes for block in made.values())
+        new_blocks = {k: _block(n, moment) for k, n in moment.makes.items() if k not in blocks}
+        size = sum(block.nbytes for block in new_blocks.values())
         ends = (k for k in keys if k in moment.overwrites and k in blocks)
-        over = next((k for k in ends if blocks[k].nbytes == size), None) if made else None
+        over = next((k for k in ends if blocks[k].nbytes == size), None) if new_blocks else None
         if over is not None:
             ledger.give_back(blocks.pop(over))
-        blocks |= {key: ledger.take(block) for key, block in made.items()}
+        blocks |= {key: ledger.take(block) for key, block in new_blocks.items()}
         inside = ledger.take(_block(moment.scratch, moment))
         marks.append(ledger.mark())
         ledger.give_back(inside)

@@ -1,7 +1,7 @@
 """Names of ops, looked up in the dispatcher's registry.
 
-An op is known here by the name the dispatcher has for it: `aten::mm`, `aten::mm.dtype`, and for
-higher-order ops, which have no schema, `higher_order::flex_attention`.
+The package names an op as the dispatcher does: `aten::mm`, `aten::mm.dtype`. Higher-order ops have
+no schema. Their names are like `higher_order::flex_attention`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def all_names() -> list[str]:
 
 
 def op_named(name: str) -> Overload | None:
-    """Return the op with a dispatcher's name; None if Python cannot call one of this name.
+    """Return the op with a dispatcher's name; None if Python cannot call such an op.
 
     Example:
         >>> from storage_ops.foundation.op_names import op_named
@@ -93,10 +93,10 @@ def resolve(ops: Iterable[Any], field: str) -> frozenset[str]:
     Args:
         ops: names such as "aten.mm" (all overloads that modify no argument), "aten.mm.default",
             "torch.ops.aten.mm.default", "aten::mm", or the ops themselves.
-        field: what the names were given for; errors begin with it.
+        field: the argument that has the names. Errors begin with it.
 
     Raises:
-        TypeError: something is neither a name nor an op.
+        TypeError: an item is neither a name nor an op.
         ValueError: there is no such op (names similar ones), or it modifies an argument.
 
     Example:
@@ -143,20 +143,20 @@ def _resolve_one(op: object, field: str) -> set[str]:
             f"{', '.join(sorted(by_overload))}."
         )
     wanted = by_overload if overload is None else [overload]
-    kept = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
-    if not kept:
+    saveable = {by_overload[o].name for o in wanted if not by_overload[o].schema.is_mutable}
+    if not saveable:
         raise ValueError(
             f"`{field}` contains {op!r}, which modifies its arguments in place. Expected an op "
             "whose result can be kept."
         )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if all(has_kernel(name, "CompositeImplicitAutograd") for name in kept):
+    if all(has_kernel(name, "CompositeImplicitAutograd") for name in saveable):
         warnings.warn(
             f"`{field}` contains {op!r}, which autograd sees as several other ops. A policy is "
             "asked about those, and seldom about this one. Call explain_policy to list them.",
             stacklevel=2,
         )
-    return kept
+    return saveable
 
 
 class _Overload(NamedTuple):
@@ -165,7 +165,7 @@ class _Overload(NamedTuple):
 
 
 def _overloads(packet: str) -> dict[str, _Overload]:
-    """Return all overloads that the dispatcher has. TorchScript knows more."""
+    """Return all overloads in the dispatcher. TorchScript has more."""
     known = set(all_names())
     by_overload = {}
     for schema in torch._C._jit_get_schemas_for_operator(packet):

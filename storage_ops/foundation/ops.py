@@ -1,9 +1,9 @@
 """One table of the known facts of each op.
 
 `facts_of(op)` returns the facts of an op. Estimates, policies, the roofline of `fit`, reports and
-the chunker read them from there. Facts that the schema of an op states are read from the schema.
-All others are rows: `describe` adds facts to an op. The rows of this file are those that several
-packages read. Packages above add facts of memory to the same table when they are imported.
+the chunker use them. The schema of an op states some facts. All others are rows of the table:
+`describe` adds facts to an op. This file has the rows that several packages read. Packages above
+add facts about memory to the table when they are imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Product(NamedTuple):
         form: "matrices" are (..., n, k) and (..., k, m). "vector": the right factor is a vector.
             "transposed": the right factor is (m, k). "groups": offsets divide one dimension.
             "sum": the products of a batch are added up.
-        on_cublas: whether cuBLAS computes the product on a GPU, in a workspace that it keeps.
+        on_cublas: whether cuBLAS computes the product on a GPU. cuBLAS keeps a workspace.
     """
 
     left: int
@@ -58,7 +58,8 @@ class Product(NamedTuple):
         if self.form == "transposed":
             return 2 * left.numel() * int(right.shape[0])
         if self.form == "groups" and left.dim() == 3 and right.dim() == 2:
-            return 2 * right.numel() * int(left.shape[1])  # each matrix with some of the columns
+            # Each matrix is multiplied with a part of the columns.
+            return 2 * right.numel() * int(left.shape[1])
         return 2 * left.numel() * (1 if right.dim() == 1 else int(right.shape[-1]))
 
 
@@ -90,32 +91,35 @@ class OpFacts:
     Attributes:
         op: the op.
         name: the dispatcher's name.
-        saveable: whether its result can be saved instead of recomputed. An op that modifies an
-            argument, a view and unwritten memory cannot.
-        may_share: whether an output may lie in the storage of an argument with a version of its
-            own. A view has the version of its base.
+        saveable: whether its result can be saved instead of recomputed. False for an op that
+            modifies an argument, returns a view, or returns uninitialised memory.
+        may_share: whether an output may share the storage of an argument but have its own version
+            counter. A view has the counter of its base.
         may_draw: whether it may draw random numbers.
-        is_ignored: whether it only asks for the layout of a tensor, as C++ code does if an
-            exception would end the process.
+        is_ignored: whether policies and checks ignore the op. Such ops only ask for a tensor's
+            layout. C++ code calls them where an exception would end the process.
         is_cast: whether it converts a tensor.
         collective: "functional" for a collective that returns a tensor. "in place" for one that
             writes into its arguments, which its schema does not say. "" for other ops.
-        product: where a matrix product has its factors. None: the op is no matrix product.
-        flops: counts the floating-point operations of a call. None: torch's counter may know.
-        family: the name that ops share if the device, the dtype or the compiler decides which of
-            them runs. Otherwise `name`.
+        product: positions of the factors of a matrix product. None for other ops.
+        flops: counts the floating-point operations of a call. None if only torch's counter may
+            know.
+        family: a name for ops among which the device, the dtype or the compiler chooses. `name` for
+            other ops.
         is_attention: whether it is the forward of a fused attention kernel.
-        nanoseconds: time for one element of the result on a CPU, without moving the element.
-        is_fused: whether compiled code computes it where its result is read.
-        is_plain_view: whether it does nothing but return a view of its first argument.
+        nanoseconds: time to compute one element of the result on a CPU, without reading and writing
+            memory.
+        is_fused: whether compiled code fuses it into the ops that read its result.
+        is_plain_view: whether it only returns a view of its first argument.
         simulates_inside: whether a simulation runs its implementation op by op.
-        sized_by_integers: whether shapes and values of integers alone decide the result's size,
-            which fake tensors do not know.
-        in_place: the op that autograd calls instead if its first argument is a tensor of its own.
+        sized_by_integers: whether the size of the result depends on the values of integer tensors.
+            Fake tensors do not know these values.
+        in_place: the op that autograd calls instead if the first argument is a tensor that autograd
+            owns.
         result: returns the result for fake tensors, or NotImplemented if torch's own is right.
         result_on_cpu: the same for the CPU kernel alone.
         sized: returns the result if its size depends on unknown values.
-        scratch: records what real tensors allocate in the op besides what fake tensors show.
+        scratch: records memory that the op allocates for real tensors but not for fake ones.
         scratch_on_cpu: records the temporary memory of the CPU kernel.
         scratch_on_gpu: records the temporary memory of the CUDA kernel.
     """
@@ -146,7 +150,7 @@ class OpFacts:
     scratch_on_gpu: Callable[..., None] | None = None
 
 
-_rows: dict[str, Row] = {}  # by the name of an op: all overloads, or one
+_rows: dict[str, Row] = {}  # keys are names of ops (all overloads) or of single overloads
 _facts: dict[int, OpFacts] = {}
 
 
@@ -154,13 +158,14 @@ def describe(names: str, **row: Unpack[Row]) -> None:
     """Add facts to the table.
 
     Args:
-        names: ops, separated by spaces. "sum" is every overload of `aten::sum`, "sum.default" one.
-            Ops of other libraries are written as "storage_ops::name". "tag::pointwise" is every op
-            with this tag. Rows of an overload come before those of an op and of a tag.
+        names: ops, separated by spaces. "sum" means every overload of `aten::sum`, "sum.default"
+            one of them. Ops of other libraries are written as "storage_ops::name". "tag::pointwise"
+            means every op with this tag. A row of an overload overrides the row of its op, which
+            overrides the row of a tag.
         row: the facts, as `OpFacts` explains them.
 
     Raises:
-        ValueError: the table has one of these facts already.
+        ValueError: the table already has one of these facts.
     """
     for name in names.split():
         full = name if "::" in name else f"aten::{name}"
@@ -179,7 +184,7 @@ def described() -> dict[str, Row]:
 def facts_of(op: Op) -> OpFacts:
     """Return the facts of an op.
 
-    The lookup is by identity, because an op computes its hash in Python, which takes long.
+    Ops are compared by identity, because an op's hash is slow Python code.
     """
     facts = _facts.get(id(op))
     if facts is None:
@@ -219,7 +224,7 @@ def family_of(name: str) -> str:
 
 
 def product_of(name: str) -> Product | None:
-    """Return how a function of torch, such as "matmul", multiplies matrices. None: it does not."""
+    """Return how a function of torch, such as "matmul", multiplies matrices, or None."""
     return _rows.get(f"aten::{name}", {}).get("product") or _FUNCTIONS.get(name)
 
 
@@ -242,10 +247,10 @@ _COLLECTIVES: dict[str, Literal["functional", "in place", ""]] = {
 def flops_of(op: Op, args: Args, kwargs: Kwargs, out: object) -> int:
     """Return the floating-point operations of a call of `op`, or 0 if no formula is known.
 
-    Matrix products, convolutions and attention are counted from shapes alone, a multiplication and
-    an addition as two. Attention counts as if nothing was masked and all sequences had the greatest
-    length. Its forward counts as two products along queries and keys, its backward as five. torch's
-    counter knows the other ops.
+    Matrix products, convolutions and attention are counted from shapes alone. A multiplication and
+    an addition count as two operations. Attention counts as if nothing was masked and all sequences
+    had the greatest length. Its forward counts as two matrix products, its backward as five.
+    torch's counter knows the other ops.
     """
     count = facts_of(op).flops
     if count is not None:
@@ -274,15 +279,18 @@ def _flops_of_product(op: Op, product: Product, args: Args, kwargs: Kwargs) -> i
     return product.flops(left, right)
 
 
-_QKV = (("query", "key", "value"), ("q", "k", "v"))  # their names in ops of attention
-_MOST_KEYS = ("max_k", "max_seqlen_k")  # of a sequence, if all sequences lie in one dimension
+# Names of queries, keys and values in ops of attention.
+_QKV = (("query", "key", "value"), ("q", "k", "v"))
+# Arguments with the most keys per sequence, if one dimension has all sequences.
+_MOST_KEYS = ("max_k", "max_seqlen_k")
 
 
 def _flops_of_attention(op: Op) -> Flops | None:
     """Return the formula of an attention op, or None for another op.
 
-    torch's counter has no formula for attention on a CPU or of other packages. Its formulas refuse
-    keys with fewer heads than queries, and read lengths of sequences, which fake tensors lack.
+    torch's counter has no formula for attention on a CPU or in other packages. torch's formulas
+    refuse keys with fewer heads than queries. They also read lengths of sequences, which fake
+    tensors lack.
     """
     name = packet_of(name_of(op))
     if "attention" not in name and "attn" not in name:
@@ -294,7 +302,7 @@ def _flops_of_attention(op: Op) -> Flops | None:
     if qkv_names is None:
         return None
     before = "scaled_dot_product" in name or name.startswith(HIGHER_ORDER)
-    # Backward computes the scores again, and gradients of both factors of both products.
+    # Backward computes the scores again, and the gradients of both factors of both products.
     of_q, of_v = (3, 2) if name.endswith("backward") else (1, 1)
 
     def count(args: Args, kwargs: Kwargs) -> int:
@@ -303,7 +311,7 @@ def _flops_of_attention(op: Op) -> Flops | None:
             return args[place] if place < len(args) else kwargs.get(argument)
 
         q, k, v = map(given, qkv_names)
-        if before:  # heads are before the sequence
+        if before:  # true if the dimension of heads comes before that of the sequence
             keys = k.shape[-2]
         else:
             most = [size for size in map(given, _MOST_KEYS) if size is not None]
@@ -328,7 +336,7 @@ describe("_int_mm _scaled_mm _scaled_mm_v2", product=_MATRICES)
 describe("_addmm_activation", product=_AFTER_BIAS)
 describe("_grouped_mm", product=_GROUPS, family="grouped_mm")
 describe("_scaled_grouped_mm _scaled_grouped_mm_v2", product=_GROUPS)
-# transformers has an op of its own for products that torch's grouped ones do not support.
+# transformers has its own op for products that torch's grouped products do not support.
 describe("transformers::grouped_mm_fallback", product=_GROUPS, family="grouped_mm")
 describe(
     "transformers::grouped_mm_fallback_backward",
@@ -352,7 +360,7 @@ describe("sqrt", nanoseconds=0.15)
 describe("silu sigmoid rsqrt", nanoseconds=0.1)
 describe("where", nanoseconds=1.5)
 describe("_log_softmax", nanoseconds=0.6)
-# Compiled code fuses ops of single elements, and those below, with what reads them.
+# Compiled code fuses elementwise ops, and the ops below, into the ops that read their results.
 describe("tag::pointwise", is_fused=True)
 describe("bernoulli_ native_dropout", nanoseconds=2.1, is_fused=True)
 describe("normal_", nanoseconds=1.2, is_fused=True)

@@ -1,8 +1,7 @@
 """Marks the nodes of a graph under trace with the checkpointed regions that they were recorded in.
 
-The marks are this package's own, under one key of `node.meta`. They are written when a node is
-created, and not through the tracer's current metadata. So they cannot leak to the nodes that
-follow.
+`node.meta` has a mark under a key that only this package uses. It is written when a node is
+created, and not through the tracer's current metadata. So a mark cannot leak to later nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import (
 __all__ = ["inside", "mark", "region", "tracing"]
 
 KEY = "storage_ops_mark"
-_NO_NUMBER = (1 << 64) - 1  # that autograd gives to the accumulation of a gradient
+_NO_NUMBER = (1 << 64) - 1  # the number that autograd gives to nodes that accumulate a gradient
 Policy = Callable[..., Any]
 T = TypeVar("T")
 _ids = itertools.count()
@@ -39,7 +38,8 @@ class Level:
     Attributes:
         region: a number that no other region of the process has.
         decision: the decision of the region's policy about the node. None without a policy.
-        discards: whether the outputs of the region are recomputed for their users, too.
+        discards: whether the outputs of the region are discarded too, and recomputed for their
+            users.
     """
 
     region: int
@@ -52,8 +52,8 @@ class Mark:
     """The regions and the backward pass that a node was recorded in.
 
     Attributes:
-        path: the regions around it, outermost first.
-        backward: the number of the backward pass it belongs to; -1 in a forward.
+        path: the regions around the node, outermost first.
+        backward: the number of the node's backward pass; -1 in a forward.
         owner: for a node of a backward pass, the regions around the forward op whose gradient it
             computes, outermost first.
         step: the number of the autograd node that ran; -1 in a forward.
@@ -86,9 +86,9 @@ class RegionRecorder:
 
     def __init__(self, tracer: Any) -> None:
         self._open: list[_Open] = []
-        # Autograd nodes are numbered as they are made, by each thread on its own, and on a GPU a
-        # backward runs in another. The regions around the op that made one are those that were open
-        # from the last of these numbers that is not above its own.
+        # Each thread numbers its autograd nodes in the order of their creation. On a GPU the
+        # backward runs in another thread. A node belongs to the regions that were open from the
+        # last recorded number that is not above its own.
         self._starts: list[int] = []
         self._paths: list[tuple[int, ...]] = []
         self._undecided: fx.Node | None = None
@@ -159,7 +159,7 @@ class RegionRecorder:
         """Ask the policies about the last op, whose output is known only now."""
         node, self._undecided = self._undecided, None
         if node is None or not isinstance(node.target, torch._ops.OpOverload):
-            return  # the items of an op with several outputs are copied with it
+            return  # getitem nodes of an op with several outputs are copied with the op
         mark = mark_of(node)
         path = tuple(
             Level(level.region, _decision(opened.policy, node), level.discards)
@@ -198,7 +198,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def tracing() -> bool:
-    """Return True if make_fx or `trace_step` records operations into a graph now.
+    """Return True if make_fx or `trace_step` is recording ops into a graph.
 
     Example:
         >>> storage_ops.graph.regions.tracing()
@@ -225,7 +225,7 @@ def region(policy: Policy | None = None, discards: bool = False) -> Iterator[Non
     Args:
         policy: as for `torch.utils.checkpoint.create_selective_checkpoint_contexts`; None
             recomputes every op.
-        discards: the region's outputs are not kept for their users in backward either.
+        discards: recompute the region's outputs for their users in backward, too.
 
     Example:
         >>> with storage_ops.graph.regions.region():

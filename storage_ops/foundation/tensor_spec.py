@@ -1,4 +1,4 @@
-"""Describes a tensor by shape, strides, dtype and device, so that another can take its place."""
+"""Describes a tensor by shape, strides, dtype and device, to create another like it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A strided tensor without its bytes and its history."""
+    """The shape, strides, dtype and device of a strided tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -24,5 +24,5 @@ class TensorSpec:
         return TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
 
     def make(self) -> Tensor:
-        """Create an uninitialised tensor with this spec. It requires no gradient yet."""
+        """Create an uninitialised tensor with this spec. Its `requires_grad` is False."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)

@@ -3,10 +3,10 @@
 Regions, traced steps and simulations must know what user code can reach: tensors, modules,
 optimizers, containers. They share these rules:
 
-* Strings, numbers, classes, Python modules and generators of random numbers have nothing inside.
-* A function reaches its closure and its defaults. It reaches the globals that its code names if the
-  package that the walk began in defines it: functions of others name globals that lead everywhere.
-* A container reaches its items, unless it has more than `LONG` and they are data (`is_data`).
+* Strings, numbers, classes, Python modules and random generators contain no other values.
+* A function reaches its closure and its defaults. It also reaches the globals that its code names,
+  if it is defined in the package that the walk began in. Globals of other packages lead everywhere.
+* A container reaches its items, unless it has more than `LONG` items that are all data (`is_data`).
 * A module reaches its parameters, buffers and submodules, and the attributes that are not torch's.
 * A tensor reaches its gradient, its hooks and the attributes that Python code gave it.
 * Another object reaches its attributes, unless `is_opaque` is true for its class.
@@ -37,17 +37,17 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, t
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 LONG = 256
-_DEEP = 6  # objects, containers and functions between a root or a module and a value
-_MANY = 4096  # pieces of code of which a function keeps results
+_DEEP = 6  # most objects, containers and functions between a root or a module and a value
+_MANY = 4096  # most code objects for which a function caches results
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL"}
 _TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
-# Packages whose objects hold nothing that a user trains, or manage it themselves. Namespaces and
-# user dictionaries are the user's.
+# Packages whose objects contain nothing that a user trains, or manage it themselves. Namespaces and
+# user dictionaries belong to the user.
 _MANAGED = {"torch", "storage_ops", "deepspeed"}
 OPAQUE = frozenset(_MANAGED | sys.stdlib_module_names - {"collections", "types"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# The kind of a value depends on its class. Asking an object for its class may run code of its own.
+# The kind of a value depends on its class alone. Reading `value.__class__` may run a user's code.
 PLAIN, TENSOR, PARTIAL, METHOD, FUNCTION, MODULE, CONTAINER, TUPLE, GENERATOR, REFERENCE, OBJECT = (
     range(11)
 )
@@ -152,7 +152,7 @@ Name = tuple[Any, str, Any]  # a cell or the globals, the name in it, and the va
 def cells_of(fn: FunctionType) -> Iterator[Name]:
     """Yield the variables of enclosing functions that a function refers to and that have a value.
 
-    Each is a cell, the attribute of the cell that has the value, and the value.
+    Each item is a cell, the attribute that has the value, and the value.
     """
     for cell in fn.__closure__ or ():
         try:
@@ -170,7 +170,7 @@ def globals_of(fn: FunctionType) -> Iterator[Name]:
 
 
 def cached_by_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
-    """Cache the results of a function by the identity of code, because its hash reads all of it."""
+    """Cache the results of a function by the identity of code, because the hash of code is slow."""
     results: dict[int, tuple[CodeType, T]] = {}
 
     @functools.wraps(fn)
@@ -200,12 +200,12 @@ def _find_globals(code: CodeType) -> set[str]:
 
 
 class Access(NamedTuple):
-    """The way from a value to a value inside it.
+    """The way to get from a value to a value inside it.
 
     Attributes:
-        name: returns the name of the place, from the name of the holder and the key.
-        read: returns the value, from a function that returns the holder, and the key.
-        write: sets the value; None if it cannot be set.
+        name: returns the name of the inner value, from the name of the outer one and the key.
+        read: returns the inner value, from a function that returns the outer one, and the key.
+        write: sets the inner value; None if it cannot be set.
     """
 
     name: Callable[[str, Any], str]
@@ -256,15 +256,15 @@ GRADIENT = Access(lambda name, key: f"{name}.grad", lambda holder, key: holder()
 
 
 class Visit:
-    """A value that a walk comes to, and the way to it.
+    """A value that a walk reaches, and the way to it.
 
     Attributes:
-        value: the value; the same one may be visited at several places.
+        value: the value; it may be visited at several places.
         kind: its kind.
-        parent: the visit of the value that holds it; None for a root.
-        access: how the value is found in its parent.
-        key: what `access` needs to find it; the name of a root.
-        is_first: whether the walk comes to the value for the first time.
+        parent: the visit of the value that contains it; None for a root.
+        access: how to read the value from its parent.
+        key: the argument of `access`; for a root, its name.
+        is_first: whether this is the first visit of the value.
     """
 
     __slots__ = ("_depth", "_package", "access", "is_first", "key", "kind", "parent", "value")
@@ -284,24 +284,24 @@ class Visit:
 
     @property
     def name(self) -> str:
-        """Return the place as the user's program writes it, such as `model.weight`."""
+        """Return the expression of the user's program for the value, such as `model.weight`."""
         if self.parent is None:
             return str(self.key)
         return self.access.name(self.parent.name, self.key)
 
     def read(self) -> Any:
-        """Return the value that the place has now."""
+        """Return the current value at this place."""
         if self.parent is None:
             return self.value
         return self.access.read(self.parent.read, self.key)
 
     @property
     def is_writable(self) -> bool:
-        """Return True if the place can be given another value."""
+        """Return True if the value at this place can be replaced."""
         return self.access.write is not None
 
     def write(self, value: object) -> None:
-        """Give the place another value."""
+        """Replace the value at this place."""
         assert self.access.write is not None and self.parent is not None
         self.access.write(self.parent.read, self.key, value)
 
@@ -311,7 +311,7 @@ def walk(roots: Iterable[tuple[str, Any]], into_functions: bool = True) -> Itera
 
     Args:
         roots: names and values.
-        into_functions: whether to follow what functions reach.
+        into_functions: whether to visit the closures and globals of functions.
 
     Example:
         >>> from storage_ops.foundation.walk import walk
@@ -319,7 +319,7 @@ def walk(roots: Iterable[tuple[str, Any]], into_functions: bool = True) -> Itera
         >>> [v.name for v in walk([("model", model)]) if isinstance(v.value, torch.Tensor)]
         ['model.0.weight', 'model.0.bias']
     """
-    seen: dict[int, Any] = {}  # with the values, so that no identity is used again
+    seen: dict[int, Any] = {}  # holds the values, so that no identity is used again
     for name, root in roots:
         stack = [Visit(root, None, _FIXED_ATTRIBUTE, name)]
         while stack:
@@ -399,8 +399,8 @@ def _inside_function(fn: FunctionType, package: str) -> Iterator[Part]:
 def is_leaf(t: Tensor) -> bool:
     """Return `t.is_leaf`, and False where torch raises an error instead.
 
-    torch raises for one of several views that an op such as `chunk` returned, once the base was
-    written in place. FSDP1 leaves such views in modules.
+    torch raises for views that an op such as `chunk` returned, after the base was written in place.
+    FSDP1 leaves such views in modules.
     """
     try:
         return t.is_leaf

@@ -1,20 +1,20 @@
-"""Training steps as one graph, in which checkpointed regions are recomputed.
+"""Training steps as one graph in which checkpointed regions are recomputed.
 
 A *step* is a function of tensors that may call `backward` and an optimizer. `tracing/` records it:
 tensors that the function reaches become inputs, and each call is checked against the trace.
 
-While a step is recorded, every node gets a *mark*: the regions around it, and the backward pass
-that it belongs to (`foundation/regions.py`; `checkpoint/region/torch_checkpoint.py` for the
-checkpoints of torch). `recompute/` reads the marks. It copies the nodes of a region to just before
-the first node of the backward that reads one of their results. Graphs of other tracers have no
-marks; `recompute/` finds their regions.
+While a step is recorded, every node gets a *mark*: the regions around it, and its backward pass
+(`foundation/regions.py`; `checkpoint/region/torch_checkpoint.py` for torch's checkpoints).
+`recompute/` reads the marks. It copies the nodes of a region to just before the first backward node
+that reads one of their results. Graphs of other tracers have no marks, so `recompute/` finds their
+regions.
 
 Where things are:
 
 * `nodes.py`: facts about single nodes of a graph.
 * `schedule.py`: the memory of a graph over time.
-* `recompute/`: recomputing the marked regions of a graph: `remat`, `capturable`.
-* `tracing/`: from a function to a `TracedStep`: `trace_step`.
+* `recompute/`: recomputes the marked regions of a graph: `remat`, `capturable`.
+* `tracing/`: turns a function into a `TracedStep`: `trace_step`.
 """
 
 from storage_ops.foundation import regions

@@ -22,7 +22,7 @@ _BATCH_NORMS = (
     torch.ops.aten.cudnn_batch_norm.default,
     torch.ops.aten.miopen_batch_norm.default,
 )
-# Namespaces of communication and of ops run for what they do, not for what they return.
+# Namespaces of communication, and of ops that run for their side effects.
 _EFFECTFUL = {
     "_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "fsdp",
     "_dtensor", "inductor", "profiler",
@@ -67,7 +67,7 @@ def written(node: fx.Node) -> Iterator[Any]:
 
 
 def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
-    """Return, for each modified storage, the places in `order` of the nodes that modify it."""
+    """Return the positions in `order` of the nodes that modify each modified storage."""
     writes: dict[int, list[int]] = {}
     for node, at in order.items():
         for t in tensors_of(written(node)):
@@ -77,7 +77,7 @@ def written_at(order: Mapping[fx.Node, int]) -> dict[int, list[int]]:
 
 
 def tensors_of(arguments: Iterable[Any]) -> list[fx.Node]:
-    """Return the nodes among arguments that may be lists of nodes."""
+    """Return the nodes among arguments. An argument may be a list of nodes."""
     return [t for a in arguments for t in (a if isinstance(a, (list, tuple)) else [a])]
 
 
@@ -145,12 +145,12 @@ def _value(node: fx.Node) -> Any:
 
 
 def attribute(module: object, target: str) -> Any:
-    """Return the attribute of a module that a `get_attr` node names."""
+    """Return the attribute of a module that a `get_attr` node refers to."""
     return operator.attrgetter(target)(module)
 
 
 def refresh_views(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Compute the values of views again if their base has changed since they were recorded."""
+    """Compute the values of views again if their base has changed since tracing."""
     creator_of: dict[int, fx.Node] = {}
     for node in graph.nodes:
         keys = {key for key, _ in storages(node.meta.get("val"))}

@@ -30,7 +30,7 @@ def schedule(gm: fx.GraphModule) -> Schedule:
 
     A storage lives from the node that creates it to the last node that reads it or a view of it.
     Values that the graph returns live to the end. Inputs, constants and the scratch memory inside
-    ops do not count. Dynamic dimensions count with the size they had when traced.
+    ops do not count. Dynamic dimensions have their size at the trace.
 
     Args:
         gm: a graph of `trace_step` or `make_fx`, with a value in the `meta` of each node.

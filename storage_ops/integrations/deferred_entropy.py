@@ -1,7 +1,7 @@
 """Probabilities of deferred logits, for the entropy of tokens only.
 
-Code with logits computes the entropy as `-(log_p.exp() * log_p).sum(-1)`. Each step of that has an
-object here, and any other operation is an error.
+Code with logits computes the entropy as `-(log_p.exp() * log_p).sum(-1)`. Each step of this
+expression has a class here. Any other operation is an error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class _Step(StandIn):
 
 
 class Probabilities(_Step):
-    """The object for exp(log_p), to be multiplied by log_p."""
+    """Represents exp(log_p), to be multiplied by log_p."""
 
     _methods = frozenset((torch.mul,))
 
     def mul(self, other: object) -> _Products:
-        """Return the terms of the entropy, with the minus sign left out."""
+        """Return the terms of the entropy, without the minus sign."""
         if other is not self._log_p:
             raise self._error("a product with other tensors")
         return _Products(self._log_p)
@@ -60,7 +60,7 @@ class Probabilities(_Step):
 
 
 class _Products(_Step):
-    """The object for exp(log_p) * log_p, to be summed over the classes."""
+    """Represents exp(log_p) * log_p, to be summed over the classes."""
 
     _methods = frozenset((torch.sum,))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from storage_ops.integrations.deferred_logits import DeferredLogits
     from storage_ops.integrations.gathered_head import Gathering
 
-IGNORED = -100  # of transformers' losses
+IGNORED = -100  # the ignored label in transformers' losses
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class LossOptions:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the values that equal options share. Tensors compare by identity."""
+        """Return a key for equal options. Tensors compare by identity."""
         weights = self.token_weights
         same = id(weights) if isinstance(weights, Tensor) else weights
         numbers = self.label_smoothing, self.memory_budget, self.gradient_tolerance
@@ -38,7 +38,7 @@ class LossOptions:
 
 
 class Refused(NotImplementedError):
-    """Raised if a model's operation on its logits cannot be done without them."""
+    """Raised for an operation of a model on its logits that needs the logits' values."""
 
 
 class StandIn:
@@ -49,7 +49,7 @@ class StandIn:
         def _error(self, what: str) -> Refused: ...
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # probed by Python itself, which expects this error
+        if name.startswith("__"):  # Python itself looks for these names, and expects this error
             raise AttributeError(name)
         raise self._error(f"the attribute {name!r}")
 
@@ -61,13 +61,15 @@ class Forward:
         model: name of the model's class, for errors.
         options: options of its loss.
         labels: labels of the tokens. None if the caller computes a loss of the returned logits.
-        token_weights: weights in the shape of the labels, or None. The model then gets `places` as
-            labels. It may shift and cut them, and the loss sees which label and weight is meant.
+        token_weights: weights in the shape of the labels, or None. With weights, the model gets
+            `places` as labels. It may shift and cut them, and the loss still finds each label and
+            weight.
         calls: how many times the output layer was called.
         losses: how many of those calls led to a loss.
         results: results per token of the first loss, by name.
-        temperature: logits are divided by it before the loss.
-        others: functions of the logits and targets (N,) of a loss, per token, by name.
+        temperature: the divisor of the logits before the loss.
+        others: functions that compute per-token values from the logits and targets (N,) of a loss,
+            by name.
         max_valid: as in `linear_cross_entropy`.
     """
 
@@ -91,7 +93,7 @@ class Forward:
 
     @property
     def places(self) -> Tensor:
-        """Return the index of each label. Ignored labels stay."""
+        """Return the index of each label. Ignored labels stay unchanged."""
         assert self.labels is not None
         places = torch.arange(self.labels.numel(), device=self.labels.device)
         return torch.where(self.labels == IGNORED, IGNORED, places.view(self.labels.shape))
@@ -106,7 +108,7 @@ class Forward:
         return torch.where(valid, labels.to(given), IGNORED), weights.to(given.device)
 
     def keep(self, found: dict[str, Tensor]) -> None:
-        """Keep results per token, in the shape of the labels if there is one for each."""
+        """Store results per token, in the shape of the labels if there is one for each."""
         if self.results or self.labels is None:
             return
         for name, value in found.items():
@@ -115,7 +117,7 @@ class Forward:
 
 
 class _Reaching(torch.autograd.Function):
-    """Passes hidden states on, and lets autograd find the parameters that their loss will use."""
+    """Returns hidden states, and shows autograd the parameters that their loss will use."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -131,12 +133,12 @@ class Versions:
     """Tensors that must not change before they are read again, as autograd requires."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        # A graph that is compiled repeats what it saw, and numbers of versions are not of it.
+        # A compiled graph would repeat the recorded version numbers, which are not part of it.
         watched = () if torch.compiler.is_compiling() else tensors
         self._seen = [(t, t._version) for t in watched if t is not None and not t.is_inference()]
 
     def check(self) -> None:
-        """Raise a RuntimeError if one of the tensors was written since."""
+        """Raise a RuntimeError if one of the tensors was modified since."""
         for tensor, version in self._seen:
             if tensor._version != version:
                 raise RuntimeError(
@@ -155,7 +157,7 @@ class Origin:
         classes: V.
         hidden: (..., D), the argument of the call.
         dtype: dtype of the hidden states.
-        autocast: result of autocast_dtype() in the call.
+        autocast: the result of autocast_dtype() during the call.
         has_loss: whether the logits have led to a loss.
         versions: versions of the layer's parameters and the hidden states.
     """
@@ -173,31 +175,27 @@ class Origin:
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
         self.versions = Versions((hidden, *layer.parameters()))
-        if forward.labels is None:  # DDP looks for unused parameters in what a model returns
+        if forward.labels is None:  # DDP looks for unused parameters in the output of a model
             hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
         self.hidden = hidden
 
     @property
     def weight(self) -> Tensor:
-        """Return the layer's weight, (V, D). A gathered weight exists inside `use` only."""
+        """Return the layer's weight, (V, D). A gathered weight exists only inside `use`."""
         return self._weight if self.gathering is None else self.gathering.weight
 
     def use(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """Return a function's result for hidden states, with the layer as it was in the call.
+        """Return a function's result for hidden states, with the layer of the original call.
 
         Raises:
             RuntimeError: the forward has returned the logits, and the weight was freed since. Or
                 one of the layer's tensors was modified.
-
-        Raises:
-            RuntimeError: the forward has returned the logits, and the weight was freed since; or a
-                tensor that they are made of was modified.
         """
         with self._again(hidden):
             return function(hidden) if self.gathering is None else self.gathering(function, hidden)
 
     def reaches_loss(self) -> None:
-        """Count the loss, the first time."""
+        """Record that the logits led to a loss."""
         if not self.has_loss:
             self.has_loss = True
             self.forward.losses += 1

@@ -1,9 +1,9 @@
-"""Logits that are never computed: they record operations for the loss.
+"""Logits that are never computed. They record operations for the loss.
 
-A model turns hidden states into logits with a linear layer, and may scale and cap them. Then it
+A model turns hidden states into logits by a linear layer, and may scale and cap them. Then it
 computes a cross-entropy, or returns the logits to a caller that does. `DeferredLogits` replaces the
-logits in that code. It supports only operations that `linear_cross_entropy` can repeat. Code with
-any other operation gets an error instead of another loss.
+logits in that code. It supports only operations that `linear_cross_entropy` can repeat. Any other
+operation is an error, instead of another loss.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from storage_ops.integrations.deferred_tokens import Tokens
 from storage_ops.integrations.head_loss import head_cross_entropy, piece_rows
 from storage_ops.loss.api import linear_cross_entropy
 
-Head = Callable[[Tensor], Tensor]  # from hidden states (..., D) to logits (..., V), token by token
+Head = Callable[[Tensor], Tensor]  # maps hidden states (..., D) to logits (..., V), token by token
 
-_NO_CLASS = torch.iinfo(torch.int64).min  # an ignore_index that ignores nothing
+_NO_CLASS = torch.iinfo(torch.int64).min  # an ignore_index that ignores no token
 
 
 def _refused(operator: str) -> Callable[..., Any]:
@@ -41,18 +41,18 @@ def _refused(operator: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class DeferredLogits(Tokens):
-    """Represents `cap * tanh(scale * (hidden @ weight.T + bias))`, or that without the tanh.
+    """Represents `cap * tanh(scale * (hidden @ weight.T + bias))`, or the same without tanh.
 
     With a `head` it represents `cap * tanh(scale * (head(hidden) + bias))`. With `normal` it is the
-    log_softmax of these logits, and with `negative` minus that. If `detached`, results have no
-    gradients. It is not a Tensor, so that an undefined operation has no meaning by accident. It is
+    log_softmax of these logits, and with `negative` the negated log_softmax. If `detached`, results
+    have no gradients. It is not a Tensor, so undefined operations always raise an error. It is
     plain Python, which torch.compile removes from the graph. It is a dataclass and a pytree node
-    with one leaf, so that DDP and FSDP find the tensor that the loss will be computed from.
+    with one leaf, so that DDP and FSDP find the tensor that the loss depends on.
     """
 
     origin: Origin
     hidden: Tensor
-    dtype: torch.dtype  # that the logits would have by now; the arithmetic is the loss's own
+    dtype: torch.dtype  # the current dtype of the logits; the loss computes in its own dtype
     scale: float = 1.0
     cap: float | None = None
     bias: Tensor | None = None
@@ -63,9 +63,10 @@ class DeferredLogits(Tokens):
 
     def __post_init__(self) -> None:
         if isinstance(self.hidden, Tensor) and self.hidden.dtype != self.origin.dtype:
-            # FSDP casts what a model returns: that means the logits.
+            # FSDP casts the outputs of a model, which means the logits.
             self.dtype, self.hidden = self.hidden.dtype, self.hidden.to(self.origin.dtype)
-        self._scores_of: dict[bool, dict[str, Tensor]] = {}  # by whether they have gradients
+        # The key says whether they have gradients.
+        self._scores_of: dict[bool, dict[str, Tensor]] = {}
         self._row_of: tuple[DeferredLogits, Any] | None = None
 
     def _like(self, **changed: Any) -> DeferredLogits:
@@ -73,7 +74,7 @@ class DeferredLogits(Tokens):
         return dataclasses.replace(self, **changed)
 
     def through(self, head: Head) -> DeferredLogits:
-        """Return logits that a function computes from the hidden states, in place of these."""
+        """Return logits that a function computes from the hidden states, instead of these."""
         return DeferredLogits(
             self.origin, self.hidden, self.dtype, head=head, detached=self.detached
         )
@@ -129,10 +130,11 @@ class DeferredLogits(Tokens):
             return dict(zip(names, self.origin.use(results, self.hidden), strict=True))
 
     def _scores(self, target: Tensor | None = None) -> dict[str, Tensor]:
-        """Return for each token nll, lse and "loss", which is the mean of lse - z over the classes.
+        """Return nll, lse and "loss" of each token. "loss" is the mean of lse - z over classes.
 
-        All come from one call. Results that do not depend on the target are kept for calls without
-        one. An example is a label smoothing that has gathered log-probabilities and then sums them.
+        One call computes all of them. Results that do not depend on the target are stored for calls
+        without one. An example is label smoothing, which gathers log-probabilities and then sums
+        them.
         """
         with_gradients = torch.is_grad_enabled() and not self.detached
         if target is None and with_gradients in self._scores_of:
@@ -166,7 +168,7 @@ class DeferredLogits(Tokens):
             means_per_token: Tensor = self.origin.use(means, flat)
         return means_per_token.view(self.shape[:-1])
 
-    def _error(self, what: str) -> Refused:
+    def _error(self, operation: str) -> Refused:
         run = self.origin.forward
         if run.labels is None:
             divergence = (
@@ -174,18 +176,18 @@ class DeferredLogits(Tokens):
                 "storage_ops.linear_kl_div, which takes hidden states. "
             )
             return Refused(
-                f"patch_causal_lm: {what} is used on the deferred logits of {run.model}, which "
-                "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, "
-                "torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the classes "
-                f"and gather of a class for each token. {divergence * self.normal}Call formed() of "
-                'them for the tensor, or patch_causal_lm(model, logits="eval"), which does not '
-                "defer it."
+                f"patch_causal_lm: {operation} is used on the deferred logits of {run.model}, "
+                "which linear_cross_entropy cannot repeat without them. Expected scaling by "
+                "numbers, torch.nn.functional.cross_entropy, or log_softmax or logsumexp over the "
+                f"classes and gather of a class for each token. {divergence * self.normal}Call "
+                'formed() of them for the tensor, or patch_causal_lm(model, logits="eval"), which '
+                "does not defer it."
             )
         return Refused(
-            f"patch_causal_lm: {run.model} uses {what} on its logits, which linear_cross_entropy "
-            "cannot repeat without them. Expected scaling by numbers, tanh and "
-            "torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to give "
-            "the model its own loss back."
+            f"patch_causal_lm: {run.model} uses {operation} on its logits, which "
+            "linear_cross_entropy cannot repeat without them. Expected scaling by numbers, tanh "
+            "and torch.nn.functional.cross_entropy. Call storage_ops.unpatch_causal_lm(model) to "
+            "give the model its own loss back."
         )
 
     @classmethod
@@ -215,7 +217,7 @@ class DeferredLogits(Tokens):
                 return _cross_entropy(logits, *rest, **kwargs)
         deferred_args = [a for a in (*args, *kwargs.values()) if isinstance(a, cls)]
         name = getattr(func, "__name__", repr(func))
-        if not deferred_args:  # inside a list, as in torch.stack
+        if not deferred_args:  # in a list, as in torch.stack
             raise Refused(
                 f"patch_causal_lm: {name} gets a list with logits that are not computed. Call "
                 "formed() of them first."
@@ -285,7 +287,7 @@ class DeferredLogits(Tokens):
     ) -> Tensor:
         """Return the mean over the classes, in float32. For logits it has no gradient.
 
-        Without a gradient the mean of all logits is known, too, as trainers log it.
+        Without a gradient, trainers can also log the mean of all logits.
         """
         if self.normal:
             return self.sum(dim, keepdim, dtype=dtype) / self.shape[-1]
@@ -298,7 +300,7 @@ class DeferredLogits(Tokens):
         return means.unsqueeze(-1) if keepdim else means
 
     def detach(self) -> DeferredLogits:
-        """Return the same logits, whose results have no gradients."""
+        """Return the same logits. Their results have no gradients."""
         return self._like(detached=True)
 
     def exp(self) -> Probabilities:
@@ -320,7 +322,7 @@ class DeferredLogits(Tokens):
         if self.normal:
             raise self._error("logsumexp of log_softmax")
         whole, row = self._row_of or (self, ...)
-        lse = whole._scores()["lse"][row].clone()  # what is kept is not to be written into
+        lse = whole._scores()["lse"][row].clone()  # callers must not write into the stored result
         return lse.unsqueeze(-1) if keepdim else lse
 
     def argmax(self, dim: object = None, keepdim: bool = False) -> Tensor:
@@ -340,9 +342,9 @@ class DeferredLogits(Tokens):
         return other.numel() == 1 or other.numel() == other.shape[-1] == self.shape[-1]
 
     def _times(self, factor: object, inverse: bool) -> DeferredLogits:
-        what = "division" if inverse else "multiplication"
+        operation = "division" if inverse else "multiplication"
         if self.normal:
-            raise self._error(f"{what} after log_softmax")
+            raise self._error(f"{operation} after log_softmax")
         if isinstance(factor, Tensor) and self._is_of_classes(factor):
             by, dtype = factor.reshape(-1), self.dtype
             if factor.dim():
@@ -350,7 +352,7 @@ class DeferredLogits(Tokens):
             scaled = self.through(lambda x: self._of(x) / by if inverse else self._of(x) * by)
             return scaled._like(dtype=dtype)
         if not isinstance(factor, (int, float)):
-            raise self._error(f"{what} by a {type(factor).__name__}")
+            raise self._error(f"{operation} by a {type(factor).__name__}")
         scale, cap = self.scale, self.cap
         if cap is not None:
             cap = cap / factor if inverse else cap * factor
@@ -383,7 +385,8 @@ class DeferredLogits(Tokens):
     __matmul__ = __rmatmul__ = _refused("@")
     __rtruediv__ = _refused("/")
     __pow__ = __rpow__ = _refused("**")
-    # Without these, Python would make a new object where another name is for the same tensor.
+    # Without these, Python would create a new object, although other names refer to the same
+    # tensor.
     __iadd__ = _refused("+=")
     __isub__ = _refused("-=")
     __imul__ = _refused("*=")
@@ -402,7 +405,7 @@ class DeferredLogits(Tokens):
     __neg__ = neg
 
     def tanh(self) -> DeferredLogits:
-        """Return the tanh of the logits. A later factor of it is the cap."""
+        """Return the tanh of the logits. A factor that follows is the cap."""
         if self.cap is not None or self.normal:
             raise self._error("a second tanh" if self.cap is not None else "tanh of log_softmax")
         return self._like(cap=1.0)
@@ -422,7 +425,7 @@ def _cross_entropy(
     origin = logits.origin
     if size_average is not None or reduce is not None:
         raise logits._error("size_average or reduce")
-    if logits.ndim > 2:  # the classes would be dimension 1
+    if logits.ndim > 2:  # the classes would be in dimension 1
         raise logits._error(f"cross_entropy in {logits.ndim} dimensions")
     if logits.negative:
         raise logits._error("cross_entropy of negative log-probabilities")
@@ -441,8 +444,8 @@ def _cross_entropy(
     others = {name: function(logits, target) for name, function in run.others.items()}
     loss = results.pop("loss")
     run.keep(results | others)
-    # A model that casts float64 logits to float32 has a float32 loss; one in 16 bits keeps the
-    # float32 that the loss was computed in.
+    # If a model casts float64 logits to float32, the loss is float32. If it casts to 16 bits, the
+    # loss stays float32.
     return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -450,7 +453,7 @@ register_pytree_node(
     DeferredLogits, lambda z: ([z.hidden], z), lambda leaves, z: z._like(hidden=next(iter(leaves)))
 )
 
-# Functions of torch that are its methods.
+# Functions of torch that are also methods.
 _METHODS = frozenset(
     (torch.argmax, torch.chunk, torch.detach, torch.exp, torch.flatten, torch.gather,
      torch.log_softmax, torch.logsumexp, torch.mean, torch.neg, torch.split, torch.sum,

@@ -1,4 +1,4 @@
-"""Operations on the tokens of deferred logits: slices, shapes and orders."""
+"""Operations on the tokens of deferred logits: slices, shapes and permutations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tokens(StandIn):
-    """Base of `DeferredLogits`: dimensions of the tokens, which the hidden states share."""
+    """Base of `DeferredLogits` with the token dimensions, which the hidden states share."""
 
     if TYPE_CHECKING:
         origin: Origin
@@ -53,7 +53,7 @@ class Tokens(StandIn):
         return self
 
     def is_contiguous(self) -> bool:
-        """Return True, because a model that asks would copy them otherwise."""
+        """Return True, because otherwise a model may copy the logits."""
         return True
 
     def transpose(self, dim0: int, dim1: int) -> Self:
@@ -94,7 +94,7 @@ class Tokens(StandIn):
         return self._like(hidden=hidden)
 
     def split(self, split_size: int | list[int], dim: int = 0) -> tuple[Self, ...]:
-        """Return parts of a dimension of the tokens, of one size or of a list of sizes."""
+        """Return parts of a token dimension, of one size or of a list of sizes."""
         dim = self._of_tokens("split", dim)
         return tuple(self._like(hidden=part) for part in self.hidden.split(split_size, dim))
 
@@ -109,7 +109,7 @@ class Tokens(StandIn):
         return dim % self.ndim
 
     def __iter__(self) -> Iterator[Self]:
-        """Yield the parts of the first dimension of tokens, which share results for all of them."""
+        """Yield the parts of the first token dimension. They share results for all tokens."""
         if self.ndim < 2:
             raise self._error("the operator iter")
         for row in range(self.shape[0]):

@@ -1,4 +1,4 @@
-"""Compares the first batch of a training with the batch that a plan of `fit` was made for."""
+"""Compares the first batch of a training with the batch of a plan of `fit`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from storage_ops.fitting.plan import FitPlan
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import readable
 
-_DOUBT = 0.01  # how much more than its predicted peak a plan may take without a word
+_DOUBT = 0.01  # the relative excess over a plan's predicted peak that is accepted without an error
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Training:
     """Facts from a trainer about the steps that follow.
 
     Attributes:
-        optimizer: the optimizer of the trained parameters. None if it is not known.
+        optimizer: the optimizer of the trained parameters. None if unknown.
         autocast: the dtype that the trainer uses with autocast. "" if it does not change autocast.
         accumulate: whether one optimizer step is for several batches.
-        remedy: how a user of this trainer makes batches smaller.
+        remedy: how to use smaller batches with this trainer.
     """
 
     optimizer: Optimizer | None = None
@@ -39,13 +39,14 @@ class Training:
 class FirstBatch:
     """Checks the first call of a model before it runs.
 
-    Calls that torch.compile traces are not checked: a compiled model may forbid graph breaks.
+    Calls that torch.compile traces are not checked, because a compiled model may forbid graph
+    breaks.
     """
 
     def __init__(
         self, plan: FitPlan, model: nn.Module, training: Training, refuse: Callable[[], None]
     ) -> None:
-        """Start to wait for the first call. `refuse` undoes the plan before an error is raised."""
+        """Wait for the first call. `refuse` undoes the plan before an error is raised."""
         self._plan, self._training, self._refuse = plan, training, refuse
         self.disarm = model.register_forward_pre_hook(self._look, with_kwargs=True).remove
 
@@ -70,7 +71,7 @@ class FirstBatch:
 
     @contextlib.contextmanager
     def _autocast(self, model: nn.Module) -> Iterator[None]:
-        """Turn on the autocast that the trainer turns on after the hooks of the model."""
+        """Turn on autocast as the trainer does after the hooks of the model."""
         with contextlib.ExitStack() as stack:
             if self._training.autocast:
                 device = next((p.device.type for p in model.parameters()), "cpu")

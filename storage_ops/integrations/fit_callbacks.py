@@ -15,7 +15,7 @@ from storage_ops.optional import required
 
 
 class _Applied:
-    """A plan, or the file of one, and whether it is applied."""
+    """A plan, or the file of a plan, and whether it is applied."""
 
     def __init__(self, plan: FitPlan | str | os.PathLike[str]) -> None:
         if not isinstance(plan, (FitPlan, str, os.PathLike)):
@@ -28,13 +28,10 @@ class _Applied:
         self._first_batch: FirstBatch | None = None
 
     def start(self, model: nn.Module, training: Training) -> None:
-        """Apply the plan to a model. Its first batch is then compared with the plan's batch.
+        """Apply the plan to a model. Its first batch is compared with the plan's batch later.
 
         Raises:
             ValueError, RuntimeError: the plan is for another model.
-
-        Raises:
-            ValueError, RuntimeError: it is a plan of another model.
         """
         if self._plan is not None:
             return
@@ -62,15 +59,13 @@ _AUTOCAST_OF_LIGHTNING = {"16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
 def _check_arguments(args: object) -> None:
-    """Refuse TrainingArguments with which transformers checkpoints layers itself.
+    """Raise an error for TrainingArguments that let transformers checkpoint layers.
 
     Raises:
-        ValueError: one of them is on. The error has the name in this version of transformers.
-
-    Raises:
-        ValueError: one of them is on; named as this version of transformers calls it.
+        ValueError: such an argument is on. The error has its name in this version of transformers.
     """
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # since 5.2x, and before
+    # The names since 5.2x, and before.
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, None):
             raise ValueError(
                 f"`{name}` is True in the TrainingArguments, but the plan of fit chooses what to "
@@ -81,8 +76,8 @@ def _check_arguments(args: object) -> None:
 def _training_of(args: object, optimizer: Optimizer | None) -> Training:
     """Return the facts about a step in the TrainingArguments of transformers."""
     size = getattr(args, "per_device_train_batch_size", None)
-    # Without an argument, accelerate takes the precision of `accelerate launch`. transformers 4
-    # sets the same variable, so it stays for the next Trainer of a program.
+    # Without an argument, accelerate uses the precision of `accelerate launch`. transformers 4 sets
+    # the same variable, which stays for the next Trainer of a program.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     precision = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), launched)
     return Training(
@@ -126,7 +121,7 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
             """Apply the plan."""
             model = kwargs["model"]
             _check_arguments(args)
-            model.train()  # as when the plan was made; the Trainer does it a little later
+            model.train()  # as for the plan; the Trainer does it a little later
             applied.start(model, _training_of(args, kwargs.get("optimizer")))
 
         def on_train_end(
@@ -144,9 +139,9 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
     The first batch is compared with the plan's batch, as in `trainer_callback`.
 
     Args:
-        plan: what `storage_ops.fit` returned, or the path of a file that it saved.
-        attribute: the name of the fitted model in the LightningModule, such as "model"; "" where
-            that was fitted itself.
+        plan: the result of `storage_ops.fit`, or the path of a file that it was saved in.
+                attribute: the name of the fitted model in the LightningModule, such as "model". ""
+                if the LightningModule itself was fitted.
 
     Raises:
         TypeError: `plan` is neither. ImportError: neither `lightning` nor `pytorch_lightning` is

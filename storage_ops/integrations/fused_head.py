@@ -1,12 +1,12 @@
-"""The fused head that trainers of TRL give a model, by `linear_cross_entropy`.
+"""The fused head of TRL's trainers, computed by `linear_cross_entropy`.
 
-`trl.trainer.add_fused_lm_head(model)` sets a forward on the model. Called with labels and
-`fused_lm_head=True`, it returns results per token in place of logits: log-probabilities, entropies
-and others that the losses and metrics of the trainers use. On a patched model such a call goes
-through the model's own forward instead. Its logits are deferred, as in any other call with labels.
-So the model's operations on its logits are observed, and not guessed from the names of its config.
+`trl.trainer.add_fused_lm_head(model)` sets a forward on the model. With labels and
+`fused_lm_head=True`, it returns results per token instead of logits: log-probabilities, entropies
+and others that the losses and metrics of the trainers need. On a patched model such a call runs the
+model's own forward with deferred logits, like any other call with labels. So the model's operations
+on its logits are observed, not guessed from the names in its config.
 
-The closure of the fused head's function has its options, under the public names of the parameters
+The options of the fused head are in the closure of its function, under the public parameter names
 of `add_fused_lm_head`. TRL itself is neither imported nor changed.
 """
 
@@ -44,7 +44,7 @@ _OTHERS = {"mean_logits": _mean_logits, "log_sum_sq_probs": _log_sum_sq_probs}
 
 
 def _closure_of(forward: object) -> inspect.ClosureVars | None:
-    """Return the options of a fused head. None for another forward, or one of this module."""
+    """Return the options of a fused head, or None for another forward or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
         if is_over(function):
@@ -71,7 +71,7 @@ def _wraps_own(instance_forward: object, model: nn.Module) -> bool:
 
 
 def check(model: nn.Module, instance_forward: object, options: LossOptions) -> None:
-    """Raise unless a patched forward can replace the forward that is set on a model, or None."""
+    """Raise an error unless a patched forward can replace a model's forward, which may be None."""
     if instance_forward is None:
         return
     name, closure = type(model).__name__, _closure_of(instance_forward)
@@ -80,7 +80,7 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
     if closure is None or not isinstance(instance_forward, MethodType):
         raise replaced(name)
     known = {"outputs", "temperature", "cast_lm_head_to_fp32"}
-    asked = set(closure.nonlocals.get("outputs", ()))
+    outputs = set(closure.nonlocals.get("outputs", ()))
     if not known <= set(closure.nonlocals) or "FusedCausalLMOutput" not in closure.globals:
         raise NotImplementedError(
             f"patch_causal_lm: the fused head of {name} is not that of trl 1.15 or 1.16. Install "
@@ -91,10 +91,10 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
             f"patch_causal_lm: the fused head of {name} has cast_lm_head_to_fp32=True. Expected "
             "False: results per token are float32 without it."
         )
-    if asked - set(_RESULTS) - set(_OTHERS):
+    if outputs - set(_RESULTS) - set(_OTHERS):
         raise NotImplementedError(
-            f"patch_causal_lm: the fused head of {name} has outputs {sorted(asked)}. Expected some "
-            f"of {sorted(_RESULTS | _OTHERS)}."
+            f"patch_causal_lm: the fused head of {name} has outputs {sorted(outputs)}. Expected "
+            f"some of {sorted(_RESULTS | _OTHERS)}."
         )
     if options.token_weights is not None or options.label_smoothing:
         raise ValueError(
@@ -106,8 +106,8 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
 def over(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
     """Return the forward to set on a patched model in place of `instance_forward`.
 
-    A fused head becomes one that scores tokens without logits. A wrapper around the forward of the
-    model's class gets the patched forward around it. Another forward stays.
+    A fused head becomes one that scores tokens without logits. In a wrapper around the class's
+    forward, the patched forward replaces that forward. Any other forward stays.
 
     Raises:
         NotImplementedError, ValueError: as `check`.
@@ -131,7 +131,7 @@ def is_over(forward: object) -> bool:
 def restore(model: nn.Module) -> None:
     """Undo `over`, unless another forward was set on top.
 
-    In that case the forward of `over` stays, and calls the original one if the model has no patch.
+    In that case the forward of `over` stays. It calls the original one if the model has no patch.
     """
     over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
     if over is not None:
@@ -149,7 +149,7 @@ def _fused_forward(
     def forward(self: Any, *args: object, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(self, *args, **kwargs)
-        if not has_patch(self):  # the patch was removed since
+        if not has_patch(self):  # the patch has been removed
             return instance_forward(self, *args, fused_lm_head=True, **kwargs)
         shifted = kwargs.get("shift_labels")
         labels: Tensor | None = kwargs.get("labels") if shifted is None else shifted
@@ -176,7 +176,7 @@ def _fused_forward(
 
 
 def _without_last(value: Tensor, labels: Tensor) -> Tensor:
-    """Return the results of all tokens but the last of each sequence, (B, T - 1)."""
+    """Return the results of all tokens except the last of each sequence, (B, T - 1)."""
     if value.numel() == labels.numel():
         return value.view(labels.shape)[:, :-1]
     return value.view(len(labels), -1)

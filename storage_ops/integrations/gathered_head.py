@@ -1,8 +1,8 @@
 """Output layers whose weight FSDP2, or DeepSpeed's ZeRO-3, gathers for a call.
 
-Hooks of these libraries gather the weight before a call of the layer and free it afterwards, and do
-the same in the backward. But the call of a patched layer returns deferred logits, and the loss
-reads the weight. So that call has no hooks, and the loss runs as a call of the layer that has them.
+Hooks of these libraries gather the weight before a call of the layer and free it afterwards, and
+also in the backward. But the call of a patched layer only returns deferred logits, and the loss
+reads the weight. So the call runs without hooks, and the loss runs as a call with hooks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_hooked(head: nn.Module) -> bool:
 
 
 def is_gathered(head: nn.Module) -> bool:
-    """Return True if all hooks of the layer are of a library that gathers its weight."""
+    """Return True if all hooks of the layer belong to a library that gathers its weight."""
     hooks = [hook for by_id in _hooks_of(head).values() for hook in by_id.values()]
     return all(str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks)
 
@@ -40,7 +40,7 @@ class Gathering:
     """The hooks of an output layer, removed in a block, and functions that run inside them.
 
     Attributes:
-        classes: classes of the layer, whose weight may be empty here.
+        classes: the number of classes of the layer, whose weight may be empty now.
     """
 
     def __init__(self, head: Any) -> None:
@@ -77,7 +77,7 @@ class Gathering:
             self._head._use = None
 
     def check_labels(self, forward: Forward) -> None:
-        """Refuse logits that are returned, because their loss comes after the weight is freed.
+        """Raise an error for returned logits, because their loss comes after the weight is freed.
 
         Raises:
             RuntimeError: the logits are returned.

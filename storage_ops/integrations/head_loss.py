@@ -1,14 +1,14 @@
 """Cross-entropy of an output layer that is more than a weight and a bias.
 
-LoRA's layer computes `x W^T + s (x A^T) B^T`. DoRA's scales each class of that by a trained number
-and a norm. One product with the weights side by side, or with W + s B A, would need a copy of W. It
-would also need a gradient of that size, for a frozen weight. So the layer's own forward runs on a
-*piece* of the tokens at a time, and again in the backward. That costs a product of tokens x D x V
-in the forward, the same again in the backward, and one for the gradient of the hidden states.
-Products for A and B have the size of the rank.
+LoRA's layer computes `x W^T + s (x A^T) B^T`. DoRA's also scales each class by a trained number and
+a norm. A single product, with W + s B A or with all weights side by side, would need a copy of W.
+It would also need a gradient of that size for the frozen weight. So the layer's own forward runs on
+a *piece* of the tokens at a time, and again in the backward. That takes a product of tokens x D x V
+in the forward, the same product again in the backward, and one for the gradient of the hidden
+states. Products for A and B have the size of the rank.
 
-W is neither copied nor rounded, and the layer computes exactly the same for a token as before. Its
-adapters and modes are those of the model's forward, also if others are set in between.
+W is neither copied nor rounded, and the layer computes the same for a token as before. The loss
+uses the adapters and modes of the model's forward, even if they have changed since.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from storage_ops.loss.planning.planner import bounded
 from storage_ops.loss.reference import reduced, results_of
 
-_COPIES = 6  # of a piece's logits in float32, in its backward: base, low rank, sum, softmax, ...
+_COPIES = 6  # float32 copies of a piece's logits in its backward: base, low rank, sum, softmax, ...
 
 
 def piece_rows(tokens: int, classes: int, itemsize: int, budget: int | None) -> int:
-    """Return the tokens of a piece whose backward meets a budget. None: the op's default budget."""
+    """Return the tokens of a piece whose backward fits a budget. None: the op's default budget."""
     if budget is None:
         budget = bounded(tokens * classes * itemsize // 4)
     return max(1, min(tokens, budget // (classes * max(itemsize, 4) * _COPIES)))
@@ -50,8 +50,8 @@ def head_cross_entropy(
 
     Args:
         form: maps hidden states of some tokens, (n, D), to their logits, (n, classes). Each token's
-            logits must depend on its own hidden state alone. Everything else that `form` reads must
-            be as in the forward when it is called again.
+            logits must depend on its own hidden state alone. All other values that `form` reads
+            must be as in the forward when it is called again.
         classes: V.
         hidden: (N, D).
         target: (N,) classes, or (N, V) distributions.
@@ -77,7 +77,7 @@ def head_cross_entropy(
     rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
     rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
     parts = zip(*(t.split(rows) for t in rowwise), strict=True)
-    # Arguments are saved tensors, so autograd detects modifications.
+    # Arguments are saved tensors, so autograd detects modifications of them.
     pieces = [checkpoint(piece, weight, *part, use_reentrant=False) for part in parts]
     share, *values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     results = dict(zip(returns, values, strict=True))

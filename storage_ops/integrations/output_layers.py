@@ -1,7 +1,8 @@
 """The output layers of models: which ones can return `DeferredLogits`, and their patched classes.
 
 A `torch.nn.Linear` is a weight and a bias. Some layers of other libraries are more than that, but
-compute a token's logits from its hidden state alone. They are known by name, and none is imported.
+compute a token's logits only from its hidden state. They are recognised by name, so no library is
+imported.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from storage_ops.integrations.deferred_forward import Forward, Origin, Refused
 from storage_ops.integrations.deferred_logits import DeferredLogits
 from storage_ops.integrations.gathered_head import Gathering, is_gathered, is_hooked
 
-# With the dtype of their logits where it is not that of the product. Of PEFT's many those that
-# multiply hidden states or logits; others form a matrix of the weight's size in every call.
+# Names of layers, with the dtype of their logits if it is not that of the product. Of PEFT's
+# layers, these multiply hidden states or logits. Others create a matrix of the weight's size in
+# every call.
 _KNOWN = {
     "peft.tuners.adalora.layer.SVDLinear": None,
     "peft.tuners.ia3.layer.Linear": None,
@@ -29,19 +31,19 @@ _KNOWN = {
     "peft.utils.other.TrainableTokensWrapper": None,
     "transformers.models.dory.modeling_dory.DoryLMHead": torch.float32,
 }
-_VARIANTS = ("DoraLinearVariant",)  # of LoRA's layer; the others look at more than a token
+_VARIANTS = ("DoraLinearVariant",)  # variants of LoRA's layer; others read more than one token
 
 
 class PatchedHead(Replaced):
-    """An output layer that returns `DeferredLogits` while the forward of its model wants them."""
+    """An output layer that returns `DeferredLogits` while the forward of its model needs them."""
 
     _deferred_in: Forward | None = None
-    _gathering: Gathering | None = None  # of its weight, in such a forward
-    _use: Callable[[Tensor], Any] | None = None  # what to compute, where its weight is gathered
+    _gathering: Gathering | None = None  # gathers its weight during such a forward
+    _use: Callable[[Tensor], Any] | None = None  # the function to run while its weight is gathered
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs the original one outside such a forward of the model."""
+        """Return a forward that runs the original one, unless the model needs deferred logits."""
         return _head_forward(original)
 
 
@@ -65,7 +67,7 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if original is nn.Linear.forward:
             return DeferredLogits(origin, origin.hidden, dtype, bias=self.bias)
         deferred = DeferredLogits(origin, origin.hidden, _KNOWN[_kind(self)] or dtype)
-        # A compiled backward has no other state than the forward it was traced with.
+        # A compiled backward only has the state of the traced forward.
         layer = self if torch.compiler.is_compiling() else _as_now(self, {})
 
         def head(hidden: Tensor) -> Tensor:
@@ -87,11 +89,7 @@ def _as_now(value: Any, made: dict[int, Any]) -> Any:
 
     Args:
         value: a layer, or an attribute of one. Modules and containers are copied.
-        made: copies of modules, by the original's id.
-
-    Args:
-        value: a layer, or what is set on one: modules and containers are made anew.
-        made: what became of modules already, by id.
+        made: copies of modules, by the ids of the originals.
     """
     if isinstance(value, nn.Module):
         if id(value) not in made:
@@ -127,10 +125,6 @@ def patched_heads(model: Any, name: str) -> list[Any]:
     Raises:
         TypeError: a layer is not supported.
         RuntimeError: a layer has hooks, or its forward was replaced.
-
-    Raises:
-        TypeError: a layer that is not known.
-        RuntimeError: it has hooks, or its forward was replaced.
     """
     head: Any = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
@@ -155,12 +149,12 @@ def _patched(head: Any, name: str) -> Any:
     _check_variants(head, name)
     if not isinstance(head, PatchedHead):
         head.__class__ = PatchedHead.over(type(head))
-        head._deferred_in = None  # torch.compile compiles twice if the first call adds it
+        head._deferred_in = None  # torch.compile would compile twice if the first call added it
     return head
 
 
 def _check(head: object, name: str) -> None:
-    """Refuse a layer that might compute a token's logits from more than its hidden state."""
+    """Raise an error for a layer that may use more than a token's hidden state for its logits."""
     kind = _kind(head)
     if kind in _KNOWN and isinstance(_base_layer(head), nn.Linear):
         return
@@ -184,7 +178,7 @@ def _check(head: object, name: str) -> None:
 
 
 def _check_variants(head: object, name: str) -> None:
-    """Refuse unknown variants of LoRA. Adapters may be added after patching."""
+    """Raise an error for unknown variants of LoRA. Adapters may be added after patching."""
     variants = getattr(head, "lora_variant", None)
     for adapter, variant in (variants or {}).items():
         kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__

@@ -1,8 +1,8 @@
-"""Find at patch time the operations that a patched model's first forward would refuse.
+"""Finds at patch time the operations that a patched model's first forward would refuse.
 
-A copy of the model on fake tensors, which have no memory, runs forward with labels once. Its
+A copy of the model on fake tensors, which have no memory, runs one forward with labels. Its
 operations on its logits are observed as in a real forward. Nothing is computed, and the model
-itself is not changed. Some models cannot run on fake tensors, because they read numbers or have
+itself does not change. Some models cannot run on fake tensors, because they read values or have
 kernels without fakes. For these the probe finds nothing, and their first forward raises the error.
 """
 
@@ -42,7 +42,7 @@ def find_refusal(model: nn.Module, options: LossOptions) -> Refused | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of operators that fail on fake tensors, which do not harm the model."""
+    """Silence torch's log of operators that fail on fake tensors, which is harmless here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -59,21 +59,21 @@ def _run_on_fakes(
         with torch.no_grad():
             shadow: Any = copy.deepcopy(model, _without_numbers(model, mode))
             vars(shadow)["_loss_options"] = LossOptions(options.returns)
-            vars(shadow).pop("forward", None)  # it is of the model itself
+            vars(shadow).pop("forward", None)  # it belongs to the original model
             ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
             of_rows = dict.fromkeys(other_labels(model.forward), ids[:, 0])
             shadow(input_ids=ids, labels=ids, **keywords, **of_rows)
     except Refused as refused:
         return refused
-    except Exception:  # of the model or of torch: nothing was learned
+    except Exception:  # an error of the model or of torch, which says nothing about refusals
         return None
     return None
 
 
 def other_labels(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of a forward's parameters that are the label of a row.
+    """Return the names of a forward's parameters for labels of a whole row.
 
-    BertForPreTraining has a loss only if it is given `next_sentence_label` besides `labels`.
+    BertForPreTraining has a loss only if it gets `next_sentence_label` besides `labels`.
     """
     return [name for name in inspect.signature(forward).parameters if name.endswith("_label")]
 

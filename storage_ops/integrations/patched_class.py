@@ -1,9 +1,9 @@
-"""The class of patched models, which detects that a library replaces the forward later.
+"""The class of patched models, which detects if a library replaces the forward later.
 
-Trainers of TRL set a fused head on the model, and a forward set on the instance hides the patch. A
-fused head is replaced at once by the one of `fused_head.py`. Any other forward may call the patched
-one, as accelerate's does for mixed precision, or may not. So the first call in training is watched.
-A warning says if the patched forward did not run.
+Trainers of TRL set a fused head on the model, and a forward on the instance hides the patch. A
+fused head is replaced at once by the head of `fused_head.py`. Any other forward may call the
+patched one, as accelerate's does for mixed precision, or may not. So the first call in training is
+watched. There is a warning if the patched forward did not run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from storage_ops.integrations.patched_model import has_patch, model_forward
 
 
 class PatchedModel(Replaced):
-    """A patched model, and the options of its loss."""
+    """A patched model with the options of its loss."""
 
     _loss_options: LossOptions
-    _is_watched = False  # True until the first call in training, once the forward was replaced
+    _is_watched = False  # True from a replacement of the forward until the first call in training
     _has_run = False  # True if the patched forward has run in the watched call
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward that gives a model with labels deferred logits."""
+        """Return a forward that defers the logits of a model with labels."""
         return model_forward(original)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,7 +42,7 @@ class PatchedModel(Replaced):
 
 
 def watch(model: Any) -> None:
-    """Warn at the end of the next call in training if the patched forward does not run in it."""
+    """Warn after the next call in training if the patched forward did not run in it."""
     stop_watching(model)
     model._is_watched = True
     model.register_forward_pre_hook(_begin, prepend=True)
@@ -50,7 +50,7 @@ def watch(model: Any) -> None:
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Undo `watch`. A model that is not watched stays as it is."""
+    """Undo `watch`. A model that is not watched does not change."""
     for name in ("_is_watched", "_has_run"):
         vars(model).pop(name, None)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):

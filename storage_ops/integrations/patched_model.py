@@ -21,12 +21,12 @@ from storage_ops.integrations.patch_probe import other_labels
 
 
 def has_patch(model: object) -> bool:
-    """Return True if `patch_causal_lm` has changed this module and was not undone."""
+    """Return True if `patch_causal_lm` has changed this module and has not been undone."""
     return getattr(model, "_loss_options", None) is not None
 
 
 def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a patched model over its original one.
+    """Return the forward of a patched model, which calls the original one.
 
     Both are functions of the model.
     """
@@ -37,7 +37,7 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         shifted = kwargs.get("shift_labels")
         labels = args[position] if len(args) > position else kwargs.get("labels")
         labels = shifted if shifted is not None else labels
-        # Another wrapper can keep this function after the undo.
+        # Another wrapper can keep this function after `unpatch_causal_lm`.
         if not has_patch(self):
             return original(self, *args, **kwargs)
         if self._is_watched:
@@ -53,7 +53,8 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                     _say_that_labels_lack(name)
             return original(self, *args, **kwargs)
         if any(head._deferred_in is not None for head in patched_heads(self, name)):
-            return original(self, *args, **kwargs)  # a patched model around this one waits for them
+            # A patched model around this one is waiting for the logits.
+            return original(self, *args, **kwargs)
         if labels is None:
             _check_is_whole(self, name)
             for option in ("token_weights", "label_smoothing"):
@@ -86,14 +87,14 @@ def deferred(
     """Call a forward of the model while its output layer defers its logits.
 
     Raises:
-        Refused: it has labels, and no cross-entropy of the logits was asked for.
+        Refused: there are labels, but the model computed no cross-entropy of the logits.
     """
     heads = patched_heads(model, run.model)
     for head in heads:
         head._deferred_in = run
     hooked = [head for head in heads if is_hooked(head)]
     try:
-        # Dynamo of torch 2.10 does not trace the block that takes hooks off.
+        # Dynamo of torch 2.10 does not trace the block that removes hooks.
         with hooks_taken_off(hooked) if hooked else nullcontext():
             outputs = forward(model, *args, **kwargs)
     finally:
@@ -112,7 +113,7 @@ def deferred(
 
 
 def _check_is_whole(model: nn.Module, name: str) -> None:
-    """Refuse a replica of `torch.nn.DataParallel`, which gathers the results of the model."""
+    """Raise an error for a replica of `torch.nn.DataParallel`, which gathers results."""
     if getattr(model, "_is_replica", False):
         raise RuntimeError(
             f'patch_causal_lm: {name} with logits="deferred" is called by torch.nn.DataParallel, '
@@ -122,7 +123,7 @@ def _check_is_whole(model: nn.Module, name: str) -> None:
 
 
 def _refuse_without_labels(name: str, option: str, value: object) -> None:
-    """Refuse an option of the model's loss in a call without labels, whose loss would ignore it."""
+    """Raise an error for an option of the model's loss in a call without labels."""
     if isinstance(value, Tensor) or value:
         shown = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
@@ -134,7 +135,7 @@ def _refuse_without_labels(name: str, option: str, value: object) -> None:
 
 @functools.cache
 def _say_that_labels_lack(name: str) -> None:
-    """Warn, the first time, if a trainer may have removed the labels from the model's call."""
+    """Warn once if a trainer may have removed the labels from the model's call."""
     warn_caller(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "
         "and it has no loss and no results per token. Trainer removes the labels from the call if "
@@ -151,7 +152,8 @@ def _weights(
     name = "token_weights" if weights is None else weights
     if isinstance(name, str):
         weights_arg = kwargs.pop(name, None)
-        if weights is None and weights_arg is not None:  # transformers would take it and do nothing
+        # Transformers would accept it without an effect.
+        if weights is None and weights_arg is not None:
             raise TypeError(
                 "patch_causal_lm: the model is called with `token_weights`, but was patched "
                 "without that keyword. Call storage_ops.patch_causal_lm(model, "
@@ -176,11 +178,11 @@ def _weights(
 
 
 def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
-    """Return a model's outputs with results per token, and the logits removed or computed."""
+    """Return a model's outputs with results per token, and with the logits removed or computed."""
     deferred_outputs: list[tuple[DeferredLogits, Tensor]] = []
 
     def one(value: object) -> Any:
-        """Return the value or its replacement, also inside outputs of a part of the model."""
+        """Return the value or its replacement, also inside outputs of a submodule."""
         if isinstance(value, DeferredLogits):
             if not formed:
                 return None

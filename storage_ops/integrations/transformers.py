@@ -1,13 +1,13 @@
 """The loss of Hugging Face causal language models, without their logits.
 
-The model keeps its own forward. While it runs with labels, its output layer returns
+The model keeps its own forward. When it runs with labels, its output layer returns
 `DeferredLogits`. They pass through the model's scaling and capping to the model's loss. The
 cross-entropy there becomes `linear_cross_entropy`. Without labels the model may return them to a
-caller's loss. So shifting, reduction and auxiliary losses are the model's, in every version of
-transformers. transformers itself is not imported here.
+caller's loss. So shifting, reduction and auxiliary losses are those of the model, in every version
+of transformers. transformers itself is not imported here.
 
 Model and output layer change their class to a subclass, as FSDP2 and torch.nn.utils.parametrize do.
-A forward set on the instance would keep the model, and its memory, in a reference cycle.
+A forward on the instance would keep the model, and its memory, in a reference cycle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOGITS: tuple[Logits, ...] = get_args(Logits)
 
 
 class CausalLMPatch(Generic[ModelT]):
-    """Returned by `patch_causal_lm`. As a context manager it undoes the patch at the end."""
+    """The result of `patch_causal_lm`. As a context manager it undoes the patch at the end."""
 
     def __init__(self, model: ModelT, applied: bool) -> None:
         self._model = model
@@ -83,11 +83,11 @@ def patch_causal_lm(
     files and the signature of forward do not change. Copies of the model, also pickled ones, are
     patched as well.
 
-    For PEFT, pass the `PeftModel` or the model in it. On the output layer LoRA, DoRA, AdaLoRA,
-    VeRA, OFT, IA3, `trainable_token_indices` and `modules_to_save` are supported. All but the last,
-    and a scale per class, run on some tokens at a time, and once more in the backward. The frozen
+    For PEFT, pass the `PeftModel` or the model in it. LoRA, DoRA, AdaLoRA, VeRA, OFT, IA3,
+    `trainable_token_indices` and `modules_to_save` are supported on the output layer. All but the
+    last, and a scale per class, run on some tokens at a time, and again in the backward. The frozen
     weight then has no gradient, and no copies except those of the layer itself. The backward uses
-    the adapters and modes of the forward, also if others are set in between. Dropout of such an
+    the adapters and modes of the forward, even if they have changed since. Dropout of such an
     adapter draws other masks than one call for all tokens would.
 
     Patch a model before Trainer, torch.compile or FSDP wrap it, before or after PEFT. Patching a
@@ -102,9 +102,9 @@ def patch_causal_lm(
     the first call in training warns that the patch has no effect.
 
     FSDP2 (fully_shard on the output layer) and ZeRO-3 of DeepSpeed gather the weight of the layer
-    for its call. The loss then runs inside that call, if the layer is a plain one and labels are
-    given. Other hooks of the output layer (tensor parallelism, device_map) and other adapters are
-    refused. Two threads must not call the model at the same time.
+    for its call. The loss then runs inside that call, if the layer is a plain one and there are
+    labels. Other hooks of the output layer (tensor parallelism, device_map) and other adapters
+    raise an error. Two threads must not call the model at the same time.
 
     Args:
         model: a transformers model whose `forward` takes `labels` and whose
@@ -112,7 +112,7 @@ def patch_causal_lm(
         returns: "loss", and any of "nll", "lse", "entropy", "argmax" and "correct". These become
             entries of the output such as `outputs.nll`, or the last items of a tuple. They have the
             value of every token in the shape of the labels, and 0 (-1 for argmax) for an ignored
-            label. nll, lse and entropy are differentiable. With them the backward forms the
+            label. nll, lse and entropy are differentiable. With them the backward computes the
             logits again. A model that moves labels by one has the nll of label i + 1 at i.
         token_weights: a weight for every label, in their shape. A mean divides by their sum. Pass a
             tensor, or the name of a keyword of the model's call, such as a column of the batch
@@ -120,7 +120,7 @@ def patch_causal_lm(
             keyword, or with it and without labels, is an error. A call in evaluation without it has
             no weights.
         label_smoothing: for the model's loss. With "deferred" logits a call in training without
-            labels is an error, because another loss would ignore this. The same is true of
+            labels is an error, because another loss would ignore this option. The same is true of
             token_weights.
         logits: when to form `outputs.logits` beside the loss, once, in the model's dtype. "eval":
             in evaluation only, as `compute_metrics` of Trainer needs them. "always" or "never".
@@ -212,14 +212,14 @@ def patch_causal_lm(
             raise refused
         if given_forward is not None:
             model.forward = given_forward  # as if it were set now
-    except BaseException:  # an interrupt too
+    except BaseException:  # also for an interrupt
         unpatch_causal_lm(model)
         raise
     return CausalLMPatch(outer_model, applied=True)
 
 
 def _inner(model: object) -> Any:
-    """Return the model in a `PeftModel` or in the result of torch.compile; other models unchanged.
+    """Return the model in a `PeftModel` or a result of torch.compile, or the model itself.
 
     A `PeftModel` adds its adapters to the model in it.
     """
@@ -236,7 +236,7 @@ def _options(
     memory_budget: int | None,
     gradient_tolerance: float,
 ) -> LossOptions:
-    """Return the options after checking them. An error names the wrong one."""
+    """Check the options and return them. An error names the wrong option."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(RESULTS):
         raise ValueError(f"patch_causal_lm: `returns` is {returns!r}. Expected some of {RESULTS}.")
@@ -268,14 +268,14 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def set_memory_budget(model: nn.Module, memory_budget: int | None) -> None:
-    """Give the loss of a patched model another budget, until `restore_memory_budget`."""
+    """Set another budget for the loss of a patched model, until `restore_memory_budget`."""
     inner = _inner(model)
     own = vars(inner).setdefault(OWN_OPTIONS, inner._loss_options)
     inner._loss_options = replace(own, memory_budget=memory_budget)
 
 
 def restore_memory_budget(model: nn.Module) -> None:
-    """Undo `set_memory_budget`. Other models stay as they are."""
+    """Undo `set_memory_budget`. Models without a patch do not change."""
     inner = _inner(model)
     own = vars(inner).pop(OWN_OPTIONS, None)
     if own is not None:
@@ -283,13 +283,13 @@ def restore_memory_budget(model: nn.Module) -> None:
 
 
 def unpatch_causal_lm(model: nn.Module) -> None:
-    """Undo `patch_causal_lm`. A model that is not patched stays as it is.
+    """Undo `patch_causal_lm`. A model without a patch does not change.
 
     Args:
-        model: what was given to `patch_causal_lm`.
+        model: the argument of `patch_causal_lm`.
 
     Raises:
-        TypeError: not a module.
+        TypeError: `model` is not a module.
         RuntimeError: the class of the model was changed again since.
 
     Example:

@@ -1,4 +1,4 @@
-"""Linear cross-entropy: the loss of a linear layer's output, whose logits exist in tiles only.
+"""Linear cross-entropy: the loss of a linear layer's output, computed in tiles of logits.
 
     api.linear_cross_entropy -> Call -> op -> Run --- steps ---> Matmul (storage_ops/matmul)
                                                |           `---> RowFunction: the row kernel
@@ -15,11 +15,11 @@ Terms:
   gradients.
 * A *step* is one tile and what is done with it, a *schedule* all steps of a call. The three
   *strategies* differ in what is formed again: chunks of tokens with whole rows of logits, slices of
-  the vocabulary in two passes, and one pass that rescales. `schedule` says where logits lie.
-* A *plan* is a schedule and what it will cost. The planner takes the fastest that fits a budget.
-* Gradients are made *in the forward* where one upstream number scales them, for a mean or a sum.
-  Else the forward keeps the state, and the backward forms the logits once more.
-* *Ranks* share the vocabulary: they merge the state of rows and add up the input's gradient, while
+  the vocabulary in two passes, and one pass that rescales. `schedule` says where logits are stored.
+* A *plan* is a schedule and its cost. The planner chooses the fastest plan within a budget.
+* Gradients are computed *in the forward* if one upstream number scales them, for a mean or a sum.
+  Otherwise the forward keeps the state, and the backward computes the logits again.
+* *Ranks* share the vocabulary. They merge the state of rows and add up the input's gradient while
   other chunks are multiplied.
 
 Where things are:
@@ -30,6 +30,6 @@ Where things are:
   `checks` compares tensors with each other.
 * `op` has the ops: kernels, fakes, autograd and vmap. `row_function` computes cross-entropy from a
   tile, and `picked` the log-probabilities of some classes.
-* `formulas` has what a token's loss is made of, `reference` the definition in plain torch.
-* `planning/` chooses the tiles, and needs no torch. `engine/` walks them for any head.
+* `formulas` has the formulas of a token's loss, `reference` the definition in plain torch.
+* `planning/` chooses the tiles, and needs no torch. `engine/` runs the tiles of any head.
 """

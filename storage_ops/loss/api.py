@@ -1,4 +1,4 @@
-"""Cross-entropy of `input @ linear_weight.T` without ever holding the logits."""
+"""Cross-entropy of `input @ linear_weight.T` without the logits in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from storage_ops.loss.positions import loss_of_positions
 
 # Options that the op takes by the same name; `weight` is the op's name for linear_weight.
 _OF_THE_OP = tuple(n for n in Call._fields if n in CallOptions.__annotations__ and n != "weight")
-_PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")  # and differentiable
+# Results per token that are differentiable.
+_PER_TOKEN = ("nll", "lse", "entropy", "selected", "topk")
 
 
 @overload
@@ -104,11 +105,11 @@ def linear_cross_entropy(
     returns: Sequence[Result] = ("loss",),
     options: Any = None,
 ) -> Any:
-    """Cross-entropy loss of a linear layer's output, with no logits tensor in memory.
+    """Compute the cross-entropy of a linear layer's output, with no logits tensor in memory.
 
-    Equal to `F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` in loss and in
-    gradients. A token has the logits z, lse = log sum exp z, the target t and the weight a. The
-    classes have the weights C, and e is the label smoothing. The token's loss is
+    The loss and gradients equal those of `F.cross_entropy(F.linear(input, linear_weight,
+    linear_bias), target)`. A token has the logits z, lse = log sum exp z, the target t and the
+    weight a. The
 
         a * ((1 - e) C_t (lse - z_t) + e/V sum_j C_j (lse - z_j) + z_loss * lse^2)
 
@@ -141,7 +142,7 @@ def linear_cross_entropy(
             of the ignored token.
         label_smoothing: from 0 to 1: this part of a target is spread over all classes.
         z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
-        softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: they do not.
+        softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: no soft-cap.
         logit_scale: logits are multiplied by this, before the soft-cap.
         token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
         shift: for causal language models, whose target is their input. With True or 1 the token at

@@ -1,8 +1,8 @@
-"""The arguments of the loss: as users pass them, what they must be, and as the op takes them.
+"""The arguments of the loss: their types, the rules for their values, and the op's arguments.
 
 * `Options` and the other typed dicts have the types of the keyword arguments, for the overloads
   that type checkers read. `tests/test_types.py` compares their names with those of the functions.
-* `RULES` has what the value of an option must be, whatever the tensors are. `checks` has the rest.
+* `RULES` has rules that do not depend on tensors. `checks` has the others.
 * `Call` has the arguments of the op by name, with their defaults.
 """
 
@@ -32,7 +32,7 @@ Result = Literal[TensorResult, "topk"]  # "topk" is a pair of tensors
 INPUT_GRADS: tuple[InputGrad, ...] = get_args(InputGrad)
 RESULTS: tuple[Result, ...] = get_args(Result)
 
-# More names of results than the overloads count.
+# Longer tuples of names than the overloads have.
 Several = tuple[TensorResult, TensorResult, Unpack[tuple[TensorResult, ...]]]
 
 
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
 
 
 class SumOptions(TypedDict, total=False):
-    """Options for how the losses of tokens are formed and added up."""
+    """Options for the losses of tokens and their sum."""
 
     reduction: Reduction
     label_smoothing: float
@@ -65,7 +65,7 @@ class SumOptions(TypedDict, total=False):
 
 
 class ModuleOptions(Options, SumOptions, total=False):
-    """Options of `LinearCrossEntropyLoss`, but `returns`."""
+    """Options of `LinearCrossEntropyLoss`, except `returns`."""
 
     ignore_index: int | None
     shift: bool | int
@@ -74,7 +74,7 @@ class ModuleOptions(Options, SumOptions, total=False):
 
 
 class CallOptions(ModuleOptions, total=False):
-    """Keyword arguments of `linear_cross_entropy`, but `returns`."""
+    """Keyword arguments of `linear_cross_entropy`, except `returns`."""
 
     linear_bias: Tensor | None
     weight: Tensor | None
@@ -83,11 +83,11 @@ class CallOptions(ModuleOptions, total=False):
 
 
 class Rule(NamedTuple):
-    """A rule for the value of an option, whatever the tensors are.
+    """A rule for the value of an option, which does not depend on tensors.
 
     Attributes:
         option: its name.
-        fits: whether a value obeys.
+        fits: returns True if a value obeys the rule.
         expected: the end of the error's text.
         kind: the type of the error.
     """
@@ -99,18 +99,18 @@ class Rule(NamedTuple):
 
 
 def is_integer(value: object) -> bool:
-    """Return True for an integer, a symbolic one or a bool."""
+    """Return True for an integer, including a symbolic one and a bool."""
     return isinstance(value, (int, torch.SymInt))
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number, which may be symbolic, but for no bool and no tensor."""
+    """Return True for a real number, including a symbolic one, but not for a bool or a tensor."""
     kinds = (numbers.Real, torch.SymInt, torch.SymFloat)
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def one_of(option: str, names: Sequence[str]) -> Rule:
-    """Return the rule of an option that has a name as its value."""
+    """Return the rule of an option whose value is a name."""
     return Rule(option, lambda value: value in names, f"one of {names}")
 
 
@@ -119,7 +119,7 @@ def true_or_false(option: str) -> Rule:
     return Rule(option, lambda value: isinstance(value, bool), "True or False", TypeError)
 
 
-# Rules of divergences, too.
+# These rules hold for divergences, too.
 REDUCTION = one_of("reduction", REDUCTIONS)
 MAX_VALID = Rule(
     "max_valid",
@@ -180,7 +180,7 @@ def tensors_of(call: object) -> tuple[Tensor | None, ...]:
 
 
 def with_tensors(call: _Call, tensors: Sequence[Tensor | None] | None = None) -> _Call:
-    """Return a call with other tensors; without any, it keeps no memory."""
+    """Return a call with other tensors, or with none, which keeps no memory alive."""
     kind: Any = type(call)
     names = _tensor_fields(kind)
     values = (None,) * len(names) if tensors is None else tensors
@@ -196,10 +196,10 @@ class Call(NamedTuple):
     `group` are the plan's key and the group's name, or "".
 
     Attributes:
-        in_forward: the gradients are made in the forward, for a loss that is a mean or a sum.
+        in_forward: whether the forward computes the gradients, for a loss that is a mean or a sum.
         grad_mask: whether input, weight and bias need gradients.
-        wants: whether nll, lse, entropy and argmax are asked for.
-        selected_ids: those of the tokens that are scored, after the shift.
+        wants: whether nll, lse, entropy and argmax are requested.
+        selected_ids: the selected classes of each scored token, after the shift.
     """
 
     input: Tensor
@@ -237,27 +237,27 @@ class Call(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """Return True if the last tile may stay until the backward."""
+        """Return True if the last tile may stay in memory until the backward."""
         return keeping(self.plan, False) != self.plan
 
     @property
     def divides(self) -> bool:
-        """Return True if the loss is the tokens' sum divided by something."""
+        """Return True if the loss is the tokens' sum divided by a number."""
         return self.reduction == "mean" or (self.reduction == "sum" and self.divisor is not None)
 
     @property
     def adds_losses(self) -> bool:
-        """Return True if ranks add up their targets' loss, and send no token's target logit."""
+        """Return True if ranks add up losses of targets instead of merging target logits."""
         summed = self.reduction != "none" and not self.wants[0]
         return bool(self.group) and summed and not self.target.is_floating_point()
 
     def for_backward(self) -> tuple[Any, ...]:
-        """Return the arguments as ops of the backward take them that have no accumulate_into."""
+        """Return the arguments for the ops of the backward without accumulate_into."""
         return self[:_INTO] + self[_INTO + 1 :]
 
     @staticmethod
     def of_backward(args: Sequence[Any]) -> Call:
-        """Return the call of which `for_backward` returned these arguments."""
+        """Return the call from arguments that `for_backward` returned."""
         call_args: tuple[Any, ...] = (*args[:_INTO], None, *args[_INTO:])
         return Call(*call_args)
 
@@ -266,14 +266,14 @@ _INTO = Call._fields.index("accumulate_into")
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of all but matrix products: float32, or float64 for float64."""
+    """Return the dtype of all arithmetic but matrix products: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def count_of(sizes: Iterable[int]) -> int:
     """Return the product of sizes, which may be symbolic.
 
-    `torch.Size.numel` makes constants of symbolic sizes, as `len` of a tensor does in an export.
-    Each size would compile a graph.
+    `torch.Size.numel` turns symbolic sizes into constants, and so does `len` of a tensor in an
+    export. Each size would then compile a graph of its own.
     """
     return math.prod(sizes)

@@ -25,7 +25,7 @@ def wrong(
 
     Args:
         kind: the class of the error.
-        argument: the name, and the verb unless `found` begins with one, such as "softcap is".
+        argument: the name, and the verb, such as "softcap is". `found` may have the verb instead.
         found: the value.
         expected: other values that are allowed.
         op: the function whose argument it is.
@@ -34,18 +34,18 @@ def wrong(
     return kind(f"{op}: `{name}` {verb}{' ' * bool(verb)}{found}. Expected {expected}.")
 
 
-def check_rules(op: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> None:
-    """Raise the error of the first rule that an option breaks."""
+def check_rules(op: str, rules: Sequence[Rule], options: Mapping[str, Any]) -> None:
+    """Raise the error of the first rule that is broken."""
     for option, fits, expected, kind in rules:
-        value = given[option]
+        value = options[option]
         if not fits(value):
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise wrong(kind, f"{option} is", shown, expected, op)
 
 
-def check_tensors(op: str, given: Mapping[str, object], required: Collection[str]) -> None:
-    """Raise a TypeError for what is no dense tensor; None is one unless it is required."""
-    for name, value in given.items():
+def check_tensors(op: str, tensors: Mapping[str, object], required: Collection[str]) -> None:
+    """Raise a TypeError for an argument that is no dense tensor, or is None but required."""
+    for name, value in tensors.items():
         if isinstance(value, Tensor):
             check_layout(op, name, value)
         elif value is not None or name in required:
@@ -54,28 +54,28 @@ def check_tensors(op: str, given: Mapping[str, object], required: Collection[str
 
 
 def check_shapes(op: str, *rows: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
-    """Raise a ValueError for the first tensor that has not the shape beside it."""
+    """Raise a ValueError for the first tensor that does not have the shape next to it."""
     for name, t, shape in rows:
         if t is not None and tuple(t.shape) != shape:
             raise wrong(ValueError, f"{name} has shape", tuple(t.shape), str(shape), op)
 
 
 def check_devices(op: str, input: Tensor, *rows: tuple[str, Tensor | None]) -> None:
-    """Raise a ValueError unless all are on the device of the input."""
+    """Raise a ValueError unless all tensors are on the device of the input."""
     for name, t in rows:
         if t is not None and t.device != input.device:
             raise wrong(ValueError, f"{name} is on", t.device, f"{input.device}, as input", op)
 
 
 def check_needs_none(op: str, *rows: tuple[str, Tensor | None]) -> None:
-    """Raise a ValueError for a tensor that requires a gradient which is not computed."""
+    """Raise a ValueError for a tensor that requires a gradient but gets none."""
     for name, t in rows:
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise wrong(ValueError, name, "requires grad", _NONE_NEEDED, op)
 
 
 def check_group(op: str, process_group: Any) -> None:
-    """Raise a TypeError unless it is a process group or None."""
+    """Raise a TypeError unless the argument is a process group or None."""
     if process_group is not None and not is_group(process_group):
         rule = "a process group of torch.distributed, or None"
         raise wrong(TypeError, "process_group is", repr(process_group), rule, op)
@@ -93,12 +93,12 @@ def check_layout(op: str, name: str, t: Tensor) -> None:
 
 
 def class_indices(t: Tensor) -> Tensor:
-    """Return class indices of uint8, which `F.cross_entropy` takes too, as int64 for kernels."""
+    """Convert class indices of uint8, which `F.cross_entropy` also takes, to int64 for kernels."""
     return t.to(torch.int64) if t.dtype == torch.uint8 else t
 
 
 def check_torch_options(options: object) -> None:
-    """Raise a TypeError unless this is what torch's function takes, where torch has it."""
+    """Raise a TypeError for options that torch's function does not have, if torch has it."""
     kind = getattr(torch.nn, "LinearCrossEntropyOptions", type(None))
     if not (options is None or isinstance(options, kind)):
         rule = "torch.nn.LinearCrossEntropyOptions (torch >= 2.13), or None"
@@ -106,7 +106,7 @@ def check_torch_options(options: object) -> None:
 
 
 def budget_of(memory_budget: Any, op: str) -> Any:
-    """Return a memory_budget as a number that the op's schema takes; symbols and None stay."""
+    """Return a memory_budget as a number for the op's schema. Symbols and None stay unchanged."""
     counts = isinstance(memory_budget, (int, torch.SymInt)) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not counts:
         memory_budget = parse_bytes(memory_budget, f"{op}: `memory_budget`")
@@ -116,7 +116,7 @@ def budget_of(memory_budget: Any, op: str) -> Any:
 
 
 def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Result, ...]:
-    """Return `returns` as a tuple; raise a ValueError unless it has allowed names alone."""
+    """Return `returns` as a tuple. Raise a ValueError if it has a name that is not allowed."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
     if not names or not set(names) <= set(allowed):
         raise wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
@@ -124,7 +124,7 @@ def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Resu
 
 
 def group_of(mesh: Any, name: str) -> Any:
-    """Return the process group of a mesh of one dimension, or any other object as it is."""
+    """Return the process group of a one-dimensional mesh, and any other object unchanged."""
     if mesh is None or is_group(mesh) or not hasattr(mesh, "get_group"):
         return mesh
     if mesh.ndim != 1:
@@ -136,20 +136,20 @@ def group_of(mesh: Any, name: str) -> Any:
 
 
 def check_arguments(
-    input: Tensor, linear_weight: Tensor, target: Tensor, given: Mapping[str, Any]
+    input: Tensor, linear_weight: Tensor, target: Tensor, options: Mapping[str, Any]
 ) -> None:
     """Raise a TypeError or ValueError for arguments that do not fit together.
 
-    `given`: all keyword arguments of `linear_cross_entropy`, but `options`.
+    `options`: all keyword arguments of `linear_cross_entropy` except `options`.
     """
-    check_rules(OP, RULES, given)
-    _check_options(input, given)
-    linear_bias, weight = given["linear_bias"], given["weight"]
-    token_weight, accumulate_into = given["token_weight"], given["accumulate_into"]
+    check_rules(OP, RULES, options)
+    _check_options(input, options)
+    linear_bias, weight = options["linear_bias"], options["weight"]
+    token_weight, accumulate_into = options["token_weight"], options["accumulate_into"]
     ignore_index, returns, process_group = (
-        given[name] for name in ("ignore_index", "returns", "process_group")
+        options[name] for name in ("ignore_index", "returns", "process_group")
     )
-    scatters = given["input_grad"] == "reduce_scatter"
+    scatters = options["input_grad"] == "reduce_scatter"
     if scatters and target.is_floating_point():
         rule = "class indices with input_grad='reduce_scatter'"
         raise wrong(TypeError, "target is", target.dtype, rule)
@@ -168,10 +168,10 @@ def check_arguments(
         )
     tokens = _tokens_of(input, target) if scatters else tuple(input.shape[:-1])
     _check_target(tokens, target, vocab, ignore_index)
-    if given["gradient_tolerance"] and target.is_floating_point():
+    if options["gradient_tolerance"] and target.is_floating_point():
         raise wrong(TypeError, "target is", target.dtype, "class indices with a gradient_tolerance")
-    selected_ids, classes = given["selected_ids"], vocab if process_group is None else None
-    _check_picks(selected_ids, given["top_k"], returns, tokens, classes)
+    selected_ids, classes = options["selected_ids"], vocab if process_group is None else None
+    _check_picks(selected_ids, options["top_k"], returns, tokens, classes)
     check_shapes(
         OP,
         ("linear_bias", linear_bias, (vocab,)),
@@ -199,15 +199,15 @@ def check_arguments(
     )  # fmt: skip
 
 
-def check_head(op: str, given: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError unless a head's weight (V, ..., D) takes these hidden states (..., D).
+def check_head(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless a head's weight (V, ..., D) fits hidden states (..., D).
 
     Args:
-        op: the function whose arguments they are.
-        given: both, by their names: hidden states, then weight.
+        op: the function that is checked, for the error.
+        tensors: hidden states and weight, in this order, by their names.
     """
-    (states, input), (head, weight) = given.items()
-    shape, wanted = tuple(weight.shape), "(V, D)" if weight.dim() < 3 else "(V, d_1, ..., D)"
+    (states, input), (head, weight) = tensors.items()
+    shape, form = tuple(weight.shape), "(V, D)" if weight.dim() < 3 else "(V, d_1, ..., D)"
     if input.dim() >= 1 and weight.dim() >= 2 and shape[-1] == input.shape[-1]:
         return
     hint = ""
@@ -216,64 +216,64 @@ def check_head(op: str, given: Mapping[str, Tensor]) -> None:
             f"`{states}` looks like logits: pass the hidden states, the input of the linear layer.",
             f"`{head}` looks transposed, as if it were (D, V): pass {head}.T.",
         ]
-        # Few models have fewer classes than hidden sizes.
+        # Few models have fewer classes than hidden units, so the weight is probably transposed.
         hint = " " + " Or ".join(hints if shape[0] >= shape[-1] else reversed(hints))
     raise ValueError(
-        f"{op}: `{head}` has shape {shape}. Expected {wanted} with D the last size of `{states}`, "
+        f"{op}: `{head}` has shape {shape}. Expected {form} with D the last size of `{states}`, "
         f"which has shape {tuple(input.shape)}.{hint}"
     )
 
 
 def check_ignore_index(ignore_index: int) -> None:
-    """Raise a TypeError or ValueError unless it is an integer that targets may have."""
+    """Raise a TypeError or ValueError unless a target may have this value."""
     if isinstance(ignore_index, bool) or not is_integer(ignore_index):
         raise wrong(TypeError, "ignore_index is", repr(ignore_index), "an int, or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
         raise wrong(ValueError, "ignore_index is", ignore_index, "a value in the range of int64")
 
 
-def _check_options(input: Tensor, given: Mapping[str, Any]) -> None:
+def _check_options(input: Tensor, options: Mapping[str, Any]) -> None:
     """Check the options that depend on the input, or on each other."""
-    softcap, divisor, wide = given["softcap"], given["divisor"], arithmetic(input.dtype)
+    softcap, divisor, wide = options["softcap"], options["divisor"], arithmetic(input.dtype)
     least = torch.finfo(wide).tiny
     if softcap is not None and not least <= softcap <= 1 / least:
         rule = f"None or a positive number from {least:.3} to {1 / least:.3}"
         raise wrong(ValueError, "softcap is", softcap, rule)
-    if given["shift"] and input.dim() < 2:
+    if options["shift"] and input.dim() < 2:
         raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     for name in ("accumulate_dtype", "logits_dtype"):
-        if given[name] not in sums:
-            raise wrong(ValueError, f"{name} is", given[name], f"one of {sums}")
+        if options[name] not in sums:
+            raise wrong(ValueError, f"{name} is", options[name], f"one of {sums}")
     if divisor is not None:
-        check_divisor(divisor, given["reduction"])
-    if given["gradient_tolerance"]:
-        _check_tolerance(given)
-    elif given["max_classes"] is not None:
+        check_divisor(divisor, options["reduction"])
+    if options["gradient_tolerance"]:
+        _check_tolerance(options)
+    elif options["max_classes"] is not None:
         rule = "None without a gradient_tolerance"
-        raise wrong(ValueError, "max_classes is", given["max_classes"], rule)
+        raise wrong(ValueError, "max_classes is", options["max_classes"], rule)
 
 
-# Their gradients do not shrink with a class's probability.
+# Gradients of these results do not shrink with a class's probability.
 _NOT_BOUNDED = ("entropy", "selected", "topk")
 
 
-def _check_tolerance(given: Mapping[str, Any]) -> None:
-    """Check the options of a call whose gradient may leave classes out."""
+def _check_tolerance(options: Mapping[str, Any]) -> None:
+    """Check the options of a call with gradient_tolerance."""
     rule = "0 with a gradient_tolerance: every class has a part of each token's target"
-    if given["label_smoothing"]:
-        raise wrong(ValueError, "label_smoothing is", given["label_smoothing"], rule)
-    unbounded = [name for name in given["returns"] if name in _NOT_BOUNDED]
+    if options["label_smoothing"]:
+        raise wrong(ValueError, "label_smoothing is", options["label_smoothing"], rule)
+    unbounded = [name for name in options["returns"] if name in _NOT_BOUNDED]
     if unbounded:
         rule = (
             f"none of {_NOT_BOUNDED} with a gradient_tolerance, which does not bound the error of "
             "their gradients. Compute them in a call under torch.no_grad()"
         )
-        raise wrong(ValueError, "returns is", repr(given["returns"]), rule)
+        raise wrong(ValueError, "returns is", repr(options["returns"]), rule)
 
 
 def check_divisor(divisor: float | Tensor, reduction: str) -> None:
-    """Raise a TypeError or ValueError unless it is a number for this reduction."""
+    """Raise a TypeError or ValueError unless the divisor is allowed with this reduction."""
     if reduction != "sum":
         rule = "'sum' with a divisor"
         raise wrong(ValueError, "reduction is", repr(reduction), rule)
@@ -288,7 +288,7 @@ def check_divisor(divisor: float | Tensor, reduction: str) -> None:
 
 
 def _tokens_of(input: Tensor, target: Tensor) -> tuple[int, ...]:
-    """Return the shape of all tokens, of one dimension of which the input is a part."""
+    """Return the shape of all tokens, of which the input has a part in one dimension."""
     part, whole = tuple(input.shape[:-1]), tuple(target.shape)
     same_rank = len(part) == len(whole) > 0
     others = [d for d, n in enumerate(part) if n != whole[d]] if same_rank else []

@@ -1,6 +1,6 @@
-"""Linear cross-entropy of DTensors: what each dimension of their mesh is to the loss.
+"""Linear cross-entropy of DTensors: finds the role of each dimension of their mesh.
 
-It follows from the placements of the weight and of the input, dimension by dimension:
+The role follows from the placements of the weight and the input, dimension by dimension:
 
     weight       input              the ranks of this dimension
     Shard(0)     Shard of tokens    hold slices of the vocabulary and parts of the tokens, which are
@@ -9,8 +9,8 @@ It follows from the placements of the weight and of the input, dimension by dime
     any other    Shard of tokens    hold parts of the tokens: the loss is summed over them
     any other    any other          all do the same
 
-Everything else is brought there by DTensor's own redistribution, whose backward is its own: hidden
-sizes that are sharded and sums that are pending. A plain tensor is the same on every rank.
+All other placements, such as sharded hidden sizes and pending sums, are first redistributed by
+DTensor, which also does the backward. A plain tensor is the same on every rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Placements = list[Placement]
 
 
 class _Meshed:
-    """The arguments of a call, and what the dimensions of their mesh are to it.
+    """The arguments of a call, and the roles of the dimensions of their mesh.
 
     Attributes:
         vocabulary: the dimension of the mesh whose ranks hold slices of the vocabulary, or None.
         parts: for each dimension of the mesh the dimension of the tokens that it shards, or None.
-        input_grad: the option of the op, by where its tokens are gathered.
+        input_grad: the op's option, which depends on where tokens are gathered.
     """
 
     def __init__(self, tensors: dict[str, Tensor | None]):
@@ -48,7 +48,7 @@ class _Meshed:
         weight, x = tensors["linear_weight"], tensors["input"]
         assert weight is not None and x is not None
         sliced = [d for d, p in enumerate(self.of(weight)) if p.is_shard(0)]
-        # FSDP on top of tensor parallelism has slices of slices, in another order.
+        # FSDP on top of tensor parallelism shards the slices again, in another order.
         if len(sliced) > 1 or any(hasattr(p, "split_factor") for p in self.of(weight)):
             raise ValueError(
                 f"linear_cross_entropy: `linear_weight` has placements {tuple(self.of(weight))}. "
@@ -66,7 +66,7 @@ class _Meshed:
             self._choose_gather(x, tensors["target"])
 
     def of(self, t: Tensor) -> Placements:
-        """Placements of a tensor."""
+        """Return the placements of a tensor."""
         return list(t.placements) if isinstance(t, DTensor) else self.everywhere
 
     def _check_slices(self, classes: int) -> None:
@@ -79,7 +79,7 @@ class _Meshed:
             )
 
     def _choose_gather(self, x: Tensor, target: Tensor | None) -> None:
-        """Gather inside of the op if parts are of one size and one dimension of the mesh."""
+        """Gather inside the op if parts have one size and one mesh dimension shards tokens."""
         assert self.vocabulary is not None and target is not None
         part = self.parts[self.vocabulary]
         if part is None:
@@ -91,7 +91,7 @@ class _Meshed:
             self.parts[self.vocabulary], self.input_grad = None, "partial"
 
     def tokens(self, whole: bool = False) -> Placements:
-        """Placements of what has a value per token; `whole`: as the op takes all but the input."""
+        """Return the placements of per-token values; with `whole`, as the op takes them."""
         placements: Placements = []
         for d, part in enumerate(self.parts):
             gathered = part is None or (whole and d == self.vocabulary)
@@ -99,7 +99,7 @@ class _Meshed:
         return placements
 
     def classes(self) -> Placements:
-        """Placements of what has a value per class."""
+        """Return the placements of per-class values."""
         return [Shard(0) if d == self.vocabulary else Replicate() for d in range(self.mesh.ndim)]
 
     @property
@@ -107,19 +107,19 @@ class _Meshed:
         """Return the dimensions of the mesh over which the loss is summed."""
         return [d for d, p in enumerate(self.parts) if p is not None and d != self.vocabulary]
 
-    def local(self, t: Tensor | None, wanted: Placements, grad: Placements) -> Any:
+    def local(self, t: Tensor | None, placements: Placements, grad: Placements) -> Any:
         """Return this rank's part of a tensor.
 
         Args:
             t: the tensor.
-            wanted: the placements to bring it to.
+            placements: the placements of the result.
             grad: the placements of its gradient.
         """
         if t is None:
             return None
         if not isinstance(t, DTensor):
             t = DTensor.from_local(t, self.mesh, self.of(t), run_check=False)
-        return t.redistribute(self.mesh, wanted).to_local(grad_placements=grad)
+        return t.redistribute(self.mesh, placements).to_local(grad_placements=grad)
 
     def joined(self, t: Tensor, placements: Placements) -> DTensor:
         """Return the results of the ranks as one tensor."""
@@ -127,16 +127,16 @@ class _Meshed:
 
     @property
     def everywhere(self) -> Placements:
-        """Placements of what every rank has whole."""
+        """Return the placements of a tensor that every rank has in full."""
         return [Replicate()] * self.mesh.ndim
 
     def total(self, t: Tensor) -> DTensor:
-        """Return the results of the ranks for their tokens, added up."""
+        """Return the sum of the ranks' results for their tokens."""
         parts = self.joined(t, self.added(self.everywhere, self.summed))
         return parts.redistribute(self.mesh, self.everywhere)
 
     def added(self, placements: Placements, over: Sequence[int | None]) -> Placements:
-        """Placements of a gradient to which the ranks of some dimensions of the mesh add."""
+        """Return the placements of a gradient that is summed over some dimensions of the mesh."""
         return [Partial() if d in over else p for d, p in enumerate(placements)]
 
 
@@ -159,7 +159,7 @@ def linear_cross_entropy(
     input_grad: str,
     **options: Any,
 ) -> Any:
-    """Run `call`, the loss of plain tensors, on this rank's part of DTensors."""
+    """Run `call`, the loss of plain tensors, on this rank's part of the DTensors."""
     _refuse(process_group, input_grad, accumulate_into)
     if shift and selected_ids is not None:
         raise ValueError(
@@ -222,7 +222,7 @@ def linear_cross_entropy(
 
 
 def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None) -> None:
-    """Raise for options that placements take the place of."""
+    """Raise an error for options that placements replace."""
     for name, value, expected in (
         ("process_group", process_group, None),
         ("input_grad", input_grad, "replicate"),
@@ -237,7 +237,7 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
 
 
 def _shifted(t: Tensor, dim: int, by: int, last: float) -> Tensor:
-    """Return a tensor moved along a dimension, with `last` in the places that this leaves free."""
+    """Return a tensor moved along a dimension, with `last` in the places that become free."""
     if isinstance(t, DTensor):
         whole = [Replicate() if p.is_shard(dim) else p for p in t.placements]
         local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, by, last)
@@ -251,7 +251,7 @@ def _divisor(
     meshed: _Meshed, target: Tensor, token_weight: Tensor | None, classes: Tensor | None,
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
-    """Return the divisor of a mean over all ranks' tokens, as in formulas.py."""
+    """Return the divisor of a mean over the tokens of all ranks, as in formulas.py."""
     classes = meshed.local(classes, meshed.everywhere, meshed.everywhere)
     each = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
     return meshed.total(each).to_local()
@@ -262,8 +262,8 @@ def _result(
 ) -> DTensor:
     """Return a result of all ranks.
 
-    It is a reduced loss, or values per token, without those that are left out. `moved`: the
-    dimension that targets were moved along by `shift`.
+    It is a reduced loss, or per-token values without the tokens that `shift` leaves out. `moved` is
+    the dimension that `shift` moves targets along.
     """
     if t.dim() == 0:
         return meshed.total(t)

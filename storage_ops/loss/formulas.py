@@ -9,7 +9,7 @@ and with a distribution q as target, q' = (1 - e) q + e/V:
 
     loss = a * (sum_j w_j q'_j (lse - z_j) + z_loss * lse^2)
 
-The mean divides the sum over the tokens that are not ignored by that of a * w_t, or of a for
+The mean divides the sum over the tokens that are not ignored by the sum of a * w_t, or of a for
 distributions. This is torch's definition for class weights, extended to token weights.
 """
 
@@ -34,34 +34,34 @@ def denominator(tokens: Tokens, call: Call) -> Tensor:
             return tokens.token_weight.sum()
         return torch.full((), tokens.count, dtype=dtype, device=tokens.x.device)
     valid = tokens.target != call.ignore_index
-    each = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
+    weights = valid.to(dtype) if tokens.target_weight is None else tokens.target_weight
     if tokens.token_weight is not None:
-        each = each * tokens.token_weight
-    return torch.where(valid, each, 0).sum()
+        weights = weights * tokens.token_weight
+    return torch.where(valid, weights, 0).sum()
 
 
 def total_weight(
     target: Tensor, class_dim: int, class_weight: Tensor | None, token_weight: Tensor | None,
     ignore_index: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the number that divides the sum in a mean, for targets in any shape.
+    """Return the divisor of a mean, for targets in any shape.
 
-    Distributions have a dimension of classes. A call that consists of several uses it, because each
-    of them knows a part of the tokens only.
+    Distributions have a dimension of classes. Calls that consist of several smaller ones use this
+    function, because each smaller call knows only some of the tokens.
     """
     if target.is_floating_point():
-        each = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
+        weights = torch.ones_like(target.select(class_dim, 0), dtype=dtype)
     else:
         valid = target != ignore_index
-        each = valid.to(dtype)
+        weights = valid.to(dtype)
         if class_weight is not None:
             classes = torch.where(valid, target, 0).long().clamp(0, class_weight.shape[0] - 1)
-            each = each * class_weight.to(dtype)[classes]
-    return (each if token_weight is None else each * token_weight.to(dtype)).sum()
+            weights = weights * class_weight.to(dtype)[classes]
+    return (weights if token_weight is None else weights * token_weight.to(dtype)).sum()
 
 
 def scale_of(tokens: Tokens, call: Call) -> Tensor:
-    """Return the gradient of a reduced loss with respect to a token's; 0 where it has none."""
+    """Return the gradient of a reduced loss with respect to each token's loss; 0 where ignored."""
     if not call.divides:
         return torch.ones((), dtype=arithmetic(tokens.x.dtype), device=tokens.x.device)
     total = denominator(tokens, call)
@@ -109,14 +109,14 @@ class Outputs:
 
     nll: Tensor
     lse: Tensor
-    loss: Tensor  # times the token's weight, not reduced
+    loss: Tensor  # multiplied by the token's weight, not reduced
 
     @staticmethod
     def of(tokens: Tokens, call: Call, state: Tensor) -> Outputs:
-        """Loss, nll and log-sum-exp. Ignored rows have a state that makes all of them 0."""
+        """Compute loss, nll and log-sum-exp. The state of ignored rows makes all of them 0."""
         shift, total, _, dot, mass, logit = state.unbind(0)
         log_sum = total.log()
-        # A row with an infinite logit has a sum of nan, but its log-sum-exp is infinite.
+        # A row with an infinite logit has a nan sum, but its log-sum-exp is infinite.
         lse = torch.where(shift == float("inf"), shift, shift + log_sum)
         if tokens.probabilities:
             loss = nll = mass * log_sum - dot
@@ -136,13 +136,13 @@ class Outputs:
 
     @staticmethod
     def entropy_of(state: Tensor) -> Tensor:
-        """Entropy of each row's softmax, in nats."""
+        """Return the entropy of each row's softmax, in nats."""
         _, total, slope, *_ = state.unbind(0)
         return total.log() - slope / total
 
 
 def reduce(loss: Tensor, tokens: Tokens, call: Call) -> Tensor:
-    """Return the loss for the caller, reduced as the call says."""
+    """Return the loss for the caller, with the call's reduction."""
     if call.reduction == "none":
         return tokens.spread(loss)
     return loss.sum() / denominator(tokens, call) if call.divides else loss.sum()

@@ -15,13 +15,13 @@ from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.loss.call import ModuleOptions, Result, Several, TensorResult
 from storage_ops.loss.engine import ranks
 
-# The type of the result of a call. A type without it in brackets is that of the default.
+# The type of the result of a call. An overload without brackets has the default type.
 T = TypeVar("T", default=Tensor)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A process group by its name, of which copies and pickles can be made."""
+    """A process group by its name, which can be copied and pickled."""
 
     group_name: str
 
@@ -30,21 +30,21 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
     """A linear layer and the cross-entropy of its output, with no logits tensor in memory.
 
     The names, the parameters and the keys of the state dict are those of
-    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). A process group is kept by its name: copies
-    use the same group, and what was pickled the one of that name where it is loaded.
+    `torch.nn.LinearCrossEntropyLoss` (torch >= 2.13). The module stores a process group by its
+    name. So copies use the same group, and an unpickled module uses the group of that name.
 
     Args:
         in_features: D.
         num_classes: V.
         out_features: d_1, ..., d_K of the K-dimensional loss.
         bias: whether the layer learns a bias.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
         weight: (V,) weights of the classes, a buffer.
-        options: any other keyword of `storage_ops.linear_cross_entropy` but linear_bias,
+        options: any other keyword of `storage_ops.linear_cross_entropy`, except linear_bias,
             token_weight and accumulate_into, which `forward` takes.
 
     Raises:
-        TypeError: an option of another name.
+        TypeError: an option has an unknown name.
 
     Example:
         >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
@@ -127,7 +127,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
 
     @property
     def in_features(self) -> int:
-        """D."""
+        """The hidden size D."""
         return self.linear.in_features
 
     def forward(
@@ -141,8 +141,8 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         """Return the loss, or what `returns` names. See `storage_ops.linear_cross_entropy`.
 
         Raises:
-            TypeError: `linear` is no plain `torch.nn.Linear` any more, as with an adapter of PEFT;
-                or it has forward hooks, which would not run.
+            TypeError: `linear` is no plain `torch.nn.Linear` any more, for example because of a
+                PEFT adapter; or it has forward hooks, which would not run.
         """
         self._check_linear()
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
@@ -162,7 +162,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         )
         return result
 
-    if TYPE_CHECKING:  # that of torch.nn.Module returns Any
+    if TYPE_CHECKING:  # torch.nn.Module's own `__call__` returns Any
 
         def __call__(
             self,
@@ -175,11 +175,11 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
             """Call `forward` and its hooks."""
 
     def _check_linear(self) -> None:
-        """Raise a TypeError where the layer's forward would be more than its weight and bias."""
+        """Raise a TypeError if the layer's forward is more than a product with weight and bias."""
         linear = self.linear
         plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
         hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
-        # Hooks of a style of tensor parallelism are for DTensors, whose placements say all.
+        # Hooks of tensor parallelism are for DTensors, whose placements have the same information.
         if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
             kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
             raise TypeError(
@@ -190,7 +190,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
             )
 
     def extra_repr(self) -> str:
-        """Return the options that were given."""
+        """Return the options of the module, for `repr`."""
         options = {**self.options}
         if self.out_features:
             options["out_features"] = self.out_features

@@ -1,11 +1,11 @@
 """The ops of linear cross-entropy: kernels, fakes, autograd and vmap.
 
-A mean or a sum has one upstream number, so its gradients are made in the forward, and the backward
-multiplies them by it. Every other case keeps the state of the rows, a few numbers per token. It
-forms the logits once more in the backward, when it knows the upstream gradient of each. In eager
-code it also keeps the last tile of logits, which then need not be formed again. That tile is all of
-them where the budget has room for that. A backward overwrites the tile, so that a second one does
-without.
+A mean or a sum has one upstream number, so the forward computes the gradients, and the backward
+multiplies them by this number. Otherwise the forward keeps the state of the rows, a few numbers per
+token. The backward computes the logits again, when it knows the upstream gradient of each token. In
+eager code the forward also keeps the last tile of logits, which then is not computed again. With a
+large enough budget this tile has all logits. A backward overwrites the tile, so a second backward
+works without it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from storage_ops.loss.row_function import CrossEntropyRun, run_of, target_gradie
 from storage_ops.matmul import reference as matmul_reference
 
 _OPS = torch.ops.storage_ops
-_DIFFERENTIABLE = 5  # of the forward's outputs: loss, nll, lse, entropy, picked
-# The places of input, weight, bias and target.
+_DIFFERENTIABLE = 5  # the first outputs of the forward: loss, nll, lse, entropy, picked
+# Positions of input, weight, bias and target among the arguments.
 _PLACES = tuple(map(Call._fields.index, ("input", "weight", "bias", "target")))
-_UPSTREAM = 6  # arguments of the backward before those of the forward: gradients, and the state
+# Arguments of the backward before those of the forward: upstream gradients, and the state.
+_UPSTREAM = 6
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -103,37 +104,37 @@ def _resumed(
     state = args[_UPSTREAM - 1]
     run = run_of(call, state, tile)
     tokens, rows = run.head.tokens, run.rows
-    each = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
-    *each, picked = each
-    each[1:] = [None if grad is None else tokens.collect(grad) for grad in each[1:]]
+    gradients = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
+    *gradients, picked = gradients
+    gradients[1:] = [None if grad is None else tokens.collect(grad) for grad in gradients[1:]]
     if picked is not None and rows.picked is not None:
         of_lse = rows.picked.differentiate(tokens.collect(picked, 1))
-        each[2] = of_lse if each[2] is None else each[2] + of_lse
-    if each[0] is not None:
-        total = each[0] if call.reduction != "none" else tokens.collect(each[0])
-        each[0] = total * formulas.scale_of(tokens, call)
-    rows.upstream = formulas.upstream_of(tokens, call, *each)
+        gradients[2] = of_lse if gradients[2] is None else gradients[2] + of_lse
+    if gradients[0] is not None:
+        total = gradients[0] if call.reduction != "none" else tokens.collect(gradients[0])
+        gradients[0] = total * formulas.scale_of(tokens, call)
+    rows.upstream = formulas.upstream_of(tokens, call, *gradients)
     return run
 
 
 def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
-    """Return the arguments of the forward; only one backward op takes accumulate_into."""
+    """Return the call from the arguments of a backward op, with `into` of accumulate_into."""
     call_args = args[_UPSTREAM:]
     call = Call(*call_args) if into else Call.of_backward(call_args)
-    # Its results are those of the backward alone.
+    # The results are gradients, so accumulate_into must not be written.
     return call._replace(in_forward=False, wants=(False,) * 4, want_dropped=False)
 
 
 def _backward(
     *args: Any, into: bool = False, tile: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by a second pass over the logits, for any upstream gradients."""
+    """Compute gradients by a second pass over the logits, for any upstream gradients."""
     grad_input, grad_weight, grad_bias = _resumed(args, into, tile).gradients()
     return grad_input, grad_weight, grad_bias
 
 
 def _backward_target(*args: Any) -> Tensor:
-    """Return the gradient of targets that are probabilities."""
+    """Return the gradient of targets that are distributions."""
     return target_gradient(_resumed(args))
 
 
@@ -153,12 +154,12 @@ def _backward_into_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs)
     ctx.picks = call.selected_ids is not None or call.top_k > 0
-    # It is not saved, since others may add to it in between.
+    # It is not saved, because other code may add to it before the backward.
     ctx.into = call.accumulate_into
     tile = output[-3].detach() if call.keeps else None
     ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
     call = call._replace(accumulate_into=None)
-    if call.top_k:  # for the backward both are given
+    if call.top_k:  # the backward needs both
         selected_ids, top_ids = call.selected_ids, output[-6]
         ids = top_ids if selected_ids is None else torch.cat((selected_ids, top_ids), -1)
         call = call._replace(selected_ids=ids, top_k=0)
@@ -166,39 +167,39 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Outputs that were not asked for are empty, whatever someone differentiates them by.
+    # Outputs that were not requested are empty, so their upstream gradients do not matter.
     asked = [True, *ctx.call.wants[:3], ctx.picks]
     upstream_grads = [g if want else None for g, want in zip(upstream, asked, strict=False)]
     return backward(ctx, upstream_grads, _second_pass)
 
 
 def _second_pass(
-    ctx: Any, saved: Sequence[Any], given: list[Tensor | None], needs: list[bool]
+    ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
-    """Gradients of input, weight, bias and target; logits are formed once more."""
+    """Compute gradients of input, weight, bias and target. The logits are computed again."""
     tile, state, *tensors = saved
-    # With .data it is no use of a saved tensor; autograd would refuse the next use.
+    # .data is no use of a saved tensor. Otherwise autograd would refuse the next use.
     tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
-    if tile is not None and any(g is not None and batched(g) for g in given):
-        kept.free(tile)  # a tile serves one backward, and here are several
+    if tile is not None and any(g is not None and batched(g) for g in upstream):
+        kept.free(tile)  # a tile serves one backward, but vmap runs several
         tile = None
     call = with_tensors(ctx.call, tensors)
     call = call._replace(in_forward=False, grad_mask=tuple(needs[:3]))
-    arguments = (*given, state, *call.for_backward())
+    arguments = (*upstream, state, *call.for_backward())
     if ctx.into is not None:
-        into = (*given, state, *call._replace(accumulate_into=ctx.into))
+        into = (*upstream, state, *call._replace(accumulate_into=ctx.into))
         if tile is not None:
-            made = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
+            gradients = _OPS.linear_cross_entropy_backward_into_kept(tile, *into)
         else:
-            made = call_once(_OPS.linear_cross_entropy_backward_into, *into)
-        made = made[0], None, made[1]
+            gradients = call_once(_OPS.linear_cross_entropy_backward_into, *into)
+        gradients = gradients[0], None, gradients[1]
     elif tile is not None:
-        made = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
+        gradients = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
     else:
-        made = _backwards(call, "linear_cross_entropy_backward", arguments)
+        gradients = _backwards(call, "linear_cross_entropy_backward", arguments)
     if not needs[3]:
-        return tuple(made)
-    return *made, _backwards(call, "linear_cross_entropy_backward_target", arguments)
+        return tuple(gradients)
+    return *gradients, _backwards(call, "linear_cross_entropy_backward_target", arguments)
 
 
 def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -219,8 +220,8 @@ class _Differentiable(HeadFunction):
 def _may_keep(call: Call) -> bool:
     """Return True if a call may keep its last tile.
 
-    A graph may save, copy and read again what an op returns: nothing of that is overwritten. Ranks
-    keep none, since they must go through their tiles in one order whatever becomes of it.
+    A graph may save, copy and read again the outputs of an op, so none may be overwritten. Ranks
+    keep no tile, because all ranks must process their tiles in the same order.
     """
     if call.in_forward or not any(call.grad_mask) or call.group:
         return False
@@ -228,7 +229,7 @@ def _may_keep(call: Call) -> bool:
 
 
 def apply(call: Call) -> tuple[Tensor, ...]:
-    """Call the forward op in a form that eager code, torch.compile and torch.func all take."""
+    """Call the forward op so that it works in eager code, torch.compile and torch.func."""
     if needs_no_graph():
         return tuple(without_graph(apply, call._replace(in_forward=False)))
     bare, keeps = keeping(call.plan, False), _may_keep(call)
@@ -249,7 +250,7 @@ _FALLBACKS: dict[str, Callable[..., None]] = {
     "_transposed_product": matmul_reference.transposed_product,
     "_scale": reference.scale,
 }
-# Ops without tensors, which tell facts of the processor.
+# Ops without tensors, which return facts about the processor.
 _FACTS: dict[str, Callable[..., Any]] = {
     "_product_scratch": matmul_reference.product_scratch,
     "_product_kind": matmul_reference.product_kind,
@@ -281,7 +282,7 @@ register_fake("storage_ops::_check_ranks", lambda every, *_: every.new_empty(())
 
 
 def _asked(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a fake that is the op itself, whatever mode asks."""
+    """Return a fake that calls the op itself, under any mode."""
 
     def fake(*args: Any) -> Any:
         with _disable_current_modes():

@@ -1,8 +1,8 @@
 """Log-probabilities of a few classes of every token: selected classes, and the most probable.
 
-The logits of these classes are read as tiles pass by. log p_k = z_k - lse has the gradient
-[j == k] - p_j with respect to logit j. So its upstream gradient is added to the gradient of the
-logit itself. With the opposite sign it also counts as upstream of the row's lse.
+Logits of these classes are read from each tile. log p_k = z_k - lse has the gradient [j == k] - p_j
+with respect to logit j. So its upstream gradient is added to the gradient of the logit itself, and
+subtracted from the upstream gradient of the row's lse.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Picked:
         self.upstream: Tensor | None = None
 
     def check(self) -> None:
-        """Raise for a class out of range, if checking it does not wait for the device."""
+        """Raise an error for a class out of range, if the check does not wait for the device."""
         k, size = self._call.top_k, self._vocabulary
         if k > size:
             raise ValueError(
@@ -73,7 +73,7 @@ class Picked:
         return wrong if (valid := self._valid()) is None else wrong & valid
 
     def _valid(self) -> Tensor | None:
-        """Return a mask, as a column, of the tokens that are not ignored. None: all are counted.
+        """Return a mask, as a column, of the tokens that are not ignored. None if all are counted.
 
         Ignored tokens may fill up the tokens to max_valid.
         """
@@ -125,7 +125,7 @@ class Picked:
                           for part in slices(rows, size)])  # fmt: skip
 
     def merge(self, rows: slice) -> None:
-        """Merge the ranks' numbers for some rows."""
+        """Merge the ranks' results for some rows."""
         if self.ids.shape[1]:
             self.logits[rows] = self._ranks.add_up(self.logits[rows].contiguous())
         if self.top.shape[1]:
@@ -165,16 +165,16 @@ class Picked:
         Duplicate classes are merged, so that the gradient of a class is rounded once.
         """
         order = self.ids.argsort(1)
-        ids, each = self.ids.gather(1, order), upstream.gather(1, order)
-        each = each.masked_fill((ids < 0) | (ids >= self._vocabulary), 0)
+        ids, classes = self.ids.gather(1, order), upstream.gather(1, order)
+        classes = classes.masked_fill((ids < 0) | (ids >= self._vocabulary), 0)
         del order
         place = torch.ones_like(ids)
         place[:, 0] = 0
         place[:, 1:] = ids[:, 1:] != ids[:, :-1]
         place = place.cumsum_(1)
-        self.upstream = torch.zeros_like(each).scatter_add_(1, place, each)
+        self.upstream = torch.zeros_like(classes).scatter_add_(1, place, classes)
         self.ids = torch.full_like(ids, -1).scatter_(1, place, ids)
-        return -each.sum(1)
+        return -classes.sum(1)
 
     def products(self, step: Step, tile: Tensor) -> Tensor | None:
         """Return the products at these classes, before the row kernel overwrites them."""
@@ -203,7 +203,7 @@ class Picked:
             value *= slope_of(z, call.softcap, call.logit_scale)
             piece = tile[rows]
             value = torch.where(here, value.to(tile.dtype), piece.gather(1, column))
-            # A class that is elsewhere repeats a write of its row, or writes the value there.
+            # A class outside of the tile repeats a write of its row, or writes the existing value.
             some = here.to(torch.uint8).argmax(1, keepdim=True)
             column = torch.where(here, column, column.gather(1, some))
             every = torch.arange(len(z), device=z.device).unsqueeze(1)
@@ -211,15 +211,15 @@ class Picked:
             piece[every, column] = torch.where(here, value, value.gather(1, some))
 
     def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return where in a tile the classes of some rows are, and whether they are there."""
+        """Return the columns of some rows' classes in a tile, and whether they are in the tile."""
         column = self.ids[rows] - (self._first + step.classes.start)
         width = step.classes.stop - step.classes.start
         here = (column >= 0) & (column < width)
-        # With padding classes, ids that are not classes may lie inside the tile.
+        # If there is padding, ids that are not classes may lie inside the tile.
         return column.clamp_(0, width - 1), here
 
     def _logits(self, step: Step, products: Tensor, column: Tensor | None = None) -> Tensor:
-        """Return the logits of all classes of a step, or of some columns of each row."""
+        """Return the logits of a step's classes, or of one column of each row."""
         z, bias = products.to(self._state.dtype), None
         if self._bias is not None:
             bias = self._bias[step.classes].to(z.dtype)
@@ -227,7 +227,7 @@ class Picked:
         return logits_of(z, bias, self._call.softcap, self._call.logit_scale)
 
     def _share(self, step: Step, rows: slice, column: Tensor) -> Tensor | None:
-        """Return the share of each class in a target that is spread out."""
+        """Return the share of each class in a smoothed target."""
         tokens, smoothing = self._tokens, self._call.label_smoothing
         if not (tokens.probabilities or smoothing):
             return None
@@ -235,10 +235,10 @@ class Picked:
         if tokens.probabilities:
             q = tokens.target[rows].gather(1, column + step.classes.start)
             share = q.to(self._state.dtype) * (1 - smoothing) + share
-        each = self._state.new_ones(()) if self._weights is None else (
+        weights = self._state.new_ones(()) if self._weights is None else (
             self._weights[step.classes][column]
         )  # fmt: skip
-        return (each * share).expand(column.shape)
+        return (weights * share).expand(column.shape)
 
 
 def _of_groups(z: Tensor) -> Tensor:
@@ -252,13 +252,13 @@ def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest elements of each row and their columns; the first of equal elements.
 
     torch.topk does not document which of several equal elements it returns. But its smallest value
-    is well defined. So rank all columns by that value and their position.
+    is well defined, so columns are ranked by that value and their position.
     """
     z = z.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    least = z.topk(k).values[:, -1:]
+    smallest = z.topk(k).values[:, -1:]
     columns = z.shape[1]
     rank = torch.arange(columns, 0, -1, dtype=torch.int32, device=z.device)
-    rank = torch.where(z > least, rank + columns, torch.where(z == least, rank, 0))
+    rank = torch.where(z > smallest, rank + columns, torch.where(z == smallest, rank, 0))
     column = rank.topk(k).indices
     return z.gather(1, column), column
 

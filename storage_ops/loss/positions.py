@@ -1,8 +1,8 @@
-"""The K-dimensional loss of `F.linear_cross_entropy`: a head for every position of an output.
+"""The K-dimensional loss of `F.linear_cross_entropy`: one head for each output position.
 
 A weight (C, d_1, ..., d_K, D) gives C logits at each of the d_1 * ... * d_K positions of a token.
-Each position is a linear cross-entropy of its own: their products have nothing in common but the
-input. A mean divides by what it sums over all of them.
+Each position is a separate linear cross-entropy. The positions share only the input. A mean divides
+by what it sums over all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from storage_ops.loss.checks import (
 )
 from storage_ops.loss.formulas import total_weight
 
-# Options that have no meaning for positions, or would differ for each of them.
+# Options that do not apply to positions, or would differ for each position.
 _SINGLE = ("process_group", "plan", "shift", "accumulate_into", "selected_ids")
 
 
@@ -44,7 +44,7 @@ def loss_of_positions(
     returns: tuple[str, ...],
     **options: Any,
 ) -> Any:
-    """Call `loss`, linear cross-entropy with a (V, D) weight, at every position, and join them.
+    """Call `loss`, linear cross-entropy with a (V, D) weight, at every position. Join the results.
 
     The arguments are those of the loss, with input (N, D), linear_weight (C, d_1, ..., d_K, D) and
     linear_bias (C, d_1, ..., d_K). target and token_weight are (N, d_1, ..., d_K). With
@@ -98,7 +98,7 @@ def loss_of_positions(
 
 
 def _shared(input: Tensor, count: int) -> list[Tensor]:
-    """Return the input for each position, so that its 16-bit gradients are summed in float32."""
+    """Return the input for each position, with 16-bit gradients summed in float32."""
     narrow = input.dtype.itemsize < 4 and count > 1
     if not narrow or not input.requires_grad or not torch.is_grad_enabled() or transforming():
         return [input] * count
@@ -107,7 +107,7 @@ def _shared(input: Tensor, count: int) -> list[Tensor]:
 
 
 class _Total(torch.autograd.Function):
-    """Stands for an input whose gradient autograd sums in float32. It has no memory."""
+    """Represents an input whose gradient autograd sums in float32. It has no memory."""
 
     @staticmethod
     def forward(input: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Part(torch.autograd.Function):
-    """The input, whose gradient goes to its `total`."""
+    """The input at one position. Its gradient goes to `total`."""
 
     @staticmethod
     def forward(total: Tensor, input: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Part(torch.autograd.Function):
 
 
 def _unbound(t: Tensor | None, start: int, stop: int | None = None) -> Any:
-    """Return the tensor at each position, whose dimensions are those from start to stop."""
+    """Return the tensor at each position. Dimensions start to stop are the positions."""
     if t is None:
         return iter(lambda: None, 0)
     stop = t.dim() if stop is None else t.dim() + stop

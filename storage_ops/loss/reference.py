@@ -1,4 +1,4 @@
-"""Linear cross-entropy in plain torch: the row kernel's fallback, the definition of the loss."""
+"""Linear cross-entropy in plain torch: the row kernel's fallback, and the loss's definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _weighted(weight: Tensor, z: Tensor) -> Tensor:
 
 
 def logits_of(products: Tensor, bias: Tensor | None, softcap: float, logit_scale: float) -> Tensor:
-    """Logits from matrix products."""
+    """Return logits from matrix products."""
     z = products if bias is None else products + bias
     z = z if logit_scale == 1 else z * logit_scale
     return torch.tanh(z / softcap).mul_(softcap) if softcap else z
@@ -33,7 +33,7 @@ def slope_of(z: Tensor, softcap: float, logit_scale: float) -> Tensor | float:
 def row_gradient(z: Tensor, share: Tensor | None, state: Tensor, upstream: Tensor) -> Tensor:
     """Return the gradient of rows with respect to some of their logits.
 
-    The target's part is left out.
+    The target's contribution is not included.
     """
     shift, total, slope, _, mass, _ = (row.unsqueeze(1) for row in state)
     filled = F.pad(upstream, (0, 0, 0, 5 - len(upstream))).expand(5, len(z))
@@ -119,7 +119,7 @@ def cross_entropy_rows(
 
 
 def _mark(state: Tensor, argmax: Tensor | None, kept: Tensor, outside: Tensor) -> None:
-    """Set the state of ignored rows, and the sum of those whose target is out of range."""
+    """Set the state of ignored rows, and mark the sum of rows with an invalid target."""
     state.masked_fill_(~kept, 0)[1].masked_fill_(~kept, 1)
     state[1].masked_fill_(outside, float("nan"))
     if argmax is not None:
@@ -130,7 +130,7 @@ def _update(
     z: Tensor, share: Tensor | None, state: Tensor, argmax: Tensor | None, first: int, slope: bool
 ) -> None:
     shift, total, old_slope, dot, mass, _ = state
-    largest = z.amax(1)  # nan if a logit is, as the shift becomes then
+    largest = z.amax(1)  # nan if a logit is nan, and then the shift is nan, too
     before = torch.where(total == 0, -torch.inf, shift)
     if argmax is not None:
         better = ~before.isnan() & ((largest > before) | largest.isnan())
@@ -173,9 +173,9 @@ def linear_cross_entropy(
     returns: Sequence[str] = ("loss",),
     **memory: Any,
 ) -> Any:
-    """Compute the definition: the whole logits, then everything from them, in the dtype of `input`.
+    """Compute the loss by its definition: all logits first, in the dtype of `input`.
 
-    Arguments that concern memory only (`memory_budget`, `plan`, ...) are accepted and ignored.
+    Arguments that only affect memory (`memory_budget`, `plan`, ...) are accepted and ignored.
     """
     dense = target.is_floating_point()
     linear_weight = linear_weight[:valid_classes]
@@ -216,58 +216,60 @@ def results_of(
 ) -> tuple[dict[str, Any], Tensor]:
     """Return the named results of logits (..., V), per token, and each token's share in a mean.
 
-    One tensor as large as the logits is made for all names, and three more for entropy.
+    One tensor as large as the logits is allocated for all names, and three more for entropy.
     """
     dense, vocab, zero = target.is_floating_point(), z.shape[-1], z.new_zeros(())
-    kept = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
+    counted = z.new_ones(z.shape[:-1], dtype=torch.bool) if dense else target != ignore_index
     if token_weight is not None:
-        kept = kept & (token_weight != 0)
-    classes = target.argmax(-1) if dense else torch.where(kept, target, 0).long()
+        counted = counted & (token_weight != 0)
+    classes = target.argmax(-1) if dense else torch.where(counted, target, 0).long()
     log_p = F.log_softmax(z, -1)
-    share = kept.to(z.dtype) if token_weight is None else token_weight.to(z)
+    share = counted.to(z.dtype) if token_weight is None else token_weight.to(z)
     if not dense:
-        share = share * (kept if weight is None else torch.where(kept, weight.to(z)[classes], zero))
+        share = share * (
+            counted if weight is None else torch.where(counted, weight.to(z)[classes], zero)
+        )
     results: dict[str, Any] = {}
     lse = zero
     if z_loss or "lse" in names or "z_loss" in names:
-        lse = torch.where(kept, z.logsumexp(-1), zero)
+        lse = torch.where(counted, z.logsumexp(-1), zero)
     if "loss" in names or "nll" in names:
         if dense:
             q = target.to(z.dtype) * (1 - label_smoothing) + label_smoothing / vocab
             loss = -((q if weight is None else q * weight.to(z)) * log_p).sum(-1)
-            loss = nll = torch.where(kept, loss, zero)
+            loss = nll = torch.where(counted, loss, zero)
         else:
-            nll = torch.where(kept, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
+            nll = torch.where(counted, -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1), zero)
             loss = nll if weight is None else weight.to(z)[classes] * nll
             if label_smoothing:
                 spread = -(log_p if weight is None else weight.to(z) * log_p).sum(-1)
-                spread = torch.where(kept, spread, zero)
+                spread = torch.where(counted, spread, zero)
                 loss = (1 - label_smoothing) * loss + label_smoothing / vocab * spread
         loss = loss + z_loss * lse.square() if z_loss else loss
         results |= {"loss": loss if token_weight is None else loss * token_weight.to(z), "nll": nll}
     if "entropy" in names:
-        results["entropy"] = torch.where(kept, -_weighted(log_p.exp(), log_p).sum(-1), zero)
+        results["entropy"] = torch.where(counted, -_weighted(log_p.exp(), log_p).sum(-1), zero)
     if "argmax" in names or "correct" in names:
-        argmax = torch.where(kept, z.argmax(-1), -1)
-        results |= {"argmax": argmax, "correct": kept & (argmax == classes)}
+        argmax = torch.where(counted, z.argmax(-1), -1)
+        results |= {"argmax": argmax, "correct": counted & (argmax == classes)}
     results |= {"lse": lse, "z_loss": z_loss * lse.detach().square()}
-    each = kept.unsqueeze(-1)
+    mask = counted.unsqueeze(-1)
     if selected_ids is not None:
-        there = each & (selected_ids >= 0)
+        there = mask & (selected_ids >= 0)
         picked = log_p.gather(-1, torch.where(there, selected_ids, 0).long())
         results["selected"] = torch.where(there, picked, zero)
     if top_k:
-        # A stable sort leaves the first of equal logits in front.
+        # A stable sort keeps the first of equal logits first.
         order = z.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-        values = torch.where(each, log_p.gather(-1, order), zero)
-        results["topk"] = (values, torch.where(each, order, -1))
+        values = torch.where(mask, log_p.gather(-1, order), zero)
+        results["topk"] = (values, torch.where(mask, order, -1))
     return results, share
 
 
 def reduced(
     each: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
 ) -> Tensor:
-    """Return the loss, from that of the tokens and their shares in a mean."""
+    """Return the loss from the losses of tokens and their shares in a mean."""
     if reduction == "none":
         return each
     one = 1 if divisor is None else divisor
@@ -275,7 +277,7 @@ def reduced(
 
 
 def scale(self: Tensor, factor: Tensor) -> None:
-    """Multiply `self` by a number; by 1 on a CPU, where that is known, nothing is read."""
+    """Multiply `self` by a number. On a CPU, a factor of 1 returns without reading `self`."""
     if factor.device.type != "cpu" or factor.item() != 1:
         self.mul_(factor)
 
@@ -295,10 +297,11 @@ def tile_sums(
     """Add up a tile of numbers, or of the probabilities of its logits.
 
     Args:
-        out: gets the sum of each column, or with `bucket` those of each row by bucket.
+        out: receives the sum of each column, or with `bucket` the sum of each row and bucket.
         tile: (rows, columns) numbers, or products.
-        lse: (rows,) of the logits, +inf for rows that do not count; None: numbers as they are.
-        row_weight: (rows,) what each row is multiplied by, or None.
+        lse: (rows,) log-sum-exps of the logits, +inf for rows that do not count. None: `tile` has
+            numbers.
+        row_weight: (rows,) the factor of each row, or None.
         bias: (columns,) or None.
         bucket: (columns,) uint8, or None.
         softcap, logit_scale: see `logits_of`.
@@ -346,17 +349,17 @@ def gather_gradient(
     the probabilities and s the slope of the soft-cap, it is s (p factor - hit [c is the target]).
 
     Args:
-        out: in the dtype of the tile, or in 16 bits; each place is written once at most.
-        sums: (columns,) gets the sum of the absolute gradients of each class that are written,
+        out: the result, in the dtype of the tile or in 16 bits; no element is written twice.
+        sums: (columns,) receives the sum of the absolute gradients that are written, per class,
             without the targets' parts; or None.
-        tile: (rows, columns) products; without `lse`, gradients, which are copied.
+        tile: (rows, columns) products; without `lse`, gradients, which are only copied.
         tokens: rows of the tile.
-        start: (columns,) negative for a class of which nothing is written.
-        count: (columns,).
-        lse: (rows,) of the logits; +inf for rows whose gradient is 0, whatever their logits are.
-        factor: (rows,) what the gradient has of each probability.
+        start: (columns,) the begin of each class in `out`; negative if it is not written.
+        count: (columns,) the number of tokens of each class.
+        lse: (rows,) log-sum-exps of the logits; +inf for rows whose gradient is 0.
+        factor: (rows,) the factor from a probability to the gradient.
         target: (rows,) the column of the row's target, or a number that no column has.
-        hit: (rows,) what the gradient has of the target, besides.
+        hit: (rows,) the target's extra part of the gradient, which is subtracted.
         bias: (columns,) or None.
         softcap, logit_scale: see `logits_of`.
     """
@@ -385,7 +388,7 @@ def gather_gradient(
 
 
 def put_rows(out: Tensor, rows: Tensor, part: Tensor, add: bool) -> None:
-    """Add rows to those of a matrix, or copy them there: out[rows[i]] += part[i].
+    """Add rows to rows of a matrix, or copy them: out[rows[i]] += part[i], or = part[i].
 
     No row appears twice. The sum is rounded once, to the dtype of `out`.
     """

@@ -1,4 +1,4 @@
-"""The rows of cross-entropy: the row kernel, picked classes, and what follows from the state."""
+"""The rows of cross-entropy: the row kernel, picked classes, and the results from the state."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OPS = torch.ops.storage_ops
 
 
 class CrossEntropyRows(RowFunction):
-    """Statistics and gradients of the rows of a tile, by the row kernel.
+    """Computes statistics and gradients of the rows of a tile by the row kernel.
 
     Attributes:
         state: (STATE_ROWS, n) statistics of the rows; see csrc/rows/row_math.h.
         argmax: (n,) classes of the largest logits, or None.
-        picked: the classes whose log-probabilities are asked for, or None.
+        picked: the classes whose log-probabilities are requested, or None.
         upstream: rows of upstream gradient for the row kernel, or None.
     """
 
@@ -78,7 +78,7 @@ class CrossEntropyRows(RowFunction):
     def mass_sums(
         self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
     ) -> None:
-        """See `RowFunction`; a class weighs its probability, and in all its gradient."""
+        """See `RowFunction`. The mass of a class is its probability, or its absolute gradient."""
         call = self._head.call
         bias = None if self.bias is None else self.bias[step.classes]
         of_gradient = buckets is None
@@ -105,7 +105,7 @@ class CrossEntropyRows(RowFunction):
         return gather
 
     def _lse(self, rows: slice) -> Tensor:
-        """Return log sum exp of the logits of some rows, and +inf where the target is ignored."""
+        """Return the log-sum-exps of some rows' logits, and +inf if the target is ignored."""
         shift, total = self.state[0, rows], self.state[1, rows]
         ignored = self._head.tokens.target[rows] == self._head.call.ignore_index
         return (shift + total.log()).masked_fill_(ignored, math.inf)
@@ -161,9 +161,9 @@ class CrossEntropyRows(RowFunction):
         return self._of_probabilities(step.rows) * self._head.call.logit_scale
 
     def _of_probabilities(self, rows: slice) -> Tensor:
-        """Return what a token's gradient has of each of its probabilities, (rows,); 0 if ignored.
+        """Return the factor (rows,) from a token's probabilities to its gradient; 0 if ignored.
 
-        The slope of the soft-cap and the part of the target are not in it.
+        It does not include the slope of the soft-cap and the target's part.
         """
         shift, total, _, _, mass, _ = self.state[:, rows].unbind(0)
         target, spread, lse, _, square = (
@@ -174,7 +174,7 @@ class CrossEntropyRows(RowFunction):
         return factor.masked_fill(ignored, 0)
 
     def _upstream(self, count: int) -> list[Tensor]:
-        """Return the first rows of upstream gradients, (n,) or (1,); those that are missing are 0.
+        """Return the first rows of upstream gradients, (n,) or (1,). Missing rows are 0.
 
         They are in the order of `formulas.upstream_of`.
         """
@@ -183,13 +183,12 @@ class CrossEntropyRows(RowFunction):
         return [self.upstream[k] if k < len(self.upstream) else missing for k in range(count)]
 
     def free(self) -> None:
-        """See `RowFunction`; this one holds nothing."""
+        """See `RowFunction`. There is no such memory here."""
 
     def finish_rescaled(self, sums: Sums) -> None:
         """See `RowFunction`.
 
-        The gradient of a row is sum_j exp(z_j - lse) C_j w_j less the part of its target, times
-        what upstream gives.
+        The gradient of a row is (sum_j exp(z_j - lse) C_j w_j - the target's part) * upstream.
         """
         head, state, total = self._head, self.state, sums.input
         call, tokens, weight = head.call, head.tokens, head.weight
@@ -203,11 +202,13 @@ class CrossEntropyRows(RowFunction):
         hit = torch.where(valid, target * call.logit_scale * (1 - cap * cap), 0)
         smooth = None
         if call.label_smoothing:
-            each = tokens.class_weight
-            each = total.new_ones(len(weight), dtype=wide) if each is None else each
+            class_weight = tokens.class_weight
+            class_weight = (
+                total.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight
+            )
             smooth = total.new_zeros(1, total.shape[1], dtype=wide)
             for part in slices(len(weight), PIECE):
-                smooth.addmm_(each[part].unsqueeze(0), weight[part].to(wide))
+                smooth.addmm_(class_weight[part].unsqueeze(0), weight[part].to(wide))
             smooth *= call.logit_scale * call.label_smoothing / head.vocabulary
         classes = tokens.target.clamp(0, max(len(weight) - 1, 0))
         for part in slices(tokens.count, PIECE):
@@ -219,14 +220,15 @@ class CrossEntropyRows(RowFunction):
             total[place] = value.to(total.dtype)
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """Return the loss of the call from that of each token."""
+        """Return the loss of the call from the losses of tokens."""
         head = self._head
         call, tokens, target = head.call, head.tokens, head.tokens.target
         if not call.adds_losses:
             return formulas.reduce(loss, tokens, call)
         local = target - head.first_class
         here = (local >= 0) & (local < len(head.weight))
-        # Each rank has the loss of its targets, and all that of a target that is no class: nan.
+        # A rank has the losses of its own targets, and every rank the loss nan of an invalid
+        # target.
         here |= (target < 0) | (target >= head.vocabulary)
         own = formulas.reduce(torch.where(here, loss, 0), tokens, call)
         return head.ranks.add_up(own)
@@ -236,14 +238,14 @@ CrossEntropyRun = Run[CrossEntropyRows]
 
 
 def run_of(call: Call, state: Tensor | None = None, kept: Tensor | None = None) -> CrossEntropyRun:
-    """Return the run of a call, with the `state` and the `kept` tile that its forward returned."""
+    """Return the run of a call, with the `state` and `kept` tile that its forward returned."""
     head = Head.of(call, compare=state is None)
     schedule = _schedule(head, kept)
     return Run(head, CrossEntropyRows(head, state), schedule, kept=kept)
 
 
 def _schedule(head: Head, kept: Tensor | None) -> Schedule:
-    """Return the schedule of the plan that the call names, or of the one that its budget gives."""
+    """Return the schedule of the call's plan, or of the plan for its budget."""
     call, p, key = head.call, head.problem, head.call.plan
     if not planner.keeping(key, False):
         budget, rates = call.memory_budget, rates_of(call.input.device)
@@ -255,7 +257,7 @@ def _schedule(head: Head, kept: Tensor | None) -> Schedule:
 
 
 def target_gradient(run: CrossEntropyRun) -> Tensor:
-    """Return the gradient with respect to targets that are probabilities, in their shape.
+    """Return the gradient with respect to targets that are distributions, in their shape.
 
     d loss_i / d q_ij = (1 - smoothing) C_j (lse_i - z_ij) times the upstream gradient.
     """
@@ -278,5 +280,5 @@ def target_gradient(run: CrossEntropyRun) -> Tensor:
         if tokens.class_weight is not None:
             z.mul_(tokens.class_weight[classes])
         flat[rows, classes] = z.mul_(factor[rows])
-        del z  # what the targets' part was cast to: one at a time is counted
+        del z  # free the cast tile: only one at a time is counted
     return result

@@ -1,6 +1,6 @@
-"""Types of the losses' keyword arguments, and names that some of them may have.
+"""Types of the losses' keyword arguments, and names that some arguments accept.
 
-`tests/test_types.py` compares their names with those that the functions take.
+`tests/test_types.py` compares the names with the functions' arguments.
 """
 
 from __future__ import annotations

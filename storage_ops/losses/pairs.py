@@ -1,4 +1,4 @@
-"""The losses of pairs by name: each is one function of log-ratios.
+"""The losses of pairs by name. Each is a function of log-ratios.
 
 A log-ratio is the log-probability of a completion under the policy minus that under the reference.
 `dpo` looks its formula up in FORMULAS. `halves`, `smoothed` and `nll_of_chosen` also serve the
@@ -24,7 +24,7 @@ SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust", "exo_pair", "aot", "aot_u
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-ratios of B pairs, and the numbers that formulas take.
+    """Log-ratios of B pairs, and the other arguments of the formulas.
 
     Attributes:
         chosen, rejected: (B,) log-ratios of the completions.
@@ -48,7 +48,7 @@ class Pairs:
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    """Return -log sigmoid of a margin, for labels of which this share is wrong."""
+    """Return -log sigmoid of a margin, if this share of the labels is wrong."""
     right = -F.logsigmoid(margin)
     if not label_smoothing:
         return right
@@ -113,7 +113,7 @@ def _apo_down(p: Pairs) -> Tensor:
 
 def _discopop(p: Pairs) -> Tensor:
     share = p.margin / p.discopop_tau
-    # One exponential: the factors alone are 0 and infinite for margins far below 0.
+    # One exponential avoids the product 0 * infinity for margins far below 0.
     exponential = (F.logsigmoid(share) - p.margin).exp()
     return -F.logsigmoid(p.margin) * torch.sigmoid(-share) + exponential
 
@@ -136,7 +136,7 @@ FORMULAS: dict[LossType, Callable[[Pairs], Tensor]] = {
 
 
 def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split values of sequences into those of chosen and those of rejected completions."""
+    """Split values of sequences into values of chosen and of rejected completions."""
     if values.shape[0] % 2:
         rule = "an even number: the chosen ones, then the rejected ones"
         raise wrong(loss, ValueError, "target has", f"{values.shape[0]} sequences", rule)
@@ -145,7 +145,7 @@ def halves(loss: str, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nll_of_chosen(scored: Scored) -> Tensor:
-    """Return the mean nll of the tokens of chosen completions, by second targets if given."""
+    """Return the mean nll of the chosen completions' tokens, by second targets if there are any."""
     logps, mask = scored.logps, scored.mask
     if scored.second is not None and scored.second_mask is not None:
         logps, mask = scored.second, scored.second_mask
@@ -157,7 +157,7 @@ def nll_of_chosen(scored: Scored) -> Tensor:
 def metrics_of_pairs(
     loss: str, logps: Tensor, rewards: Tensor, **more: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the metrics of `return_metrics`, detached, with the further results that are given."""
+    """Return the metrics of `return_metrics`, detached, and the metrics in `more`."""
     logps, rewards = logps.detach(), rewards.detach()
     (chosen, rejected), (good, bad) = halves(loss, logps), halves(loss, rewards)
     metrics = {

@@ -90,7 +90,7 @@ def grpo(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Return the loss of policy gradients: GRPO, DAPO, Dr. GRPO, GSPO, CISPO, SAPO.
+    """Compute a policy-gradient loss: GRPO, DAPO, Dr. GRPO, GSPO, CISPO or SAPO.
 
     With A the advantage, and r = pi(token) / pi_old(token) the importance weight, a token has
 
@@ -128,30 +128,31 @@ def grpo(
         old_logps: log-probabilities of the targets when they were sampled, in the shape of the
             tokens' log-probabilities: (S, T), with shift (S, T - 1). None: the current ones, so r
             is 1 and its gradient that of the log-probability.
-        loss_type: which f: "grpo", "cispo" or "sapo".
-        clip_low, clip_high: how far r may be from 1; clip_high=None: clip_low. "cispo" takes
-            clip_high alone, as the distance from 1 and not as the bound itself, and "sapo" neither.
-        delta: upper bound of r for "grpo", for negative advantages above all. It should be more
-            than 1 + clip_high. None: there is none.
+        loss_type: the function f: "grpo", "cispo" or "sapo".
+        clip_low, clip_high: how far r may be from 1. clip_high=None means clip_low. "cispo" uses
+            only clip_high, as the distance from 1 and not as the bound itself. "sapo" uses neither.
+        delta: upper bound of r for "grpo", which matters most for negative advantages. It should be
+            more than 1 + clip_high. None: no bound.
         sapo_temperature_pos, sapo_temperature_neg: t, > 0, for "sapo".
         importance: "token" or "sequence".
         importance_sampling_ratio: c, for samples of another engine, whose probabilities differ from
-            those of old_logps: exp(old_logps - logps of the engine), clipped or masked as the
-            caller likes. (S,), or one for every token. No gradient flows to it.
+            old_logps. It is exp(old_logps - logps of the engine), clipped or masked as the caller
+            likes. (S,), or one for every token. No gradient flows to it.
         normalize: "sequence", "token" or "length".
-        max_length: of a completion, in tokens; for normalize="length". None: the length of rows.
-        num_items_in_batch: for normalize="token": divide by this number of tokens and not by that
-            of this call, for a batch that several calls accumulate. A number or a 0-dimensional
-            tensor; less than 1 counts as 1. Where gradients are averaged over processes, divide it
-            by their number.
-        kl_weight, kl_estimator: weight of k, and "k1", "k2" or "k3". Gradients are those of the
-            estimate as it stands.
+        max_length: the longest completion in tokens, for normalize="length". None: the length of
+            rows.
+        num_items_in_batch: for normalize="token": divide by this number of tokens, not by the
+            number in this call, for a batch that several calls accumulate. A number or a
+            0-dimensional tensor; less than 1 counts as 1. If gradients are averaged over processes,
+            divide it by the number of processes.
+        kl_weight, kl_estimator: weight of k, and "k1", "k2" or "k3". The gradient is that of the
+            estimate.
         entropy_weight: a bonus for entropy.
-        temperature: logits are divided by it, as when sampling; those of the reference too.
+        temperature: logits are divided by it, as when sampling, and so are the reference's logits.
         ref_input, ref_weight, ref_bias: the frozen reference's hidden states and head.
         ref_logps: instead, its log-probabilities of the targets, in the shape of old_logps.
-        return_logps: return the loss and the log-probabilities of tokens, detached: what the next
-            steps on the same samples take as old_logps.
+        return_logps: return the loss and the log-probabilities of tokens, detached. The next steps
+            on the same samples take them as old_logps.
         return_metrics: return the loss and a dictionary of detached tensors. "logps" are the
             log-probabilities of tokens, "ref_logps" those of the reference with kl_weight. The
             others are means over tokens: "entropy", and with kl_weight "kl", which is k. Shares of
@@ -232,21 +233,27 @@ def grpo(
         ratios, logps, advantages, clip_low, clip_high, delta, sapo_temperature_pos,
         sapo_temperature_neg,
     )  # fmt: skip
-    each = SURROGATES[loss_type](sampled)
+    token_losses = SURROGATES[loss_type](sampled)
     if importance_sampling_ratio is not None:
-        each = each * _of_tokens(scored, "importance_sampling_ratio", importance_sampling_ratio)
+        token_losses = token_losses * _of_tokens(
+            scored, "importance_sampling_ratio", importance_sampling_ratio
+        )
     kl = None
     if reference is not None:
         kl = _estimate(torch.where(scored.mask, logps - reference, 0), kl_estimator)
-        each = each + kl_weight * kl
+        token_losses = token_losses + kl_weight * kl
     if scored.entropy is not None and entropy_weight:
-        each = each - entropy_weight * scored.entropy
+        token_losses = token_losses - entropy_weight * scored.entropy
     loss = _reduced(
-        scored, torch.where(scored.mask, each, 0), normalize, max_length, num_items_in_batch
+        scored, torch.where(scored.mask, token_losses, 0), normalize, max_length, num_items_in_batch
     )
     if return_metrics:
         metrics = {"entropy": scored.entropy, "kl": kl, **clip_ratios(sampled, loss_type)}
-        means = {name: _mean(scored, each) for name, each in metrics.items() if each is not None}
+        means = {
+            name: _mean(scored, token_losses)
+            for name, token_losses in metrics.items()
+            if token_losses is not None
+        }
         frozen = {} if reference is None else {"ref_logps": reference}
         return loss, {"logps": logps.detach(), **frozen, **means}
     return (loss, logps.detach()) if return_logps else loss
@@ -256,13 +263,13 @@ def grpo(
 def dapo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Return the loss of `grpo` with the choices of DAPO: mean over all tokens, clips 0.2 and 0.28.
+    """Compute the loss of `grpo` with the choices of DAPO: mean over tokens, clips 0.2 and 0.28.
 
     Yu et al. 2025, DAPO: An Open-Source LLM Reinforcement Learning System at Scale, equation 8.
 
     Args:
         input, linear_weight, target, advantages: as in `grpo`.
-        options: of `grpo`; those named above can be changed.
+        options: options of `grpo`, including those that DAPO sets.
 
     Returns:
         As `grpo`.
@@ -285,14 +292,14 @@ def dapo(
 def dr_grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Return the loss of `grpo` with the choice of Dr. GRPO: the sum divided by S times max_length.
+    """Compute the loss of `grpo` with the choice of Dr. GRPO: the sum over S times max_length.
 
     Liu et al. 2025, Understanding R1-Zero-Like Training: A Critical Perspective, section 3.2. The
     caller decides whether to divide advantages by their standard deviation. The paper does not.
 
     Args:
         input, linear_weight, target, advantages: as in `grpo`.
-        options: of `grpo`, such as max_length.
+        options: options of `grpo`, such as max_length.
 
     Returns:
         As `grpo`.
@@ -315,14 +322,14 @@ def dr_grpo(
 def gspo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Return the loss of `grpo` with the choices of GSPO.
+    """Compute the loss of `grpo` with the choices of GSPO.
 
     Importance weights are those of whole completions, with clips of 3e-4 and 4e-4. Zheng et al.
     2025, Group Sequence Policy Optimization, equations 5 and 7, and section 5.1.
 
     Args:
         input, linear_weight, target, advantages: as in `grpo`.
-        options: of `grpo`; those named above can be changed.
+        options: options of `grpo`, including those that GSPO sets.
 
     Returns:
         As `grpo`.
@@ -353,7 +360,7 @@ def _check_items(count: object, normalize: str) -> None:
 
 
 def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
-    """Return values of sequences or tokens for every token, without a gradient. 0 where ignored."""
+    """Return per-sequence or per-token values for every token, without gradient; 0 if ignored."""
     logps, whole = scored.logps, (scored.sequences,)
     of_sequences = tuple(getattr(value, "shape", ())) == whole
     check_values("grpo", argument, value, whole if of_sequences else tuple(logps.shape), logps)
@@ -363,7 +370,7 @@ def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
 
 
 def _ratios(scored: Scored, change: Tensor, importance: str) -> Tensor:
-    """Return the importance weights of tokens, from the change of their log-probabilities."""
+    """Return the importance weights of tokens from the change of their log-probabilities."""
     change = torch.where(scored.mask, change, 0)
     if importance == "sequence":
         change = scored.per_token(scored.per_sequence(change) / scored.counts)
@@ -377,26 +384,28 @@ def _estimate(d: Tensor, estimator: str) -> Tensor:
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
-def _mean(scored: Scored, each: Tensor) -> Tensor:
+def _mean(scored: Scored, values: Tensor) -> Tensor:
     """Return the mean of values of tokens over all completions, detached."""
-    kept = torch.where(scored.mask, each.detach(), 0)
+    kept = torch.where(scored.mask, values.detach(), 0)
     return kept.sum() / scored.mask.sum().clamp_min(1)
 
 
 def _reduced(
     scored: Scored,
-    each: Tensor,
+    token_losses: Tensor,
     normalize: str,
     max_length: int | None,
     num_items_in_batch: int | float | Tensor | None,
 ) -> Tensor:
     if normalize == "sequence":
-        return (scored.per_sequence(each) / scored.counts).mean()
+        return (scored.per_sequence(token_losses) / scored.counts).mean()
     if normalize == "token":
         count = scored.mask.sum() if num_items_in_batch is None else num_items_in_batch
-        count = torch.as_tensor(count, dtype=each.dtype, device=each.device).detach()
-        return each.sum() / count.clamp_min(1)
+        count = torch.as_tensor(
+            count, dtype=token_losses.dtype, device=token_losses.device
+        ).detach()
+        return token_losses.sum() / count.clamp_min(1)
     if max_length is None and scored.of_sequence is not None:
         rule = "a count, for normalize='length' with cu_seqlens"
         raise wrong("grpo", ValueError, "max_length is", None, rule)
-    return each.sum() / (scored.sequences * (max_length or each.shape[-1]))
+    return token_losses.sum() / (scored.sequences * (max_length or token_losses.shape[-1]))

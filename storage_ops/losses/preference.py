@@ -74,7 +74,7 @@ def dpo(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor | dict[str, Tensor]]:
-    """Return the loss of direct preference optimisation, or of another loss of its kind.
+    """Compute the loss of direct preference optimisation, or a loss of its kind.
 
     A chosen completion has the log-ratio w = log pi(y_w) - log ref(y_w), a rejected one
     l = log pi(y_l) - log ref(y_l). With h = w - l, e the label smoothing and S the logistic
@@ -113,7 +113,7 @@ def dpo(
     Args:
         input, linear_weight, target: hidden states (2 B, T, D), head (V, D) and targets (2 B, T) of
             the policy: B chosen sequences, then the B rejected ones. Or packed: see cu_seqlens.
-        beta: how far the policy may go from its reference, > 0.
+        beta: strength of the tie to the reference, > 0.
         loss_type: a name of the table.
         label_smoothing: e, from 0 to below 0.5, for the formulas that have it. "exo_pair" needs
             more than 0; its paper takes 1e-3.
@@ -125,8 +125,8 @@ def dpo(
             implementations of "ipo" do. The papers do not.
         ref_input, ref_weight, ref_bias: the frozen reference: hidden states (2 B, T, E) and a head
             (V, E) of a hidden size of its own; no gradient flows to them.
-        ref_logps: (2 B,), instead: log-probabilities of the completions, sums over their tokens.
-            With neither the reference takes all completions to be equally probable.
+        ref_logps: (2 B,), instead of the reference: log-probabilities of the completions, sums over
+            tokens. With neither, all completions are equally probable under the reference.
         return_logps: return the loss and the policy's log-probabilities (2 B,), detached.
         return_metrics: return the loss and a dictionary of detached tensors. "logps" (2 B,) are the
             policy's log-probabilities, sums over tokens, "ref_logps" those of the reference if
@@ -224,7 +224,7 @@ def kto(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of Kahneman-Tversky optimisation.
+    """Compute the loss of Kahneman-Tversky optimisation.
 
     Sequences are judged one by one, not in pairs. With r = log pi(y) - log ref(y), the loss is the
     mean over sequences of
@@ -250,7 +250,7 @@ def kto(
             desirable completions, "logps/rejected" and "rewards/rejected" over undesirable ones
             (nan if there are none). "rewards/margins" is the difference of these rewards. "kl" is
             z.
-        ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, of S sequences.
+        ref_input, ref_weight, ref_bias, ref_logps, options: as in `dpo`, for S sequences.
 
     Returns:
         The loss, 0-dimensional, or the loss and the metrics.

@@ -51,9 +51,9 @@ def orpo(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of odds ratio preference optimisation.
+    """Compute the loss of odds ratio preference optimisation.
 
-    It is supervised learning of the chosen completions, and a ratio of odds. P(y) =
+    It adds supervised learning of the chosen completions and a ratio of odds. P(y) =
     exp(log pi(y) / |y|) is the geometric mean of the probabilities of a completion's tokens, and
     odds(y) = P(y) / (1 - P(y)). The loss is the mean nll of the tokens of the chosen completions,
     plus the mean over pairs of
@@ -65,9 +65,9 @@ def orpo(
     Args:
         input, linear_weight, target, options: as in `dpo`.
         beta: weight of the ratio of odds.
-        nll_target: other targets for the nll, in the shape of target: those of prompts too, as the
-            authors' code has it. Only the half of the chosen sequences counts. Both targets of a
-            token are scored in one pass.
+        nll_target: other targets for the nll, in the shape of target. The authors' code includes
+            the prompts here. Only the chosen half counts. Both targets of a token are scored in one
+            pass.
         return_metrics: return the loss and a dictionary: the metrics of `dpo`, with
             beta log P(y) as rewards, and "nll_loss". "log_odds_chosen" is the mean of
             log odds(y_w) - log odds(y_l), and "log_odds_ratio" the mean of its log sigmoid.
@@ -124,7 +124,7 @@ def simpo(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of simple preference optimisation.
+    """Compute the loss of simple preference optimisation.
 
     Rewards are mean log-probabilities, with a margin. The loss is the mean over pairs of
 
@@ -135,7 +135,7 @@ def simpo(
     Args:
         input, linear_weight, target, options: as in `dpo`.
         beta: scale of the rewards, > 0.
-        gamma: by how much the chosen one's should be larger.
+        gamma: the margin between the rewards of the chosen and the rejected completion.
         label_smoothing: as in `dpo`.
         return_metrics: return the loss and a dictionary: the metrics of `dpo`, with
             beta / |y| log pi(y) as rewards.
@@ -187,7 +187,7 @@ def cpo(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of contrastive preference optimisation.
+    """Compute the loss of contrastive preference optimisation.
 
     It is DPO with a uniform reference, plus alpha times the mean nll of the tokens of the chosen
     completions. The first term is the mean over pairs of -log sigmoid(beta log pi(y_w) - beta log
@@ -233,7 +233,7 @@ def _of_chosen(
     ignore_index: int = IGNORED,
     **options: Any,
 ) -> Tensor:
-    """Return the targets of the nll, with those of rejected sequences ignored."""
+    """Return the targets of the nll, in which rejected sequences are ignored."""
     check_indices("orpo", "target", target)
     check_indices("orpo", "nll_target", nll_target)
     check_values("orpo", "nll_target", nll_target, tuple(target.shape), target)

@@ -15,11 +15,12 @@ from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
 
-# Options of linear_cross_entropy that losses of log-probabilities do not pass on.
+# Options of linear_cross_entropy that losses of log-probabilities set themselves.
 _OF_RESULTS = (
     "returns", "reduction", "token_weight", "accumulate_into", "selected_ids", "top_k",
 )  # fmt: skip
-_OF_THE_LOSS = ("weight", "label_smoothing", "z_loss", "divisor")  # log-probabilities lack these
+# Options without a meaning for log-probabilities.
+_OF_THE_LOSS = ("weight", "label_smoothing", "z_loss", "divisor")
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Scored:
         logps: log-probabilities of the targets, float32 (float64 for float64); 0 where ignored.
         mask: True for tokens of a completion, in the same shape.
         entropy: the entropy of each token's distribution, differentiable, or None.
-        second: log-probabilities of `second_target` of `score`, as logps. None without one.
+        second: log-probabilities of `second_target` of `score`, like logps. None without one.
         second_mask: True for tokens with a second target, or None.
         of_sequence: the sequence of each token (N,) if packed. None: each row is a sequence.
         sequences: the number of sequences.
@@ -48,11 +49,12 @@ class Scored:
         """Return the sum of values of tokens over each sequence, (S,)."""
         if self.of_sequence is None:
             return values.sum(-1)
-        total = values.new_zeros(self.sequences + 1)  # the last is of tokens after all of them
+        # The last element is for tokens after all sequences.
+        total = values.new_zeros(self.sequences + 1)
         return total.index_add(0, self.of_sequence, values.reshape(-1))[:-1]
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Return the value of its sequence at each token, from (S,) values. Padding gets 0."""
+        """Return each token's value of its sequence, from (S,) values. Padding gets 0."""
         if self.of_sequence is None:
             return values.unsqueeze(-1).expand(self.logps.shape)
         padded = torch.cat([values, values.new_zeros(1)])
@@ -60,12 +62,12 @@ class Scored:
 
     @property
     def counts(self) -> Tensor:
-        """Return the number of tokens of each completion, (S,), at least 1 to divide by."""
+        """Return the number of tokens of each completion, (S,), at least 1 for divisions."""
         return self.per_sequence(self.mask.to(self.logps.dtype)).clamp_min(1)
 
 
 def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: str) -> Exception:
-    """Return an error that names a loss, its argument, the found value and the expected one."""
+    """Return an error that names a loss, its argument, the value and the expected one."""
     return checks.wrong(kind, argument, found, rule, f"losses.{loss}")
 
 
@@ -109,7 +111,7 @@ def score(
 ) -> Scored:
     """Return log-probabilities of the targets. `options` are those of `linear_cross_entropy`.
 
-    A second target for each token, or ignore_index, is scored from the same logits.
+    Each token may have a second target, or ignore_index. It is scored from the same logits.
     """
     for name in (*_OF_RESULTS, *_OF_THE_LOSS):
         if name in options:
@@ -138,7 +140,7 @@ def score(
         second, logps = logps, results["selected"].squeeze(-1)
     owners, sequences = None, count_of(logps.shape[:-1])
     if cu_seqlens is not None:
-        ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # of the tokens that are scored
+        ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # ends of the scored tokens
         places = torch.arange(logps.numel(), device=logps.device)
         owners, sequences = torch.searchsorted(ends, places, right=True), ends.shape[0]
     elif logps.dim() < 2:
@@ -154,11 +156,11 @@ def _predicted(target: Tensor, shift: bool) -> Tensor:
 def separated(
     loss: str, target: Tensor, cu_seqlens: Tensor | None, shift: bool, ignore_index: int = IGNORED
 ) -> Tensor:
-    """Return the targets, ignoring first tokens that another sequence would predict, and padding.
+    """Return the targets. Padding, and tokens that another sequence would predict, are ignored.
 
     Raises:
-        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens; target is no tensor;
-            shift is not True or False.
+        TypeError, ValueError: cu_seqlens are no bounds of the packed tokens, target is no tensor,
+            or shift is not True or False.
     """
     check_tensor(loss, "target", target)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -192,7 +194,7 @@ def separated(
 
 def reference_logps(
     loss: str,
-    given: Tensor | None,
+    logps: Tensor | None,
     ref_input: Tensor | None,
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
@@ -209,11 +211,11 @@ def reference_logps(
             raise wrong(
                 loss, TypeError, "ref_bias is", "given without ref_input", "both or neither of them"
             )
-        if given is None:
+        if logps is None:
             return None
-        check_tensor(loss, "ref_logps", given)
-        return given.detach()
-    if given is not None:
+        check_tensor(loss, "ref_logps", logps)
+        return logps.detach()
+    if logps is not None:
         raise wrong(
             loss, ValueError, "ref_logps", "is given together with ref_input", "one of them"
         )
@@ -227,7 +229,7 @@ def reference_logps(
 def _check_reference(
     loss: str, ref_input: Tensor, ref_weight: Tensor, ref_bias: Tensor | None
 ) -> None:
-    """Raise the TypeError or ValueError that `score` would raise with names of the policy."""
+    """Raise the errors of `score` with the names of the reference's arguments."""
     reference = {"ref_input": ref_input, "ref_weight": ref_weight}
     for name, t in reference.items():
         check_tensor(loss, name, t)

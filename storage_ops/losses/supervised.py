@@ -1,4 +1,4 @@
-"""Losses of given targets, and losses of a teacher."""
+"""Losses of targets, and losses of a teacher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sft(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of supervised fine-tuning: the mean nll of the targets, weighted by tokens.
+    """Compute the loss of supervised fine-tuning: the mean nll of the targets, weighted by tokens.
 
         sum_i a_i (-log pi(target_i)) / sum_i a_i
 
@@ -57,15 +57,15 @@ def sft(
 
     Args:
         input, linear_weight, target: (..., D), (V, D) and (...); packed (N, D) or (1, N, D).
-        token_weight: a, in the shape of target; None: 1 for all.
+        token_weight: the weights a, in the shape of target. None: 1 for all tokens.
         cu_seqlens: (S + 1,) bounds of packed sequences.
         shift: the token at position i is scored with target i + 1.
-        ignore_index: targets without a loss.
+        ignore_index: the target of tokens without a loss.
         return_metrics: return the loss and a dictionary of detached tensors. "logps" is the
             log-probability of each target, 0 where it is ignored. "nll_loss", "entropy" and
             "mean_token_accuracy" are means over the tokens that are not ignored. The backward then
-            forms the logits once more.
-        options: of `storage_ops.linear_cross_entropy`, reduction among them.
+            computes the logits again.
+        options: options of `storage_ops.linear_cross_entropy`, such as reduction.
 
     Returns:
         The loss: 0-dimensional, unless reduction="none". With return_metrics the loss and the
@@ -134,11 +134,11 @@ def kd(
     return_metrics: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of knowledge distillation: a teacher's distributions and the targets.
+    """Compute the loss of knowledge distillation: a teacher's distributions and the targets.
 
         alpha T^2 D(teacher, student at temperature T) + (1 - alpha) nll(target)
 
-    each a mean over the tokens whose target is not ignored. Hinton et al. 2015, Distilling the
+    Both are means over the tokens whose target is not ignored. Hinton et al. 2015, Distilling the
     Knowledge in a Neural Network, section 2, where D is the forward divergence.
 
     Args:
@@ -146,16 +146,17 @@ def kd(
         teacher_input, teacher_weight: the frozen teacher, (..., E) and (V, E); None with a
             `teacher_topk` among the options.
         target: (...), class indices.
-        alpha: weight of the teacher, from 0 to 1. At 0 or 1 only one of both is computed.
+        alpha: weight of the teacher, from 0 to 1. At 0 or 1 only one of the two losses is computed.
         temperature: T.
         linear_bias: (V,), of the student.
         cu_seqlens, shift, ignore_index: as in `sft`.
         memory_budget: for both losses together, which share the logits. With a process_group, for
-            each of them.
-        return_metrics: return the loss and a dictionary of detached tensors: those of `sft`, and
-            "kd_loss", the mean of T^2 D (nan if alpha is 0). They form the student's logits once
-            more.
-        options: of `storage_ops.linear_kl_div`: divergence, beta, teacher_bias, teacher_topk, ...
+            each loss.
+        return_metrics: return the loss and a dictionary of detached tensors: the metrics of `sft`,
+            and "kd_loss", the mean of T^2 D (nan if alpha is 0). The student's logits are computed
+            again for them.
+        options: options of `storage_ops.linear_kl_div`: divergence, beta, teacher_bias,
+            teacher_topk, ...
 
     Returns:
         The loss, 0-dimensional. With return_metrics the loss and the metrics.
@@ -195,8 +196,8 @@ def kd(
     )  # fmt: skip
     counted = target[..., int(shift) :] != ignore_index
     loss: Tensor
-    if _LEAST <= alpha < 1 and options.get("process_group") is None:  # of the same logits
-        if ignore_index != IGNORED:  # linear_kl_div would ignore it, because it is not a class
+    if _LEAST <= alpha < 1 and options.get("process_group") is None:  # both losses share the logits
+        if ignore_index != IGNORED:  # linear_kl_div ignores only -100
             target = target.masked_fill(target == IGNORED, IGNORED - 1)
         target = target.masked_fill(target == ignore_index, IGNORED)
         loss = alpha * soft(target=target, target_weight=(1 - alpha) / alpha)
@@ -218,7 +219,7 @@ def kd(
 
 
 def _metrics(counted: Tensor, nll: Tensor, entropy: Tensor, correct: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of tokens, `counted` of which are not ignored."""
+    """Return the metrics of tokens. `counted` of them are not ignored."""
     count = counted.sum()
     return {
         "logps": -nll.detach(), "nll_loss": nll.detach().sum() / count,

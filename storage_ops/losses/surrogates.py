@@ -17,12 +17,12 @@ from storage_ops.losses.options import PolicyLossType
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens with what they are worth. All tensors have the shape of `logps`.
+    """Tokens with their advantages. All tensors have the shape of `logps`.
 
     Attributes:
-        ratio: importance weights, pi / pi_old of the tokens or of their sequences.
+        ratio: importance weights, pi / pi_old for the tokens or for their sequences.
         logps: log-probabilities under the policy.
-        advantages: without a gradient.
+        advantages: the advantages, without a gradient.
         clip_low, clip_high, delta, sapo_temperature_pos, sapo_temperature_neg: arguments of `grpo`.
     """
 
@@ -61,7 +61,7 @@ SURROGATES: dict[PolicyLossType, Callable[[Sampled], Tensor]] = {
 
 
 def clip_ratios(s: Sampled, loss_type: PolicyLossType) -> dict[str, Tensor]:
-    """Return which tokens the formula clips, as 0 and 1, by the names of their means."""
+    """Return which tokens the formula clips, as 0 and 1, by the names of their metrics."""
     low = (s.ratio < 1 - s.clip_low) & (s.advantages < 0)
     high = (s.ratio > 1 + s.clip_high) & (s.advantages > 0)
     ratios_by_side = {

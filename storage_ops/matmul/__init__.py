@@ -1,4 +1,4 @@
-"""The three matrix products of a tile of logits, by torch or by the package itself.
+"""The three matrix products of a tile of logits, by torch or by this package.
 
 With a tile of rows (tokens) by classes, and hidden size D:
 
@@ -6,12 +6,13 @@ With a tile of rows (tokens) by classes, and hidden size D:
     INPUT   out (rows, D)       += dz (rows, classes) @ w (classes, D)
     WEIGHT  out (classes, D)    += dz (rows, classes).T @ x (rows, D)
 
-`interface.Matmul` forms them, and tells the planner the scratch memory and the time of each. It has
-two implementations. `aten.Aten` calls torch. `packed.Packed` calls the package's own products on a
-CPU, which sum in float32 and need only a given amount of scratch. `of` chooses one. A result is
+`interface.Matmul` computes them, and tells the planner the scratch memory and the time of each. It
+has two implementations. `aten.Aten` calls torch. `packed.Packed` calls the package's own products
+on a CPU, which sum in float32 in a limited amount of scratch memory. `of` chooses one. A result is
 `wide` if 16-bit operands are multiplied into a float32 result, so that no sum is rounded.
 
-`full_sums` is for GPUs: sums within a product are not rounded, under all settings of the process.
+`full_sums` is for GPUs: sums within a product are not rounded, whatever the settings of the
+process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["Kind", "Matmul", "of"]
 
 @functools.cache
 def of(dtype: torch.dtype, device: str, threads: int = 1) -> Matmul:
-    """Return the products of a dtype on a kind of device such as "cuda", for some CPU threads."""
+    """Return the products for a dtype on a kind of device such as "cuda", for some CPU threads."""
     if packed.exists(dtype, device):
         return packed.Packed(dtype.itemsize, threads, packed.rounds(dtype))
     if device != "cpu":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from storage_ops.matmul.interface import SLICE, Kind, Matmul
 
-with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
+with contextlib.suppress(ImportError, OSError):  # plans for a GPU need no torch
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import _disable_current_modes
@@ -25,9 +25,10 @@ class Aten(Matmul):
     """torch's products. On a GPU they add 16-bit products to float32. A CPU needs float32 copies.
 
     Attributes:
-        cuda: the operands are on a GPU.
-        upcasts: no product of 16-bit operands is fast here, so all are formed in float32.
-        packs: the weight of x @ w.T is copied in float32, in blocks of 8 classes.
+        cuda: whether the operands are on a GPU.
+        upcasts: whether 16-bit products are slow on this processor, so that float32 is used
+            instead.
+        packs: whether torch copies the weight of x @ w.T in float32, in blocks of 8 classes.
     """
 
     cuda: bool = False
@@ -72,8 +73,8 @@ class Aten(Matmul):
             else:
                 product = part.t() @ wide
                 out[classes] = product.add_(piece) if add else product
-                del product  # or two of them are alive at a time
-            del part  # as well
+                del product  # otherwise two products are alive at a time
+            del part  # otherwise two parts are alive at a time
 
     def _widens(self, out: Tensor) -> bool:
         """Return True if operands are copied to float32 first."""
@@ -84,17 +85,17 @@ class Aten(Matmul):
         packs = self.packs and kind is Kind.LOGITS
         if self.itemsize >= 4:
             return packed_bytes(classes, hidden) if packs and self.itemsize == 4 else 0
-        if self.cuda:  # where the product does not add to sums in fp32 by itself
+        if self.cuda:  # here the product does not add to fp32 sums itself
             return 4 * SLICE * hidden * (wide and kind is not Kind.LOGITS)
         piece = min(SLICE, classes)
-        # Copies in fp32: the rows of one operand, a slice of the other and of the tile.
+        # fp32 copies: the rows of one operand, a slice of the other one and of the tile.
         copies = 4 * (rows * hidden + piece * (hidden + rows))
         if self.upcasts:
             return copies + (packed_bytes(piece, hidden) if packs else 0)
-        if wide:  # the sums themselves are what the rows of the input's gradient are copied to
+        if wide:  # the sums themselves receive the copy of the rows of the input's gradient
             return copies - 4 * rows * hidden * (kind is Kind.INPUT)
-        # Measured memory in which a thread of oneDNN packs operands. It grows if the strides of
-        # input and weight are powers of two, and with the tokens for the weight's gradient.
+        # Measured: memory in which each thread of oneDNN packs operands. It grows if the strides of
+        # input and weight are powers of two. For the weight's gradient it grows with the tokens.
         packed = 1_750_000 if rows >= SLICE and hidden % 4096 == 0 else 200_000
         if kind is Kind.WEIGHT:
             packed = max(packed, min(1_400_000, 60_000 + (750 if rows <= 512 else 1400) * rows))
@@ -112,14 +113,15 @@ class Aten(Matmul):
             rate /= 1 + rates.few_rows16 / rows
         compute = 2 * rows * classes * hidden / rate
         if rates.overlaps:
-            # A product takes the longer of its arithmetic and its traffic. Its result is added to
-            # the sum when the arithmetic of a tile is done, and has nothing to hide behind.
+            # A product takes the longer of its arithmetic and its memory traffic. Its result is
+            # added to the sum after the arithmetic of a tile, so this addition overlaps with
+            # nothing.
             return max(compute, moved / rates.bandwidth) + sums / rates.bandwidth
         return compute + (moved + sums) / rates.bandwidth
 
 
 def packed_bytes(classes: int, hidden: int) -> int:
-    """Return the bytes of Arm's library for a copy of a float32 weight, in blocks of 8 classes."""
+    """Return the bytes of the Arm library's copy of a float32 weight, in blocks of 8 classes."""
     return 4 * hidden * -(-classes // 8) * 8
 
 
@@ -128,17 +130,17 @@ def has_arm_library() -> bool:
     """Return True if oneDNN multiplies by Arm's Compute Library in this build of torch."""
     try:
         return bool(torch.backends.mkldnn.is_acl_available())
-    except (AttributeError, NameError):  # the latter without torch
+    except (AttributeError, NameError):  # NameError without torch
         return False
 
 
 @functools.cache
 def is_fast(dtype: torch.dtype) -> bool:
-    """Return True if products of this dtype are fast on this processor. 16-bit ones may not be.
+    """Return True if products of this dtype are fast on this processor; 16-bit ones may be slow.
 
-    With AMX, torch packs their operands in several MB under every budget, so no plan could meet it.
-    On Arm, torch copies whole tiles, for the weight's gradient twice, so products there do not
-    count.
+    With AMX, torch packs the operands in several MB whatever the budget, so no plan could keep it.
+    On Arm, torch copies whole tiles, and for the weight's gradient twice. So 16-bit products on
+    both count as slow.
     """
     if dtype.itemsize >= 4:
         return True
@@ -146,9 +148,10 @@ def is_fast(dtype: torch.dtype) -> bool:
         return False
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
-        if torch.cpu._is_amx_tile_supported():  # of torch: its products heed no variable of ours
+        # torch's AMX products ignore the package's environment variables.
+        if torch.cpu._is_amx_tile_supported():
             return False
-        with _disable_current_modes():  # the processor is asked, not a mode of fake tensors
+        with _disable_current_modes():  # ask the processor, not a mode of fake tensors
             return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
     except (AttributeError, RuntimeError):
         return False
@@ -178,7 +181,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
                 rows = slice(begin, begin + SLICE)
                 out[rows] += torch.ops.aten.mm.dtype(left[rows], right, out.dtype)
     elif out.shape[1] == 1 and not out.is_contiguous():
-        # In bf16 torch 2.10 writes only the first element of a column whose elements lie apart.
+        # In bf16 torch 2.10 writes only the first element of a column that is not contiguous.
         column = torch.mm(left, right)
         out.copy_(out + column if add else column)
     elif add:
@@ -191,10 +194,10 @@ _adds_wide: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
 
 
 def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if this torch adds 16-bit products to a matrix like `out`, and rounds neither.
+    """Return True if this torch adds 16-bit products to a matrix like `out` without rounding.
 
-    Some versions of torch can only multiply. The first call tries it, except while a graph is
-    captured, where results cannot be read. For a fake matrix, an existing GPU is tried.
+    Some versions of torch can only multiply. The first call tries the addition, except during a
+    graph capture, which cannot read results. For a fake matrix, the real GPU is tried.
     """
     fake = isinstance(out, FakeTensor) and not (out.is_cuda and torch.cuda.is_available())
     key = (out.device, dtype, out.is_meta or fake)
@@ -207,7 +210,7 @@ def adds_wide(out: Tensor, dtype: torch.dtype) -> bool:
 
 def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
     with contextlib.nullcontext() if fake else _disable_current_modes():
-        # Neither the matrix, nor the product, nor their sum fits into 16 bits.
+        # The matrix, the product and their sum do not fit into 16 bits.
         parts = [
             torch.full((16, n), v, dtype=dtype, device=device) for n, v in ((1, 1), (15, 2**-6))
         ]
@@ -216,6 +219,6 @@ def _try_to_add(device: torch.device, dtype: torch.dtype, fake: bool) -> bool:
         total = out + (1 + 15 * 2.0**-12)
         try:
             torch.ops.aten.addmm.dtype_out(out, left, left.t(), out.dtype, out=out)
-        except (RuntimeError, TypeError):  # the latter of torch's fake ones, before torch 2.13
+        except (RuntimeError, TypeError):  # TypeError from torch's fakes, before torch 2.13
             return False
         return fake or torch.equal(out, total)

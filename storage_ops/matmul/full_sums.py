@@ -1,4 +1,4 @@
-"""Products of 16-bit operands on a GPU with sums in fp32, under all settings of the process."""
+"""Products of 16-bit operands on a GPU with fp32 sums, whatever the settings of the process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ROUNDED = tuple(f"allow_{name}_reduced_precision_reduction" for name in ("bf16"
 
 
 class _FullSums:
-    """Context manager in which no sum of a product is rounded before it is complete.
+    """Context manager that prevents the rounding of incomplete sums in products.
 
-    cuBLAS divides the depth of a product if it is large and the result small. By default torch lets
-    it round the sums of the parts to 16 bits. In fp16 torch can be told to round every addition.
-    Both are settings of the process. The first of several threads changes them, and the last one
-    restores them.
+    cuBLAS splits the depth of a product if it is large and the result is small. By default torch
+    lets cuBLAS round the sums of the parts to 16 bits. In fp16 a setting of torch rounds every
+    addition. Both are settings of the process. The first of several threads changes them, and the
+    last one restores them.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def _set(settings: dict[str, Any]) -> None:
 
 def _settings() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
-    # Whether sums are rounded, and whether the depth is divided at all, are set together.
+    # torch sets these two together: whether sums are rounded, and whether the depth is split.
     settings = {n: (getattr(matmul, n), getattr(matmul, f"{n}_split_k")) for n in _ROUNDED}
     return {**settings, "allow_fp16_accumulation": matmul.allow_fp16_accumulation}
 

@@ -1,4 +1,4 @@
-"""The interface of the loss's matrix products. It needs no torch, so plans for a GPU need none."""
+"""The interface of the loss's matrix products. It needs no torch, for plans without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from storage_ops.loss.planning.devices import Rates
 
-SLICE = 1024  # rows or classes that are formed in fp32 at a time, before they are rounded or added
+# Rows or classes that are computed in fp32 at a time, before they are rounded or added.
+SLICE = 1024
 
 
 class Kind(Enum):
@@ -29,18 +30,18 @@ class Matmul(ABC):
 
     Attributes:
         itemsize: bytes of an element of the operands.
-        threads: CPU threads that products have scratch for; no more than that compute.
+        threads: the number of CPU threads that compute products, each with scratch memory.
     """
 
     itemsize: int
     threads: int = 1
 
     cuda = False
-    # Products are formed in fp32 and rounded: sums in 16 bits would be no faster.
+    # Products are computed in fp32 and rounded, because 16-bit sums would be no faster.
     upcasts = False
-    # Scratch is by thread, and can be limited to some of them.
+    # Scratch memory is per thread, so a budget can limit the threads.
     limits_threads = False
-    # Classes up to which the input's gradient takes more scratch than with more of them; 0: never.
+    # Up to this number of classes, the input's gradient takes more scratch. 0: never.
     one_pass = 0
 
     @abstractmethod
@@ -49,14 +50,14 @@ class Matmul(ABC):
 
     @abstractmethod
     def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
-        """Compute out (rows, D) = dz (rows, classes) @ w (classes, D), or add that to it.
+        """Compute out (rows, D) = dz (rows, classes) @ w (classes, D), or out += with `add`.
 
         `out` may be wide.
         """
 
     @abstractmethod
     def weight_gradient(self, dz: Tensor, x: Tensor, out: Tensor, add: bool) -> None:
-        """Compute out (classes, D) = dz (rows, classes).T @ x (rows, D), or add that to it.
+        """Compute out (classes, D) = dz (rows, classes).T @ x (rows, D), or out += with `add`.
 
         `out` may be wide, and dz may be overwritten.
         """
@@ -73,7 +74,7 @@ class Matmul(ABC):
         """Return the seconds that a product takes.
 
         Args:
-            moved: bytes of operands and result that are read and written.
+            moved: bytes that the product reads and writes for operands and result.
             sums: bytes of the sums that the result is added to.
         """
 

@@ -1,4 +1,4 @@
-"""The package's own products on a CPU (csrc/products), which copy operands into given scratch."""
+"""The package's own products on a CPU (csrc/products), which copy operands into scratch memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from storage_ops.matmul import aten, scratch
 from storage_ops.matmul.interface import SLICE, Kind, Matmul
 
-with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
+with contextlib.suppress(ImportError, OSError):  # plans for a GPU need no torch
     import torch
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class Packed(Matmul):
     """The package's own products: sums in float32, and scratch for a given number of threads.
 
-    torch's 16-bit products on a CPU round their result to 16 bits. Summed over many tiles, that
-    would make gradients worse than those of the unchunked loss. They also pack their operands in
-    any amount of memory, up to several MB in AMX, under every budget. In float32, torch's products
-    are Intel's, which are slower on processors of other makers.
+    torch's 16-bit products on a CPU round their result to 16 bits. Summed over many tiles, the
+    gradients would be less accurate than those of the unchunked loss. torch also packs operands in
+    any amount of memory, up to several MB with AMX, whatever the budget. In float32, torch's
+    products are Intel's, which are slower on processors of other makers.
 
     Attributes:
-        rounds: results in 16 bits are formed directly. Otherwise they are rounded from float32
-            slices.
+        rounds: whether 16-bit results are computed directly. Otherwise they are rounded from
+            float32 slices.
     """
 
     rounds: bool = False
@@ -39,12 +39,12 @@ class Packed(Matmul):
 
     @property
     def one_pass(self) -> int:  # type: ignore[override]
-        """Return the number of classes whose input gradient is rounded without sums beside it."""
+        """Return the most classes whose input gradient is rounded without separate sums."""
         return scratch.one_pass() if self.rounds else 0
 
     @property
     def upcasts(self) -> bool:  # type: ignore[override]
-        """Return True if products in 16 bits are rounded from slices in float32."""
+        """Return True if 16-bit results are rounded from slices in float32."""
         return self.itemsize < 4 and not self.rounds
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -57,7 +57,7 @@ class Packed(Matmul):
             piece = out.new_empty(out[:, classes].shape, dtype=torch.float32)
             self.multiply(x, w[classes].t(), piece, False, True)
             out[:, classes] = piece
-            del piece  # or two of them are alive at a time
+            del piece  # otherwise two pieces are alive at a time
 
     def input_gradient(self, dz: Tensor, w: Tensor, out: Tensor, add: bool) -> None:
         """See `Matmul`."""
@@ -79,15 +79,15 @@ class Packed(Matmul):
             product = piece.new_empty(piece.shape, dtype=torch.float32)
             self.multiply(dz[:, classes].t(), x, product, False, False)
             out[classes] = product.add_(piece) if add else product
-            del product  # or two of them are alive at a time
+            del product  # otherwise two products are alive at a time
 
     def multiply(
         self, left: Tensor, right: Tensor, out: Tensor, add: bool, direct: bool = False
     ) -> None:
         """Compute out = left @ right, or out += left @ right.
 
-        With `direct`, little scratch holds copies of `left`. Otherwise a product with a 16-bit
-        result may overwrite `left`.
+        With `direct`, a small scratch buffer holds copies of `left`. Otherwise a product with a
+        16-bit result may overwrite `left`.
         """
         if self.itemsize == 4 and len(left) == 1:  # a copy of the right operand gains nothing
             aten.multiply(left, right, out, add)
@@ -107,7 +107,7 @@ class Packed(Matmul):
         """See `Matmul`."""
         m, n, k = _sizes(kind, rows, classes, hidden)
         formed, rounded = 0, self.rounds and not wide
-        if self.upcasts and not wide:  # what is rounded from float32
+        if self.upcasts and not wide:  # the float32 slice that is rounded
             if kind is Kind.LOGITS:
                 n = min(n, SLICE)
             elif kind is Kind.WEIGHT:
@@ -126,8 +126,8 @@ class Packed(Matmul):
         moved /= rates.bandwidth
         if not self.rounds:  # sums are fetched while products compute
             return moved + max(compute, sums)
-        # Memory traffic overlaps with arithmetic, but copies take time. The right operand is copied
-        # for each piece of rows, and the left one if it is transposed.
+        # Memory traffic overlaps with arithmetic, but copies do not. The right operand is copied
+        # for each piece of rows. The left operand is copied if it is transposed.
         m, n, k = _sizes(kind, rows, classes, hidden)
         copied = 1 / m
         if kind is not Kind.LOGITS:
@@ -147,7 +147,7 @@ def _sizes(kind: Kind, rows: int, classes: int, hidden: int) -> tuple[int, int, 
 
 
 def exists(dtype: torch.dtype, device: str) -> bool:
-    """Return True if the package has its own products that are better than torch's."""
+    """Return True if the package's own products exist here and are better than torch's."""
     if device != "cpu" or dtype == torch.float64 or not scratch.kind():
         return False
     return dtype != torch.float32 or "AuthenticAMD" in processor()
@@ -164,5 +164,5 @@ def processor() -> str:
 
 
 def rounds(dtype: torch.dtype) -> bool:
-    """Return True if there are own products with a 16-bit result on this processor."""
+    """Return True if this processor has own products with a 16-bit result."""
     return dtype == torch.bfloat16 and scratch.kind().endswith("bf16")

@@ -1,7 +1,7 @@
-"""Facts of the native library's own products: the instructions they use, and their scratch.
+"""Facts about the native library's own products: instructions and scratch memory.
 
-csrc/products/product_scratch.h explains how much scratch a product takes. Without this library, the
-ops are those of `reference`, which use no such instructions and no scratch.
+csrc/products/product_scratch.h explains how much scratch memory a product takes. Without this
+library, `reference` has the ops. They use no such instructions and no scratch memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import functools
 from typing import Any
 
-with contextlib.suppress(ImportError, OSError):  # plans for a GPU are made without torch
+with contextlib.suppress(ImportError, OSError):  # plans for a GPU need no torch
     import torch
 
 
 def _ask(op: str, *sizes: int) -> Any:
-    with torch._C._DisableTorchDispatch():  # the processor is asked, not a mode
+    with torch._C._DisableTorchDispatch():  # ask the processor, not a mode
         return getattr(torch.ops.storage_ops, op).default(*sizes)
 
 
@@ -27,7 +27,7 @@ def kind() -> str:
 
 @functools.cache
 def one_pass() -> int:
-    """Return the depth of a product with a 16-bit result that needs no float32 sums beside it."""
+    """Return the largest depth of a 16-bit product that needs no separate float32 sums."""
     return int(_ask("_product_kind")[1])
 
 
@@ -35,18 +35,18 @@ def one_pass() -> int:
 def piece(
     rows: int, columns: int, depth: int, threads: int, rounded: bool, direct: bool
 ) -> tuple[int, int]:
-    """Return the rows of a product formed at a time, and the slots of 4 bytes that they need.
+    """Return the rows of a product computed at a time, and the 4-byte slots that they need.
 
     The product is (rows, depth) @ (depth, columns).
 
     Args:
-        rounded: the result is in 16 bits.
-        direct: the left operand is read in place.
+        rounded: whether the result is in 16 bits.
+        direct: whether the left operand is read in place.
     """
     height, slots = _ask("_product_scratch", rows, columns, depth, threads, rounded, direct)
     return height, slots
 
 
 def packed_slots(rows: int, columns: int, depth: int, threads: int) -> int:
-    """Return the slots of 4 bytes that a product with a float32 result takes."""
+    """Return the 4-byte slots that a product with a float32 result takes."""
     return piece(rows, columns, depth, threads, False, False)[1]

@@ -1,4 +1,4 @@
-"""Observes every call of a model's modules from outside, without hooks."""
+"""Observes every call of a model's modules without hooks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 
 
 # Simulations replace functions of torch and classes of modules, and restore them afterwards. Two
-# threads that did so at the same time could restore each other's replacements.
+# threads at a time could restore each other's replacements.
 ONE_AT_A_TIME = threading.RLock()
-_watched: dict[type, tuple[Any, list[_Watch]]] = {}  # by class: its own __call__, and the observers
+# For each class, its own __call__ and the observers.
+_watched: dict[type, tuple[Any, list[_Watch]]] = {}
 _changing = threading.Lock()
 
 
@@ -24,9 +25,8 @@ _changing = threading.Lock()
 def around_calls(model: nn.Module, around: Around) -> Iterator[None]:
     """Replace each call of a module by `around(module, name, call, args, kwargs)`, in a with block.
 
-    `call(*args, **kwargs)` is the original call, with its hooks and everything else that its class
-    does around it: the outermost `__call__` that a class of the model defines. Only calls in this
-    thread are replaced.
+    `call(*args, **kwargs)` is the original call: the outermost `__call__` that a class of the model
+    defines, with its hooks. Only calls in this thread are replaced.
     """
     definers = {next(c for c in type(m).__mro__ if "__call__" in vars(c)) for m in model.modules()}
     watch = _Watch(model, around)
@@ -43,10 +43,11 @@ class _Watch:
     def __init__(self, model: nn.Module, around: Around) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._around, self._thread = around, threading.get_ident()
-        self._inside: list[nn.Module] = []  # an inner __call__ of a module is part of the call
+        # An inner __call__ of the same module is part of the call.
+        self._inside: list[nn.Module] = []
 
     def over(self, plain: Callable[..., Any]) -> Any:
-        """Return a `__call__` that lets `around` observe a class's `__call__`."""
+        """Return a `__call__` that lets `around` observe the class's `__call__`."""
 
         def __call__(module: nn.Module, *args: object, **kwargs: object) -> Any:
             is_part = self._inside and self._inside[-1] is module
@@ -93,6 +94,6 @@ def _leave(cls: Any, watch: _Watch) -> None:
 
 
 def outermost(modules: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not children of another one among them."""
+    """Return the modules that are not submodules of another one in the list."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]

@@ -1,4 +1,4 @@
-"""Measures peak memory and memory over time of a block of code."""
+"""Measures peak memory and memory over time for a block of code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from storage_ops.foundation.ledger import levels
 from storage_ops.measure.owners import Marks, history
 from storage_ops.quantities import parse_bytes
 
-# Activity of the CPU has the memory events of every device. Nothing else is asked for: CUPTI, which
-# records calls of the CUDA runtime and what a GPU does, slows a block down and serves one profiler
-# at a time. Where torch has no filters, the calls of the runtime are activity of the CPU.
+# CPU activity includes the memory events of every device. No other activity is requested: CUPTI,
+# which records GPU work and CUDA runtime calls, slows a block down and serves one profiler at a
+# time. If torch has no filters, runtime calls count as CPU activity.
 _FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profile).parameters
 _WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
 ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
@@ -28,7 +28,7 @@ ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes allocated above the level at entry, from a moment on."""
+    """Bytes above the level at entry, from a moment on."""
 
     seconds: float
     nbytes: int
@@ -40,10 +40,11 @@ class Life:
 
     Attributes:
         owner: "parameters", "gradients", "optimizer state", "activations of " and the name of a
-            module, "temporaries", and of an estimate "inputs" and others; "" where it is not known.
-        nbytes: its size.
-        start: the index of the sample of the timeline that is the first with it.
-        end: the index of the first sample without it; None if it is there at the end.
+            module, or "temporaries". An estimate also has "inputs" and others. "" if it is not
+            known.
+        nbytes: its size in bytes.
+        start: the index of the first sample of the timeline with it.
+        end: the index of the first sample without it; None if it is in memory at the end.
     """
 
     owner: str
@@ -57,9 +58,6 @@ def numbered(device: str | torch.device) -> torch.device:
 
     Raises:
         ValueError: the name is not a device, or the device does not exist.
-
-    Raises:
-        ValueError: that is no device, or there is none.
     """
     try:
         torch_device = torch.device(device)
@@ -84,15 +82,15 @@ class Measurement:
     """The memory that a `measure` block allocated. Raises AttributeError before the block ends.
 
     Attributes:
-        peak_bytes: highest level above the level at entry.
-        kept_bytes: level at exit above the level at entry; negative if the block freed more.
+        peak_bytes: the highest level above the level at entry.
+        kept_bytes: the level at exit above the level at entry; negative if the block freed more.
         timeline: the level after every allocation and release, in order.
         lives: every allocation with its owner, its bytes, and its begin and end.
         subject: what was measured, such as the class of the model. "" if it is not known.
         device: where it was measured, such as "cpu" or "h100".
     """
 
-    peak_bytes: int = field(default_factory=int)  # a default would be read before the end
+    peak_bytes: int = field(default_factory=int)  # a plain default could be read before the end
     kept_bytes: int = field(default_factory=int)
     timeline: list[Sample] = field(default_factory=list, repr=False)
     lives: list[Life] = field(default_factory=list, repr=False)
@@ -104,7 +102,7 @@ class Measurement:
             return "Measurement(of a block that has not ended)"
         return f"Measurement(peak_bytes={self.peak_bytes}, kept_bytes={self.kept_bytes})"
 
-    if not TYPE_CHECKING:  # a type checker knows what there is
+    if not TYPE_CHECKING:  # a type checker knows the attributes
 
         def __getattr__(self, name: str) -> Any:
             if name in {f.name for f in fields(Measurement)}:
@@ -117,7 +115,7 @@ class Measurement:
     def plot(self, path: str | os.PathLike[str], budget: int | float | str | None = None) -> None:
         """Draw memory over time into a file, in a colour for each owner.
 
-        Owners whose names differ in numbers only, such as layers, have one colour. The seven owners
+        Owners whose names differ only in numbers, such as layers, have one colour. The seven owners
         with most bytes at the peak have their own colours, and all others share one. The x axis is
         the share of allocations and releases, because the seconds of an estimate are not those of a
         GPU.
@@ -131,7 +129,7 @@ class Measurement:
                 it is more than four times the peak. None: no line.
 
         Raises:
-            ModuleNotFoundError: the library that draws it is not installed; the error names it
+            ModuleNotFoundError: the drawing library is not installed. The error names the library
                 and the command that installs it.
             ValueError: nothing was allocated, matplotlib does not know the ending, or `budget` is
                 no number of bytes.
@@ -150,10 +148,10 @@ class Measurement:
 class measure:
     """Context manager that measures the memory of a block.
 
-    On the CPU, torch's allocations in this thread count, from the events of torch.profiler. Buffers
-    inside math libraries are not seen. Neither are releases of blocks that were allocated before
-    the first `measure` of the process. On CUDA, the peak is that of the caching allocator, and the
-    timeline comes from the same events. The block runs somewhat slower, so do not time it.
+    On the CPU, allocations of torch in this thread count, from the events of torch.profiler.
+    Buffers inside math libraries, and releases of blocks that were allocated before the first
+    `measure` of the process, are not seen. On CUDA, the peak is that of the caching allocator, and
+    the
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.
@@ -179,8 +177,8 @@ class measure:
             raise ValueError(f"measure: `device` is {device!r}. Expected 'cpu' or a CUDA device.")
         self._marks = Marks(model)
         self._subject = "" if model is None else class_of(uncompiled(model)).__name__
-        self._result = Measurement.__new__(Measurement)  # without its numbers until the end
-        self._entry_bytes: int | None = None  # of the allocator of a GPU
+        self._result = Measurement.__new__(Measurement)  # has no numbers until the end
+        self._entry_bytes: int | None = None  # bytes of the allocator of a GPU
 
     def __enter__(self) -> Measurement:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -189,18 +187,19 @@ class measure:
                 "profiler at a time. End it first."
             )
         gc.collect()  # garbage of earlier code must not be freed inside the block
-        # Kineto announces each start and stop on stderr unless told otherwise before the first.
+        # Otherwise Kineto reports each start and stop on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._entry_bytes = torch.cuda.memory_allocated(self._device)
-        # torch 2.10 and 2.11 warn of events that are not accumulated, in a first cycle too.
+        # torch 2.10 and 2.11 warn about events that are not accumulated, even in a first cycle.
         self._profile = profile(activities=ACTIVITIES, profile_memory=True, acc_events=True)
         self._marks.__enter__()
         try:
             self._profile.__enter__()
-            # Else they are all read in Python when it stops, and here none is needed.
+            # Otherwise all events are read in Python when the profiler stops. They are not needed
+            # here.
             profiler: Any = self._profile.profiler
             profiler.acc_events = False
         except BaseException:
@@ -227,7 +226,7 @@ class measure:
 
     def _read_events(self) -> None:
         profiler: Any = self._profile.profiler
-        changes, taken = history(
+        changes, allocations = history(
             profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
         )
         del self._profile
@@ -236,7 +235,7 @@ class measure:
             Sample((start - changes[0][0]) / 1e9, level)
             for (start, _), level in zip(changes, after[1:], strict=True)
         ]
-        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in taken]
+        lives = [Life(t.owner, t.nbytes, t.start, t.end) for t in allocations]
         result = Measurement(
             max(after), after[-1], timeline, lives, subject=self._subject, device=str(self._device)
         )

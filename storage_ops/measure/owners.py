@@ -1,6 +1,6 @@
 """Names the owners of memory, and finds the owner of each allocation in a profile.
 
-`Marks` puts calls of modules and gradients into the profile, `history` reads it.
+`Marks` adds calls of modules and gradients to the profile. `history` reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, TEMPORARIES = "gradients", "optimizer state", "temporaries"
 INPUTS, WORKSPACES = "inputs", "workspaces of cuBLAS"
 
-# Names of events in the profile; the first two are torch's own.
+# Names of events in the profile. The first two are torch's own.
 _STEP, _BACKWARD = "Optimizer.step#", "autograd::engine::evaluate_function"
 _CALL, _GRADIENT = "storage_ops call ", "storage_ops gradient "
 
@@ -45,7 +45,7 @@ def by_kind(by_owner: Mapping[str, int]) -> dict[str, int]:
 
 
 def owners_in_words(by_owner: Mapping[str, int]) -> str:
-    """Return a list in words of the owners of bytes, first those that no recompute changes."""
+    """Return owners and bytes as text, first the owners that recompute does not change."""
     first = (PARAMETERS, GRADIENTS, STATE)
     activations = sum(n for owner, n in by_owner.items() if owner.startswith("activations"))
     shown = {owner: by_owner.get(owner, 0) for owner in first} | {"activations": activations}
@@ -60,7 +60,7 @@ def kind_of(owner: str) -> str:
 
 
 class Marks(contextlib.ExitStack):
-    """Puts the calls of a model's modules, and its gradients, into a profile. None adds nothing.
+    """Adds the calls of a model's modules, and its gradients, to a profile. None adds nothing.
 
     Raises:
         TypeError, ValueError: the model is no module, or has parts that are compiled.
@@ -103,33 +103,32 @@ def _mark(p: Tensor) -> None:
 
 @dataclass
 class Taken:
-    """An allocation: its owner, its bytes, and the changes that begin and end it."""
+    """An allocation: its owner, its bytes, and the changes at its begin and end."""
 
     owner: str
     nbytes: int
     start: int
     end: int | None = None
-    made_in: Any = None  # the event of the call, the optimizer's step or the node of autograd
+    made_in: Any = None  # the event of the call, the optimizer's step or the autograd node
 
 
 def history(
     roots: Iterable[Any], kind: str, index: int | None, entry_bytes: int | None = None
 ) -> tuple[list[tuple[int, int]], list[Taken]]:
-    """Return the changes and allocations that a profile saw on a device, in order of time.
+    """Return the changes and allocations on a device in a profile, in order of time.
 
     Args:
-        roots: roots of the trees of its events.
+        roots: roots of the profile's trees of events.
         kind, index: type and number of the device. Only a GPU has a number.
         entry_bytes: bytes that the allocator of a GPU had allocated before. The changes then follow
             the total in its events, because a profile lacks events of releases in autograd threads.
 
     Returns:
-        (nanoseconds, bytes taken, or given back as a negative number) of each change, and the
-        allocations.
+        (nanoseconds, bytes) of each change, with negative bytes for a release, and the allocations.
     """
     events = sorted(_relevant(roots), key=lambda found: found[0].start_time_ns)
     changes: list[tuple[int, int]] = []
-    taken: list[Taken] = []
+    allocations: list[Taken] = []
     live: dict[int, Taken] = {}
     for event, inside in events:
         if event.name.startswith(_GRADIENT):
@@ -141,24 +140,24 @@ def history(
         if memory.device.type != kind or index not in (None, memory.device.index):
             continue
         nbytes = memory.alloc_size
-        if memory.ptr in live:  # released, with this event or before it without one
+        if memory.ptr in live:  # released by this event, or before it without an event
             block = live.pop(memory.ptr)
             block.end = len(changes)
             _own(block, event.start_time_ns)
         if nbytes > 0:
             block = live[memory.ptr] = Taken("", nbytes, len(changes), made_in=inside)
-            taken.append(block)
+            allocations.append(block)
         if entry_bytes is not None:
             nbytes = memory.total_allocated - entry_bytes
             entry_bytes = memory.total_allocated
         changes.append((event.start_time_ns, nbytes))
     for block in live.values():
         _own(block, None)
-    return changes, taken
+    return changes, allocations
 
 
 def _own(block: Taken, freed: int | None) -> None:
-    """Set the owner of an allocation from the time when it was freed, or None."""
+    """Set the owner of an allocation. `freed` is the time of its release, or None."""
     made_in = block.made_in
     if block.owner or made_in is None:
         return
@@ -172,9 +171,9 @@ def _own(block: Taken, freed: int | None) -> None:
 
 
 def _relevant(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the events of memory and gradients, each with the call, step or node around it.
+    """Yield the events of memory and gradients, each with the enclosing call, step or node.
 
-    Events of one moment come in the order in which they happened.
+    Simultaneous events come in the order in which they happened.
     """
     ahead: list[tuple[Any, Any]] = [(root, None) for root in roots][::-1]
     while ahead:

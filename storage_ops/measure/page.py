@@ -1,4 +1,4 @@
-"""One page of HTML about memory: a picture, tables and text, without files or scripts beside it."""
+"""One HTML page about memory: a picture, tables and text, without other files or scripts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of(measurement: Measurement, budget: int, tables: Sequence[Grid], advice: st
 
 
 def _picture(stack: Stack, budget: int) -> str:
-    """Return stacked areas as SVG, from below, with a line at the budget if it is near."""
+    """Return stacked areas as SVG, with a line at the budget if it is near."""
     top = top_of(stack, budget)
     right, height = _WIDTH - 10, _HEIGHT - _BOTTOM
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from storage_ops.measure.measurement import Life, Measurement
 
-_COLOURS = 7  # owners that have one of their own
+_COLOURS = 7  # the number of owners with a colour of their own
 _OTHERS = "others"
 _LASTING = (PARAMETERS, BUFFERS, STATE, GRADIENTS)
-_FAR = 4  # times the peak: a budget that is drawn as a line is lower
-_MOMENTS = 1500  # of a timeline that are drawn
-# Colours that people with red-green blindness tell apart (Okabe and Ito, 2008), and grey.
+_FAR = 4  # a budget above this multiple of the peak is not drawn
+_MOMENTS = 1500  # the most moments of a timeline to draw
+# Colours that people with red-green blindness can distinguish (Okabe and Ito, 2008), and grey.
 PALETTE = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def title_of(measurement: Measurement) -> str:
 
 
 def save(measurement: Measurement, path: str | os.PathLike[str], budget: int | None = None) -> None:
-    """Write a measurement in the format that the ending of a path names; see `Measurement.plot`."""
+    """Write a measurement in the format of the path's ending; see `Measurement.plot`."""
     if not measurement.lives:
         raise ValueError("plot: nothing was allocated. Expected a measurement of some code.")
     check_drawable(path)
@@ -113,10 +113,10 @@ def stack_of(measurement: Measurement) -> Stack:
     areas: dict[str, list[float]] = {owner: [] for owner in shown}
     now: Counter[str] = Counter()
     moments = _moments(levels)
-    wanted = set(moments)
+    drawn = set(moments)
     for at in range(len(levels)):
         now.update(steps[at])
-        if at in wanted:
+        if at in drawn:
             for owner, area in areas.items():
                 area.append(now[owner] / size)
     shares = [100 * at / max(len(levels) - 1, 1) for at in moments]
@@ -124,23 +124,23 @@ def stack_of(measurement: Measurement) -> Stack:
 
 
 def _largest(lives: list[Life], kinds: Mapping[str, str], peak: int) -> list[str]:
-    """Return the kinds of owners to draw, from below: the largest at the peak, then at any time."""
+    """Return the kinds of owners to draw, from below: those with most bytes at the peak first."""
     size: dict[str, tuple[int, int]] = {}
     for life in lives:
-        there = life.start <= peak and (life.end is None or life.end > peak)
+        is_at_peak = life.start <= peak and (life.end is None or life.end > peak)
         kind = kinds[life.owner]
         most, all_ = size.get(kind, (0, 0))
-        size[kind] = (most + life.nbytes * there, all_ + life.nbytes)
+        size[kind] = (most + life.nbytes * is_at_peak, all_ + life.nbytes)
     order = sorted(size, key=lambda kind: size[kind], reverse=True)
     shown = order if len(order) <= _COLOURS + 1 else order[:_COLOURS]
-    # What is always there is below what comes and goes.
+    # Memory that never changes is drawn below memory that comes and goes.
     stacked = [kind for kind in _LASTING if kind in shown]
     stacked += [kind for kind in shown if kind not in stacked]
     return stacked if len(shown) == len(order) else [*stacked, _OTHERS]
 
 
 def _moments(levels: list[int]) -> list[int]:
-    """Return the samples to draw: the highest of each stretch of a long timeline, and both ends."""
+    """Return the samples to draw: both ends, and the highest of each stretch of the timeline."""
     stretch = -(-len(levels) // _MOMENTS)
     ranges = (range(i, min(i + stretch, len(levels))) for i in range(0, len(levels), stretch))
     highest = {max(found, key=levels.__getitem__) for found in ranges}
@@ -153,12 +153,12 @@ def _is_far(stack: Stack, budget: int) -> bool:
 
 
 def budget_label(stack: Stack, budget: int) -> str:
-    """Return the words beside the line at the budget."""
+    """Return the label of the line at the budget."""
     return f"budget {readable(budget)}" + (", far above" if _is_far(stack, budget) else "")
 
 
 def top_of(stack: Stack, budget: int) -> float:
-    """Return the upper end of the axis: above the peak, and above a budget that is near."""
+    """Return the upper end of the axis: above the peak, and above the budget if it is near."""
     return 1.05 * (stack.peak if _is_far(stack, budget) else max(stack.peak, budget / stack.size))
 
 

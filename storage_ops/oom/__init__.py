@@ -1,5 +1,5 @@
-"""Out of memory: limit the memory of a block, and explain who held it.
+"""Out of memory: limits the memory of a block, and explains what was in memory.
 
-`tracking.py` keeps a ledger of the real ops of a block. `limit.py` raises where the ledger exceeds
-a size, `explain_oom.py` reports who held what, and `advice.py` asks `fit` for a plan that fits.
+`tracking.py` keeps a ledger of the real ops of a block. `limit.py` raises an error if the ledger
+exceeds a size. `explain_oom.py` reports the owners of memory. `advice.py` asks `fit` for a plan.
 """

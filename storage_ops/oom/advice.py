@@ -39,7 +39,7 @@ class KnownStep:
 class Follower:
     """Finds the model and the batch of a step among the calls of modules.
 
-    The step is the last outermost call, with gradients, of the module with most parameters. Its
+    The step is the last outermost call, with gradients, of the module with the most parameters. Its
     tensors are held by weak references, so that they are freed as usual.
     """
 
@@ -47,7 +47,7 @@ class Follower:
         self._roots = nn.ModuleList(roots)
         self._depth, self._most = 0, 0
         self._call: tuple[nn.Module, Any, Any] | None = None
-        self._gradient: weakref.ref[Tensor] | None = None  # of earlier batches
+        self._gradient: weakref.ref[Tensor] | None = None  # a gradient of earlier batches
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -70,9 +70,9 @@ class Follower:
         finally:
             self._depth -= 1
 
-    def complete(self, given: KnownStep, optimizers: Iterable[Optimizer]) -> KnownStep:
-        """Return the given step, completed by observed values whose tensors still exist."""
-        model, batch, optimizer = given.model, given.batch, given.optimizer
+    def complete(self, step: KnownStep, optimizers: Iterable[Optimizer]) -> KnownStep:
+        """Return `step` with observed values in place of missing ones, if they still exist."""
+        model, batch, optimizer = step.model, step.batch, step.optimizer
         if self._call is not None and (model is None or model is self._call[0]):
             model, *weak = self._call
             args, kwargs = tree_map(_strong, weak)
@@ -84,11 +84,11 @@ class Follower:
             ours = {id(p) for p in model.parameters()}
             optimizer = next((o for o in optimizers if _updates(o, ours)), None)
         adds = self._gradient is not None and self._gradient() is not None
-        return KnownStep(model, batch, given.loss, optimizer, adds)
+        return KnownStep(model, batch, step.loss, optimizer, adds)
 
 
 class _Gone:
-    """Represents an argument that was freed, or that must not be held."""
+    """Represents an argument that was freed, or must not be referenced."""
 
 
 def _weak(x: object) -> Any:

@@ -1,4 +1,4 @@
-"""Explains who held the memory when it ran out."""
+"""Explains what was in memory when it ran out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from storage_ops.fitting.plan import FitPlan
 
-_ROWS = 16  # of the table; the rest is one row
+_ROWS = 16  # most rows of the table; the last one has the rest
 UNKNOWN = "not known"
 
 
@@ -52,12 +52,12 @@ class OomReport(Tabular):
             state" and "buffers" have the name of their module. "activations of" has the name of a
             module. "temporaries of" has an op outside of modules, as in backward. "input" has its
             shape. "workspaces of cuBLAS" are freed to measure them, and cuBLAS allocates them again
-            when it needs them. "not known" are bytes that the allocator gave to other code.
+            when it needs them. "not known" are bytes of other code.
         in_use_bytes: the sum of these bytes.
-        attributed_share: the share of them that has a known owner, from 0 to 1.
+        attributed_share: the share of these bytes that have a known owner, from 0 to 1.
         failed: the op that asked for more memory, and the module that called it.
-        plan: what `storage_ops.fit` would do with this memory, or None if it cannot tell.
-        advice: a sentence above the plan, or why there is no plan and what to call.
+        plan: what `storage_ops.fit` would do with this memory, or None if there is no plan.
+        advice: a sentence about the plan, or the reason why there is none and the call to make.
     """
 
     by_owner: dict[str, int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def explain_oom(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = None,
 ) -> Iterator[OomReport]:
-    """Say who held the memory if a with block runs out of it, and what `fit` would do.
+    """Report what was in memory if a with block runs out of it, and what `fit` would do.
 
     A torch.OutOfMemoryError that leaves the block is not changed, but gets a note that is printed
     below its message. The note has the bytes by owner, the place where the op failed, and the plan
@@ -107,12 +107,12 @@ def explain_oom(
 
     Args:
         device: the device whose memory to explain. None: the current CUDA device, or else the CPU.
-        model: the model for `storage_ops.fit`. None: the module with most parameters that the
+        model: the model for `storage_ops.fit`. None: the module with the most parameters that the
             block called with gradients on.
-        batch: the model's arguments. None: those of the observed call.
+        batch: the model's arguments. None: the arguments of the observed call.
         loss: as for `storage_ops.fit`.
-        optimizer: as for `storage_ops.fit`. None: the one with the parameters of the model, if
-            it was created before memory ran out.
+        optimizer: as for `storage_ops.fit`. None: the optimizer of the model's parameters, if it
+            existed before memory ran out.
 
     Yields:
         A report, empty until memory runs out.
@@ -149,7 +149,7 @@ def explain_oom(
 
 
 class Explaining(Tracking):
-    """Follows which op creates which storage, and notes the owners once memory runs out."""
+    """Records which op creates which storage, and the owners when memory runs out."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -171,7 +171,7 @@ class Explaining(Tracking):
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Follow the calls of all modules, without a hook on any of them."""
+        """Follow the calls of all modules, without hooks on them."""
         calls = self.ledger.calls
 
         def begin(module: nn.Module, args: Args) -> None:
@@ -192,7 +192,7 @@ class Explaining(Tracking):
                 handle.remove()
 
     def note(self, error: BaseException, failed: str) -> None:
-        """Write down the owners of memory at the first sight of an error."""
+        """Record the owners of memory when an error is first seen."""
         if error is self._noted:
             return
         self._noted = error
@@ -219,7 +219,8 @@ class Explaining(Tracking):
         roots = self.roots
         known = {id(module) for root in roots for module in root.modules()}
         self.look_for_holders()
-        late = (r for r in self.roots if known.isdisjoint(map(id, r.modules())))  # not around one
+        # Leave out models around known ones.
+        late = (r for r in self.roots if known.isdisjoint(map(id, r.modules())))
         self.roots = [*roots, *late]
 
     def _roles(self) -> dict[Block, str]:
@@ -254,7 +255,7 @@ class Explaining(Tracking):
 
 
 def _freed_workspaces(device: torch.device) -> int:
-    """Free the workspaces of cuBLAS, one for each thread and stream, and return their bytes."""
+    """Free the workspaces of cuBLAS, one per thread and stream. Return their bytes."""
     if torch.cuda.is_current_stream_capturing():
         return 0
     before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Limits a device to a smaller size: memory runs out where it would on a GPU of that size."""
+"""Limits a device to a smaller size, so that memory runs out as on a smaller GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from storage_ops.simulate.patches.gpu import following_resizes
 
 @contextlib.contextmanager
 def limit(nbytes: int | float | str, device: str | torch.device = "cpu") -> Iterator[None]:
-    """Raise torch.OutOfMemoryError inside a with block where a device of this size would.
+    """Raise torch.OutOfMemoryError inside a with block if a device of this size would.
 
-    On the CPU, storages count that ops create in this thread and that are alive, in forward and
-    backward. Earlier storages count once an op uses them, with the rest of their model or
-    optimizer. Two things are not seen. One is memory that an op takes only while it runs. The other
-    is memory inside compiled code: functions under `torch.compile` run uncompiled here. Ops take
-    some ten microseconds longer.
+    On the CPU, the live storages count that ops create in this thread, in forward and backward.
+    Earlier storages count once an op uses them, with the rest of their model or optimizer. The
+    temporary memory of an op does not count. Functions under `torch.compile` run uncompiled,
+    because memory inside compiled code is not seen. Ops take some ten microseconds longer.
 
     On a CUDA device the allocator's own limit is set for the block. It counts the memory that the
     allocator has reserved.
@@ -86,13 +85,13 @@ class _Limit(Tracking):
 
 
 @contextlib.contextmanager
-def _limited_allocator(most: int, device: torch.device) -> Iterator[None]:
-    """Limit the caching allocator of a GPU to this many bytes."""
-    gc.collect()  # or cycles that are collected later would leave room that is reserved already
+def _limited_allocator(limit_bytes: int, device: torch.device) -> Iterator[None]:
+    """Limit the caching allocator of a GPU to `most` bytes."""
+    gc.collect()  # otherwise cycles that are collected later would leave reserved memory free
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(most / total, before), device)
+    torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total, before), device)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A ledger of real ops: what is in memory now, and what belonged to a model from before."""
+"""A ledger of real ops, with live memory and earlier tensors of models and optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPS = torch.ops.storage_ops
 
 
 class LiveLedger(Ledger):
-    """A ledger of the present, which forgets freed memory.
+    """A ledger of live memory, which forgets freed memory.
 
     Attributes:
         level: bytes in memory now.
@@ -57,7 +57,7 @@ class Tracking(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = LiveLedger()
-        self._before = 0  # the level as the last op began
+        self._before = 0  # the level at the start of the last op
         self._device = device
         self._copies = share_copies()
         gc.collect()  # garbage of earlier code is not in memory
@@ -90,7 +90,7 @@ class Tracking(TorchDispatchMode):
         self, func: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         if any(map(is_wrapper_type, types)):
-            return NotImplemented  # it is called again for what is inside
+            return NotImplemented  # NotImplemented calls this again for the inner tensors
         counted = list(filter(self.counts, tensors_in((args, kwargs))))
         for t in counted:
             self._meet(t)
@@ -113,7 +113,7 @@ class Tracking(TorchDispatchMode):
         self.ledger.follow_resize(storage)
 
     def _meet(self, t: Tensor) -> None:
-        """Record an argument of an op, and all earlier tensors that belong with it."""
+        """Record an argument of an op, and all earlier tensors of its model or optimizer."""
         self.ledger.see(t, "input")
         holders = self._groups.pop(t.untyped_storage()._cdata, ())
         for holder in holders:
@@ -123,7 +123,7 @@ class Tracking(TorchDispatchMode):
 
 
 def _is_made(o: object, kind: type, attribute: str) -> bool:
-    """Return True if an object has a class and its `__init__` has set an attribute."""
+    """Return True if an object is of a class and its `__init__` has set an attribute."""
     return issubclass(type(o), kind) and attribute in vars(o)
 
 

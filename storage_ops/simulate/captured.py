@@ -1,4 +1,4 @@
-"""Find the memory that a call starts with: its arguments, and the tensors its function reaches."""
+"""Finds the tensors in memory before a call: arguments, and tensors that functions reach."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from storage_ops.foundation.walk import (
 from storage_ops.measure.calls import outermost
 from storage_ops.simulate.mode import Simulation
 
-# A count of steps, after which RAdam rectifies; and no 1.0, with which NAdam would divide by zero.
+# A count of steps from which RAdam rectifies. It is not 1.0, because NAdam would divide by zero.
 _ANY_NUMBER = 100.0
 _STEPPERS = (Optimizer, GradScaler, LRScheduler)
 
@@ -52,7 +52,7 @@ class Captured:
         self.steppers: list[GradScaler | LRScheduler] = []
         self._given = fn, args, kwargs
         self.functions: list[Any] = []
-        self._objects: list[Any] = []  # that functions name
+        self._objects: list[Any] = []  # objects that functions name
         leaves = enumerate(tree_leaves((args, kwargs)))
         for visit in walk([("fn", fn), *((f"argument {i}", leaf) for i, leaf in leaves)]):
             if visit.is_first:
@@ -60,7 +60,7 @@ class Captured:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Return the modules that were found, and the modules in them."""
+        """Return the modules of the call, with their submodules."""
         return list(self._modules)
 
     @property
@@ -70,7 +70,7 @@ class Captured:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Return the modules that are in no other module."""
+        """Return the modules that are not submodules of another."""
         return outermost(self._modules)
 
     def _note(self, visit: Visit) -> None:
@@ -93,7 +93,7 @@ class Captured:
 
 
 def _is_counted(visit: Visit) -> bool:
-    """Return True if a tensor is in memory before the call, as far as is known.
+    """Return True if a tensor is known to be in memory before the call.
 
     Arguments and variables that functions name count. So do attributes of an object whose method is
     called, and tensors of modules, optimizers, schedulers and scalers. Tensors in other objects,
@@ -116,7 +116,7 @@ def _is_counted(visit: Visit) -> bool:
 
 
 def _is_named(visit: Visit) -> bool:
-    """Return True if a function names a value, or a container that the value is in."""
+    """Return True if a function names the value, or names a container of the value."""
     parent = visit.parent
     if parent is not None and parent.kind in (CONTAINER, TUPLE):
         parent = parent.parent
@@ -134,10 +134,10 @@ def unwrapped(optimizer: object) -> Any:
 
 
 def on_one_device(
-    simulation: Simulation, held: Captured, args: Args, kwargs: Kwargs
+    simulation: Simulation, captured: Captured, args: Args, kwargs: Kwargs
 ) -> tuple[Any, Any]:
-    """Move tensors among the arguments to the meta device if the parameters are there."""
-    if not any(t.is_meta for t in held.tensors):
+    """Move tensor arguments to the meta device if the parameters are on it."""
+    if not any(t.is_meta for t in captured.tensors):
         return args, kwargs
     moved: dict[int, Tensor] = {}
 
@@ -145,7 +145,7 @@ def on_one_device(
         if t.is_meta or isinstance(t, nn.Parameter):
             return t
         if id(t) not in moved:
-            held.tensors = [other for other in held.tensors if other is not t]
+            captured.tensors = [other for other in captured.tensors if other is not t]
             moved[id(t)] = simulation.moved(t, torch.device("meta"))
         return moved[id(t)]
 
@@ -154,18 +154,20 @@ def on_one_device(
 
 
 def _handles_all_at_once(kind: type[Optimizer]) -> bool:
-    """Return True if an optimizer lets torch decide when `foreach` is None. Adafactor does not."""
+    """Return True if an optimizer lets torch choose when `foreach` is None. Adafactor does not."""
     classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
     modules = [sys.modules.get(each.__module__) for each in classes]
     return any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
 
 
 @contextlib.contextmanager
-def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
-    """Let every optimizer that steps in this thread step as on that device, and undo the effects.
+def simulated_optimizers(
+    captured: Captured, simulation: Simulation, on_gpu: bool
+) -> Iterator[None]:
+    """Let every optimizer in this thread step as on that device. Undo the effects afterwards.
 
-    An optimizer that `held` missed, such as one in a global of another package, is found when it
-    first steps, and joins `held.optimizers`.
+    If `captured` does not have an optimizer, such as one in a global of another package, it is
+    added to `captured.optimizers` at its first step.
     """
     thread = threading.get_ident()
     with contextlib.ExitStack() as stack:
@@ -174,34 +176,35 @@ def simulated_optimizers(held: Captured, simulation: Simulation, on_gpu: bool) -
             stack.enter_context(_simulated_steps(optimizer, simulation, on_gpu))
 
         def before_step(optimizer: Optimizer, *_: object) -> None:
-            is_known = any(optimizer is known for known in held.optimizers)
+            is_known = any(optimizer is known for known in captured.optimizers)
             if not is_known and threading.get_ident() == thread:
-                held.optimizers.append(optimizer)
+                captured.optimizers.append(optimizer)
                 simulate(optimizer)
 
-        for optimizer in held.optimizers:
+        for optimizer in captured.optimizers:
             simulate(optimizer)
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         yield
 
 
 class _NumbersOfStep:
-    """Answers an optimizer that reads unknown numbers in `step()`, such as its counts of steps.
+    """Provides the unknown numbers that an optimizer reads in `step()`, such as counts of steps.
 
-    No shape depends on such numbers. How often an optimizer with a line search calls its closure
-    does depend on them, so that step is an error. The closure itself runs as any other code.
+    No shape depends on such numbers. But an optimizer with a line search decides by them how often
+    it calls its closure, so its step is an error. The closure itself runs like any other code.
     """
 
     def __init__(self, optimizer: Optimizer, simulation: Simulation) -> None:
         self._name = type(optimizer).__name__
         self._simulation = simulation
-        # By step, as `step()` of a subclass calls that of its base: has it a closure, has it read.
+        # One entry per step, because `step()` of a subclass calls its base: has a closure, has
+        # read.
         self._steps: list[list[bool]] = []
 
     def begin(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Begin a step, as a pre-hook: return its arguments, with a closure that is followed."""
+        """Begin a step, as a pre-hook. Return its arguments, with a closure that is followed."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._steps.append([callable(closure), False])
         self._simulation.any_number = self._number
@@ -246,10 +249,10 @@ class _NumbersOfStep:
 
 @contextlib.contextmanager
 def _simulated_steps(optimizer: Optimizer, simulation: Simulation, on_gpu: bool) -> Iterator[None]:
-    """Let an optimizer step as it does for parameters on that device, and undo the effects.
+    """Let an optimizer step as for parameters on that device. Undo the effects afterwards.
 
-    On a GPU most of torch's optimizers handle all parameters at once by default. The `capturable`
-    option needs the GPU itself.
+    On a GPU most of torch's optimizers process all parameters at once by default. The `capturable`
+    option would need a real GPU.
     """
     numbers = _NumbersOfStep(optimizer, simulation)
     hooks = (

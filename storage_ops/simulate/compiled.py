@@ -1,9 +1,9 @@
 """Simulates a loss of `torch.compile(..., backend="storage_ops")` in its compiled form.
 
-The graph of the loss is recorded with tensors of the same sizes, whose bytes nothing reads or
-writes. It goes through all of the backend except Inductor. So the op of linear cross-entropy, and
-the op that runs a loss in chunks, are simulated with the memory that they plan. The few numbers per
-token that Inductor would fuse are computed op by op.
+The graph of the loss is recorded with tensors of the same sizes, whose bytes are not used. It goes
+through the whole backend except Inductor. So the op of linear cross-entropy, and the op that runs a
+loss in chunks, are simulated with the memory that they plan. The few numbers per token that
+Inductor would fuse are computed op by op.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Leaf:
 
 
 class _Taken(BaseException):
-    """Ends a call whose graph was recorded. It passes code that catches errors."""
+    """Ends a call after its graph was recorded. Not an Exception, so that no code catches it."""
 
 
 class _Graphs:
@@ -59,7 +59,7 @@ class _Graphs:
     def _take(
         self, loss: Callable[..., Any], leaves: list[Any], tree: TreeSpec
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return a function for the graph, and its arguments: leaves, and tensors of the code."""
+        """Return a function for the graph, and its arguments: leaves, and tensors of the loss."""
         values: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ class _Graphs:
         def plain(value: object) -> Any:
             return loss(value)
 
-        # With code of its own, for Dynamo keeps few graphs of the same code.
+        # The code object is a copy, because Dynamo keeps only a few graphs for the same code.
         fresh = FunctionType(plain.__code__.replace(), globals(), "plain", None, plain.__closure__)
         compiled = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
         with _as_outside(), torch.compiler.set_stance("default"), torch.enable_grad():
@@ -140,13 +140,13 @@ def _compiler_of(loss: object) -> Any:
     """Return the backend that torch.compile was given for a function or module, or None."""
     if not hasattr(loss, "_torchdynamo_orig_callable"):
         return None
-    context = getattr(loss, "dynamo_ctx", None)  # of a module
+    context = getattr(loss, "dynamo_ctx", None)  # for a module
     cells = getattr(loss, "__closure__", None) or ()
-    for found in (getattr(context, "callback", None), *(cell.cell_contents for cell in cells)):
-        while hasattr(found, "_torchdynamo_orig_backend"):
-            found = found._torchdynamo_orig_backend
-        if hasattr(found, "compiler_name"):
-            return found
+    for compiler in (getattr(context, "callback", None), *(cell.cell_contents for cell in cells)):
+        while hasattr(compiler, "_torchdynamo_orig_backend"):
+            compiler = compiler._torchdynamo_orig_backend
+        if hasattr(compiler, "compiler_name"):
+            return compiler
     return None
 
 
@@ -164,7 +164,7 @@ def _as_outside() -> Iterator[None]:
 
 
 def _kind(value: object) -> TensorSpec | str:
-    """Return the properties of a leaf of the output that a graph depends on."""
+    """Return the properties of an output leaf on which a graph depends."""
     return TensorSpec.of(value) if isinstance(value, Tensor) else repr(value)
 
 
@@ -202,7 +202,7 @@ def _made_of(
 
 
 def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
-    """Return a graph to run as it is. The bytes of a chunk exist while the chunked op runs."""
+    """Return a graph to run unchanged. The bytes of a chunk exist while the chunked op runs."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     from storage_ops.autochunk.analysis.predict import held_inside

@@ -64,12 +64,12 @@ class Estimate(InLines, Measurement):
     Printing it lists the blocks in memory at the peak.
 
     Attributes:
-        peak_bytes: highest level.
-        kept_bytes: level when the call has returned and its result is still held.
+        peak_bytes: the highest level.
+        kept_bytes: the level after the call, while its result still exists.
         timeline: the level after every allocation and release. The seconds are those of the
             simulation, not of a GPU.
-        input_bytes: the arguments and every other tensor that existed before the call, such as
-            parameters, gradients and the state of an optimizer.
+        input_bytes: bytes of the arguments and of other tensors that existed before the call, such
+            as parameters, gradients and the state of an optimizer.
         at_peak: the blocks in memory at the peak, largest first.
         by_owner: bytes at the peak by their owner, largest first: "parameters", "buffers",
             "gradients", "optimizer state", "inputs" and "temporaries". "activations of " has the
@@ -107,25 +107,25 @@ def estimate(
     """Return the memory that `fn(*args, **kwargs)` would take on a GPU, without GPU and memory.
 
     The call runs once on fake tensors, which have shapes but no bytes. The live storages after
-    every op count, rounded as the CUDA caching allocator does. Memory of GPU kernels counts where
-    it differs from the CPU's: fused RMSNorm and attention, byte masks of dropout. Large temporary
+    every op count, rounded as by the CUDA caching allocator. Where GPU kernels and CPU kernels
+    differ in memory, as for fused RMSNorm, attention and dropout, the GPU's counts. Large temporary
     memory of kernels counts, too: partial sums of the gradients of attention, biases and
     embeddings, copies for convolutions of cuDNN, the temporary of the softmax backward.
 
     `flex_attention` counts as the kernel that torch.compile creates for it. That kernel keeps its
-    inputs, its output and a number per query and head, and never scores or a mask. All other code
-    runs as it would uncompiled. `discard_storage`, `share_storage` and `OutputDiscardCheckpoint`
-    free and bind as they do in a real run. For a model on several ranks (`fully_shard`, DDP,
-    `parallelize_module`, DTensors) the memory of this rank counts, with results of collectives and
-    parameters that FSDP gathers. No collective runs. Workspaces of cuBLAS and of other kernels,
-    such as a sort's, the CUDA context, and fragmentation do not count.
+    inputs, its output and a number per query and head, but no scores and no mask. All other code
+    runs as if uncompiled. `discard_storage`, `share_storage` and `OutputDiscardCheckpoint` behave
+    as in a real run. For a model on several ranks (`fully_shard`, DDP, `parallelize_module`,
+    DTensors) the memory of this rank counts, with results of collectives and parameters that FSDP
+    gathers. No collective runs. Workspaces of cuBLAS and of other kernels, such as a sort's, the
+    CUDA context, and fragmentation do not count.
 
     Some sizes depend on values. Values of integers, booleans and single floating-point numbers are
     known (up to 256 MiB each) if they come from real tensors, constants and other known values.
-    Drawn integers have any value. Without an assumption, other floating-point tensors of up to 16
-    MiB, such as masks, are known, too, except for parameters. Numbers are assumed to be finite: a
-    GradScaler skips no step. All other values, such as the choices of a router, need an assumption.
-    Checks of `torch.distributions` are left out.
+    Random integers count as known, with an arbitrary value. Without an assumption, other
+    floating-point tensors of up to 16 MiB, such as masks, are known, too, except for parameters.
+    Numbers are assumed to be finite: a GradScaler skips no step. All other values, such as the
+    choices of a router, need an assumption. Checks of `torch.distributions` are skipped.
 
     Args:
         fn: a function or module: a block, or a whole step with backward and optimizer.
@@ -202,7 +202,7 @@ register_estimator(estimate)
 
 
 def noting(ledger: Ledger) -> Around:
-    """Return a function for `around_calls` that notes calls in the ledger and shows them."""
+    """Return a function for `around_calls` that records calls in the ledger and shows them."""
 
     def around(
         module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
@@ -226,7 +226,7 @@ def note_optimizers(roles: dict[Block, str], held: Captured, simulation: Simulat
 def note_roles(
     roles: dict[Block, str], role: str, tensors: Iterable[Any], simulation: Simulation
 ) -> None:
-    """Record a role for the blocks of tensors, unless they have one."""
+    """Record a role for the blocks of tensors that have none yet."""
     for t in tensors:
         if isinstance(t, Tensor):
             for block in simulation.blocks_of(t):
@@ -235,36 +235,36 @@ def note_roles(
 
 @contextlib.contextmanager
 def simulating(
-    ledger: Ledger, held: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
+    ledger: Ledger, captured: Captured, args: Args, kwargs: Kwargs, assumption: Assumption,
     on_gpu: bool = True, rates: Rates | None = None,
 ) -> Iterator[tuple[Simulation, Any, Any]]:  # fmt: skip
-    """Run ops on fake tensors inside a with block. Yield the mode and the arguments for the call.
+    """Simulate ops on fake tensors in a with block. Yield the mode and the arguments of the call.
 
-    `rates`: rates of the GPU that losses plan for, if it is not that of the tensors.
+    `rates`: rates of the GPU for which losses plan, if it is not the device of the tensors.
     """
     simulation = Simulation(ledger, share_copies(), assumption, on_gpu)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
-        # Autocast keeps the casts of parameters until its outermost block ends.
+        # Autocast keeps casts of parameters until its outermost block ends.
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(_no_collection())
-        stack.enter_context(_nothing_left(simulation, held))
-        stack.enter_context(unchanged(*held.holders))
-        # What is compiled is simulated op by op; with fullgraph=True, torch refuses that under a
-        # mode unless told so.
+        stack.enter_context(_nothing_left(simulation, captured))
+        stack.enter_context(unchanged(*captured.holders))
+        # Compiled code is simulated op by op. With fullgraph=True, torch refuses that under a mode
+        # unless this setting allows it.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(simulated_optimizers(held, simulation, on_gpu))
+        stack.enter_context(simulated_optimizers(captured, simulation, on_gpu))
         stack.callback(simulation.restore_leaves)
         stack.enter_context(following_resizes())
         stack.enter_context(branches_of_a_run(simulation.values))
         stack.enter_context(distributions_unchecked())
-        on_meta = any(t.is_meta for t in held.tensors)
-        if on_gpu or on_meta:  # torch takes fused kernels apart for the meta device
+        on_meta = any(t.is_meta for t in captured.tensors)
+        if on_gpu or on_meta:  # for the meta device, torch would decompose fused kernels
             stack.enter_context(gpu_kernels())
-        stack.enter_context(fsdp_simulated(held.modules, simulation))
+        stack.enter_context(fsdp_simulated(captured.modules, simulation))
         stack.enter_context(propagation_unseen(simulation))
-        elsewhere = on_gpu and not any(t.is_cuda for t in held.tensors)
+        elsewhere = on_gpu and not any(t.is_cuda for t in captured.tensors)
         if elsewhere and not on_meta:
             stack.enter_context(autocast_of_gpu())
         stack.enter_context(standing_for(rates if elsewhere else None))
@@ -272,36 +272,36 @@ def simulating(
         if on_meta:
             stack.enter_context(autocast_off_on_meta())
         stack.enter_context(Functions(simulation, on_meta))
-        args, kwargs = on_one_device(simulation, held, args, kwargs)
-        for t in held.tensors:
+        args, kwargs = on_one_device(simulation, captured, args, kwargs)
+        for t in captured.tensors:
             simulation.twin(t)
-        stack.enter_context(ddp_simulated(held.modules, simulation))
+        stack.enter_context(ddp_simulated(captured.modules, simulation))
         yield simulation, args, kwargs
 
 
 @contextlib.contextmanager
-def _nothing_left(simulation: Simulation, held: Captured) -> Iterator[None]:
-    """Remove the fake tensors that a simulation in a with block leaves outside of its modules.
+def _nothing_left(simulation: Simulation, captured: Captured) -> Iterator[None]:
+    """Raise an error if a simulation leaves fake tensors outside of its modules.
 
-    Training that reads such a tensor fails later, far from the cause.
+    Training that read such a tensor would fail later, far from the cause.
     """
-    names = Namespaces(held.modules, held.functions)
+    names = Namespaces(captured.modules, captured.functions)
     try:
         yield
     finally:
         simulation.forget()
-        left = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
-    if left:
-        first, place = left[0]
+        leftovers = remove_left_behind(names, simulation.has_made, lambda: bool(simulation.alive()))
+    if leftovers:
+        first, place = leftovers[0]
         warn_caller(
-            f"estimate: `fn` left {len(left)} simulated tensors behind, one of shape "
+            f"estimate: `fn` left {len(leftovers)} simulated tensors behind, one of shape "
             f"{tuple(first.shape)} in {place}. Reading them after the simulation fails. Store "
             "tensors only in modules, arguments, named variables of `fn` and caches, which are "
             "restored."
         )
 
 
-# What torch says where a simulation cannot go on, and what that means here.
+# Texts of torch's errors in simulations, and their meaning.
 _RAW_ERRORS = {
     "data is not allocated yet": "reads the bytes of a tensor",
     "data pointer of Tensor": "reads the bytes of a tensor",
@@ -313,10 +313,10 @@ _RAW_ERRORS = {
 
 
 def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Call fn, and translate its errors into the terms of this module."""
+    """Call fn. Translate torch's errors into errors of this module."""
     try:
         with warnings.catch_warnings():
-            # torch only warns that autocast and scalers for an absent GPU do nothing.
+            # torch only warns that autocast and scalers do nothing without a GPU.
             warnings.filterwarnings("error", ".*CUDA is not available.*", UserWarning)
             return fn(*args, **kwargs)
     except UnsupportedOperatorException as error:
@@ -342,11 +342,11 @@ def call_simulated(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     except UserWarning as error:
         if "CUDA is not available" not in str(error):
             raise
-        what, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
+        feature, expected = "torch.autocast for CUDA", "torch.autocast(x.device.type)"
         if "GradScaler" in str(error):
-            what, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
+            feature, expected = "a GradScaler for CUDA", "torch.amp.GradScaler(x.device.type)"
         raise RuntimeError(
-            f"estimate: `fn` uses {what}, which torch turns off on this machine. Use {expected}."
+            f"estimate: `fn` uses {feature}, which torch turns off on this machine. Use {expected}."
         ) from error
 
 
@@ -358,10 +358,10 @@ def _is_in_jacfwd(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing cycles at a moment that depends on other code.
+    """Turn the garbage collector off, so that cycles are not freed at arbitrary moments.
 
-    New objects, such as those that the last of many simulations left, are collected first. A
-    collection among all objects of a process would take a tenth of a second each time.
+    New objects are collected first, such as those of earlier simulations. A collection of all
+    objects in the process would take a tenth of a second each time.
     """
     was_enabled = gc.isenabled()
     gc.collect(1)
@@ -382,7 +382,7 @@ def share_copies() -> bool:
 
 
 def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
-    """Return the fields of an `Estimate` from the ledger. `roles` are the known owners."""
+    """Return the fields of an `Estimate` from the ledger and the known owners in `roles`."""
     levels = ledger.levels()
     seconds = [0.0, *(at for at, _, _ in ledger.events)]
     peak = max(levels)

@@ -1,4 +1,4 @@
-"""Simulate an evaluation step between training steps: a forward without a graph, and its logits."""
+"""Simulates an evaluation step during training: a forward without a graph, and its logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Predictions:
     """The logits that evaluation keeps on the device, as a Trainer with `compute_metrics` does.
 
     Attributes:
-        batches: number of batches whose logits are joined; 0 if each step keeps its loss alone.
+        batches: number of batches whose logits are joined; 0 if each step keeps only its loss.
         ranks: number of ranks whose logits each rank gathers.
         in_float32: whether logits become float32, as accelerate does with mixed precision.
     """
@@ -41,13 +41,13 @@ class Predictions:
     in_float32: bool = False
 
     def of(self, output: Any) -> Tensor:
-        """Return the logits of a batch as the ranks gather them."""
+        """Return the logits of a batch after the ranks have gathered them."""
         logits: Tensor = output.logits.float() if self.in_float32 else output.logits
         return _repeated(logits, self.ranks) if self.ranks > 1 else logits
 
 
 def _repeated(logits: Tensor, times: int) -> Tensor:
-    """Return a tensor with the rows of so many batches like this one."""
+    """Return a tensor with the rows of `times` batches like this one."""
     return logits.new_empty(times * len(logits), *logits.shape[1:])
 
 
@@ -62,21 +62,21 @@ def simulate_evaluation(
 ) -> StepEstimate:
     """Simulate the last evaluation step before logits leave the device.
 
-    Gradients were dropped before it. The optimizer's state is in memory.
+    Gradients were freed before it. The optimizer's state is in memory.
 
     Args:
         model: in evaluation mode.
-        batch: as of `simulate_step`, but no list.
+        batch: as for `simulate_step`, but no list.
         state_bytes: bytes of the optimizer's state.
         predictions: which logits stay.
         loss: a function of the model's output, or None.
-        device: as of `simulate_step`.
+        device: as for `simulate_step`.
     """
     on_gpu, rates = is_gpu(model, [batch], device), rates_for(device, model)
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     compute = as_it_runs(loss)
     args, kwargs = arguments(batch)
-    held = Captured((model, compute), args, kwargs)
+    captured = Captured((model, compute), args, kwargs)
     roles: dict[Block, str] = {}
 
     def evaluate(simulation: Simulation, *args: Any, **kwargs: Any) -> None:
@@ -84,13 +84,13 @@ def simulate_evaluation(
         state = torch.empty(state_bytes, dtype=torch.uint8, device=where)
         note_roles(roles, STATE, [state], simulation)
         logits = joined = None
-        # The batches between the first and the last one take less than the last one.
+        # The batches between the first and the last one take less memory than the last one.
         for count in sorted({1, max(1, predictions.batches)}):
             if count > 1 and logits is not None:
                 joined = logits if count == 2 else _repeated(logits, count - 1)
                 note_roles(roles, PREDICTIONS, [joined], simulation)
             output = model(*args, **kwargs)
-            if compute is not None:  # or the model has computed it, if there is one
+            if compute is not None:  # otherwise the model has computed the loss, if it has one
                 compute(output)
             if predictions.batches:
                 logits = predictions.of(output)
@@ -99,11 +99,11 @@ def simulate_evaluation(
         if joined is not None and logits is not None:
             note_roles(roles, PREDICTIONS, [torch.cat([joined, logits])], simulation)
 
-    alone, told = ONE_AT_A_TIME, showing("simulating an evaluation step")
+    alone, shown = ONE_AT_A_TIME, showing("simulating an evaluation step")
     calls = around_calls(model, noting(ledger))
-    simulated = simulating(ledger, held, args, kwargs, Assumption(None), on_gpu, rates)
-    with alone, told, calls, simulated as (simulation, *moved), torch.no_grad():
-        for module in (model, *held.roots):
+    simulated = simulating(ledger, captured, args, kwargs, Assumption(None), on_gpu, rates)
+    with alone, shown, calls, simulated as (simulation, *moved), torch.no_grad():
+        for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
             note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)

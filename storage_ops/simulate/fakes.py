@@ -1,6 +1,7 @@
-"""Fake tensors of the CPU in the place of tensors on the meta device.
+"""Replaces tensors on the meta device by fake CPU tensors.
 
-Autocast casts by device, and knows no meta device. A model of fake tensors has no bytes either.
+Autocast depends on the device, and does not know the meta device. Fake tensors have no bytes,
+either.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from storage_ops.simulate.values.wrappers import rewrapped
 
 
 class FakesOfCPU:
-    """Makes fake tensors of the CPU that are like others; tied ones stay tied."""
+    """Creates fake CPU tensors like other tensors. Tied ones stay tied."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the first keeps its id its own
+        # Keeps the original, so that its id is not reused.
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def module(self, module: nn.Module) -> None:
         """Replace the parameters and buffers of a module in place."""
-        for each in module.modules():
-            for name, p in each._parameters.items():
+        for submodule in module.modules():
+            for name, p in submodule._parameters.items():
                 if p is not None:
-                    each._parameters[name] = self._parameter(p)
-            for name, buffer in each._buffers.items():
+                    submodule._parameters[name] = self._parameter(p)
+            for name, buffer in submodule._buffers.items():
                 if buffer is not None:
-                    each._buffers[name] = self._tensor(buffer)
+                    submodule._buffers[name] = self._tensor(buffer)
 
     def batch(self, batch: object) -> Any:
-        """Return a batch with other tensors. Real ones stay, since a simulation reads numbers."""
+        """Return a batch with fake tensors. Real ones stay, because simulations read values."""
         return tree_map_only(Tensor, lambda t: self._tensor(t) if t.is_meta else t, batch)
 
     def _parameter(self, p: nn.Parameter) -> nn.Parameter:

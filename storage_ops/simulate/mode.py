@@ -42,7 +42,7 @@ _aten = torch.ops.aten
 
 
 class _Fakes(FakeTensorMode):
-    """Fake tensors. `reads` says, on a CPU where a loss counts tokens, whether values are known."""
+    """The fake tensor mode. `reads` says whether values are known, for losses that count tokens."""
 
     reads: Callable[[Tensor], bool] | None = None
 
@@ -51,14 +51,14 @@ class Simulation(TorchDispatchMode):
     """Runs every op on fake tensors and records the storages that it allocates.
 
     A tensor from outside (real, meta, or of another fake mode) has a fake twin here, so its bytes
-    are neither needed nor changed. `restore_leaves` restores gradients that autograd assigns to
-    such tensors.
+    are neither needed nor changed. Gradients that autograd assigns to such tensors are undone by
+    `restore_leaves`.
     """
 
     def __init__(
         self, ledger: Ledger, copies: bool, assumption: Assumption, on_gpu: bool = True
     ) -> None:
-        """Start a simulation. `copies`: share_storage copies, because no other way is available."""
+        """Start a simulation. `copies` means that share_storage must copy on this machine."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self._copies = copies
@@ -71,21 +71,22 @@ class Simulation(TorchDispatchMode):
         if not on_gpu:
             self._fake.reads = lambda t: self.values.read(t) is not None
         self._paused = False
-        self._wrapped: Any = None  # the op that was called last with a wrapper
-        # Answers for unknown values in the step of an optimizer, such as its counts of steps.
+        self._wrapped: Any = None  # the last op that was called with a wrapper
+        # Provides unknown values in the step of an optimizer, such as its counts of steps.
         self.any_number: Callable[[Tensor], float] | None = None
         self.multiplies = False  # whether a matrix product was seen
         self.sent: Counter[str] = Counter()  # bytes from this rank to others, by collective
-        self.buckets: list[Tensor] = []  # of DDP
+        self.buckets: list[Tensor] = []  # buckets of DDP
         self._to_host = BookedCopies()
-        # Tensors from outside stay referenced, so that their ids and those of their storages stay
-        # theirs. By storage: a fake tensor that all twins with this storage are views of.
+        # References to tensors from outside, so that their ids and those of their storages stay
+        # valid. By storage: the fake tensor of which all twins with this storage are views.
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._bytes: dict[int, Tensor] = {}
-        self._exchanged: set[int] = set()  # whose twins have the memory of others
+        self._exchanged: set[int] = set()  # tensors whose twins got other memory
         self._leaves: dict[int, Leaf] = {}  # by the id of a tensor from outside
-        self._moved: list[weakref.ref[torch.UntypedStorage]] = []  # of arguments: callers hold them
-        self.parts: list[Ledger] = []  # of calls that were recorded by themselves
+        # Arguments that were moved; callers have references to them.
+        self._moved: list[weakref.ref[torch.UntypedStorage]] = []
+        self.parts: list[Ledger] = []  # separate ledgers of recorded calls
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -103,11 +104,12 @@ class Simulation(TorchDispatchMode):
 
     @property
     def copies(self) -> BookedCopies | None:
-        """Return the copies to host memory, on a GPU or where a CPU represents one, or None."""
+        """Return the copies to host memory, on a GPU or a CPU that represents one, or None."""
         if not self.on_gpu and active() is None:
             return None
         if self.ledger.is_of_a_part:
-            raise NotComparable  # they leave when the next region ends, which is in no such part
+            # The copies end with the next region, which is not in the recorded part.
+            raise NotComparable
         return self._to_host
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
@@ -115,7 +117,7 @@ class Simulation(TorchDispatchMode):
         self.ledger.follow_resize(storage)
 
     def blocks_of(self, t: Tensor) -> list[Block]:
-        """Return the blocks of a tensor, or those of the twin of a tensor from outside."""
+        """Return the blocks of a tensor. For a tensor from outside they are those of its twin."""
         if is_wrapper(t):
             return [b for part in inside(t) for b in self.blocks_of(part)]
         twin = self.twin(t)
@@ -126,7 +128,7 @@ class Simulation(TorchDispatchMode):
     def note_random_state(self, t: Tensor) -> None:
         """Record the state of the CPU's generator, which is copied without an op.
 
-        Skip it on a GPU.
+        On a GPU, do nothing.
         """
         if not self.on_gpu:
             self.ledger.see(t, "random state")
@@ -139,7 +141,7 @@ class Simulation(TorchDispatchMode):
     def twin(self, t: Tensor) -> Tensor:
         """Return the fake twin of a tensor from outside, and record it as an input.
 
-        A wrapper is its own twin: its class asks for the inner tensors.
+        A wrapper is its own twin, because its class unwraps it.
         """
         if not self.is_from_outside(t):
             return t
@@ -157,15 +159,12 @@ class Simulation(TorchDispatchMode):
         return self._twins[id(t)][1]
 
     def exchange(self, t: Tensor, value: Tensor) -> None:
-        """Give a tensor from outside the memory of another, as `t.data = value` does.
+        """Replace the memory of a tensor from outside, as `t.data = value` does.
 
-        The twin gets the memory. The tensor itself does not change.
-
-        Raises:
-            RuntimeError: the shape or dtype would change, which only the tensor itself supports.
+        Only the twin changes, not the tensor itself.
 
         Raises:
-            RuntimeError: it would have another shape or dtype, which only the tensor itself can.
+            RuntimeError: the shape or dtype would change, which a twin does not support.
         """
         with no_dispatch():
             old, new = self.twin(t), self.twin(value)
@@ -186,7 +185,7 @@ class Simulation(TorchDispatchMode):
             table.clear()
 
     def alive(self) -> set[int]:
-        """Return the keys of this run's storages that still exist, without moved arguments."""
+        """Return the keys of this run's live storages, except for moved arguments."""
         known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
         return set(known) - self._keys_of_moved()
 
@@ -194,7 +193,7 @@ class Simulation(TorchDispatchMode):
         return {s._cdata for s in (reference() for reference in self._moved) if s is not None}
 
     def has_made(self, t: FakeTensor) -> bool:
-        """Return True if an existing tensor belongs to this run and is not a moved argument."""
+        """Return True if a live tensor belongs to this run and is not a moved argument."""
         if t.fake_mode is not self._fake or t.layout != torch.strided:
             return False
         key = t.untyped_storage()._cdata
@@ -247,7 +246,7 @@ class Simulation(TorchDispatchMode):
         storage = t.untyped_storage()
         if storage._cdata not in self._bytes:
             if t.is_contiguous() and storage.nbytes() == t.numel() * t.itemsize:
-                # A tensor of its own is made by one op, and a view of bytes by six.
+                # One op creates a plain tensor, but a view of bytes takes six.
                 alone: Tensor = self.unseen(
                     torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device
                 )
@@ -283,7 +282,7 @@ class Simulation(TorchDispatchMode):
         self.ledger.see(t, str(func))
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Give a tensor the known values of the tensor that it is a copy of."""
+        """Copy the known values of `t` to its copy `new`."""
         with no_dispatch():
             self.values.imitate(new, self.twin(t))
 
@@ -301,30 +300,31 @@ class Simulation(TorchDispatchMode):
         return self._sparse.new(new(indices), new(values), t.shape, coalesced)
 
     def note_leaf(self, t: Tensor) -> None:
-        """Note the state of a tensor from outside before the run changes it.
+        """Record the state of a tensor from outside before the run changes it.
 
-        Give it a fake gradient.
+        Replace its gradient by a fake one.
         """
         if not is_leaf(t) or id(t) in self._leaves:
             return
         self._leaves[id(t)] = leaf = Leaf.of(t)
         gradient = t.grad
         if isinstance(gradient, FakeTensor) and gradient.fake_mode is self._fake:
-            leaf.gradient = None  # assigned in this run already
-        elif gradient is not None:  # a twin that nobody else holds: it goes when the run drops it
+            leaf.gradient = None  # assigned in this run
+        # Only the run references this twin, so it is freed when the run drops it.
+        elif gradient is not None:
             t.grad = self.moved(gradient, gradient.device)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # several times for each op
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked several times for each op
             return args[0].fake_device
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
         if any(map(is_wrapper_type, types)):
             self._wrapped = func
-            return NotImplemented  # it is called again for what is inside
+            return NotImplemented  # NotImplemented calls this again for the inner tensors
         facts = facts_of(func)
         if facts.is_plain_view and not kwargs:
             t = self.twin(args[0])
@@ -350,7 +350,7 @@ class Simulation(TorchDispatchMode):
                 return collectives.pretended(self, func, args)
         if func.namespace == "storage_ops":
             if facts.simulates_inside:
-                with self:  # what happens inside is simulated as well
+                with self:  # ops inside are simulated, too
                     return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
             if func in _STORAGE_OPS:
                 return self._storage_op(func, *args)
@@ -375,14 +375,14 @@ class Simulation(TorchDispatchMode):
             if isinstance(t, FakeTensor):
                 _check_layout(func, t)
                 self._see(func, t)
-        if not facts.collective:  # other ranks have its values
+        if not facts.collective:  # the result has values of other ranks
             self.values.follow(func, args, kwargs, out)
         return out
 
     def _view(self, func: Overload, t: FakeTensor, rest: Args) -> Tensor:
-        """Run an op that returns a view of its first argument. Half of a step's ops are such ops.
+        """Run an op that returns a view of its first argument, as half of a step's ops do.
 
-        FakeTensorMode would do the same, after a slower look into its cache.
+        FakeTensorMode would do the same, but its cache is slower.
         """
         with in_kernel_invocation_manager(self._fake):
             view = func(t, *rest)
@@ -391,7 +391,7 @@ class Simulation(TorchDispatchMode):
         return view
 
     def _by_values(self, func: Overload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op whose result has a shape, or is a number, that depends on values."""
+        """Run an op whose result has a value-dependent shape, or is a number."""
         real = self.values.compute(func, args, kwargs)
         facts = facts_of(func)
         if real is None and facts.sized_by_integers:
@@ -429,7 +429,7 @@ class Simulation(TorchDispatchMode):
             return known.tolist()
 
     def _said(self, func: Overload, args: object, kind: str = "value") -> Any:
-        """Return the number that the caller assumes as the result of an op."""
+        """Return the number that the caller assumes for the result of an op."""
         value = self._assumption.value() if kind == "value" else None
         if value is None:
             cause = self.values.source(args)

@@ -40,16 +40,16 @@ _HOOKS = {
 }  # fmt: skip
 _FLAGS = ("_forward_hooks_always_called", "_forward_hooks_with_kwargs",
           "_forward_pre_hooks_with_kwargs")  # fmt: skip
-_COMPILED = "_compiled_call_impl"  # what torch keeps of compile() in the module
-_COMPOSABLE = "__composable_api"  # what torch keeps of fully_shard in the module
-_DEPTH = 6  # of objects in objects
-_MANY = 2000  # values in one object
+_COMPILED = "_compiled_call_impl"  # torch's attribute for the compiled form of a module
+_COMPOSABLE = "__composable_api"  # torch's attribute of a module for fully_shard
+_DEPTH = 6  # the most nested objects
+_MANY = 2000  # the most values in one object
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_SIZE = 32  # bytes of an instance that has nothing but a dictionary
+_SIZE = 32  # bytes of an instance that only has a dictionary
 
 
 class NotComparable(Exception):
-    """An object cannot be compared, or may do more than computing."""
+    """An object cannot be compared, or does more than compute."""
 
 
 class Comparison:
@@ -62,9 +62,9 @@ class Comparison:
         """Return an object that represents a value in comparisons.
 
         Args:
-            value: anything.
-            depth: the depth of it in the outermost value.
-            spot: the place of it, if another value can be put there.
+            value: any value.
+            depth: the depth of the value in the outermost one.
+            spot: the place of the value, if it can be replaced there.
 
         Raises:
             NotComparable: the value cannot be compared.
@@ -108,7 +108,7 @@ class Comparison:
 
 @dataclass
 class _Seen:
-    """The representation of an object, with the object, so that its id stays its own."""
+    """The representation of an object, and the object itself, so that its id stays valid."""
 
     value: object
     key: Hashable
@@ -120,11 +120,11 @@ class _Attributes(Comparison):
     """Compares attributes of a module, except for numbers and strings that can be watched.
 
     Attributes:
-        values, spots: these numbers and strings, and their places.
+        values, spots: the watched numbers and strings, and their places.
     """
 
     def __init__(self, module: nn.Module, seen: dict[int, _Seen]) -> None:
-        """Start without values. `seen`: the representation of a model's objects, by id."""
+        """Start without values. `seen` has representations of a model's objects, by id."""
         self.values: list[object] = []
         self.spots: list[Spot] = []
         self._module, self._seen, self._count = module, seen, 0
@@ -185,7 +185,7 @@ class _Attributes(Comparison):
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_python(cls: type) -> bool:
-    """Return True if the dictionary of an instance has its whole state."""
+    """Return True if an instance's dictionary is its whole state."""
     if cls in _NAMESPACES:
         return True
     return (
@@ -202,10 +202,10 @@ class ModuleKind:
     """The representation of a module in comparisons.
 
     Attributes:
-        group: the modules that differ from it in numbers and strings only.
+        group: the modules that differ from it only in numbers and strings.
         values, spots: numbers and strings of the module and its submodules, and their places.
-        can_be_replayed: whether nothing else observes its results: no hook of a parameter, and no
-            other module with one of its parameters.
+        can_be_replayed: whether only the module's caller uses its results: no parameter has a hook
+            or is also in another module.
     """
 
     group: Group
@@ -218,8 +218,8 @@ class Group:
     """Modules that are equal except for numbers and strings.
 
     Attributes:
-        members: their kinds.
-        is_by_value: whether these numbers and strings must be equal in layers that do the same,
+        members: the kinds of the modules.
+        is_by_value: whether these numbers and strings must be equal for layers to share results,
             because a layer used one in a way that has no answer for other values.
     """
 
@@ -307,7 +307,7 @@ class Kinds:
         return self.of[id(module)]
 
     def is_hooked(self, module: nn.Module) -> bool:
-        """Return True if a module, or one in it, has hooks now, perhaps added later."""
+        """Return True if a module or a submodule has hooks now, even if they were added later."""
         return any(
             number not in self.sharded.get(id(m), ())
             for m in module.modules()
@@ -316,7 +316,7 @@ class Kinds:
         )
 
     def _own(self, module: nn.Module, attributes: _Attributes) -> tuple[Hashable, bool]:
-        """Return the representation of a module itself, and whether it can be replayed."""
+        """Return the representation of a module alone, and whether it can be replayed."""
         key: list[Hashable] = [module.training, *self._hooks(module, attributes)]
         is_alone = True
         for name, value in sorted(vars(module).items()):
@@ -355,11 +355,12 @@ def like(t: Tensor) -> Hashable:
     """Return the properties of a tensor that determine its memory use.
 
     Raises:
-        NotComparable: a layout other than strided.
+        NotComparable: the layout is not strided.
     """
     if is_wrapper(t):
         names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
-        values = [getattr(t, name) for name in names]  # in some versions of torch the mesh is one
+        # In some versions of torch the mesh is an inner tensor.
+        values = [getattr(t, name) for name in names]
         parts = tuple(like(v) if isinstance(v, Tensor) else Comparison().of(v) for v in values)
         return type(t), t.shape, t.dtype, t.requires_grad, parts, Comparison().of(context)
     if t.layout != torch.strided:
@@ -386,12 +387,12 @@ def arguments_key(args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Tensor]]:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             storage = leaf.untyped_storage()._cdata if leaf.layout == torch.strided else 0
-            # The values of numbers that are not floating-point may decide over sizes.
+            # Values of integers and booleans may determine sizes.
             whose = storages.setdefault(storage, len(storages)) if leaf.is_floating_point() else (
                 "values of", storage
             )  # fmt: skip
             version = leaf._version if not leaf.is_floating_point() else 0
-            first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules ask `k is v`
+            first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules test `k is v`
             key.append((like(leaf), whose, version, first))
         elif isinstance(leaf, SIMPLE):
             key.append(Comparison().of(leaf))

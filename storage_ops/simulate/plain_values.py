@@ -1,8 +1,8 @@
 """Watches how the forward of a layer uses the layer's numbers and strings.
 
-Layers of one class often store their number in the model. `Watch` replaces such a value by a
+Layers of one class often store their own number in the model. `Watch` replaces such a value by a
 `WatchedValue` while one layer runs, and records every question and its answer. A layer with another
-value does the same if its value gives the same answers.
+value behaves the same if its value gives the same answers.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 HIDDEN = (int, float, str)  # exact types of the values that may be watched
 _OPERANDS = (bool, int, float, str, type(None))
-_DEEP = 32  # operations in one expression
+_DEEP = 32  # the most nested operations in one expression
 Spot = tuple[Any, Any]  # a dictionary or a list, and the key of an item
-# A position among the values of a layer, a constant, or a function and the expressions of its
+# A position among the values of a layer, a constant, or a function with the expressions of its
 # arguments.
 Expression = tuple[Any, ...]
-Answers = Mapping[Expression, object]  # hashable ones
+Answers = Mapping[Expression, object]  # the answers are hashable
 _POSITION, _CONSTANT = "position", "constant"
 
 
 class NotKnown(Exception):
-    """A use of a watched value has no known result for other values."""
+    """The code used a watched value in a way without a known result for other values."""
 
 
 class Watch:
-    """Hides plain values of a layer inside a with block.
+    """Replaces numbers and strings of a layer by watched values inside a with block.
 
     Attributes:
-        answers: the answers that the code in the block got about the values.
+        answers: the answers about the values to the code in the block.
         is_refused: whether the code used a value in an unknown way.
     """
 
@@ -42,7 +42,7 @@ class Watch:
         """
         self.answers: dict[Expression, object] = {}
         self.is_refused = False
-        self.is_over = False  # a value that code kept is then as good as the plain one
+        self.is_over = False  # a value that code kept then behaves like the plain one
         self._spots = spots
         self._plain: list[tuple[Any, Any, Any]] = []
         self._made: list[weakref.ref[WatchedValue]] = []
@@ -61,17 +61,14 @@ class Watch:
 
     @property
     def is_kept(self) -> bool:
-        """Return True if a watched value exists after the block, because later code may ask it."""
+        """Return True if a watched value exists after the block, so that later code may read it."""
         return any(reference() is not None for reference in self._made)
 
     def refuse(self) -> None:
-        """Give up, unless the block has ended.
+        """Stop watching, unless the block has ended.
 
         Raises:
             NotKnown: the block has not ended.
-
-        Raises:
-            NotKnown: it has not.
         """
         if not self.is_over:
             self.is_refused = True
@@ -80,12 +77,12 @@ class Watch:
     def compute(
         self, function: Callable[..., object], operands: Sequence[object], answers: bool
     ) -> object:
-        """Return the result of a function of watched and other values, itself watched or not.
+        """Return the result of a function of watched and other values, which may be watched, too.
 
         Args:
             function: a pure function.
             operands: its arguments, at least one of them watched.
-            answers: whether the code gets the result itself, which is recorded.
+            answers: whether the code gets the plain result, which is then recorded.
         """
         if self.is_over:
             return function(*(_plain_of(o) for o in operands))
@@ -118,8 +115,8 @@ class Watch:
 class WatchedValue:
     """Represents a number or a string.
 
-    C code that needs the value itself gets it by `__index__` and similar methods, which is
-    recorded, or it fails.
+    C code gets the plain value by `__index__` and similar methods, which is recorded. Other C code
+    fails.
     """
 
     __slots__ = ("__weakref__", "expression", "plain", "watch")
@@ -128,7 +125,7 @@ class WatchedValue:
         self.plain, self.expression, self.watch = plain, expression, watch
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance() asks
+    def __class__(self) -> type:  # isinstance() reads it
         return type(self.plain)
 
     def __getattr__(self, name: str) -> object:
@@ -136,7 +133,7 @@ class WatchedValue:
         self.watch.refuse()
         return value
 
-    def __hash__(self) -> int:  # a dictionary might keep it
+    def __hash__(self) -> int:  # a dictionary might keep the value
         self.watch.refuse()
         return hash(self.plain)
 
@@ -187,7 +184,7 @@ def evaluated(expression: Expression, values: Sequence[object]) -> object:
 
 
 def learned(expression: Expression, values: Sequence[object]) -> object:
-    """Return the answer for the values of another layer. An exception gives its class."""
+    """Return the answer for the values of another layer, or the class of an exception."""
     try:
         return evaluated(expression, values)
     except Exception as error:
@@ -195,7 +192,7 @@ def learned(expression: Expression, values: Sequence[object]) -> object:
 
 
 def would_answer(answers: Answers, values: Sequence[object]) -> bool:
-    """Return True if the values of a layer give the same answers as another layer's."""
+    """Return True if the values of a layer give these answers of another layer."""
     return all(learned(expression, values) == answer for expression, answer in answers.items())
 
 

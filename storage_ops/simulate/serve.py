@@ -1,4 +1,4 @@
-"""Simulate a model of transformers that generates: the prompt, then one token."""
+"""Simulates a generating model of transformers: the prompt, then one token."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _NAMES = "cache", "past_key_values", "cache_params"  # from transformers 5.20 on
 
 @dataclass(frozen=True)
 class ServingEstimate(Tabular):
-    """The memory that generation takes in plain PyTorch; prints as a table.
+    """The memory of generation in plain PyTorch. Prints as a table.
 
     Attributes:
-        peak_bytes: highest level of everything on the device.
-        prefill_bytes: highest level while the prompt is processed.
-        decode_bytes: highest level while the next token is computed.
+        peak_bytes: the highest level of everything on the device.
+        prefill_bytes: the highest level while the prompt is processed.
+        decode_bytes: the highest level while the next token is computed.
         cache_bytes: bytes of the cache after the prompt, by kind of layer.
-        by_owner: bytes at the peak by their owner, most first.
-        tokens: of the prompt.
+        by_owner: bytes at the peak by their owner, largest first.
+        tokens: the number of tokens of the prompt.
     """
 
     peak_bytes: int
@@ -57,7 +57,7 @@ class ServingEstimate(Tabular):
     tokens: int
 
     def table(self, title: str) -> Grid:
-        """Return a table of what is in memory at the peak."""
+        """Return a table of the memory at the peak."""
         from storage_ops.tables import Grid
 
         cache = ", ".join(f"{name} {readable(n)}" for name, n in self.cache_bytes.items())
@@ -84,12 +84,12 @@ class ServingEstimate(Tabular):
 def simulate_serving(
     model: nn.Module, inputs: dict[str, Tensor], device: str | torch.device | None
 ) -> ServingEstimate:
-    """Simulate a prompt and the next token of a model that generates.
+    """Simulate a generating model on a prompt and the next token.
 
-    The cache is the one that the model makes, so its sizes come from the model's own code.
+    The model creates the cache, so its sizes come from the model's own code.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         inputs: keyword arguments of its forward for the prompt; the last one has the tokens.
         device: as in `simulate_step`.
 
@@ -108,7 +108,7 @@ def simulate_serving(
     captured = Captured(model, (), inputs)
     roles: dict[Any, str] = {}
     cache_bytes: Counter[str] = Counter()
-    events = 0  # when the prompt was processed
+    events = 0  # the number of events after the prompt
 
     def generate(simulation: Simulation, prompt: dict[str, Any]) -> None:
         nonlocal events
@@ -128,10 +128,10 @@ def simulate_serving(
         for kind, tensors in _by_kind(cache, model):
             note_roles(roles, kind, tensors, simulation)
 
-    alone, told = ONE_AT_A_TIME, showing("simulating generation")
+    alone, shown = ONE_AT_A_TIME, showing("simulating generation")
     simulated = simulating(ledger, captured, (), inputs, Assumption(None), on_gpu, rates)
     calls = around_calls(model, noting(ledger))
-    with alone, told, calls, simulated as (simulation, _, prompt), torch.no_grad():
+    with alone, shown, calls, simulated as (simulation, _, prompt), torch.no_grad():
         note_roles(roles, PARAMETERS, model.parameters(), simulation)
         note_roles(roles, BUFFERS, model.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(prompt), simulation)
@@ -151,7 +151,7 @@ def _note(
     cache_bytes: Counter[str], roles: dict[Any, str], kind: str, tensors: list[Tensor],
     simulation: Simulation,
 ) -> None:  # fmt: skip
-    """Note the blocks of the tensors of one kind, and count those that are new."""
+    """Record the blocks of the tensors of one kind, and count the new ones."""
     for t in tensors:
         new = [block for block in simulation.blocks_of(t) if block not in roles]
         cache_bytes[kind] += sum(block.nbytes for block in new)
@@ -159,7 +159,7 @@ def _note(
 
 
 def _by_kind(cache: Any, model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the kinds of layers of a cache, each with tensors that one layer holds."""
+    """Yield the kinds of layers of a cache, each with the tensors of one layer."""
     parts = [
         getattr(cache, name)
         for name in ("self_attention_cache", "cross_attention_cache")
@@ -183,7 +183,7 @@ def _by_kind(cache: Any, model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]
 
 
 def _numbers(values: object) -> list[Tensor]:
-    """Return the tensors of floating-point numbers; a layer also has counts."""
+    """Return the floating-point tensors. A layer also has counts."""
     tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return [t for t in tensors if t.is_floating_point()]
 

@@ -53,13 +53,13 @@ from storage_ops.simulate.values.assume import Assumption
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
-_ROWS = 16  # of the table; the rest is one row
+_ROWS = 16  # most rows of the table; the last one has the rest
 BUCKETS = "gradient buckets"
-LOSS = "loss"  # what the loss makes, as a module would
+LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
 class _How(NamedTuple):
-    """The simulated objects and options, and the device."""
+    """The objects and options of a simulation, and the device."""
 
     args: Any
     kwargs: Any
@@ -67,9 +67,9 @@ class _How(NamedTuple):
     optimizer: Optimizer | None
     on_gpu: bool
     rates: Rates
-    workspace: int  # bytes that cuBLAS has in each thread
+    workspace: int  # bytes of cuBLAS's workspace in each thread
     assumption: Assumption
-    accumulate: bool  # there are gradients from the beginning
+    accumulate: bool  # whether gradients exist from the start
 
 
 @dataclass
@@ -77,8 +77,8 @@ class StepEstimate(Tabular, Measurement):
     """The memory of one training step, with everything on the device. Prints as a table.
 
     Attributes:
-        peak_bytes: highest level.
-        kept_bytes: level after the optimizer's step: parameters, gradients and state.
+        peak_bytes: the highest level.
+        kept_bytes: the level after the optimizer's step: parameters, gradients and state.
         timeline: the level after every allocation and release. The seconds are those of the
             simulation.
         by_owner: bytes at the peak by their owner, largest first. Their sum is `peak_bytes`. Owners
@@ -131,23 +131,23 @@ def simulate_step(
     assume: float | Mapping[str, float] | None = None,
     accumulate: bool = False,
 ) -> StepEstimate:
-    """Simulate forward, loss, backward and optimizer step of a model, and return their memory.
+    """Simulate forward, loss, backward and optimizer step of a model. Return the memory.
 
     For a model on several ranks (`fully_shard`, DDP, `parallelize_module`) it simulates the step of
     this rank. No collective runs, so with torch's backend "fake" other ranks need not exist.
 
-    The step is a later one than the first. Gradients were dropped before it, as by `zero_grad()`,
-    and the state that the optimizer creates in its first step exists. The model's output is dropped
-    once the loss exists. The model is simulated as it is: in its current mode, with its checkpoints
-    and hooks. Model, batch and optimizer are restored afterwards.
+    The step is not the first one. Gradients were freed before it, as by `zero_grad()`, and the
+    state that the optimizer creates in its first step exists. The model's output is freed once the
+    loss exists. once the loss exists. The model is simulated as it is: in its current mode, with
+    its checkpoints and hooks. Model, batch and optimizer are restored afterwards.
 
     In a `torch.autocast` block, forward and loss run as in that block. Backward and optimizer run
     after it, as in training loops.
 
     Args:
-        model: on the meta device or a real one; its bytes are neither needed nor changed.
+        model: a model on any device, such as meta. Its bytes are neither needed nor changed.
         batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of these.
-            The one with the highest peak decides.
+            The batch with the highest peak decides.
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.
         optimizer: an optimizer of the model's parameters, or a class to call with the trained ones.
@@ -157,8 +157,8 @@ def simulate_step(
             none, where the meta device means a GPU. Workspaces of cuBLAS count for a GPU that is
             named or installed.
         assume: as in `estimate`, for sizes that depend on values.
-        accumulate: whether gradients of earlier batches exist, as when one step of the optimizer is
-            for several batches. All batches after the first take this much.
+        accumulate: whether gradients of earlier batches exist, as with several batches for each
+            step of the optimizer.
 
     Raises:
         TypeError, ValueError: an argument is wrong. The error names it.
@@ -206,7 +206,7 @@ def check_model(model: object) -> None:
 
 
 def warn_of_eval_mode(model: nn.Module, function: str) -> None:
-    """Warn if a model, such as one of `from_pretrained`, is not in training mode."""
+    """Warn if a model is not in training mode, such as a model of `from_pretrained`."""
     if not model.training:
         warn_caller(
             f"{function}: `model`, a {type(model).__name__}, is in eval mode, in which dropout and "
@@ -225,13 +225,10 @@ def check_accumulate(accumulate: object) -> None:
 
 
 def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | None) -> bool:
-    """Return True if sizes are those of a GPU. A model without parameters is where its batches are.
+    """Return True if sizes are those of a GPU. Without parameters, the batches' device decides.
 
     Raises:
         ValueError: the device is not known.
-
-    Raises:
-        ValueError: a device that is not known.
     """
     if device is None:
         given = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
@@ -274,7 +271,7 @@ def optimizer_of(
     """Return an optimizer of the model's trained parameters.
 
     Raises:
-        TypeError: the argument is neither an optimizer nor a class that makes one.
+        TypeError: the argument is neither an optimizer nor an optimizer class.
     """
     if optimizer is None:
         return None
@@ -284,13 +281,13 @@ def optimizer_of(
         return found
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
-    made = make(trained) if callable(make) and trained else None
-    if trained and not isinstance(made, Optimizer):
+    created = make(trained) if callable(make) and trained else None
+    if trained and not isinstance(created, Optimizer):
         raise TypeError(
             f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, or None."
         )
-    _check_step(made)
-    return made
+    _check_step(created)
+    return created
 
 
 def _check_step(optimizer: Optimizer | None) -> None:
@@ -311,7 +308,7 @@ def check_loss(loss: object) -> None:
     called = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(called)
-    except ValueError:  # of a function in C, of which nothing is known
+    except ValueError:  # a C function has no signature
         return
     try:
         signature.bind(None)
@@ -321,7 +318,7 @@ def check_loss(loss: object) -> None:
 
 
 def loss_of(output: object) -> Tensor:
-    """Return the scalar where backward starts if the caller gave no loss."""
+    """Return the scalar from which backward starts if the caller passed no loss."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -354,7 +351,7 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
 def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
     args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
-    held = Captured((model, loss, optimizer), args, kwargs)
+    captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
 
     def around(
@@ -378,13 +375,14 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if optimizer is not None:
             with updated_locally(optimizer), outside_autocast():
                 optimizer.step()
-        note_optimizers(roles, held, simulation)  # optimizers that step in hooks included
+        note_optimizers(roles, captured, simulation)  # includes optimizers that step in hooks
 
-    simulated = simulating(ledger, held, args, kwargs, assumption, on_gpu, rates)
+    simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
     alone, told = ONE_AT_A_TIME, showing("simulating a step")
     with alone, told, gradients, calls, simulated as (simulation, *moved):
-        for module in (model, *held.roots):  # such as a frozen reference that the loss names
+        # Includes modules such as a frozen reference that the loss names.
+        for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
             note_roles(roles, BUFFERS, module.buffers(), simulation)
         note_roles(roles, BATCH, tree_leaves(moved), simulation)
@@ -399,7 +397,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         settled = settle(ledger, roles)
         sent = dict(simulation.sent)
     if quick is not None and quick.count and ledger.discards:
-        # Who frees outputs looks for those who saved them, and does not find recordings.
+        # Code that frees outputs looks for the tensors that saved them, which recordings do not
+        # have.
         raise RuntimeError("Outputs are discarded across layers. Simulate the layers together.")
     del settled["input_bytes"]
     return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
@@ -422,11 +421,11 @@ def _backward(
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Leave every `torch.autocast` block of the caller in a with block, and enter it again.
+    """Leave every `torch.autocast` block of the caller in a with block, and enter it afterwards.
 
-    Training loops have forward and loss in such a block, and backward and optimizer after it. The
-    casts of parameters that autocast keeps for one block are freed when its outermost block ends.
-    So a block with `enabled=False` inside the caller's is not the same.
+    Training loops run forward and loss in such a block, and backward and optimizer after it.
+    Autocast frees its cached casts of parameters when its outermost block ends. So an inner block
+    with `enabled=False` is not the same.
     """
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     nesting = 0
@@ -459,13 +458,13 @@ def check_value(value: object) -> None:
 
 
 def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
-    """Let blocks from earlier steps, or batches, exist from the beginning."""
+    """Record blocks of earlier steps, or batches, as existing from the start."""
     ledger.inputs += blocks
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
 
 
 def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give trained parameters gradients in a simulation, as after earlier batches."""
+    """Create gradients of trained parameters in a simulation, as after earlier batches."""
     for p in parameters:
         if p.requires_grad:
             p.grad = torch.empty_like(p)

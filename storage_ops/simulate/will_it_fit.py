@@ -1,4 +1,4 @@
-"""Answers whether a training step fits into a GPU, without a GPU."""
+"""Answers whether a training step fits on a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitReport(Tabular):
-    """The answer whether a step fits, and the memory at its peak. Prints as a table.
+    """The answer whether a step fits, and its memory at the peak. Prints as a table.
 
     Attributes:
         fits: whether the peak is within the budget.
-        peak_bytes: highest level of everything on the device during one step.
+        peak_bytes: the highest level of everything on the device during one step.
         budget_bytes: the budget.
         by_owner: bytes at the peak by their owner, as in `StepEstimate`.
         device: the device that the step was simulated for.
@@ -43,7 +43,7 @@ class FitReport(Tabular):
 
 
 def verdict(peak: int, budget: int, device: str) -> str:
-    """Return whether a peak is within a budget, and by how much, in words."""
+    """Return whether a peak is within a budget, and the margin as text."""
     margin = budget - peak
     fits = f"fits, {readable(margin)} to spare"
     lacks = f"does not fit, {readable(-margin, up=True)} too much"
@@ -63,15 +63,15 @@ def will_it_fit(
 ) -> FitReport:
     """Return whether a training step of a model fits into a device, and the owners of its memory.
 
-    The step is simulated as in `simulate_step`. Nothing is computed, and nothing of that size is
-    allocated, so a model on the meta device and a laptop are enough. The CUDA context, workspaces
-    of libraries other than cuBLAS, and fragmentation do not count. Leave some hundred MiB of a GPU
-    free for them.
+    The step is simulated as in `simulate_step`. Nothing is computed or allocated at that size, so a
+    model on the meta device and a laptop are enough. The CUDA context, workspaces of libraries
+    other than cuBLAS, and fragmentation do not count. Leave some hundred MiB of a GPU free for
+    them.
 
     Args:
         model: the model as it will be trained, with its checkpoints, its dtype and its mode.
         batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of these.
-            The one with the highest peak decides.
+            The batch with the highest peak decides.
         budget: the available memory, in bytes or as text such as "80GiB".
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.

@@ -1,6 +1,7 @@
 """Kernels of the storage ops in Python: the alias path, the behaviour in traced graphs, and fakes.
 
-The copy path is `reference`. The native binding, csrc/storage/storage_binding.cpp, outranks all.
+The copy path is in `reference`. The native binding, csrc/storage/storage_binding.cpp, overrides
+both.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def _alias_share(dst: Tensor, src: Tensor, allow_external: bool = False) -> None
         to, source = storages
         record = reference.record_of(source)
         if record.owner is None:
-            # A storage that no user sees takes over the memory, and `source` and `dst` share it, so
-            # that either may be discarded first. Aliases of aliases would form a chain that never
-            # ends. At each moment `source` has its address, for threads that read it.
+            # A hidden storage takes over the memory. `source` and `dst` share it, so either may be
+            # discarded first. Aliases of aliases would form an endless chain. `source` keeps a
+            # valid address at every moment, for threads that read it.
             record.external = not reference.can_resize(source)
             hidden = _OPS._alias_bytes(_bytes_of(source)).untyped_storage()
             _swap(source, hidden)
@@ -73,18 +74,18 @@ def _nothing(self: Tensor, *rest: object) -> None:
     """Do nothing, for discard_storage in a traced graph.
 
     A graph of torch.compile has no storages, and its compiler frees unused memory. A graph of
-    torch.jit.trace has no hooks, which would have to bind the bytes back before its backward.
+    torch.jit.trace has no hooks to bind the bytes back before its backward.
     """
 
 
 def _stored(t: Tensor) -> Tensor:
-    """Return a tensor without its conjugate and negative bits: a view of the stored values."""
+    """Return a view of the stored values, without conjugate and negative bits."""
     t = t.conj() if t.is_conj() else t
     return torch._neg_view(t) if t.is_neg() else t
 
 
 def _functional_share(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
-    """Copy the values that dst would read from the storage of src. No version counter changes."""
+    """Copy the values that dst would read from the storage of src, without a version bump."""
     dst, src = _stored(dst), _stored(src)
     reference.check_geometry(dst, src)
     geometry = (dst.shape, dst.stride(), dst.storage_offset())
@@ -111,14 +112,14 @@ _COMMON_KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Keys whose fallbacks hand the kernel something else than the tensor that has the storage: a clone
-# instead of a conjugate or negative view, zeros instead of a zero tensor. And a binding changes no
-# value that autograd has seen: nothing to track.
+# Fallbacks of these keys would pass the kernel another tensor than the one with the storage: a
+# clone of a conjugate or negative view, or zeros for a zero tensor. Autograd has nothing to track,
+# because binding changes no value that autograd has seen.
 _PASSED = ("Conjugate", "Negative", "ZeroTensor", "Autograd")
 
 
 def _batched(name: str) -> Callable[..., tuple[Any, None]]:
-    """Return the vmap rule of an op: samples are slices of one tensor, which has the storage."""
+    """Return the vmap rule of an op. Samples are slices of one tensor, which has the storage."""
 
     def rule(info: object, in_dims: tuple[int | None, ...], *args: object) -> tuple[Any, None]:
         if name == "share_storage" and in_dims[0] != in_dims[1]:
@@ -132,7 +133,7 @@ def _batched(name: str) -> Callable[..., tuple[Any, None]]:
 
 
 def register(status: _library.Status) -> None:
-    """Attach the Python kernels of the storage ops; native ones outrank them on CPU and CUDA."""
+    """Register the Python kernels of the storage ops. Native ones override them on CPU and CUDA."""
 
     def alias_bytes(owner: Tensor) -> Tensor:
         raise RuntimeError(f"_alias_bytes: {status.why_missing(_library.ALIAS)}")
@@ -145,7 +146,7 @@ def register(status: _library.Status) -> None:
     for name, kernel in {**python, **_COMMON_KERNELS}.items():
         for key in _PASSED:
             _schemas.library.impl(name, fallthrough_kernel, key)
-        # Nested tensors are of a backend of their own, which no native kernel is for.
+        # Nested tensors have a backend of their own, which has no native kernel.
         _schemas.library.impl(name, kernel, "NestedTensorCPU")
         _schemas.library.impl(name, kernel, "NestedTensorCUDA")
         register_vmap(f"storage_ops::{name}", _batched(name), lib=_schemas.library)
@@ -160,7 +161,7 @@ def register(status: _library.Status) -> None:
 def raise_from_is_shared() -> None:
     """Make `UntypedStorage.is_shared` raise an error for a discarded storage.
 
-    torch's own method lets no exception out, so the guard's exception would end the process.
+    torch's own method lets no exception out, so the guard's error would end the process.
     """
 
     def is_shared(self: Storage) -> bool:
@@ -175,11 +176,11 @@ def raise_from_is_shared() -> None:
 
 @contextlib.contextmanager
 def storage_path(path: str) -> Iterator[None]:
-    """Run the storage ops by the Python path "copy" or "alias" inside a with block, for tests."""
+    """Use the Python path "copy" or "alias" of the storage ops in a with block, for tests."""
     override = Library("storage_ops", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch reports the first overridden kernel
+            warnings.simplefilter("ignore")  # torch warns about the first overridden kernel
             for name, kernel in {**_PYTHON_KERNELS[path], **_COMMON_KERNELS}.items():
                 for key in ("CPU", "CUDA"):
                     override.impl(name, kernel, key)

@@ -1,7 +1,7 @@
 """Each op in plain torch: the fallback without native libraries, and the reference for tests.
 
-The storage ops here keep the identity of the StorageImpl, so every view still follows. But they
-cannot share, so the bytes are copied.
+These storage ops keep the identity of the StorageImpl, so every view sees the change. They cannot
+share memory, so they copy the bytes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from torch import UntypedStorage as Storage
 
 _next_id = itertools.count(1).__next__
-# Held while an op reads or changes storages. Reentrant: the garbage collector may run a finalizer
-# that calls another op.
+# Held while an op reads or changes storages. Reentrant, because the garbage collector may run a
+# finalizer that calls another op.
 lock = threading.RLock()
 
 
 @dataclass
 class Record:
-    """Facts of a storage that torch does not keep. The storage object has them as an attribute.
+    """Facts about a storage that torch does not have. An attribute of the storage object.
 
     Attributes:
         nbytes: size before the storage was discarded.
         owner: the tensor that holds the memory when several storages share it.
-        id: identifies the bytes in this storage. A storage that receives them later has a larger
-            id.
-        first_id: the id that the bytes had in the storage that they come from.
+        id: identifies the bytes in this storage. Storages that receive the bytes later have larger
+            ids.
+        first_id: the id of the bytes in the storage that they come from.
         external: True if other code may use the bytes through this storage.
     """
 
@@ -41,7 +41,7 @@ class Record:
 
     @classmethod
     def fresh(cls, nbytes: int = 0) -> Record:
-        """Return a record of bytes that no other storage has."""
+        """Return a record for bytes that no other storage has."""
         id = _next_id()
         return cls(nbytes, None, id, id)
 
@@ -57,7 +57,8 @@ def record_of(storage: Storage) -> Record:
 
 def bytes_reached(t: Tensor) -> int:
     """Return the bytes that a strided tensor reaches into its storage, or 0 without elements."""
-    if t.is_nested:  # has a size per component; a lower bound is enough to tell whether it has any
+    # A nested tensor has sizes per component; a lower bound shows whether it has bytes.
+    if t.is_nested:
         return t.numel() * t.element_size()
     if t.numel() == 0:
         return 0
@@ -66,7 +67,7 @@ def bytes_reached(t: Tensor) -> int:
 
 
 def is_discarded(self: Tensor) -> bool:
-    """Return True if the bytes of a tensor are gone."""
+    """Return True if the bytes of a tensor were discarded."""
     return self.layout == torch.strided and self.untyped_storage().nbytes() < bytes_reached(self)
 
 
@@ -74,7 +75,7 @@ def is_lazy_copy(t: Tensor) -> bool:
     """Return True if a tensor is copy-on-write."""
     try:
         return bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
-    except RuntimeError:  # torch >= 2.14 does not say for subclasses; `lacks_bytes` makes the copy
+    except RuntimeError:  # torch >= 2.14 does not tell for subclasses; `lacks_bytes` makes the copy
         return False
 
 
@@ -85,12 +86,12 @@ def lacks_bytes(t: Tensor) -> bool:
         return False
     try:
         return storage.data_ptr() == 0
-    except RuntimeError:  # how torch answers for such a storage
+    except RuntimeError:  # torch raises this error for such a storage
         return True
 
 
 def storage_of(op: str, name: str, t: Tensor) -> Storage:
-    """Return the storage of an argument, or raise for one that the storage ops cannot handle."""
+    """Return the storage of an argument. Raise an error if the storage ops do not support it."""
     if t.layout != torch.strided:
         raise RuntimeError(f"{op}: `{name}` has layout {t.layout}. Expected a strided tensor.")
     if t.is_nested:
@@ -114,15 +115,15 @@ def storage_of(op: str, name: str, t: Tensor) -> Storage:
 
 
 def can_resize(storage: Storage) -> bool:
-    """Return True if torch allocated the bytes and shows them to no other code."""
-    if storage.nbytes() == 0:  # there is nothing to lose
+    """Return True if torch allocated the bytes, and no other code uses them."""
+    if storage.nbytes() == 0:  # there are no bytes to lose
         return True
-    # torch says of every CUDA storage that processes may share it.
+    # torch says for every CUDA storage that processes may share it.
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def check_may_lose_bytes(op: str, name: str, storage: Storage, external: bool) -> None:
-    """Raise for a storage that must keep its bytes because other code may use them."""
+    """Raise an error for a storage that must keep its bytes because other code may use them."""
     record = record_of(storage)
     # A storage whose bytes belong to an owner is never resizable.
     is_own = not record.external if record.owner is not None else can_resize(storage)
@@ -136,7 +137,7 @@ def check_may_lose_bytes(op: str, name: str, storage: Storage, external: bool) -
 
 
 def received_later(storage: Storage, source: Storage) -> bool:
-    """Return True if `storage` received the bytes that `source` holds later than `source` did."""
+    """Return True if `storage` received the bytes of `source` later than `source` itself."""
     later, first = record_of(storage), record_of(source)
     return later.first_id == first.first_id and later.id > first.id
 
@@ -153,7 +154,7 @@ def note_share(to: Storage, source: Storage) -> None:
 
 
 def check_discard(self: Tensor, external: bool = False) -> Storage | None:
-    """Check the argument of discard_storage. Return None if its bytes are gone already."""
+    """Check the argument of discard_storage. Return None if it is already discarded."""
     storage = storage_of("discard_storage", "t", self)
     if storage.nbytes() == 0:
         return None
@@ -162,7 +163,7 @@ def check_discard(self: Tensor, external: bool = False) -> Storage | None:
 
 
 def check_alike(dst: Tensor, src: Tensor) -> None:
-    """Raise unless both tensors have one dtype and one device."""
+    """Raise an error unless both tensors have the same dtype and device."""
     if src.dtype != dst.dtype:
         raise RuntimeError(
             f"share_storage: `src` is {src.dtype}. Expected {dst.dtype}, the dtype of `dst`. To "
@@ -178,10 +179,7 @@ def span_of(t: Tensor) -> tuple[int, int, bool]:
     """Return the elements of its storage that a non-empty tensor reads.
 
     Returns:
-        The first one, the end, and whether it skips others in between.
-
-    Returns:
-        The first one, the end, and whether there are others in between.
+        The first element, the end, and whether elements in between are skipped.
     """
     begin = int(t.storage_offset())
     end, has_gaps = begin + 1, False
@@ -193,12 +191,12 @@ def span_of(t: Tensor) -> tuple[int, int, bool]:
 
 
 def check_elements(dst: Tensor, src: Tensor) -> None:
-    """Raise unless `src` has every element that `dst` reads from its storage, at the same place.
+    """Raise an error unless `src` has every element that `dst` reads, at the same place.
 
-    If the shapes are equal, the same place is the same index.
+    For equal shapes, the same place means the same index.
     """
     places = [(t.shape, t.stride(), t.storage_offset()) for t in (dst, src)]
-    # This comes first, because nothing else may be known about symbolic sizes.
+    # This comes first, because symbolic sizes may not be known otherwise.
     if places[0] == places[1] or dst.numel() == 0:
         return
     if dst.shape == src.shape:
@@ -236,13 +234,13 @@ def check_geometry(dst: Tensor, src: Tensor) -> None:
 def check_share(
     dst: Tensor, src: Tensor, external: bool = False, copies: bool = True
 ) -> tuple[Storage, Storage] | None:
-    """Check the arguments of share_storage. Return None if both have one storage already.
+    """Check the arguments of share_storage. Return None if both already have the same storage.
 
     Args:
         dst: as in `share_storage`.
         src: as in `share_storage`.
         external: True if `dst` may lose bytes that other code may use.
-        copies: True if the bytes are copied, for which dst may keep memory of the right size.
+        copies: True if the bytes are copied. Then dst keeps its memory if it has the right size.
     """
     to, source = storage_of("share_storage", "dst", dst), storage_of("share_storage", "src", src)
     if to is source or to._cdata == source._cdata:
@@ -279,7 +277,7 @@ def check_storage(
 
 
 def _check_resizable(op: str, name: str, storage: Storage) -> None:
-    """Raise for a storage that only a native library can change."""
+    """Raise an error for a storage that only a native library can change."""
     if not can_resize(storage):
         raise RuntimeError(
             f"{op}: `{name}` has bytes that torch cannot resize, and allow_external=True needs a "
@@ -290,7 +288,7 @@ def _check_resizable(op: str, name: str, storage: Storage) -> None:
 def discard_storage(self: Tensor, guard: str | None = None, allow_external: bool = False) -> None:
     """Free the bytes of the storage of `self`. Shape, strides and version counter stay.
 
-    In plain torch no read raises `guard`.
+    In plain torch, reads do not raise `guard`.
     """
     with lock:
         storage = check_discard(self, allow_external)
@@ -301,7 +299,7 @@ def discard_storage(self: Tensor, guard: str | None = None, allow_external: bool
 
 
 def share_storage(dst: Tensor, src: Tensor, allow_external: bool = False) -> None:
-    """Give the storage of `dst` the bytes of `src`, by a copy."""
+    """Copy the bytes of `src` into the storage of `dst`."""
     with lock:
         storages = check_share(dst, src, allow_external)
         if storages is None:

@@ -1,8 +1,9 @@
 """Free the bytes of a storage, and bind other bytes into it in place.
 
-`torch.ops.storage_ops.discard_storage` and `share_storage` have one of three kernels.
-`storage_ops.info()["storage_path"]` names it: "binding" (native, for the exact torch minor),
-"alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain torch, see `reference`).
+Three kernels exist for `torch.ops.storage_ops.discard_storage` and `share_storage`.
+`storage_ops.info()["storage_path"]` names the one in use: "binding" (native, for the exact torch
+minor), "alias" (a data pointer swapped in by torch >= 2.12) or "copy" (plain torch, see
+`reference`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class DiscardedTensorError(RuntimeError):
 
 
 def locals_of(op: str, name: str, t: object) -> list[Tensor]:
-    """Return the tensors with their own storages behind an argument. Raise if there are none."""
+    """Return the tensors with their own storages in an argument. Raise an error if it has none."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: `{name}` is {type(t).__name__}. Expected a torch.Tensor.")
     if isinstance(t, FakeTensor) and torch._guards.detect_fake_mode() is None:
@@ -42,7 +43,8 @@ def locals_of(op: str, name: str, t: object) -> list[Tensor]:
             f"{op}: `{name}` is a FakeTensor, which has no bytes. Expected a real tensor."
         )
     if is_traceable_wrapper_subclass(t):
-        if t.layout == torch.jagged:  # its offsets belong to every nested tensor of these lengths
+        # Its offsets belong to every nested tensor with the same lengths.
+        if t.layout == torch.jagged:
             return locals_of(op, name, t._values)
         inner = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, Tensor)]
@@ -51,16 +53,15 @@ def locals_of(op: str, name: str, t: object) -> list[Tensor]:
 
 
 def is_own(t: Tensor) -> bool:
-    """Return True if torch allocated the bytes of a tensor and shows them to no other code."""
+    """Return True if torch allocated the bytes of a tensor, and no other code uses them."""
     return is_traceable_wrapper_subclass(t) or can_resize(t.untyped_storage())
 
 
 def wait_for(value: object) -> None:
-    """Wait until no collective writes to the bytes of a tensor any more.
+    """Wait until all collectives that write to a tensor are done.
 
-    A tensor that represents the result of a collective has `trigger_wait`, as torch's
-    AsyncCollectiveTensor does. It may be inside another, such as a DTensor. A handle of
-    `torch.distributed` is waited for, too.
+    The result of a collective has `trigger_wait`, as torch's AsyncCollectiveTensor does. It may be
+    inside another tensor, such as a DTensor. A handle of `torch.distributed` is waited for, too.
     """
     if type(value) in _PLAIN:
         return
@@ -77,10 +78,10 @@ def wait_for(value: object) -> None:
 def _on_subclasses(
     op: str, kernel: Callable[..., Any], external: bool = False, **arguments: object
 ) -> list[Any]:
-    """Call a kernel on the tensors behind arguments, some of which have subclasses.
+    """Call a kernel on the tensors in its arguments, some of which may be subclasses.
 
     This skips their `__torch_function__`, because nothing is computed. A class that wraps tensors
-    without naming them in `__tensor_flatten__` must find them in its `__torch_dispatch__`.
+    without naming them in `__tensor_flatten__` must unwrap them in its `__torch_dispatch__`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for t in arguments.values():
@@ -94,7 +95,7 @@ def _on_subclasses(
         calls = list(zip(*behind, strict=True))
         try:
             if len(calls) > 1 and op != "is_discarded" and not torch.compiler.is_compiling():
-                for t, *src in calls:  # all of them, before anything changes
+                for t, *src in calls:  # check all of them before any changes
                     _OPS._check_storage(t, *src or (None,), external)
             return [kernel(*tensors) for tensors in calls]
         except (TypeError, NotImplementedError) as error:
@@ -107,12 +108,12 @@ def _on_subclasses(
 
 
 def _is_parameter(t: Tensor) -> bool:
-    # Asked by class first: what isinstance asks of a Parameter's metaclass takes long.
+    # Compare the class first, because isinstance of Parameter runs slow code of its metaclass.
     return type(t) is not Tensor and isinstance(t, torch.nn.Parameter)
 
 
 def _refuse_leaf(t: Tensor) -> None:
-    """Raise for a tensor whose values training keeps, such as the weight of a layer."""
+    """Raise an error for a tensor whose values training keeps, such as the weight of a layer."""
     base = t._base
     # A view of a tensor that needs no grad can be a leaf itself.
     for root, view in ((t, ""),) if base is None else ((base, "view of a "), (t, "")):
@@ -130,7 +131,7 @@ def _fail_leaf(kind: str, t: Tensor) -> NoReturn:
 
 
 def _discard(t: Tensor, guard: str | None, streams: Iterable[torch.Stream], external: bool) -> None:
-    if t.is_cuda and t.layout == torch.strided:  # others are refused below
+    if t.is_cuda and t.layout == torch.strided:  # other tensors raise an error below
         for stream in (torch.cuda.current_stream(t.device), *streams):
             _OPS._record_stream(t, stream.stream_id, stream.device_index, stream.device_type)
     _OPS.discard_storage(t, guard, external)
@@ -151,14 +152,15 @@ def discard_storage(
     `torch.jit.trace` records.
 
     Args:
-        t: a strided tensor of any shape and dtype. A DTensor or another wrapper subclass acts on
-            the tensors it wraps, and a jagged nested tensor on its values. A batched tensor of
-            torch.func.vmap acts on all samples, and a dual tensor of forward-mode AD on its primal.
-        guard: the message of the RuntimeError that any read of the tensor raises until
-            `share_storage` binds new bytes; resizing the storage by other means does not lift it.
-            None arms no guard, and then reading is undefined, as it is where
-            `storage_ops.info()["guard"]` is False; see `check_discarded`.
-        streams: CUDA streams that may still be using the bytes. The current stream is one already.
+        t: a strided tensor of any shape and dtype. For a DTensor or another wrapper subclass, the
+            wrapped tensors are discarded. For a jagged nested tensor these are its values, for a
+            batched tensor of torch.func.vmap all samples, and for a dual tensor of forward-mode AD
+            the primal.
+        guard: the message of the RuntimeError for any read of the tensor, until `share_storage`
+            binds new bytes. Resizing the storage by other means does not remove the guard. With
+            None, reading is undefined, as it is if `storage_ops.info()["guard"]` is False; see
+            `check_discarded`.
+        streams: CUDA streams that may still be using the bytes. The current stream is included.
         allow_leaf: whether `t` may be a Parameter, a leaf that requires grad, or a view of one.
             Nothing recomputes the values of these, so the caller binds new bytes.
         allow_external: whether to free bytes that other code may use. torch did not allocate them:
@@ -182,8 +184,8 @@ def discard_storage(
         (True, torch.Size([1024]), 0)
     """
     if torch.compiler.is_compiling() and isinstance(t, Tensor):
-        # Dynamo makes a read of `_base` or `is_leaf` a node of the graph, so only the class is
-        # asked. Nothing is freed here anyway.
+        # Dynamo would record a read of `_base` or `is_leaf` as a node of the graph, so only the
+        # class is read. Compiled code frees nothing anyway.
         if not allow_leaf and _is_parameter(t):
             _fail_leaf("Parameter", t)
         return
@@ -196,7 +198,7 @@ def discard_storage(
         with torch._C.DisableTorchFunctionSubclass():
             for part in (t, *locals_of("discard_storage", "t", t)):
                 _refuse_leaf(part)
-    every = tuple(streams)  # may be an iterator, and the class may wrap several tensors
+    every = tuple(streams)  # may be an iterator, but the class may wrap several tensors
     _on_subclasses(
         "discard_storage",
         lambda part: _discard(part, guard, every, allow_external),
@@ -208,13 +210,12 @@ def discard_storage(
 def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> None:
     """Bind the bytes of `src` into the storage of `dst`, without a copy.
 
-    Every tensor that shares the storage of `dst` sees them. Writes through one are seen through the
-    other, and no version counter changes. The memory lives until the last user of either is gone.
-    Discarding, resizing or deleting one of them does not affect the other. If `dst` is `src`,
-    nothing happens. In compiled code, which has no storages, the values are copied.
+    Every tensor that shares the storage of `dst` sees the bytes of `src`. Both tensors see each
+    other's writes, and no version counter changes. The memory lives until the last user of either
+    is gone. nothing happens. In compiled code, which has no storages, the values are copied.
 
-    Only bytes are bound. A conjugate or negative view reads the new bytes as it did the old ones,
-    and forward-mode AD keeps the tangent of `dst`.
+    Only bytes are bound. A conjugate or negative view still applies its flag to the new bytes, and
+    forward-mode AD keeps the tangent of `dst`.
 
     Args:
         dst: a strided tensor, discarded or not, any shape and dtype.
@@ -232,8 +233,8 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
         RuntimeError: dtypes or devices differ, or `src` is too small or discarded. Or `dst` would
             read elements that `src` does not have, or has at another index. Or `src` got the bytes
             of `dst` later than `dst` did. Or other code may use the bytes of `dst`. Or vmap batches
-            them along different dimensions. Or `discard_storage` does not take an argument. Nothing
-            has changed.
+            them along different dimensions. Or `discard_storage` does not support an argument.
+            Nothing has changed.
 
     Example:
         >>> h, again = torch.zeros(4), torch.arange(4.0)
@@ -255,7 +256,7 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
 
 
 def is_discarded(t: Tensor) -> bool:
-    """Return True if a tensor's bytes are gone, by `discard_storage` or by a resize to 0.
+    """Return True if a tensor has no bytes, after `discard_storage` or a resize to 0.
 
     Example:
         >>> storage_ops.is_discarded(torch.ones(2))
@@ -267,15 +268,15 @@ def is_discarded(t: Tensor) -> bool:
 
 
 def _refuse_discarded(name: object, arguments: object) -> bool:
-    """Raise if one of the tensors is discarded; return False for a class that does not tell."""
+    """Raise an error if a tensor is discarded. Return False for a class that does not tell."""
     for leaf in tree_leaves(arguments):
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             continue
         try:
-            gone = is_discarded(leaf)
+            discarded = is_discarded(leaf)
         except RuntimeError:
             return False
-        if gone:  # a nested tensor need not have a shape
+        if discarded:  # a nested tensor may have no shape
             what = "nested tensor" if leaf.is_nested else f"tensor of shape {tuple(leaf.shape)}"
             raise DiscardedTensorError(
                 f"{name} reads a {what} whose bytes were discarded. Bind new bytes with "
@@ -301,7 +302,7 @@ _READ_PAST_DISPATCH: dict[Any, str] = {
 
 
 class _CheckPastDispatch(TorchFunctionMode):
-    """Raises before a method that reads the bytes of a discarded tensor without an op."""
+    """Raises an error before a method reads the bytes of a discarded tensor without an op."""
 
     def __torch_function__(
         self,
@@ -318,7 +319,7 @@ class _CheckPastDispatch(TorchFunctionMode):
 class check_discarded(TorchDispatchMode):
     """Context manager that raises `DiscardedTensorError` before an op reads a discarded tensor.
 
-    For debugging where `storage_ops.info()["guard"]` is False: it costs Python time per op.
+    For debugging where `storage_ops.info()["guard"]` is False: it takes Python time for each op.
 
     Example:
         >>> h = torch.ones(2)
@@ -352,5 +353,6 @@ of shape (2,) whose bytes were discarded. Bind new bytes with share_storage firs
         if not (func.is_view or func.namespace == "storage_ops") and not _refuse_discarded(
             func, (args, kwargs)
         ):
-            return NotImplemented  # has the class run the op: its own tensors come here as well
+            # Let the class run the op, so that its inner tensors come here, too.
+            return NotImplemented
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Layouts: a value is a slice of rows, a term of a sum, or the whole value to one chunk of tokens.
+"""Layouts: one chunk of tokens has a slice of a value's rows, a term of a sum, or all of it.
 
 The tokens are the rows of the product that amplifies its input. They come in groups of `step`
-tokens, and a chunk takes a range of groups. A group is one token unless an op mixes the tokens of a
-sequence.
+tokens, and a chunk takes a range of groups. A group has one token unless an op mixes the tokens of
+a sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage_ops.autochunk.reasons import Conflict
 
 
 class Regroup(Exception):
-    """Chunks have to end at multiples of more tokens than `step`."""
+    """The ends of chunks must be multiples of more tokens than `step`."""
 
     def __init__(self, step: Size):
         super().__init__(f"it needs chunks of whole groups of {step} tokens")
@@ -27,10 +27,10 @@ class Regroup(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """The elements of dimensions lo to hi - 1, in row-major order, belong to groups in their order.
+    """The elements of dimensions lo to hi - 1, in row-major order, belong to groups in order.
 
     Attributes:
-        per: elements of a group.
+        per: the number of elements of a group.
         outer: how many times the groups repeat, one after another. In a span it is 1.
     """
 
@@ -42,15 +42,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Whole:
-    """The same for every chunk."""
+    """The whole value, the same for every chunk."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Each chunk has a term of a sum.
+    """A term of a sum for each chunk.
 
     Attributes:
-        mean: the sum is divided by the number of elements summed, for it stands for a mean.
+        mean: whether the sum is divided by the number of its elements, for a mean.
     """
 
     mean: bool = False
@@ -58,7 +58,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Spread:
-    """Rows, once the value has been expanded to `sizes`."""
+    """Rows, after the value has been expanded to `sizes`."""
 
     rows: Rows
     sizes: tuple[Size, ...]
@@ -105,7 +105,7 @@ def equal(left: Layout | None, right: Layout | None) -> bool:
 def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
     """Return the same rows with as few dimensions as possible.
 
-    A dimension that a chunk never cuts does not belong to the rows.
+    Dimensions that a chunk never cuts are removed from the rows.
     """
     lo, hi, per, outer = rows.lo, rows.hi, rows.per, rows.outer
     while hi - lo > 1 and divides(shape[lo], outer):
@@ -118,7 +118,7 @@ def canonical(rows: Rows, shape: Sequence[Size]) -> Rows:
 
 
 def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
-    """Return where the rows of a tensor are after a view."""
+    """Return the rows of a tensor after a view of it."""
     for first, finest in itertools.product(
         range(rows.lo, -1, -1), range(rows.hi, len(old) + 1)
     ):  # fmt: skip
@@ -135,5 +135,5 @@ def reshape(rows: Rows, old: Sequence[Size], new: Sequence[Size]) -> Rows:
 
 
 def quotient(size: Size, divisor: Size) -> Size:
-    """Return a size divided by a size that divides it."""
+    """Return the quotient of a size and a size that divides it."""
     return 1 if same(size, divisor) else size if same(divisor, 1) else size // divisor

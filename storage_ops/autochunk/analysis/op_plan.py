@@ -1,4 +1,4 @@
-"""The plan of the linear cross-entropy op where the op replaces a loss."""
+"""The plan of the linear cross-entropy op for a loss that it replaces."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from storage_ops.loss.planning import cost, planner
 from storage_ops.loss.planning.devices import rates_of
 from storage_ops.loss.planning.problem import Problem, padded, parts
 
-EVERY = -(1 << 62)  # no class: as ignore_index it says that no token is ignored
+EVERY = -(1 << 62)  # no class: with this ignore_index, no token is ignored
 
 
-def budget_of(size: int, given: int | None) -> int:
-    """Return the bytes that chunks of a product of `size` bytes may hold.
+def budget_of(size: int, memory_budget: int | None) -> int:
+    """Return the most bytes for chunks of a product of `size` bytes.
 
     The default is a quarter of the product, at least 32 MiB and at most 1 GiB, as in the planner of
     the loss.
     """
-    return planner.bounded(size // 4) if given is None else given
+    return planner.bounded(size // 4) if memory_budget is None else memory_budget
 
 
 def _problem(call: Call) -> Problem:
@@ -39,7 +39,7 @@ def _problem(call: Call) -> Problem:
         call = with_tensors(call, tuple(map(_hinted, tensors_of(call))))
         classes = len(call.weight)
         tokens = tokens_of(call, ranks_of(call.group), 0, classes)
-        # Which tokens are ignored is not known: as if there were some.
+        # It is unknown which tokens are ignored, so assume that some are.
         gathers = not tokens.probabilities and call.ignore_index != EVERY
         return replace(problem_of(call, tokens, classes), gathers=gathers)
 
@@ -56,8 +56,8 @@ def plan_of(
 ) -> tuple[int | None, planner.Plan]:
     """Return the op's memory_budget and its plan.
 
-    The budget is the given one, the budget of `num_chunks` chunks, or the op's default. It is
-    raised if no plan fits it, or if the plan would have more tiles than there are tokens.
+    The budget is `budget`, the budget of `num_chunks` chunks, or the op's default. It is raised if
+    no plan fits it, or if the plan would have more tiles than there are tokens.
     """
     p, rates = _problem(call), rates_of(call.input.device)
     if num_chunks is None and (budget is None or budget >= planner.smallest_budget(p)):
@@ -65,7 +65,7 @@ def plan_of(
     tokens = max(p.tokens, 1)
     count = tokens if num_chunks is None else min(num_chunks, tokens)
     while True:
-        # A chunk of tokens, padding and products included; the few numbers per token on top.
+        # A chunk of tokens with padding and products, and the few numbers per token.
         share = parts(p.tokens, count) * padded(p.vocab)
         budget = share * p.itemsize * 51 // 50 + cost.token_bytes(p)
         budget = max(budget, planner.smallest_budget(p))
@@ -76,7 +76,7 @@ def plan_of(
 
 
 def scratch(node: fx.Node) -> int:
-    """Return the bytes that the op, or its backward, plans to hold besides its results."""
+    """Return the scratch bytes that the op, or its backward, plans besides its results."""
     values: Any = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
     call = call_of_backward(values) if "backward" in name_of(node) else Call(*values)
     return plan_of(call, None, call.memory_budget)[1].peak_bytes

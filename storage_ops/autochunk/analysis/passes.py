@@ -1,9 +1,9 @@
-"""The order in which a span gives its results, and how they depend on the upstream gradient.
+"""The order in which a span computes its results, and their dependence on the upstream gradient.
 
 A result may be linear in one number, the upstream gradient of a loss. The forward computes it with
-1 for this number. A multiplication afterwards corrects that. Other results that depend on upstream
-gradients wait for them: on several, on one per token, or on a square. The backward computes these
-results, in passes that form the logits again.
+1 in place of this number, and a multiplication afterwards corrects it. Other results must wait for
+upstream gradients: if they depend on several, on one per token, or on a square. The backward
+computes these results, in passes that compute the logits again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage_ops.autochunk.reasons import Conflict, log
 
 
 class Turn(NamedTuple):
-    """A pass over the tokens: the backward ones come last, and find all of the forward's there."""
+    """A pass over the tokens. Backward passes come last, and see all results of the forward."""
 
     backward: bool
     number: int
@@ -39,8 +39,8 @@ class Passes:
     """A span in the order of its evaluation.
 
     Attributes:
-        outputs: for every pass over the tokens, the nodes of the span that other nodes read.
-        tangent: the upstream gradient that is assumed to be 1, if there is one.
+        outputs: for every pass, the nodes of the span that are read outside the pass.
+        tangent: the upstream gradient that is assumed to be 1, or None.
         scaled: nodes of the span, and arguments of the span, that have `tangent` as a factor.
         dependent: all nodes after `tangent`.
     """
@@ -57,7 +57,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
     A result that would need one more pass is computed outside the span.
 
     Raises:
-        Conflict: a result would be needed before it is there.
+        Conflict: a result would be needed before it exists.
     """
     after = reached(span.amplifiers)
     for node in _outputs(span, after):
@@ -80,7 +80,7 @@ def order(graph: fx.Graph, span: Span, tangents: list[fx.Node]) -> Passes:
 
 
 def _outputs(span: Span, after: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of the span that are read outside it, or inside in another layout."""
+    """Return the nodes of the span that are read outside it, or inside with another layout."""
     mismatched = {
         arg
         for reads in span.reads.values()
@@ -99,12 +99,12 @@ def _turns(
 ) -> dict[fx.Node, Turn]:
     """Return the pass in which each node of the span can be evaluated.
 
-    Nodes in `late` are evaluated in the backward only. A small value that depends on small values
-    only leaves the span if the outside has it as early as a chunk. For example, a mask by a
-    quantile of all tokens, and its sum, take no pass.
+    Nodes in `late` are evaluated only in the backward. A small value that depends only on small
+    values leaves the span if it can be computed outside as early as in a chunk. For example, a mask
+    by a quantile of all tokens, and its sum, need no pass.
     """
     inside: dict[fx.Node, Turn] = {}
-    outside: dict[fx.Node, Turn] = {}  # the first pass that can read the whole of a value
+    outside: dict[fx.Node, Turn] = {}  # the first pass that can read a whole value
 
     def whole(arg: fx.Node) -> Turn:
         if arg in inside and arg not in outside:
@@ -124,7 +124,7 @@ def _turns(
             if led_to and small and alone <= inside[node]:
                 del inside[node], span.layouts[node], span.reads[node]
         if node not in span.layouts or not led_to:
-            outside[node] = alone  # a value that no amplifier leads to also exists whole
+            outside[node] = alone  # a value that no amplifier leads to is whole, too
     for node in reversed(graph.nodes):
         if node in span.layouts and node in after and _can_leave(span, node, inside):
             del inside[node], span.layouts[node], span.reads[node]
@@ -132,9 +132,10 @@ def _turns(
 
 
 def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
-    """Return True if a node depends on a few numbers per token and nothing in its pass reads it.
+    """Return True if a node depends on a few numbers per token, and its own pass does not read it.
 
-    Chunks then end at these numbers. Chunks of several losses become equal, so one is compiled.
+    Chunks then end at these numbers. Chunks of several losses become equal, so only one is
+    compiled.
     """
     if node in span.large or any(
         a in span.large or (a in span.layouts and numel(a) > hint(span.tokens))
@@ -146,14 +147,14 @@ def _can_leave(span: Span, node: fx.Node, turns: dict[fx.Node, Turn]) -> bool:
 
 
 def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node]) -> None:
-    """Find the upstream gradient that can be taken for 1, if one is read.
+    """Find the upstream gradient that can be assumed to be 1, if one is read.
 
     Raises:
-        Conflict: there are several, or it is no mere factor.
+        Conflict: there are several, or the gradient is not only a factor.
     """
-    read = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
+    inputs = {arg for reads in span.reads.values() for arg, _ in reads} - set(span.layouts)
     below = {t: reached([t]) | {t} for t in tangents}
-    used = [t for t in tangents if below[t] & (read | set(span.layouts))]
+    used = [t for t in tangents if below[t] & (inputs | set(span.layouts))]
     if not used:
         return
     if len(used) > 1:
@@ -162,16 +163,16 @@ def _scale(graph: fx.Graph, span: Span, result: Passes, tangents: list[fx.Node])
     if shape(tangent):
         sizes = tuple(shape(tangent))
         raise Conflict(f"the upstream gradient is not a scalar: its shape is {sizes}", tangent)
-    of_interest = [n for n in [*read, *span.layouts] if n in below[tangent]]
+    of_interest = [n for n in [*inputs, *span.layouts] if n in below[tangent]]
     degrees = _degrees(graph, tangent, leading_to(of_interest) & below[tangent])
     result.scaled = {n for n in of_interest if degrees[n] == 1}
     result.tangent, result.dependent = tangent, below[tangent]
 
 
 def _degrees(graph: fx.Graph, tangent: fx.Node, dependent: set[fx.Node]) -> dict[fx.Node, Degree]:
-    """Return the degrees of nodes in the upstream gradient.
+    """Return the degree of each node in the upstream gradient.
 
-    Nodes that are left out have degree 0.
+    Nodes that are not in the result have degree 0.
     """
     degrees: dict[fx.Node, Degree] = {tangent: 1}
 

@@ -1,4 +1,4 @@
-"""Predicts the peak memory of a compiled graph above its inputs, from its values' lifetimes."""
+"""Predicts the peak memory of a compiled graph above its inputs, from the lifetimes of values."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from storage_ops.foundation.lifetimes import Moment, levels_during
 
 _FUSED = ("elementwise", "create", "scatter", "gather", "along", "select", "pad", "softmax")
 _REDUCTIONS = ("sum", "reduce")
-_WRITTEN = ("aten.cat.default", "aten.scatter_add.default")  # into memory of their own, on a CPU
+# Ops with memory of their own for the result, on a CPU.
+_WRITTEN = ("aten.cat.default", "aten.scatter_add.default")
 _HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
-_ALIASES = ("alias", "detach")  # like slices, they read a tensor in memory without a copy
-_ELSEWHERE = {"sum", "along"}  # kinds of ops whose loops Inductor does not fuse
+_ALIASES = ("alias", "detach")  # like slices, these ops return a view in memory
+_ELSEWHERE = {"sum", "along"}  # kinds of ops with loops that Inductor does not fuse
 _APART = {*_ELSEWHERE, "gather", "reduce"}  # the same for a value that reads many others
 _MANY = 4  # Inductor stores a value with several readers if it loads more values than this
 _VIEWS = ("view", "expand", "permute", "getitem")
@@ -42,13 +43,13 @@ _VIEWS = ("view", "expand", "permute", "getitem")
 def fusion_kind(node: fx.Node) -> str:
     """Return the kind of a node's op.
 
-    The kind is "opaque" if the op has no rule and does not work element by element.
+    It is "opaque" if the op has no rule and is not elementwise.
     """
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is not None:
         return "gather" if rule.kind == "index" and "put" not in name_of(node) else rule.kind
     tags = getattr(node.target, "tags", ())
-    if name_of(node) == "aten.copy_.default":  # a chunk over its product
+    if name_of(node) == "aten.copy_.default":  # copies a chunk over its product
         return "elementwise"
     fused = torch.Tag.pointwise in tags or name_of(node) == "prims.iota.default"
     return "elementwise" if fused else "opaque"
@@ -57,21 +58,21 @@ def fusion_kind(node: fx.Node) -> str:
 def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
     """Return the predicted peak bytes above the inputs, with the whole forward before the backward.
 
-    On a CPU Inductor makes one kernel of a chunk, which frees nothing before it ends: `of_chunk`.
-    Inductor fuses element by element ops into the ops that read them. Such a value exists only if a
-    product, a reduction or the graph's end reads it. A value takes over the memory of an argument
-    of its own size that nothing else reads. It does not do so if the loop that computes the value
-    also reduces that argument, or if another loop gathers from that argument.
+    `of_chunk`: on a CPU, Inductor makes one kernel of a chunk, which frees nothing before its end.
+    Inductor fuses elementwise ops into the ops that read them. An elementwise value is stored only
+    if a product, a reduction or the graph's end reads it. A value reuses the memory of an argument
+    of its own size that no other node reads. It does not do so if the loop of the value also
+    reduces that argument, or if another loop gathers from it.
     """
     backward = reached(tangents_of(graph))
     alive = leading_to(ends(graph))
     nodes = sorted((n for n in graph.nodes if n in alive), key=lambda n: n in backward)
     reads, stored = _reads(nodes, backward)
-    kept = {
-        (each, node in backward)
+    not_reused = {
+        (value, node in backward)
         for node in nodes
         if fusion_kind(node) in (*_REDUCTIONS, "gather")
-        for each in reads[node]
+        for value in reads[node]
     }
     moments = []
     for node in nodes:
@@ -79,7 +80,7 @@ def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
             fused = fusion_kind(node) in _FUSED
             moments.append(Moment(
                 node.name, {n: nbytes(n) for n in _results(node)}, reads[node], held_inside(node),
-                [n for n in reads[node] if fused and (n, node in backward) not in kept],
+                [n for n in reads[node] if fused and (n, node in backward) not in not_reused],
             ))  # fmt: skip
         elif node.op == "output":
             moments.append(Moment(node.name, reads=reads[node]))
@@ -89,7 +90,7 @@ def peak(graph: fx.Graph, of_chunk: bool = False) -> int:
 
 
 def _not_overwritten(moments: list[Moment]) -> set[fx.Node]:
-    """Return the values of these moments whose memory no later value takes over."""
+    """Return the values of these moments whose memory no later value reuses."""
     last = {n: i for i, moment in enumerate(moments) for n in (*moment.makes, *moment.reads)}
     sizes = {n: size for moment in moments for n, size in moment.makes.items()}
     for i, moment in enumerate(moments):
@@ -105,7 +106,7 @@ def _reads(
 ) -> tuple[dict[fx.Node, set[fx.Node]], set[fx.Node]]:
     """Return the values in memory that each node reads through fused ones, and the stored nodes."""
     reads, stored = dict[fx.Node, set[fx.Node]](), set[fx.Node]()
-    heavy, there = set[fx.Node](), set[fx.Node]()  # there: results of stored nodes
+    heavy, results = set[fx.Node](), set[fx.Node]()  # results of stored nodes
     loads, many = dict[fx.Node, set[object]](), set[fx.Node]()
     for node in nodes:
         kind = fusion_kind(node)
@@ -113,11 +114,11 @@ def _reads(
             short_name(node) in _HEAVY or not heavy.isdisjoint(node.all_input_nodes)
         ):
             heavy.add(node)
-        read: set[fx.Node] = set()
+        values: set[fx.Node] = set()
         for arg in node.all_input_nodes:
-            read |= {arg} if arg in there else reads[arg]
-        reads[node] = read
-        loads[node] = _loads(node, loads, there)
+            values |= {arg} if arg in results else reads[arg]
+        reads[node] = values
+        loads[node] = _loads(node, loads, results)
         if len(loads[node]) > _MANY:
             many.add(node)
         base = owner(node)
@@ -125,17 +126,17 @@ def _reads(
         part = exists and (kind in ("along", "select") or short_name(node) in _ALIASES)
         if not part and _is_stored(node, backward, heavy, many):
             stored.add(node)
-            there.update(_results(node))
+            results.update(_results(node))
             heavy.discard(node)
     return reads, stored
 
 
 def _loads(
-    node: fx.Node, known: Mapping[fx.Node, set[object]], there: Container[fx.Node]
+    node: fx.Node, known: Mapping[fx.Node, set[object]], stored: Container[fx.Node]
 ) -> set[object]:
-    """Return the values that Inductor's loop for a value loads, through ops that are fused into it.
+    """Return the values that Inductor's loop for a value loads, through fused ops.
 
-    Each index of the same value is a load of its own. An interpolation counts as many, because it
+    Each index of the same value counts as a load. An interpolation counts as many loads, because it
     computes its indices. The largest of `x * number` in a softmax becomes three loads: Inductor
     takes the largest and the smallest of `x`, and tests for inf. Single numbers do not count.
     """
@@ -143,7 +144,7 @@ def _loads(
         return {(node, i) for i in range(_MANY + 1)}
     loaded: set[object] = set()
     for arg in node.all_input_nodes:
-        if arg not in there and arg.op != "placeholder":
+        if arg not in stored and arg.op != "placeholder":
             loaded |= known[arg]
         elif short_name(arg) == "amax" and short_name(arg.args[0]) in ("mul", "div"):
             loaded |= {(arg, i) for i in range(3)}
@@ -153,7 +154,7 @@ def _loads(
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """Return the results of a node that has several, else the node.
+    """Return the results of a node with several results, or else the node.
 
     Each result has its own lifetime.
     """
@@ -171,7 +172,7 @@ def _is_stored(
         return True
     if kind in _FUSED or kind == "expand":
         readers = [fusion_kind(u) for u in _readers(node)]
-        if kind == "expand":  # no product reads one number as a matrix
+        if kind == "expand":  # no product reads an expanded number as a matrix
             return "product" in readers and numel(node) > 1 == numel(node.all_input_nodes[0])
         apart = not _ELSEWHERE.isdisjoint(readers)
         once = apart and node in heavy and evaluated_once(node, backward)
@@ -185,21 +186,21 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def evaluated_once(node: fx.Node, backward: Container[fx.Node] = ()) -> bool:
-    """Return True if Inductor stores a costly value, and does not compute it again in each loop.
+    """Return True if Inductor stores a costly value instead of computing it again in each loop.
 
-    Inductor does so on a CPU, for each of the graphs into which a joint graph is split.
+    Inductor stores it on a CPU, in each of the graphs into which a joint graph is split.
     """
     late = [u in backward for u in _readers(node)]
     return _on_cpu(node) and (late.count(True) > 1 or late.count(False) > 1)
 
 
 def _is_reused(node: fx.Node) -> bool:
-    """Return True if several ops read a value, through the same view or not."""
+    """Return True if several ops read a value, directly or through views."""
     return len(node.users) > 1
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that read a value, also through views of it."""
+    """Return the nodes that read a value, directly or through views of it."""
     readers: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -212,7 +213,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def held_inside(node: fx.Node) -> int:
-    """Return the bytes that an op of this package holds while it runs, besides its results."""
+    """Return the bytes that an op of this package takes while it runs, besides its results."""
     if name_of(node) == "storage_ops._chunked_span.default":
         counts = [hint(_value(groups)) for groups in node.args[3]]  # type: ignore[union-attr]
         programs = zip(decode(str(node.args[4])), counts, strict=True)
@@ -231,7 +232,7 @@ def _chunk(node: fx.Node, program: Program, size: int) -> int:
     live_bytes, values = size * program.group_bytes, values_of(node)
     if program.in_blocks:
         live_bytes += blocks(size, program.group_bytes, values[0].device)[1] * program.block_bytes
-    # Terms of sums that the body forms are there beside the sum.
+    # Terms of sums in the body exist besides the sum.
     return live_bytes + sum(
         elements(values[spec.place]) * values[spec.place].element_size()
         for spec in program.outputs
@@ -242,7 +243,7 @@ def _chunk(node: fx.Node, program: Program, size: int) -> int:
 def _sums(node: fx.Node) -> tuple[int, int]:
     """Return the bytes of fp32 sums, and of results that exist only after the last chunk.
 
-    A 16-bit result of a chunked span may be rounded from an fp32 sum when all chunks are done.
+    A 16-bit result of a chunked span may be rounded from an fp32 sum after all chunks.
     """
     programs, values = decode(str(node.args[4])), values_of(node)
     wide, late_results = dict[int, int](), dict[int, int]()

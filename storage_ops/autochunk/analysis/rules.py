@@ -1,14 +1,14 @@
 """The table of rules: op -> which dimensions of its arguments and result belong together.
 
-A rule labels dimensions. A label in an argument and in the result is a dimension along which the op
-works on each element alone. A slice of the argument gives the same slice of the result. A label in
-`sums` is a dimension that the op sums over: slices give terms of the sum. A dimension without a
-label (None) must stay whole.
+A rule labels dimensions. A label in an argument and in the result marks a dimension along which the
+op computes each element separately. A slice of the argument gives the same slice of the result. A
+label in `sums` marks a dimension that the op sums over: slices give terms of the sum. A dimension
+without a label (None) must stay whole.
 
 A rule also says how a factor of the arguments becomes a factor of the result. Gradients are linear
-in the upstream gradient, which is taken for 1 until the end. The law is a sum of products of
-arguments. It is ((0,), (1,)) for an addition, whose terms must have the factor in common, and
-((0, 1),) for a multiplication. An argument that is in no term must not have the factor.
+in the upstream gradient, which is assumed to be 1 until the end. A law is a sum of products of
+arguments. An addition has the law ((0,), (1,)): both terms must have the factor. A multiplication
+has ((0, 1),). An argument that is in no term must not have the factor.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from storage_ops.autochunk.fx_graph.nodes import (
 from storage_ops.autochunk.reasons import Conflict
 
 Labels: TypeAlias = list[Any]
-Degree: TypeAlias = int | None  # of homogeneity; None: the value is zero, which has every degree
-Law: TypeAlias = tuple[tuple[int, ...], ...] | None  # terms of places of arguments
+Degree: TypeAlias = int | None  # degree of homogeneity; None for zero, which has every degree
+Law: TypeAlias = tuple[tuple[int, ...], ...] | None  # terms, as positions of arguments
 
-LINEAR: Law = None  # in all tensors at once: each of them is a term
+LINEAR: Law = None  # linear in all tensors together: each is a term
 NONLINEAR: Law = ()
-FIRST: Law = ((0,),)  # in the first argument
+FIRST: Law = ((0,),)  # linear in the first argument
 ADDITIVE: Law = ((0,), (1,))
 BILINEAR: Law = ((0, 1),)
 
@@ -46,7 +46,7 @@ class Labelled:
     """The labels of one call."""
 
     out: Labels
-    args: Mapping[fx.Node, list[Labels]]  # an argument may be given more than once
+    args: Mapping[fx.Node, list[Labels]]  # an argument may be passed more than once
     sums: tuple[Any, ...] = ()
     mean: bool = False
 
@@ -56,10 +56,11 @@ class Rule:
     """One line of the table.
 
     Attributes:
-        labels: the labels of a call; None for a view, whose rows `lattice.reshape` follows.
-        law: how factors of the arguments pass to the result.
-        sizes: index of the argument that holds the result's sizes.
-        kind: for tests and messages.
+        labels: returns the labels of a call; None for a view, whose rows `layouts.reshape`
+            computes.
+        law: how factors of the arguments become factors of the result.
+        sizes: index of the argument with the result's sizes.
+        kind: the kind of op, for tests and messages.
     """
 
     kind: str
@@ -68,10 +69,10 @@ class Rule:
     sizes: int | None = None
 
     def degree(self, node: fx.Node, degree: Callable[[Any], Degree]) -> Degree:
-        """Return the degree of a call's result in the upstream gradient, from its arguments' ones.
+        """Return the degree of a call's result in the upstream gradient.
 
         Raises:
-            Conflict: it has none.
+            Conflict: the result has no degree.
         """
         law = self.law if _is_real(node) else NONLINEAR
         if law is None:
@@ -84,17 +85,17 @@ class Rule:
             raise Conflict("is not linear in the upstream gradient")
         if not law:
             return 0
-        # The one argument that may be missing, or be given by name, is the value of a padding.
+        # Only the value of a padding may be missing, or be passed by name.
         return _common(_times(degree(argument(node, i, "value", 0)) for i in term) for term in law)
 
 
 def _is_real(node: fx.Node) -> bool:
-    """Return True if a value is real. An integer or a boolean is proportional to nothing."""
+    """Return True if a value is floating-point. Integers are proportional to nothing."""
     return all(v.is_floating_point() for v in values_of(node))
 
 
 def _common(degrees: Iterable[Degree]) -> Degree:
-    """Return the degree that all terms of a sum share."""
+    """Return the degree of a sum, which all terms must share."""
     known = {d for d in degrees if d is not None}
     if len(known) > 1:
         raise Conflict("adds terms that grow differently with the upstream gradient")
@@ -114,7 +115,7 @@ def _times(degrees: Iterable[Degree]) -> Degree:
 
 
 def dims_of(dims: Any, rank: int) -> list[int]:
-    """Return the dimensions of a reduction as non-negative numbers: all, if it names none."""
+    """Return the dimensions of a reduction as non-negative numbers. An empty list means all."""
     if dims is None or dims == []:
         return list(range(rank))
     dim_list = [dims] if isinstance(dims, int) else dims
@@ -122,19 +123,19 @@ def dims_of(dims: Any, rank: int) -> list[int]:
 
 
 def _all_but(rank: int, whole: Iterable[int] = ()) -> Labels:
-    """Return labels in which every dimension has its own, except for dimensions that stay whole."""
+    """Return a label for each dimension, except for dimensions that stay whole."""
     return [None if d in whole else d for d in range(rank)]
 
 
 def _spread(node: fx.Node, out: Labels, sizes: list[Any]) -> Labels:
-    """Return the labels of an argument that is broadcast to these sizes, counted from the last."""
+    """Return the labels of an argument that is broadcast to these sizes, aligned at the last."""
     own = shape(node)
     places = range(len(sizes) - len(own), len(sizes))
     return [out[i] if same(s, sizes[i]) else None for i, s in zip(places, own, strict=True)]
 
 
 def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
-    """Return the adjacent indexed dimensions, the indices, and how many dimensions they make."""
+    """Return the adjacent indexed dimensions, the indices, and the number of their dimensions."""
     index_args: Any = node.args[1]
     dims = [d for d, index in enumerate(index_args) if index is not None]
     if not all(index_args[d].meta["val"].dtype.is_signed for d in dims):
@@ -148,7 +149,7 @@ def _indexed(node: fx.Node) -> tuple[range, list[fx.Node], int]:
 
 
 def aligned(node: fx.Node) -> Labelled:
-    """Label an op that works element by element, with broadcasting."""
+    """Label an elementwise op, with broadcasting."""
     sizes = shape(node)
     out = _all_but(len(sizes))
     return Labelled(out, {a: [_spread(a, out, sizes)] for a in tensors(node)})
@@ -170,7 +171,7 @@ def summing(node: fx.Node) -> Labelled:
 
 
 def ranking(node: fx.Node) -> Labelled:
-    """Label the k-th smallest along one dimension, by default the last."""
+    """Label the k-th smallest element along one dimension, by default the last."""
     x: Any = node.args[0]
     (dim,) = dims_of(argument(node, 2, "dim", -1), len(shape(x)))
     row = _all_but(len(shape(x)), [dim])
@@ -179,7 +180,7 @@ def ranking(node: fx.Node) -> Labelled:
 
 
 def reducing(node: fx.Node) -> Labelled:
-    """Label another reduction: whole along the dimensions it reduces."""
+    """Label another reduction. The reduced dimensions stay whole."""
     x, dims, out = _reduced(node)
     return Labelled(out, {x: [_all_but(len(shape(x)), dims)]})
 
@@ -187,7 +188,7 @@ def reducing(node: fx.Node) -> Labelled:
 def along(place: int, name: str = "dim", default: object = None) -> Callable[[fx.Node], Labelled]:
     """Label an op along one dimension, which stays whole.
 
-    Other dimensions are element by element.
+    The op is elementwise along other dimensions.
     """
 
     def labels(node: fx.Node) -> Labelled:
@@ -222,7 +223,7 @@ def padding(node: fx.Node) -> Labelled:
 
 
 def gathering(node: fx.Node) -> Labelled:
-    """Label out[i][j] = x[i][index[i][j]] along dim. Other dimensions of equal size go together."""
+    """Label out[i][j] = x[i][index[i][j]] along dim. Other dimensions of equal size correspond."""
     operands: Any = node.args[:3]
     x, dim, index = operands
     sizes, index_sizes = shape(x), shape(index)
@@ -237,7 +238,7 @@ def gathering(node: fx.Node) -> Labelled:
 def scattered(node: fx.Node) -> Labelled:
     """Label out[i][index[i][j]] = src[i][j] along dim.
 
-    Other dimensions of equal size go together.
+    Other dimensions of equal size correspond.
     """
     sizes = shape(node)
     out = _all_but(len(sizes), dims_of(node.args[1], len(sizes)))
@@ -263,7 +264,7 @@ def permuting(node: fx.Node) -> Labelled:
 
 
 def repeating(node: fx.Node) -> Labelled:
-    """Label copies side by side along some dimensions, which stay whole."""
+    """Label copies next to each other along some dimensions, which stay whole."""
     x: Any = node.args[0]
     sizes = shape(node)
     row = _spread(x, _all_but(len(sizes)), sizes)
@@ -314,7 +315,7 @@ def select_scattered(node: fx.Node) -> Labelled:
 
 
 def product(node: fx.Node) -> Labelled:
-    """Label matrix products: (n, k) x (k, m), with a batch in front for bmm. They sum over k."""
+    """Label matrix products: (n, k) x (k, m), with a batch dimension for bmm. They sum over k."""
     name = str(node.target)
     operands: Any = node.args[: 3 if "addmm" in name else 2]
     *bias, a, b = operands
@@ -328,7 +329,7 @@ def product(node: fx.Node) -> Labelled:
 
 
 def created(node: fx.Node) -> Labelled:
-    """Label a tensor with the same number everywhere."""
+    """Label a tensor of equal numbers."""
     return Labelled(_all_but(len(shape(node))), {})
 
 

@@ -1,4 +1,4 @@
-"""Find the product that amplifies its input, and the meaning of later values for one chunk."""
+"""Finds the product that amplifies its input, and the layouts of later values in one chunk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from storage_ops.autochunk.analysis.rules import Labelled, rule_of
 from storage_ops.autochunk.fx_graph.nodes import Size, hint, name_of, numel, reached, shape, tensors
 from storage_ops.autochunk.reasons import Conflict, log
 
-TRIES = 4  # products that are tried, the largest first
+TRIES = 4  # the most products that are tried, the largest first
 _INDICES = ("aten.index.Tensor", "aten._unsafe_index.Tensor")
-LARGE = 4  # values of more than a quarter of the amplifier's elements exist in chunks only
+LARGE = 4  # values with more than 1 / LARGE of the amplifier's elements exist only in chunks
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Span:
     """The nodes that are evaluated once per chunk, with their arguments and layouts.
 
     Attributes:
-        amplifiers: the products whose results are never whole, and their rows.
+        amplifiers: the products whose results exist only in chunks, with their rows.
         tokens: the number of tokens.
-        step: tokens of a group, which a chunk does not cut.
+        step: the number of tokens of a group, which a chunk does not cut.
         layouts: the layout of every node in the span.
         reads: for every node in the span, its arguments and the layouts in which it reads them.
-        large: nodes that exist in chunks only.
+        large: nodes that exist only in chunks.
     """
 
     amplifiers: dict[fx.Node, Rows]
@@ -68,18 +68,18 @@ def is_product(node: fx.Node) -> bool:
 
 
 def stops(node: fx.Node) -> bool:
-    """Return True if values after a node cannot belong to a span that leads to the node."""
+    """Return True if values after this node cannot be in the span that the node belongs to."""
     return is_product(node) or name_of(node) == "storage_ops._chunked_span.default"
 
 
 def amplifies(node: fx.Node, elements: int = 0) -> bool:
-    """Return True if a product, or a value of so many elements, is larger than its left factor."""
+    """Return True if a product, or a value with `elements`, is larger than its left factor."""
     left: Any = node.args[1 if "addmm" in name_of(node) else 0]
     return max(elements, numel(node)) > numel(left)
 
 
 def resampled(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the products whose results are interpolated to more elements, and how many."""
+    """Return products whose results are interpolated to more elements, with these numbers."""
     factors: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if name_of(node) in _INDICES and "val" in node.meta:
@@ -107,7 +107,8 @@ def candidates(graph: fx.Graph, tangents: set[fx.Node], tried: set[fx.Node]) -> 
     """
     after, larger_results = reached(tangents), resampled(graph)
     upstream = after | tangents
-    results: dict[fx.Node, int] = {}  # elements of the products that a node is a factor of
+    # For each node, the largest product that it is a factor of, in elements.
+    results: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         sizes = [numel(u) if is_product(u) else results.get(u, 0) for u in node.users]
         results[node] = 0 if stops(node) else max(sizes, default=0)
@@ -141,7 +142,7 @@ def labels_of(node: fx.Node) -> Labelled:
 
 
 def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
-    """Return the layout that a node makes of an argument's rows, or None if it mixes them.
+    """Return a node's layout from an argument's rows, or None if it mixes them.
 
     Raises:
         Conflict: the op has no rule.
@@ -161,14 +162,14 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
 
 
 class _Found(Exception):
-    """Another product amplifies tokens too."""
+    """Another product also amplifies tokens."""
 
     def __init__(self, node: fx.Node, rows: Rows):
         self.node, self.rows = node, rows
 
 
 class _Propagation:
-    """One attempt, for given amplifiers and step."""
+    """One attempt to find a span, for given amplifiers and step."""
 
     def __init__(self, graph: fx.Graph, amplifiers: dict[fx.Node, Rows], step: Size, cut: bool):
         first, rows = next(iter(amplifiers.items()))
@@ -182,19 +183,19 @@ class _Propagation:
         after = reached(span.amplifiers, lambda n: not stops(n))
         span.large.update(span.amplifiers)
         span.large.update(n for n in after if self.is_large(n) and not stops(n))
-        wanted = set(span.large)
+        large = set(span.large)
         for node in reversed(self.graph.nodes):
             if node in after and not stops(node) and any(
-                user in wanted and user in after for user in node.users
+                user in large and user in after for user in node.users
             ):  # fmt: skip
-                wanted.add(node)
+                large.add(node)
         for node in span.large:
-            wanted.update(node.users)
-        for node in self.graph.nodes:  # of several results each is had by itself
-            if node in wanted and isinstance(node.meta.get("val"), (tuple, list)):
-                wanted.update(node.users)
-        waiting, done = [n for n in self.graph.nodes if n in wanted], -1
-        while done != len(span.layouts):  # once more where a value was found by who reads it
+            large.update(node.users)
+        for node in self.graph.nodes:  # each of several results has its own node
+            if node in large and isinstance(node.meta.get("val"), (tuple, list)):
+                large.update(node.users)
+        waiting, done = [n for n in self.graph.nodes if n in large], -1
+        while done != len(span.layouts):  # repeat if a reader added a value
             done = len(span.layouts)
             for node in waiting:
                 self.visit(node)
@@ -231,7 +232,7 @@ class _Propagation:
                 raise Conflict("is returned, or kept for a backward that is not in the graph", a)
 
     def accept(self, node: fx.Node, out: Layout) -> None:
-        """Take a node into the span, and what it reads if that is large."""
+        """Add a node to the span, and its large arguments."""
         reads = self.needs(node, out)
         for _, layout in [(node, out), *reads]:
             if isinstance(layout, Rows) and not same(layout.outer, 1):
@@ -254,7 +255,7 @@ class _Propagation:
                 self.pull(arg, layout)
 
     def take_results(self, node: fx.Node, arg: fx.Node, layout: Layout) -> None:
-        """Take a node with several results into the span, or raise: it is not one value to read."""
+        """Add a node with several results to the span. Raise Conflict if it is read as one."""
         if arg in self.span.layouts or not isinstance(arg.meta["val"], (tuple, list)):
             return
         if isinstance(layout, Rows):
@@ -263,7 +264,7 @@ class _Propagation:
             raise Conflict("is one of several results of an op that is not in chunks", node)
 
     def pull(self, node: fx.Node, rows: Rows) -> None:
-        """Evaluate a large value in chunks although no amplifier leads to it."""
+        """Evaluate a large value in chunks, although no amplifier leads to it."""
         if is_product(node):
             if amplifies(node):
                 raise _Found(node, rows)
@@ -284,7 +285,7 @@ class _Propagation:
         return layout
 
     def mixing(self, node: fx.Node, arg: fx.Node, rows: Rows) -> Exception:
-        """Return the error for an op that mixes tokens, perhaps only within groups."""
+        """Return the error for an op that mixes tokens, perhaps only inside groups."""
         labelled = labels_of(node)
         labels = labelled.args[arg][0]
         kept = rows.lo
@@ -302,7 +303,7 @@ class _Propagation:
         return Conflict("mixes tokens")
 
     def needs(self, node: fx.Node, out: Layout) -> list[tuple[fx.Node, Layout]]:
-        """Return the arguments of a node and the layouts in which it reads them."""
+        """Return the arguments of a node with the layouts in which it reads them."""
         rule = rule_of(node)
         if rule.labels is None:
             assert isinstance(out, Rows)
@@ -328,24 +329,24 @@ class _Propagation:
 
 
 def read(
-    node: fx.Node, arg: fx.Node, labels: list[object], found: list[object], rows: Rows
+    node: fx.Node, arg: fx.Node, labels: list[object], row_labels: list[object], rows: Rows
 ) -> Layout:
-    """Return the layout of an argument that has some of the labels found along the rows."""
-    if any(label is None for label in found):
+    """Return the layout of an argument, from the labels of the rows."""
+    if any(label is None for label in row_labels):
         raise Conflict("mixes tokens", node)
-    present = [label for label in found if label in labels]
+    present = [label for label in row_labels if label in labels]
     if not present:
         return Whole()
     lo = labels.index(present[0])
-    if present == found and labels[lo : lo + len(found)] == found:
-        return canonical(replace(rows, lo=lo, hi=lo + len(found)), shape(arg))
+    if present == row_labels and labels[lo : lo + len(row_labels)] == row_labels:
+        return canonical(replace(rows, lo=lo, hi=lo + len(row_labels)), shape(arg))
     if rule_of(node).labels is not rules.aligned:
         raise Conflict(f"mixes tokens of {arg}", node)
-    # Of several row dimensions an argument of a broadcasting op may lack some.
+    # An argument of a broadcasting op may lack some of several row dimensions.
     out, own = shape(node), shape(arg)
     own = [1] * (len(out) - len(own)) + own
-    first = int(found[0])  # type: ignore[call-overload]
-    end = first + len(found)
+    first = int(row_labels[0])  # type: ignore[call-overload]
+    end = first + len(row_labels)
     sizes = [*own[:first], *out[first:end], *own[end:]]
     return Spread(canonical(replace(rows, lo=first, hi=end), sizes), tuple(sizes))
 
@@ -357,11 +358,11 @@ def propagate(
     """Return the span of an amplifier.
 
     Args:
-        chunks: the number of chunks to cut these products into.
-        cut: read small values that mix tokens between two passes, instead of in groups.
+        chunks: returns the number of chunks for some products.
+        cut: compute small values that mix tokens between two passes, instead of in groups.
 
     Raises:
-        Conflict: there is none, and why.
+        Conflict: there is no span. The error has the reason.
     """
     conflict: Conflict | None = None
     for rows in rows_of(amplifier):
@@ -391,7 +392,7 @@ def _propagate_along(
             amplifiers, step, cut = {**amplifiers, found.node: found.rows}, 1, always
         except Regroup as group:
             regrouped += 1
-            # Few large groups make few chunks. Values that mix tokens are then read between two
+            # Large groups make few chunks. So values that mix tokens are computed between two
             # passes.
             if not cut and hint(attempt.tokens) // hint(group.step) < chunks(amplifiers):
                 cut = True

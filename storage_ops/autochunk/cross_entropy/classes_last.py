@@ -1,9 +1,9 @@
-"""Cross-entropy with the classes in dimension 1, rewritten with the classes in the last dimension.
+"""Rewrites cross-entropy with the classes in dimension 1, so that they come last.
 
-Convolutions that compute logits are rewritten as products.
+Convolutions that compute logits become matrix products.
 
-The tokens of logits of shape (N, C, H, W) do not lie side by side: a chunk would be whole images.
-Logits of shape (N * H * W, C) can be cut anywhere. The loss of both is the same.
+In logits of shape (N, C, H, W) the tokens are not contiguous, so a chunk would be whole images.
+Logits of shape (N * H * W, C) can be cut anywhere. The loss is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VIEWS = {"flatten", "reshape", "view"}
 _TURNS = {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
 _EACH = {"float", "double", "half", "bfloat16", "to", "tanh", "mul", "div", "truediv", "contiguous"}
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
-_STRIDES = 1, 0, 1  # and paddings and dilations, of a convolution that is a product
+_STRIDES = 1, 0, 1  # stride, padding and dilation of a convolution that is a matrix product
 
 
 def classes_last(gm: fx.GraphModule, least: int) -> None:
@@ -44,9 +44,10 @@ def classes_last(gm: fx.GraphModule, least: int) -> None:
 
 
 def _is_head(node: fx.Node, least: int) -> bool:
-    """Return True if a convolution's result is larger than its input, and no layer follows it.
+    """Return True if a convolution's result is larger than its input, and no layer reads it.
 
-    The largest interpolation of the result counts, if it has more bytes than `least`.
+    If the result is interpolated, the largest interpolation counts, if it has more than `least`
+    bytes.
     """
     layers = {*_CONVOLUTIONS, F.linear, torch.matmul, torch.bmm}
     x: Any = node.args[0] if node.args else node.kwargs["input"]
@@ -57,7 +58,7 @@ def _is_head(node: fx.Node, least: int) -> bool:
 
 
 def _replace_convolution(node: fx.Node) -> None:
-    """Replace a convolution by a product if it is one."""
+    """Replace a convolution by a matrix product if possible."""
     call = Calls(node.graph, node, before=node, key="example_value")
     with torch.set_grad_enabled(node.meta["example_value"].requires_grad):
         product = _as_product(call, node)
@@ -66,34 +67,34 @@ def _replace_convolution(node: fx.Node) -> None:
             node.graph.erase_node(node)
 
 
-def _is_wanted(given: dict[str, Any], least: int) -> bool:
-    logits, target = given.get("input"), given.get("target")
+def _is_wanted(arguments: dict[str, Any], least: int) -> bool:
+    logits, target = arguments.get("input"), arguments.get("target")
     if not isinstance(logits, fx.Node) or not isinstance(target, fx.Node):
         return False
-    plain = given.get("size_average") is None and given.get("reduce") is None
+    plain = arguments.get("size_average") is None and arguments.get("reduce") is None
     value = target.meta["example_value"]
     classes = not value.is_floating_point() and value.dim() > 1
     return plain and classes and nbytes(logits) > least
 
 
-def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
+def _rewrite(node: fx.Node, arguments: dict[str, Any]) -> None:
     graph: fx.Graph = node.graph
-    call = Calls(graph, given["input"], before=node, key="example_value")
+    call = Calls(graph, arguments["input"], before=node, key="example_value")
     with torch.set_grad_enabled(node.meta["example_value"].requires_grad):
-        old = given.pop("input")
+        old = arguments.pop("input")
         logits = _turned(call, old)
         if logits is None:
             return
         turned = leading_to([old])
-        target = given.pop("target")
+        target = arguments.pop("target")
         logits = call(torch.flatten, logits, 0, -2)
         loss: Any = node.target
-        result = call(loss, logits, call(torch.flatten, target), **given)
-        if given.get("reduction") == "none":
+        result = call(loss, logits, call(torch.flatten, target), **arguments)
+        if arguments.get("reduction") == "none":
             result = call(torch.ops.aten.view_as.default, result, target)
     node.replace_all_uses_with(result)
     unused = [node]
-    while unused:  # other dead nodes stay: they may have side effects
+    while unused:  # other dead nodes stay, because they may have side effects
         dead = unused.pop()
         read = [a for a in dead.all_input_nodes if a.op != "placeholder"]
         graph.erase_node(dead)
@@ -101,13 +102,13 @@ def _rewrite(node: fx.Node, given: dict[str, Any]) -> None:
 
 
 def _turned(call: Calls, node: object) -> fx.Node | None:
-    """Return logits with dimension 1 as the last one, or None if that takes a copy."""
+    """Return logits with dimension 1 moved to the end, or None if that needs a copy."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
-    # At the place of the node: its arguments may be changed in place after it.
+    # Insert before the node, because its arguments may be changed in place after it.
     call = Calls(node.graph, node, before=node, key="example_value")
     name = str(getattr(node.target, "__name__", node.target))
-    value, (base, *rest) = node.meta["example_value"], node.args or (None,)
+    value, (base, *arguments) = node.meta["example_value"], node.args or (None,)
     if not isinstance(base, (fx.Node, str)):
         return None
     if name in _TURNS and isinstance(base, fx.Node):
@@ -116,7 +117,7 @@ def _turned(call: Calls, node: object) -> fx.Node | None:
     if len(node.users) > 1:
         return None
     if name == "einsum" and isinstance(base, str):
-        return _as_linear(call, base.replace(" ", ""), rest)
+        return _as_linear(call, base.replace(" ", ""), arguments)
     if node.target in _CONVOLUTIONS:
         return _as_product(call, node)
     if name in _VIEWS:
@@ -125,16 +126,18 @@ def _turned(call: Calls, node: object) -> fx.Node | None:
         if turned is None or not all(isinstance(size, int) for size in sizes):
             return None
         return call(torch.reshape, turned, sizes)
-    if name == "log_softmax" and {*rest[:1], *node.kwargs.values()} & {1, 1 - value.dim()}:
+    if name == "log_softmax" and {*arguments[:1], *node.kwargs.values()} & {1, 1 - value.dim()}:
         turned = _turned(call, base)
         dtype = node.kwargs.get("dtype")
         return turned and call(torch.log_softmax, turned, -1, dtype=dtype)
-    if name in _EACH and not any(isinstance(a, fx.Node) for a in (*rest, *node.kwargs.values())):
+    if name in _EACH and not any(
+        isinstance(a, fx.Node) for a in (*arguments, *node.kwargs.values())
+    ):
         turned = _turned(call, base)
         if turned is None or name == "contiguous":
             return turned
         target: Any = node.target if callable(node.target) else getattr(torch.Tensor, name)
-        return call(target, turned, *rest, **node.kwargs)
+        return call(target, turned, *arguments, **node.kwargs)
     return None
 
 
@@ -160,12 +163,12 @@ def _shape(node: Any) -> Any:
 
 
 def _order(node: fx.Node, rank: int) -> list[int]:
-    """Return which dimension of its argument each dimension of a permutation is."""
+    """Return the argument's dimension for each dimension of a permutation's result."""
     small = torch.empty(*range(1, rank + 1), device="meta")
-    _, *rest = node.args
+    _, *arguments = node.args
     target: Any = node.target
     target = target if callable(target) else getattr(torch.Tensor, target)
-    moved = target(small, *rest, **node.kwargs)
+    moved = target(small, *arguments, **node.kwargs)
     return [size - 1 for size in moved.shape]
 
 

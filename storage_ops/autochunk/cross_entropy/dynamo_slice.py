@@ -1,9 +1,9 @@
-"""Traces a part of Dynamo's graph, from a product to numbers per token, to ATen ops and back.
+"""Traces a part of Dynamo's graph, from a product to numbers per token, to ATen ops.
 
-Before autograd the loss stands as the user wrote it. Dynamo's graph has many functions of torch,
-but the rules know ATen's ops only. So the slice of the graph from a product to a few numbers per
+Before autograd the loss is as the user wrote it. Dynamo's graph has many functions of torch, but
+there are rules only for ATen ops. So the slice of the graph from a product to a few numbers per
 token is traced to ATen ops. The replacement is written back as ATen ops, which autograd accepts.
-The code after these numbers stays the user's.
+The code after these numbers stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from storage_ops.autochunk.prepare.decompose import decompose
 from storage_ops.autochunk.reasons import Conflict
 from storage_ops.foundation.ops import Product, product_of
 
-_SCOPES = {"_enter_autocast", "_exit_autocast"}  # autocast begins and ends in the graph
+_SCOPES = {"_enter_autocast", "_exit_autocast"}  # begin and end of autocast in the graph
 _GRADS = "_set_grad_enabled"
-_CHOOSING = {"getitem", "narrow", "select"}  # tokens, so that others need not be formed
-MOST = 256  # nodes of a slice: a model has some tens of nodes after the logits
+# These ops may choose tokens, so that others need not be computed.
+_CHOOSING = {"getitem", "narrow", "select"}
+MOST = 256  # most nodes of a slice; a model has some tens of nodes after the logits
 
 
 @dataclass
@@ -42,12 +43,12 @@ class ForwardSlice:
     """A slice of Dynamo's graph.
 
     Attributes:
-        gm: the module of that graph.
-        product: the node that forms the logits.
-        nodes: of Dynamo, from the product to the few numbers per token.
-        ends: those of them that are read elsewhere.
-        graph: the slice as ATen ops; its output are the values of `ends`.
-        inputs: for its placeholders, the nodes of Dynamo.
+        gm: the module of Dynamo's graph.
+        product: the node that computes the logits.
+        nodes: the nodes of Dynamo, from the product to the few numbers per token.
+        ends: the nodes of the slice that are read outside of it.
+        graph: the slice as ATen ops, which returns the values of `ends`.
+        inputs: the nodes of Dynamo for the placeholders of `graph`.
     """
 
     gm: fx.GraphModule
@@ -107,7 +108,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _product(node: fx.Node) -> Product | None:
-    """Return where a call of Dynamo's graph has its factors, if it multiplies matrices."""
+    """Return the positions of a call's factors, if it multiplies matrices."""
     return product_of(_name(node)) if node.op in ("call_function", "call_method") else None
 
 
@@ -125,9 +126,9 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def forget_bounds(graph: fx.Graph) -> None:
-    """Drop Dynamo's checks that a mask keeps no more than all elements.
+    """Drop Dynamo's checks that a mask selects no more than all elements.
 
-    They read the logits' size.
+    The checks read the size of the logits.
     """
     for kept in [n for n in graph.nodes if _name(n) == "getitem" and _is_mask(n.args[1])]:
         bounds = ("_check_is_size",), ("ge", 0), ("le", numel(kept.args[1]))
@@ -145,9 +146,9 @@ def _is_mask(item: object) -> bool:
 
 
 def loss_of(forward: ForwardSlice) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the one number that all users of a product lead to, and the nodes before it.
+    """Return the one number that all users of a product lead to, and the nodes between.
 
-    The nodes of the slice are left out. Return None if there is no such number.
+    The nodes of the slice are left out. Returns None if there is no such number.
     """
     after = reached([forward.product]) | {forward.product}
     nodes = [n for n in forward.gm.graph.nodes if n in after and n.op != "output"]
@@ -165,8 +166,8 @@ def loss_of(forward: ForwardSlice) -> tuple[fx.Node, list[fx.Node]] | None:
 def _up_to_rows(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
     """Return a product and its users, up to those with a few numbers per token, in order.
 
-    A node is returned if its value is large, if it reads or leads to a large value, or if it
-    chooses tokens of one.
+    A node is included if its value is large, if it reads or leads to a large value, or if it
+    chooses tokens of a large value.
     """
     tokens = numel(product) // max(hint(_value(product).shape[-1]), 1)
     after = reached([product])
@@ -192,7 +193,7 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
     """Return the slice from a product to a few numbers per token.
 
     Raises:
-        Conflict: the slice is not one of plain functions.
+        Conflict: the slice has nodes that are not plain functions.
     """
     nodes = _up_to_rows(gm.graph, product)
     if len(nodes) > MOST or any(map(_product, nodes[1:])):
@@ -209,19 +210,20 @@ def slice_of(gm: fx.GraphModule, product: fx.Node) -> ForwardSlice:
 
 
 class NodeReplay:
-    """Nodes of Dynamo's graph that run again.
+    """Runs nodes of Dynamo's graph again.
 
     Attributes:
-        order: these, and what they read that is made of integers; scopes of autocast.
-        inputs: what they read besides.
+        order: the nodes, with their arguments that depend on integers, and scopes of autocast.
+                inputs: their other arguments.
     """
 
     def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):
-        """Find what to run again. `given`: nodes whose values exist already."""
+        """Find the nodes to run again. `given` are nodes whose values exist already."""
         inside, self.given, order = set(nodes), set(given), list(graph.nodes)
         run = set(inside)
         if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
-            run |= _of_integers(nodes, self.given)  # a mask again keeps another number of tokens
+            # A repeated mask would keep a different number of tokens.
+            run |= _of_integers(nodes, self.given)
         for node in run:
             if _is_opaque(node):
                 raise Conflict("is not a plain function", node)
@@ -235,11 +237,12 @@ class NodeReplay:
         ))  # fmt: skip
         if any(_value(n) is None for n in [*self.inputs, *nodes]):
             raise Conflict("has no value", nodes[0] if nodes else None)
-        # What changes it is not run again, and comes before the one reader or after the other.
+        # A node that changes it is not run again. It comes before the one reader or after the
+        # other.
         _check_unchanged(n for n in [*self.inputs, *self.order] if n not in inside)
 
     def __call__(self, env: dict[fx.Node, Any]) -> None:
-        """Run the nodes. `env` has the values of inputs and given nodes, and gets the results."""
+        """Run the nodes. `env` has the values of inputs and given nodes, and receives results."""
         opened: list[Any] = []
         try:
             for node in self.order:
@@ -255,7 +258,7 @@ class NodeReplay:
                 torch.amp.autocast_mode._exit_autocast(scope)
 
     def trace(self, ends: list[fx.Node]) -> fx.Graph:
-        """Return the nodes as ATen ops, with `ends` for results."""
+        """Return the nodes as ATen ops that return the values of `ends`."""
 
         def run(*given: object) -> list[Any]:
             env: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
@@ -274,13 +277,13 @@ def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx
     """Return the ATen ops of a function of fake tensors.
 
     Raises:
-        Conflict: some change something in place, or are random.
+        Conflict: an op changes a tensor in place, or is random.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # In torch 2.10 ops that C++ takes apart read sizes as numbers, unless Python's dispatcher does.
+    # In torch 2.10, ops that C++ decomposes read sizes as numbers, unless Python's dispatcher runs.
     old = torch.__version__.startswith("2.10.")
     dispatcher = enable_python_dispatcher() if old else contextlib.nullcontext()
     mode = next(v for v in values if isinstance(v, Tensor)).fake_mode  # type: ignore[attr-defined]
@@ -298,7 +301,7 @@ def traced(run: Callable[..., Any], values: list[Any], grads: bool = True) -> fx
 
 
 def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the function computes under torch.no_grad."""
+    """Return the nodes that run under torch.no_grad."""
     nodes, enabled = set[fx.Node](), True
     for node in order:
         if node.op == "call_function" and _name(node) == _GRADS:
@@ -308,14 +311,14 @@ def without_gradients(order: list[fx.Node]) -> set[fx.Node]:
     return nodes
 
 
-def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-    """Return arguments that depend on integers only, such as targets and masks, or on nothing."""
+def _of_integers(nodes: list[fx.Node], known: set[fx.Node]) -> set[fx.Node]:
+    """Return arguments that depend only on integers, such as targets and masks, or on no input."""
     integers: set[fx.Node] = set()
     stack = [a for n in nodes for a in n.all_input_nodes]
     while stack:
         node = stack.pop()
         value = _value(node)
-        if node in integers | given or node.op not in ("call_function", "call_method"):
+        if node in integers | known or node.op not in ("call_function", "call_method"):
             continue
         if isinstance(value, Tensor) and all(map(_is_integral, node.all_input_nodes)):
             integers.add(node)
@@ -324,7 +327,7 @@ def _of_integers(nodes: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
 
 
 def _check_unchanged(nodes: Iterable[fx.Node]) -> None:
-    """Raise Conflict if a value is written to after it was computed."""
+    """Raise Conflict if a value is changed in place after it was computed."""
     for node in nodes:
         if _is_tensor(node) and _value(node)._version:
             raise Conflict("is changed in place by the function", node)
@@ -345,7 +348,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
 
 def _by_rows(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Sum over the last dimension first, so that a value per token is visible in the graph."""
+    """Sum over the last dimension first, so that the graph has a value per token."""
     if x.dim() < 2:
         return NotImplemented
     return x.sum(-1, dtype=dtype).sum(dtype=dtype)
@@ -360,7 +363,7 @@ def _mean_by_rows(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions, without those of ops that autograd must see.
 
-    Sums of everything go by rows.
+    Sums over all elements go by rows.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -375,7 +378,7 @@ class Splice:
 
     Attributes:
         call: adds a call there.
-        env: for nodes of the ATen graph, those of Dynamo's.
+        env: maps nodes of the ATen graph to nodes of Dynamo's.
     """
 
     def __init__(self, forward: ForwardSlice, before: fx.Node):
@@ -401,7 +404,7 @@ class Splice:
 
 
 def sweep(forward: ForwardSlice) -> None:
-    """Drop nodes of the slice that nothing reads any more."""
+    """Remove nodes of the slice that no node reads any more."""
     for node in reversed(forward.nodes):
         if not node.users:
             forward.gm.graph.erase_node(node)

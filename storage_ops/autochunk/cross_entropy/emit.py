@@ -1,9 +1,9 @@
 """Replaces a product of Dynamo's graph by the op of linear cross-entropy.
 
 If a loss is linear in the numbers per token, the op computes the loss, and its gradients in the
-forward. For any other loss the op returns the numbers per token, and the user's code goes on from
-there; its backward forms the logits once more. `docs/design/chunker.md` compares that with the
-general rewrite in chunks, which is an alternative for such losses.
+forward. For any other loss the op returns the numbers per token, which the user's code reads. Then
+the backward computes the logits again. `docs/design/chunker.md` compares this with the general
+rewrite in chunks, which is an alternative for such losses.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _TURNED = {"t", "transpose", "permute", "T", "mT"}
 
 @dataclass(frozen=True)
 class Emitted:
-    """The tiles that the emitted op has, and how often it forms the logits."""
+    """The number of tiles of an emitted op, and how often it computes the logits."""
 
     num_chunks: int
     num_passes: int
 
 
 class Emitter:
-    """Writes calls of the op in the place of a product.
+    """Writes calls of the op in place of a product.
 
     Attributes:
-        ranges: what the product, or ranges of its tokens, are to the op.
-        learns: whether one of them has a gradient.
+        ranges: the op's arguments for the product, or for ranges of its tokens.
+        learns: whether input, weight or bias has a gradient.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Emitter:
         self.learns = any(map(any, (per_token.learns for per_token in ranges)))
 
     def loss(self, reduction: Reduction) -> Emitted:
-        """Write a loss, and the value that the reduction has for zeros."""
+        """Write a loss, plus the value of the reduction for zeros."""
         (per_token,) = self.ranges
         splice = self.splice = Splice(self.forward, reduction.loss)
         call, copy = splice.call, splice.copy
-        # The weights of the tokens do not depend on the rows, of which only zeros are to be had.
+        # The weights of the tokens do not depend on the rows, so zeros replace them.
         leaves, marks = list(reduction.leaves), None if reduction.uniform else self.marks(per_token)
         for row in per_token.rows:
             dtype, sizes = arithmetic(row.meta["val"].dtype), self.numbers(shape(row))
@@ -86,14 +86,14 @@ class Emitter:
             leaves.append(zeros)
         splice.env.update(zip(reduction.inputs, leaves, strict=True))
         token_weights, at_zero = copy(reduction.weight), copy(reduction.total)
-        if marks is not None:  # else the op would leave tokens out that make the loss nan
+        if marks is not None:  # otherwise the op would leave out tokens that make the loss nan
             lost = call(_ATEN.where.ScalarOther, call(_ATEN.isnan.default, at_zero), marks, 0.0)
             token_weights = call(_ATEN.add.Tensor, token_weights, lost)
         results = self.op(
             [per_token],
             copy(per_token.targets[0]) if per_token.dense else self.flat(per_token.targets[0]),
             class_weight=self.classes(per_token),
-            # Or else the op would look at each of them.
+            # Without this, the op would check each token.
             token_weight=None if reduction.uniform else token_weights,
             reduction="sum", label_smoothing=reduction.label_smoothing, z_loss=reduction.z_loss,
         )  # fmt: skip
@@ -107,15 +107,15 @@ class Emitter:
     def marks(self, per_token: PerToken) -> fx.Node:
         """Return 0 per token, and nan where the hidden state is not finite.
 
-        A token that the loss multiplies by 0 has a weight of 0, as one that it ignores. The
-        reduction of these numbers tells them apart: 0 * nan is nan.
+        A token that the loss multiplies by 0 has weight 0, like an ignored token. The reduction of
+        these numbers distinguishes both, because 0 * nan is nan.
         """
         call = self.splice.call
         hidden = call(_ATEN.detach.default, self.splice.copy(per_token.input))
         return call(_ATEN.sum.dim_IntList, call(_ATEN.mul.Tensor, hidden, 0.0), [-1])
 
     def rows(self) -> Emitted:
-        """Write the rows, for the nodes that read them."""
+        """Write the rows for the nodes that read them."""
         splice = self.splice = Splice(self.forward, self.place())
         alike = all(_of_one_call(self.ranges[0], per_token) for per_token in self.ranges)
         for ranges in [self.ranges] if alike else [[per_token] for per_token in self.ranges]:
@@ -125,7 +125,7 @@ class Emitter:
         return self.emitted
 
     def place(self) -> fx.Node:
-        """Return the node of Dynamo's graph before which the rows exist and may have gradients."""
+        """Return the node of Dynamo's graph before which the rows must exist."""
         forward, order = self.forward, list(self.forward.gm.graph.nodes)
         if self.learns and self.is_shared():
             raise Conflict("shares its weight with another product", forward.product)
@@ -142,7 +142,7 @@ class Emitter:
     def is_shared(self) -> bool:
         """Return True if another product of about this size has the same weight.
 
-        Chunks add both gradients of the weight up in one place, and two ops do not.
+        Chunks add both gradients of the weight in the same memory, but two ops do not.
         """
         weights = {
             _root(self.forward.inputs.get(per_token.weight)) for per_token in self.ranges
@@ -154,11 +154,11 @@ class Emitter:
         )  # fmt: skip
 
     def rows_of(self, ranges: list[PerToken]) -> None:
-        """Write the rows of ranges of the tokens by one call."""
+        """Write one call that computes the rows of ranges of the tokens."""
         call, per_token = self.splice.call, ranges[0]
-        terms = [t for each in ranges for t in each.terms]
+        terms = [t for part in ranges for t in part.terms]
         spread = any(t.spread for t in terms)
-        most = max(len(each.targets) for each in ranges)
+        most = max(len(part.targets) for part in ranges)
         if per_token.dense:
             if spread:
                 raise Conflict("has probabilities as targets, and a sum over all classes")
@@ -189,12 +189,12 @@ class Emitter:
             return value
 
         end: Size = 0
-        for each in ranges:
-            begin, end = end, end + each.span.tokens
-            for row, t in zip(each.rows, each.terms, strict=True):
+        for part in ranges:
+            begin, end = end, end + part.span.tokens
+            for row, t in zip(part.rows, part.terms, strict=True):
                 factors: dict[tuple[Any, ...], float] = {
                     **{("nll", k): c for k, c in enumerate(t.nll)},
-                    ("spread",): t.spread * per_token.vocabulary,  # the op has their mean
+                    ("spread",): t.spread * per_token.vocabulary,  # the op returns their mean
                     ("lse",): t.lse, ("entropy",): t.entropy,
                 }  # fmt: skip
                 parts = [self.times(result(*of), c) for of, c in factors.items() if c]
@@ -303,7 +303,7 @@ def _root(node: object) -> Any:
 
 
 def _of_one_call(one: PerToken, other: PerToken) -> bool:
-    """Return True if two PerTokens differ in their range of tokens only."""
+    """Return True if two PerTokens differ only in their range of tokens."""
     if one is other:
         return True
     heads = [(h.weight, h.transposed, h.bias and bare(h.bias), h.classes, h.softcap, h.logit_scale)

@@ -1,8 +1,7 @@
-"""The part of a loss from the hidden states to a few numbers per token, the rows.
+"""The part of a loss from the hidden states to a few numbers per token, its *rows*.
 
-This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a sum of
-the terms of linear cross-entropy, each times a number. A row may also be such a sum without a
-gradient.
+This part is evaluated in float64 on random tokens. Every row, and its gradient, must be a linear
+combination of the terms of linear cross-entropy. A row without a gradient is allowed, too.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from storage_ops.autochunk.fx_graph.nodes import (
 from storage_ops.autochunk.reasons import Conflict
 from storage_ops.autochunk.rewrite.body import Body
 
-_TOKENS, _HIDDEN = 16, 2  # of the comparison
-_MOST = 4  # classes of a token whose log-probabilities are read
-# Functions that may be applied to logits: analytic ones, which agree everywhere if they agree on
-# random tokens, and the largest logit of a row. Others, such as clamp, may differ between tokens.
+_TOKENS, _HIDDEN = 16, 2  # tokens and hidden size for the comparison
+_MOST = 4  # the most classes per token whose log-probabilities are read
+# Functions that may be applied to logits. Analytic functions agree everywhere if they agree on
+# random tokens. The largest logit of a row is also allowed. Others, such as clamp, may differ
+# between tokens.
 _ANALYTIC = {
     "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "add", "addcdiv", "addcmul", "addmm",
     "alias", "amax", "cat", "clone", "detach", "div", "exp", "exp2", "expand", "expm1", "gather",
@@ -52,7 +52,7 @@ class Terms:
     """The coefficients of the terms of a row.
 
     row = sum_k nll_k C_t (lse - z_t) + spread sum_j C_j (lse - z_j) + lse lse + entropy entropy,
-    with t the k-th target. `detached`: it has no gradient.
+    with t the k-th target. `detached` means that the row has no gradient.
     """
 
     nll: list[float]
@@ -63,7 +63,7 @@ class Terms:
 
     @property
     def is_lse(self) -> bool:
-        """Return True if the row is lse alone."""
+        """Return True if the row is only lse."""
         return not any(self.nll) and not self.spread and abs(self.lse - 1) < 1e-9
 
 
@@ -71,13 +71,13 @@ class PerToken:
     """A product and its rows, with the arguments of the op that replaces them.
 
     Attributes:
-        span: from the product to the rows.
-        input, weight, bias: of the product; weight is (D, V) if transposed, else (V, D).
-        targets: class indices of the tokens, one or more of each; or one, of probabilities.
+        span: the span from the product to the rows.
+        input, weight, bias: operands of the product; weight is (D, V) if transposed, else (V, D).
+        targets: one or more tensors of class indices of the tokens, or one of probabilities.
         classes: weights of the classes, or None.
-        softcap (0: none), logit_scale: of the logits.
+        softcap (0: none), logit_scale: soft-cap and scale of the logits.
         rows: values per token.
-        terms: what the rows are made of.
+        terms: the terms of the rows.
     """
 
     def __init__(self, forward: ForwardSlice, span: Span):
@@ -143,7 +143,8 @@ class PerToken:
                 self.targets += [] if known else [arg]
                 return f"target {known[0] if known else len(self.targets) - 1}"
         if rows and wide and len(sizes) == 2 and not self.targets:
-            if not self.forward.is_given(arg):  # chunks make their part of them, the op needs all
+            # Chunks compute only their part of this argument, but the op needs all of it.
+            if not self.forward.is_given(arg):
                 raise Conflict(f"{arg} is computed by the function itself", arg)
             self.targets.append(arg)
             return "probabilities"
@@ -153,7 +154,7 @@ class PerToken:
         raise Conflict(f"{arg} is not an input that linear_cross_entropy has")
 
     def fit(self) -> None:
-        """Find the terms of the rows. Raise Conflict if there are others."""
+        """Find the terms of the rows. Raise Conflict if a row has others."""
         tokens, tensors = _Tokens(self), []
         for (arg, layout, _), role in zip(self.body.inputs, self.roles, strict=True):
             value, rank = tokens.given[role], len(shape(arg))
@@ -168,23 +169,23 @@ class PerToken:
         for row in self.rows:
             got = values[self.body.values.index(row)].flatten()
             numbers = fit(got.detach(), [term.detach() for term in tokens.terms])
-            # Check gradients too: a row may be detached, or have another gradient than its value.
-            left = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
+            # Check gradients, too: a row may be detached, or its gradient may not match its value.
+            residual = got - sum(c * term for c, term in zip(numbers, tokens.terms, strict=True))
             factors = torch.rand_like(got)
             slope, whole, size = (tokens.gradient((v * factors).sum())
-                                  for v in (left, got, tokens.terms[-2]))  # fmt: skip
+                                  for v in (residual, got, tokens.terms[-2]))  # fmt: skip
             detached = not whole.any()
             if not detached and not slope.norm() <= 1e-9 * size.norm():
                 raise Conflict("has another gradient")
             *nll, spread, lse, entropy = numbers
-            # A sum of logits is inexact beside V * lse. With class weights the factor is not V.
+            # A sum of logits is inexact next to V * lse. With class weights the factor is not V.
             if lse and (spread or (any(nll) and (self.dense or self.classes is not None))):
                 raise Conflict("is a sum of logits", row)
             self.terms.append(Terms(nll, spread, lse, entropy, detached))
 
 
 class _Tokens:
-    """Random tokens, and the values of the terms for them."""
+    """Random tokens with the values of the terms."""
 
     def __init__(self, per_token: PerToken):
         double: Any = {"dtype": torch.float64}
@@ -194,7 +195,7 @@ class _Tokens:
         b, c = torch.randn(vocabulary, **double), torch.ones(vocabulary, **double)
         if per_token.classes is not None:
             c = torch.rand(vocabulary, **double) + 0.5
-        q = torch.rand(vocabulary, _TOKENS, **double).t()  # which need not add up to 1
+        q = torch.rand(vocabulary, _TOKENS, **double).t()  # need not add up to 1
         targets = [torch.randint(vocabulary, (_TOKENS,)) for _ in per_token.targets]
         with torch.enable_grad():
             z = F.linear(x, w, None if per_token.bias is None else b) * per_token.logit_scale
@@ -220,7 +221,7 @@ class _Tokens:
 
 
 def _untransposed(node: Any) -> tuple[fx.Node, bool]:
-    """Return a matrix below its transpositions, and whether it is (D, V), as products read it."""
+    """Return a matrix below its transpositions, and whether it is (D, V) as products read it."""
     transposed = True
     while is_transposition(node):
         node, transposed = node.args[0], not transposed
@@ -228,14 +229,14 @@ def _untransposed(node: Any) -> tuple[fx.Node, bool]:
 
 
 def bare(node: Any) -> fx.Node:
-    """Return the node below all views of it."""
+    """Return the node below all its views."""
     while short_name(node) in VIEWS:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
 
 def _alike(one: object, other: object) -> bool:
-    """Return True if two nodes, or arguments, are computed by the same ops from the same nodes."""
+    """Return True if two nodes, or arguments, are the same ops on the same nodes."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_alike, one, other))
     if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
@@ -263,7 +264,7 @@ def _added(amplifier: fx.Node, vocabulary: Size) -> list[Any]:
 
 
 def _check_analytic(body: fx.Graph) -> None:
-    """Raise Conflict if random tokens cannot tell the function of the logits from another."""
+    """Raise Conflict if random tokens cannot distinguish the function of the logits from others."""
     after_product: set[fx.Node] = set()
     for node in body.nodes:
         name = short_name(node)

@@ -1,14 +1,14 @@
-"""Recognises a forward that is linear cross-entropy and can use its op.
+"""Recognises forward code that is linear cross-entropy, and replaces it by the op.
 
 A loss has two parts. The first goes from the hidden states to a few numbers per token, its *rows*.
 The *reduction* goes from the rows to one number, with masks, weights and counts.
 
-The first part is evaluated in float64 on a few random tokens. Every row must be a sum of the terms
-of linear cross-entropy, each times a number. If the reduction is linear in the rows, except for the
-square of lse, its gradient with respect to the rows is traced. This gradient is the weight of each
-token, and includes all masks and means. The loss is then the op's loss with these weights, plus the
-reduction of zeros. Any other reduction stays as it is, and the op computes its rows. Examples are
-policy losses, preferences, ratios and entropies.
+The first part is evaluated in float64 on a few random tokens. Every row must be a linear
+combination of the terms of linear cross-entropy. If the reduction is linear in the rows, except for
+the square of lse, its gradient with respect to the rows is traced. This gradient is the weight of
+each token, and includes all masks and means. The loss is then the op's loss with these weights,
+plus the reduction of zeros. Any other reduction stays unchanged, and the op only computes its rows.
+Examples are policy losses, preferences, ratios and entropies.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Recognised:
 
     Attributes:
         num_chunks: tiles of the op of linear cross-entropy, or 0 if the graph has no such op.
-        num_passes: how often the op forms the logits.
-        largest: elements of the largest logits of such a loss.
-        saved: bytes of the logits that are not formed.
+        num_passes: how often the op computes the logits.
+        largest: elements of the largest logits of a replaced loss.
+        saved: bytes of the logits that are not allocated.
     """
 
     num_chunks: int = 0
@@ -69,7 +69,7 @@ def recognise(
 ) -> Recognised:
     """Let a graph of Dynamo use the op of linear cross-entropy.
 
-    If anything goes wrong, the graph computes the same as before.
+    If an error occurs, the graph computes the same as before.
     """
     recognised, largest, graph = Recognised(), 0, gm.graph
     if in_body():
@@ -83,7 +83,7 @@ def recognise(
     for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
         small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
-        # A transform of torch.func wraps its tensors: such a graph is left to the joint pass.
+        # A transform of torch.func wraps its tensors, so the joint pass handles such a graph.
         wrapped = not isinstance(product.meta["example_value"], FakeTensor)
         if small or wrapped or size * LARGE <= largest or not size:
             continue
@@ -115,11 +115,11 @@ def _amplifier(forward: ForwardSlice) -> fx.Node:
 
 @contextmanager
 def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
-    """Undo changes of a graph if the block fails."""
+    """Undo changes of a graph if the block raises an error."""
     undo = Undo(graph)
     sizes = product.meta["example_value"].fake_mode.shape_env
     try:
-        # Masks create symbolic sizes during an attempt, and the graph has no use for these.
+        # Masks create symbolic sizes during an attempt, which the graph must not keep.
         with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
             yield
     except Conflict as conflict:
@@ -131,16 +131,15 @@ def _tried(graph: fx.Graph, product: fx.Node) -> Iterator[None]:
 
 
 def per_token_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[PerToken]:
-    """Return products, which are ranges of one product's tokens, as the op needs them.
+    """Return ranges of one product's tokens in the form that the op needs.
 
     Raises:
-        Conflict: they are something else, or that is not certain.
+        Conflict: they are not linear cross-entropy, or this is uncertain.
     """
     ranges = []
     for amplifier in amplifiers:
-        # In float16 the op forms the logits twice, for gradients without their factor might
-        # overflow. The general rewrite picks a factor, and needs three products where the op needs
-        # four.
+        # In float16 the op computes the logits twice, because unscaled gradients might overflow.
+        # The general rewrite chooses a factor, and needs three products instead of four.
         dtype = amplifier.meta["val"].dtype
         if name_of(amplifier) == "aten.bmm.default" or dtype == torch.float16:
             raise Conflict("is a product of another kind")
@@ -153,8 +152,8 @@ def per_token_of(forward: ForwardSlice, amplifiers: list[fx.Node]) -> list[PerTo
 
 
 def _on_numbers() -> AbstractContextManager[Any]:
-    """Create tensors with values where Dynamo would create them without."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # brings sympy
+    """Create tensors with values, although Dynamo would create them without."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # imports sympy
 
     return unset_fake_temporarily()
 

@@ -1,7 +1,7 @@
 """The part of a loss from its rows to one number: masks, weights, counts and sums.
 
 It must be linear in the rows, except for the square of lse. Its gradient with respect to the rows
-is traced. This gradient is the weight of every token, whether it comes from masks, means or counts.
+is traced. This gradient is the weight of every token, with all masks, means and counts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from storage_ops.autochunk.fx_graph.nodes import (
 from storage_ops.autochunk.reasons import Conflict
 from storage_ops.loss.call import arithmetic
 
-_COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}  # and how far around they see
+# And the distance at which a comparison still matters.
+_COMPARISONS = {"eq": 0, "ne": 0, "lt": 1, "le": 1, "gt": 1, "ge": 1}
 _CHOOSING = {*_COMPARISONS, "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "relu"}
-_MOST = 1 << 24  # elements of a value that is drawn at random
+_MOST = 1 << 24  # most elements of a value that is drawn at random
 
 
 class Reduction:
     """The part of a loss after its rows.
 
     Attributes:
-        loss: the number, a node of Dynamo's graph.
+        loss: the node of the loss in Dynamo's graph.
         leaves: other nodes of Dynamo's graph that the part reads.
         graph: the traced part. It takes `inputs`, the leaves and the rows. It returns `weight`, the
             tokens' weights, `total`, the loss, and the loss's gradient with respect to every row.
@@ -66,7 +67,8 @@ class Reduction:
         end: Any = next(n for n in self.graph.nodes if n.op == "output").args[0]
         self.weight: fx.Node = end[0]
         self.total: fx.Node = end[1]
-        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]  # they may be of rows
+        # Their sizes may be those of rows.
+        sizes = [n for n in self.graph.nodes if short_name(n) == "sym_size"]
         read = leading_to([self.weight], dict.fromkeys(sizes, self.weight))
         if read & set(self.inputs[len(self.leaves) :]):
             raise Conflict("is not linear in the rows")
@@ -129,7 +131,7 @@ class Reduction:
     def fit(self) -> None:
         """Find smoothing and z-loss. Raise Conflict if the loss has another term."""
         run = fx.Interpreter(in_double(self.graph)).run
-        # Enough draws for every kind of token that the loss may treat differently.
+        # Enough draws for all kinds of tokens that the loss may distinguish.
         draws = 2 + 64 // max(numel(self.per_token.rows[0]), 1)
         fitted = [options for _ in range(draws) if (options := self._draw(run)) is not None]
         if not fitted:
@@ -181,7 +183,7 @@ class Reduction:
     def _chooses(self) -> bool:
         """Return True if the loss selects tokens by floating-point numbers.
 
-        All of a few random numbers may then fall on the same side of a threshold.
+        All of a few random numbers might lie on the same side of a threshold.
         """
         tokens = numel(self.per_token.rows[0])
         return any(

@@ -1,4 +1,4 @@
-"""Changes of a graph: add nodes with their values, put nodes in order, and undo changes."""
+"""Changes to a graph: adds nodes with values, puts nodes in order, and undoes changes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OPERATORS = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.flo
 
 
 class Calls:
-    """Adds calls to a graph, each with the value that it would have.
+    """Adds calls to a graph, each with its fake value.
 
     Attributes:
-        like: a node of the graph, or a source of its facts. Values are made in its mode of fake
-            tensors, and get its place in the user's code.
-        before: the node before which calls are added. By default it is where the graph adds nodes
-            now.
+        like: a node of the graph, or of its source. New nodes have its fake mode and its place in
+            the user's code.
+        before: the node before which calls are added. The default is the graph's current place of
+            insertion.
         key: the key of values in the nodes' meta.
     """
 
@@ -47,12 +47,12 @@ class Calls:
 
 
 class SizeNodes:
-    """Sizes as numbers, or as nodes: those that have them already, or sums and products of them."""
+    """Sizes as numbers or nodes. Existing nodes are used, or sums and products of them."""
 
     def __init__(self, call: Callable[..., fx.Node], nodes: Iterable[fx.Node]):
-        """Take sizes from nodes; `call` adds one."""
+        """Find the sizes in nodes. `call` adds a node."""
         self.call = call
-        # Dead nodes have lost their arguments, and are no source.
+        # Dead nodes have lost their arguments, so they provide no sizes.
         sources = [n for n in nodes if n.op != "call_function" or n.args]
         self.known = _sizes_of(n for n in sources if n.op == "placeholder")
         self.others = _sizes_of(sources)
@@ -61,10 +61,10 @@ class SizeNodes:
         """Return a size as a number or as a node.
 
         Raises:
-            Conflict: it is made of what no node has.
+            Conflict: the size depends on a symbol that no node has.
         """
         number = size if isinstance(size, int) else size.node.maybe_as_int()
-        if number is not None:  # also a symbol that was found to have one value only
+        if number is not None:  # also a symbol that can have only one value
             return int(number)
         return self._of(size.node.expr)
 
@@ -81,7 +81,7 @@ class SizeNodes:
         return size_node
 
     def _combined(self, expression: Any) -> fx.Node | tuple[fx.Node, int]:
-        """Return a sum or product of input sizes as a node, else another value of the same size."""
+        """Return a sum or product of input sizes as a node, or an existing value of that size."""
         law = _OPERATORS.get(expression.func.__name__)
         try:
             if law is None:
@@ -116,7 +116,7 @@ class Builder:
 
     Attributes:
         call: adds a call.
-        size: sizes as arguments of calls, from nodes outside the span.
+        size: returns sizes as arguments of calls, from nodes outside the span.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Builder:
     ):
         self.graph, starts = graph, list(amplifiers)
         self.call = Calls(graph, starts[0])
-        # What needs the span's results cannot give it sizes, nor can the backward to the forward.
+        # Users of the span's results cannot provide sizes for it, nor can the backward for the
+        # forward.
         tangents = tangents_of(graph)
         after = {*tangents, *reached([*starts, *tangents])}
         self.size = SizeNodes(
@@ -133,9 +134,9 @@ class Builder:
 
 
 def sort(graph: fx.Graph) -> None:
-    """Put every node after its arguments, and otherwise keep the order.
+    """Put every node after its arguments. Keep the order otherwise.
 
-    A node that was added at the end comes right after its arguments, and so before ops that may
+    A node that was added at the end moves right after its arguments, and so before ops that may
     change these in place.
     """
     nodes: list[fx.Node] = list(graph.nodes)
@@ -159,7 +160,7 @@ def sort(graph: fx.Graph) -> None:
 
 
 def retire(graph: fx.Graph) -> None:
-    """Remove the arguments of nodes that nothing needs any more. They go with the dead code."""
+    """Remove the arguments of nodes that are not needed, so that they become dead code."""
     alive = leading_to(ends(graph))
     for node in graph.nodes:
         if node.op == "call_function" and node not in alive:
@@ -175,14 +176,14 @@ def place(nodes: list[fx.Node]) -> None:
 
 
 class Undo:
-    """A graph as it was before a rewrite. A call restores the same nodes."""
+    """A graph before a rewrite. A call restores its nodes."""
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
 
     def __call__(self) -> None:
-        """Undo all changes of nodes and of their order, and drop nodes that are new."""
+        """Undo all changes of nodes and of their order, and drop new nodes."""
         for node, args, kwargs, meta in self.nodes:
             node.args, node.kwargs, node.meta = args, kwargs, meta
         known = {node for node, *_ in self.nodes}

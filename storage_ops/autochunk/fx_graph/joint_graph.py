@@ -1,11 +1,12 @@
-"""Keeps the backward of a joint graph correct: second derivatives raise, and dropout masks stay.
+"""Keeps the backward of a joint graph correct, for second derivatives and dropout masks.
 
-AOTAutograd raises for a second derivative if a tensor that the backward reads leads to the tensor
-that the caller asks for. A chunked graph computes its gradients in the forward, and its backward
-reads nothing else: the second derivative would be zero without an error. `connect` prevents that.
+AOTAutograd raises an error for a second derivative only if a tensor that the backward reads leads
+to the tensor that the caller asks for. A chunked graph computes its gradients in the forward, and
+its backward reads nothing else. The second derivative would be zero without an error. `connect`
+prevents that.
 
 With `torch._functorch.config.activation_memory_budget` below 1, torch recomputes activations in the
-backward, and may draw new random numbers for them: gradients are those of other dropout masks
+backward. It may draw new random numbers, so that gradients belong to other dropout masks
 (https://github.com/pytorch/pytorch/issues/190758). `save_random_numbers` prevents that.
 """
 
@@ -21,11 +22,11 @@ from storage_ops.autochunk.fx_graph.edit import Calls
 from storage_ops.autochunk.fx_graph.nodes import name_of, numel, returned, tangents_of, values_of
 
 _CONNECT = torch.ops.storage_ops._connect.default
-_LEAST = sys.float_info.min  # a budget of 0 ignores what must be saved
+_LEAST = sys.float_info.min  # a budget of 0 would ignore which values must be saved
 
 
 def disconnect(graph: fx.Graph) -> bool:
-    """Remove the connections that ops of the graph have made for themselves, if there are any."""
+    """Remove the connections of the graph's ops, if there are any."""
     connects = [n for n in graph.nodes if name_of(n) == str(_CONNECT)]
     for node in connects:
         node.replace_all_uses_with(node.args[0])
@@ -53,8 +54,8 @@ def connect(graph: fx.Graph) -> None:
 def save_random_numbers(graph: fx.Graph) -> None:
     """Save the random numbers of a joint graph under every memory budget, in few bytes.
 
-    Inductor computes random numbers from seeds, and then only the seeds are saved. If random
-    numbers are only compared with others, only the results of the comparisons are saved.
+    Inductor computes random numbers from seeds, so only the seeds are saved. If random numbers are
+    only compared with others, only the results of the comparisons are saved.
     """
     if not _below_one(graph):
         return

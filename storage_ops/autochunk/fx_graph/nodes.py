@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 Size: TypeAlias = Any  # int, or torch.SymInt
-_UNBOUNDED = 8192  # a size that is unknown before the graph runs
+_UNBOUNDED = 8192  # replaces a size that is unknown before the graph runs
 
 
 def name_of(node: fx.Node) -> str:
@@ -47,7 +47,7 @@ def tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def argument(node: fx.Node, index: int, name: str, default: object) -> Any:
-    """Return an argument by place or by name."""
+    """Return an argument by position or by name."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
@@ -90,14 +90,14 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's value views: the node itself, if it is no view."""
+    """Return the node whose memory a node's value views, or the node itself if it is no view."""
     while (base := viewed(node)) is not None:
         node = base
     return node
 
 
 def ends(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that a graph is evaluated for: its output, and ops with side effects."""
+    """Return the nodes for which a graph is evaluated: its output, and ops with side effects."""
     return [n for n in graph.nodes if n.op == "output" or n.is_impure()]
 
 
@@ -112,7 +112,7 @@ def leading_to(
 ) -> set[fx.Node]:
     """Return nodes with all their direct and indirect arguments.
 
-    `replaced` maps a node to the node that takes its place.
+    `replaced` maps a node to its replacement.
     """
     before = set(nodes)
     stack = list(before)
@@ -128,21 +128,21 @@ def leading_to(
 def is_hinted(size: Size) -> bool:
     """Return True if a size is known, at least for an example.
 
-    The count that a mask keeps is not.
+    The number of elements that a mask selects is unknown.
     """
     return isinstance(size, int) or bool(size.node.has_hint())
 
 
 def hint(size: Size) -> int:
-    """Return a size as a number: the example's if it is symbolic, else the largest possible."""
+    """Return a size as a number: the example's if it is symbolic, or the largest possible."""
     if is_hinted(size):
         return size if isinstance(size, int) else int(size.node.hint)
-    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may keep all tokens
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper  # a mask may select all tokens
     return int(most) if most.is_Integer else _UNBOUNDED
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors that a node stands for, as fakes, in a graph of ATen ops or of Dynamo."""
+    """Return the fake tensors of a node's value, in a graph of ATen ops or of Dynamo."""
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
@@ -165,7 +165,7 @@ def nbytes(node: fx.Node) -> int:
 
 
 def are_one(value: torch.Tensor, lo: int, hi: int) -> bool:
-    """Return True if dimensions lo to hi - 1 can be one dimension without a copy."""
+    """Return True if dimensions lo to hi - 1 can be merged without a copy."""
     sizes, strides = map(hint, value.shape[lo:hi]), map(hint, value.stride()[lo:hi])
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     return all(one[1] == size * step for one, (size, step) in itertools.pairwise(kept))

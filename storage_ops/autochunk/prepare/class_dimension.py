@@ -1,8 +1,8 @@
-"""Moves the classes of logits into the last dimension, through all that a graph makes of them.
+"""Moves the classes of logits into the last dimension, in all values that depend on the logits.
 
 A product has its classes last: (N, H, W, C). A loss of images permutes the logits to (N, C, H, W),
-where the tokens of a chunk do not lie side by side, unless a chunk is whole images. An op on
-(N, C, H, W) is the same op on (N, H, W, C) with other dimensions.
+where tokens are not contiguous, so a chunk would be whole images. An op on (N, C, H, W) is the same
+op on (N, H, W, C) with other dimensions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from storage_ops.autochunk.fx_graph.nodes import (
 )
 
 _ATEN = torch.ops.aten
-_DIMENSION = {  # ops along one dimension: the place of this argument
+_DIMENSION = {  # ops along one dimension, with the position of that argument
     "_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2,
     "gather": 1, "scatter": 1, "scatter_add": 1,
 }  # fmt: skip
@@ -40,7 +40,7 @@ _KINDS = {"elementwise", "reduce", "sum", "softmax", "gather", "scatter", "expan
 
 
 def move_classes_last(graph: fx.Graph, product: fx.Node) -> None:
-    """Let all that a product leads to have its classes in the last dimension.
+    """Move the classes to the last dimension in all values that a product leads to.
 
     Raises:
         Conflict: a value needs a size that no node has.
@@ -49,12 +49,12 @@ def move_classes_last(graph: fx.Graph, product: fx.Node) -> None:
 
 
 class _Moving:
-    """Values with one of their dimensions moved to the end.
+    """Moves one dimension of values to the end.
 
     Attributes:
         places: the class dimension of each value that the product leads to.
-        unchanged: those of them that do not depend on another place of the classes.
-        moved: nodes that are made here, by value and dimension.
+        unchanged: values of `places` that do not depend on the place of the classes.
+        moved: new nodes, by value and dimension.
     """
 
     def __init__(self, graph: fx.Graph, product: fx.Node):
@@ -65,7 +65,7 @@ class _Moving:
         self.moved: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def run(self) -> None:
-        """Replace the values whose classes come last again, or that have no classes any more."""
+        """Replace the values whose classes are last again, or that have no classes any more."""
         after = reached([self.product], lambda n: not stops(n))
         nodes = [n for n in self.graph.nodes if n in after]
         for node in nodes:
@@ -134,15 +134,15 @@ class _Moving:
         return call(_ATEN.reshape.default, node, list(map(size, sizes)))
 
     def is_made_again(self, node: fx.Node) -> bool:
-        """Return True if a value is computed with other dimensions, and not permuted.
+        """Return True if a value is computed with other dimensions instead of being permuted.
 
-        A chunk computes its part of a large value, and of a small one that is made of large ones.
+        A chunk computes its part of a large value, and of a small value that depends on large ones.
         """
         large = any(numel(n) * LARGE > numel(self.product) for n in (node, *tensors(node)))
         return _is_known(node) and (node in self.places or large)
 
     def first(self, node: fx.Node) -> fx.Node:
-        """Return a value that the product leads to, with all dimensions in their places."""
+        """Return a value that the product leads to, with its original order of dimensions."""
         if (node, self.places[node]) not in self.moved:
             return node
         order = list(range(len(shape(node)) - 1))
@@ -157,8 +157,8 @@ class _Moving:
     def apply(self, node: fx.Node, dim: int) -> fx.Node | None:
         """Apply the op of a node to arguments with a dimension moved to the end.
 
-        `dim` counts in the result, or in the argument if the result has no such dimension. Return
-        None if the op has no such form.
+        `dim` counts in the result, or in the argument if the result has no such dimension. Returns
+        None if the op cannot be applied that way.
         """
         kind, args = _kind(node), list[Any](node.args)
         kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}
@@ -172,7 +172,7 @@ class _Moving:
             dims_arg = argument(node, 1, "dim", None)
             dims = dims_of(dims_arg, rank)
             if dims_arg is None and short_name(node) in ("argmax", "argmin"):
-                return None  # an index of the elements in their order
+                return None  # an index of the elements in memory order
             if node in self.places and not argument(node, 2, "keepdim", False):
                 dim = next(d for d in range(rank)
                            if d not in dims and d - sum(e < d for e in dims) == dim)  # fmt: skip
@@ -194,7 +194,7 @@ class _Moving:
         return call(node.target, *args, **kwargs)
 
     def aligned(self, arg: fx.Node, dim: int, rank: int) -> fx.Node:
-        """Return an argument of an op that broadcasts, with one dimension of the result last."""
+        """Return an argument of a broadcasting op, with one dimension of the result last."""
         if not is_tensor(arg) or not shape(arg):
             return arg
         place = dim - (rank - len(shape(arg)))
@@ -203,7 +203,7 @@ class _Moving:
         return self.last(arg, place)
 
     def seen(self, node: fx.Node, x: fx.Node, dim: int) -> fx.Node | None:
-        """Return another view of an argument with a dimension moved to the end."""
+        """Return another view of an argument, with a dimension moved to the end."""
         if _kind(node) == "permute":
             order = permuting(node).out
             source = order[dim]
@@ -215,7 +215,7 @@ class _Moving:
                 return None
             sizes = _to_end(shape(node), dim)
             x = self.last(x, seen_dim)
-        elif same(shape(x)[dim], 1):  # it may stand anywhere
+        elif same(shape(x)[dim], 1):  # it may be anywhere
             sizes, x = shape(node), self.last(x, dim)
         else:
             return None
@@ -227,7 +227,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Return True if the op of a node can have its dimensions in another order."""
+    """Return True if the op of a node supports its dimensions in another order."""
     return (
         node.op == "call_function"
         and name_of(node) in RULES
@@ -246,7 +246,7 @@ def _to_end(sizes: Sequence[Any], dim: int) -> list[Any]:
 
 
 def _seen(old: list[Size], dim: int, new: list[Size]) -> int | None:
-    """Return which dimension of a view is a dimension of its argument, or None."""
+    """Return the dimension of a view that equals a dimension of its argument, or None."""
     if same(old[dim], 1):
         return None
     before = math.prod(old[:dim])

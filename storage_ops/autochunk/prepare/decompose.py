@@ -1,8 +1,6 @@
 """Prepares a graph for chunking: ops without a rule are replaced by ops with a rule.
 
-It also records in-place changes, because the rewrite must not move readers past them.
-
-
+It also records in-place changes, because the rewrite must not move readers past such changes.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ _ATEN = torch.ops.aten
 
 
 def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
-    """Replace what an amplifier leads to by ops with a rule and with own sizes.
+    """Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
 
-    Return the tangents.
+    Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
     """
     own_sizes(graph, amplifier)
     after = reached([amplifier], lambda n: not stops(n))
     least = numel(amplifier) // LARGE
-    for node in reversed(graph.nodes):  # large values that they read may be in chunks too
+    for node in reversed(graph.nodes):  # large values that they read may be in chunks, too
         large = numel(node) > least and not is_product(node)
         if large and any(user in after for user in node.users):
             after.add(node)
@@ -60,11 +58,11 @@ def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> lis
 
 
 def join_batches(graph: fx.Graph) -> set[fx.Node]:
-    """Write a batch of products by one matrix as one product. Return the replaced nodes.
+    """Replace a batch of products by one matrix by a single product. Return the replaced nodes.
 
-    torch forms `x[:, :-1] @ w` as a batch of products if w, as a teacher's weight, needs no
-    gradient. Tokens of all sequences are the rows of one product then: (b n, k) x (k, m).
-    An einsum is a batch of one product.
+    torch computes `x[:, :-1] @ w` as a batch of products if w needs no gradient, like a teacher's
+    weight. In one product (b n, k) x (k, m), the tokens of all sequences are rows. An einsum is a
+    batch of one product.
     """
     joined = set[fx.Node]()
     for node in [n for n in graph.nodes if name_of(n) == "aten.bmm.default" and _values(n)]:
@@ -92,7 +90,7 @@ def join_batches(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _repeated(node: object) -> tuple[Any, bool]:
-    """Return the matrix that a batch repeats, or None, and whether it is transposed there."""
+    """Return the matrix that a batch repeats, or None, and whether it is transposed."""
     turned = False
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
         name, (base, *dims) = name_of(node), list[Any](node.args)
@@ -109,9 +107,9 @@ def _repeated(node: object) -> tuple[Any, bool]:
 
 
 def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Replace nodes without a rule where torch knows a decomposition.
+    """Replace nodes without a rule by torch's decompositions.
 
-    Inductor has done most of that before it calls the pass; graphs of `make_fx` have not.
+    Inductor has already decomposed most ops before the pass runs, but graphs of `make_fx` have all.
     """
     chosen = set(nodes)
     for node in [n for n in graph.nodes if n in chosen]:
@@ -124,14 +122,14 @@ def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def own_sizes(graph: fx.Graph, amplifier: fx.Node) -> None:
-    """Take the sizes of values after an amplifier from other tensors of the same size."""
+    """Take sizes from tensors outside of the span, for values after an amplifier."""
     after = reached([amplifier]) | {amplifier}
-    asked = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
+    size_nodes = [n for n in graph.nodes if name_of(n) == "aten.sym_size.int"
              and n.args and n.args[0] in after]  # fmt: skip
-    if not asked:
+    if not size_nodes:
         return
     builder = Builder(graph, [amplifier])
-    for node in asked:
+    for node in size_nodes:
         try:
             size_node = builder.size(node.meta["val"])
         except Conflict:
@@ -151,7 +149,7 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def detach(graph: fx.Graph, start: fx.Node) -> fx.Node:
-    """Replace ones like a loss by a constant one, which does not wait for the loss. Return it."""
+    """Replace ones like a loss by a constant that does not depend on the loss. Return it."""
     value = start.meta["val"]
     call = Calls(graph, start, before=start)
     one = call(_ATEN.full.default, [], 1.0, dtype=value.dtype, device=value.device)
@@ -166,7 +164,7 @@ def _values(node: fx.Node) -> bool:
 def _decomposition(target: object) -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
-    # A decomposed random op would draw other numbers than the graph does.
+    # A decomposed random op would draw other random numbers.
     if not isinstance(target, torch._ops.OpOverload) or (
         torch.Tag.nondeterministic_seeded in target.tags
     ):
@@ -203,7 +201,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     try:
         with values[0].fake_mode:
             small = make_fx(run, decomposition_table=select_decomp_table())(*values)
-    except Exception as error:  # then it is an op without a rule
+    except Exception as error:  # the op then has no rule
         log.debug("%s is not decomposed: %s", node, error)
         return
     if any(n.op not in ("placeholder", "call_function", "output") for n in small.graph.nodes):
@@ -211,17 +209,17 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     placeholders = (n for n in small.graph.nodes if n.op == "placeholder")
     env: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     result: Any = None
-    for each in small.graph.nodes:
-        if each.op == "call_function" and isinstance(each.target, type):
-            # The named tuple that holds several results is made in the graph.
-            env[each] = tuple(env[a] for a in each.args)
-        elif each.target is operator.getitem and isinstance(env[each.args[0]], tuple):
-            env[each] = env[each.args[0]][each.args[1]]
-        elif each.op == "call_function":
-            env[each] = graph.node_copy(each, env.__getitem__)
-            env[each].meta["stack_trace"] = node.meta.get("stack_trace")
-        elif each.op == "output":
-            result = fx.map_arg(each.args[0], env.__getitem__)
+    for inner in small.graph.nodes:
+        if inner.op == "call_function" and isinstance(inner.target, type):
+            # The named tuple of several results is created in the graph.
+            env[inner] = tuple(env[a] for a in inner.args)
+        elif inner.target is operator.getitem and isinstance(env[inner.args[0]], tuple):
+            env[inner] = env[inner.args[0]][inner.args[1]]
+        elif inner.op == "call_function":
+            env[inner] = graph.node_copy(inner, env.__getitem__)
+            env[inner].meta["stack_trace"] = node.meta.get("stack_trace")
+        elif inner.op == "output":
+            result = fx.map_arg(inner.args[0], env.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
         return
@@ -230,7 +228,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
-    """Write x[arange(N), t] as a gather along the columns, and its gradient as a scatter."""
+    """Rewrite x[arange(N), t] as a gather along the columns, and its gradient as a scatter."""
     name = name_of(node)
     if name not in ("aten.index.Tensor", "aten.index_put.default"):
         return False
@@ -251,7 +249,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
         sizes = list(map(SizeNodes(call, _with_sizes(graph, node)), shape(columns)))
     except Conflict:
         return False
-    # An index counts from the end where it is negative, which a gather's does not.
+    # A negative index counts from the end, but a gather's does not.
     is_negative = call(_ATEN.lt.Scalar, columns, 0)
     columns = call(_ATEN.where.self, is_negative, call(_ATEN.add.Tensor, columns, classes), columns)
     column = call(_ATEN.unsqueeze.default, columns, 1)
@@ -259,7 +257,7 @@ def _rows_indexed(graph: fx.Graph, node: fx.Node) -> bool:
         result = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, x, 1, column), 1)
     else:
         values = args[2]
-        added = len(args) > 3 and args[3]  # each row has one index: nothing is written twice
+        added = len(args) > 3 and args[3]  # each row has one index, so no element is written twice
         if not added and is_zero(values):
             result = call(_ATEN.scatter.value, x, 1, column, 0)
         else:
@@ -294,7 +292,7 @@ def _reduced(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _selected(graph: fx.Graph, node: fx.Node) -> bool:
-    """Write x[i] as a slice without its dimension, and its gradient as a slice put into zeros."""
+    """Rewrite x[i] as a slice without its dimension, and its gradient as a slice put into zeros."""
     name = name_of(node)
     if name not in ("aten.select.int", "aten.select_scatter.default"):
         return False
@@ -313,7 +311,7 @@ def _selected(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _taken(graph: fx.Graph, node: fx.Node) -> bool:
-    """Write a part of a split as a slice, and every k-th index as an index of a new dimension."""
+    """Rewrite a part of a split as a slice, and a strided slice as an index of a new dimension."""
     call, args = Calls(graph, node), list[Any](node.args)
     size = SizeNodes(call, _with_sizes(graph, node))
     producer: Any = args[0]
@@ -350,9 +348,9 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that can give a node sizes.
+    """Return the inputs that can provide sizes for a node.
 
-    A node of the forward reads no upstream gradient.
+    Return the inputs that can provide sizes for a node.
     """
     tangents = tangents_of(graph)
     later = () if node in reached(tangents) else tangents
@@ -360,7 +358,7 @@ def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
-    """Write a stack that is viewed with another dimension split as a stack along that dimension."""
+    """Rewrite a stack whose result is viewed with a split dimension as a stack along it."""
     producer: Any = node.args[0] if node.args else None
     if RULES.get(name_of(node), RULES["getitem"]).labels is not None or not is_tensor(producer):
         return False
@@ -393,10 +391,10 @@ def _is_range(node: fx.Node, size: object) -> bool:
 
 
 def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
-    """Return inputs that the function of a joint graph changes, and the values written to them.
+    """Return inputs that a joint graph's function changes, and the values written to them.
 
-    They are written at the end of the forward, or by the code around the graph. In the second case
-    they come before the `visible` results of the function.
+    The writes are at the end of the forward, or in the code around the graph. In the second case,
+    the values come before the `visible` results of the function.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
     values: set[fx.Node] = set()
@@ -411,23 +409,23 @@ def new_values(graph: fx.Graph, visible: int | None) -> set[fx.Node]:
 
 
 class Mutations:
-    """The in-place changes within a graph, and where they stand before it is rewritten."""
+    """The in-place changes in a graph, and their places before the graph is rewritten."""
 
     def __init__(self, graph: fx.Graph):
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.changes = {node: written for node in self.place if (written := _written(node))}
 
-    def check_reads(self, read: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
-        """Raise Conflict if something that a span reads is changed before its last node."""
+    def check_reads(self, nodes: Iterable[fx.Node], span: Iterable[fx.Node]) -> None:
+        """Raise Conflict if a value that a span reads is changed before the span's last node."""
         if not self.changes:
             return
-        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in read}
+        end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in nodes}
         for node, written in self.changes.items():
             if self.place[node] < end and written & bases:
                 raise Conflict("changes in place a tensor that is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
-        """Raise Conflict if a reader has moved to the other side of an in-place change."""
+        """Raise Conflict if a reader has moved across an in-place change."""
         if not self.changes:
             return
         now = {node: i for i, node in enumerate(graph.nodes)}
@@ -436,7 +434,7 @@ class Mutations:
             for node in alive:
                 if node is change or not any(owner(a) in written for a in node.all_input_nodes):
                     continue
-                before = self.place.get(node, -1) < self.place[change]  # the new ones came before
+                before = self.place.get(node, -1) < self.place[change]  # new nodes came before
                 if before != (now[node] < now[change]):
                     raise Conflict(
                         f"would be read on the other side of the in-place {change}", node
@@ -444,7 +442,7 @@ class Mutations:
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that an op writes to, below all views of them."""
+    """Return the nodes that an op writes to, below all their views."""
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return set()

@@ -1,15 +1,15 @@
-"""Forms a product in ranges if the ops after it work on ranges of its tokens.
+"""Computes a product in ranges if the ops after it use ranges of its tokens.
 
 `z[:256]`, `z.chunk(2)`, `for l in z` and `torch.cat([z, y])` only select tokens of their arguments.
-So do the gradients of such ops, which put ranges into zeros or side by side. Any other op maps a
-range of tokens to the same range of its result. So a product is formed in ranges that no op cuts,
-from ranges of its input: `z[:256] = x[:256] @ w`. The values after it are formed in these ranges,
-too. Then no large value is cut along its tokens any more.
+So do the gradients of such ops, which put ranges into zeros or next to each other. Any other op
+maps a range of tokens to the same range of its result. So a product is computed in ranges that no
+op cuts, from ranges of its input: `z[:256] = x[:256] @ w`. The values after it are computed in
+these ranges, too. Then no large value is cut along its tokens any more.
 
-A range that no op reads is not formed. An example is the last token of every sequence if the loss
-reads `logits[:, :-1]` only. Tokens that a mask leaves out are not formed either. Their gradient is
-zero, and zero times anything is taken for zero. So the result differs only if a token that is left
-out is not finite.
+A range that no op reads is not computed. An example is the last token of every sequence if the loss
+only reads `logits[:, :-1]`. Tokens that a mask leaves out are not computed, either. Their gradient
+is zero, and zero times any number counts as zero. So the result differs only if a token that is
+left out is not finite.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ _ATEN = torch.ops.aten
 
 
 def take_apart(graph: fx.Graph, product: fx.Node) -> list[fx.Node]:
-    """Form a product in ranges, so that nothing large is cut along its tokens. Return the products.
+    """Compute a product in ranges that no op cuts. Return the products.
 
-    A value with a few numbers for each token is not cut, unless that leaves tokens out.
+    A value with a few numbers for each token is not cut, unless the cut leaves tokens out.
     """
     done, waiting = [], [product]
     while waiting:
-        each = waiting.pop(0)
-        rewritten = _attempt(graph, each, small=True) or _attempt(graph, each, small=False)
+        part = waiting.pop(0)
+        rewritten = _attempt(graph, part, small=True) or _attempt(graph, part, small=False)
         if rewritten is None:
-            done.append(each)
+            done.append(part)
         else:
             waiting[:0] = rewritten
     return done
 
 
 def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | None:
-    """Return the products of one more cut, or None if nothing is changed.
+    """Return the products after one more cut, or None if nothing changes.
 
-    `small` allows one product.
+    `small`: also cut small values, but only if the result is one product that leaves tokens out.
     """
     for first, stacks in itertools.product(rows_of(product), (True, False)):
         undo, mutations = Undo(graph), Mutations(graph)
@@ -84,12 +84,12 @@ def _attempt(graph: fx.Graph, product: fx.Node, small: bool) -> list[fx.Node] | 
 
 
 class _Parts:
-    """Forms ranges of all values that a product leads to.
+    """Computes ranges of all values that a product leads to.
 
     Attributes:
-        parts: ranges of values, by where they begin. None: zeros.
+        parts: ranges of values, by their begin. None means zeros.
         products: the products that replace the original one.
-        vectors: indices of the tokens that a mask keeps.
+        vectors: indices of the tokens that a mask selects.
     """
 
     def __init__(self, graph: fx.Graph, tokens: TokenRanges):
@@ -101,7 +101,7 @@ class _Parts:
         self.vectors: list[fx.Node] = []
 
     def run(self) -> list[fx.Node]:
-        """Form everything in ranges. Return the products that replace the original one."""
+        """Compute all values in ranges. Return the products that replace the original one."""
         tokens = self.tokens
         tokens.cut()
         if tokens.mask is not None:
@@ -111,7 +111,7 @@ class _Parts:
             self.builder = Builder(self.graph, [tokens.product])
             self.call = self.builder.call
         nodes = [n for n in self.graph.nodes if n in tokens.after]
-        for node in nodes:  # in this order, or the recursion were deep
+        for node in nodes:  # this order avoids a deep recursion
             try:
                 for begin, end in tokens.intervals(node) if node in self.rows else ():
                     self.part(node, begin, end)
@@ -177,7 +177,7 @@ class _Parts:
             return None
         if (
             not _is_all(arg, rows, begin, end)
-            and not is_product(node)  # hidden states are there, however wide
+            and not is_product(node)  # hidden states are in memory, however wide they are
             and arg.op == "call_function"
             and self.tokens.is_wide(arg, rows)
         ):
@@ -188,7 +188,7 @@ class _Parts:
         return self.parts[key]
 
     def form(self, node: fx.Node, rows: Rows, begin: Size, end: Size) -> fx.Node | None:
-        """Return the result of a node's op for ranges of its arguments, or None for zeros."""
+        """Return the result of a node's op on ranges of its arguments, or None for zeros."""
         if mask_of(node) is not None and _is_all(node, rows, begin, end):
             return node
         rule, reads, new = rule_of(node), self.tokens.reads(node), dict[fx.Node, Any]()
@@ -238,11 +238,11 @@ class _Parts:
         """Return a sum over tokens as a sum of the sums over ranges."""
         rows = self.rows[self.tokens.sums[node]]
         terms = [self.form(node, rows, *interval) for interval in self.tokens.intervals(node)]
-        left = [term for term in terms if term is not None]
-        if not left:
+        nonzero = [term for term in terms if term is not None]
+        if not nonzero:
             return self.zeros(node, shape(node))
-        new = left[0]
-        for term in left[1:]:
+        new = nonzero[0]
+        for term in nonzero[1:]:
             new = self.call(_ATEN.add.Tensor, new, term)
         if "mean" in name_of(node) and new is not node:
             source: Any = node.args[0]
@@ -251,7 +251,7 @@ class _Parts:
         return new
 
     def whole(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
-        """Return all ranges of a value, side by side."""
+        """Return a value from all its ranges."""
         rows, intervals = self.rows[node], [*self.tokens.intervals(node)]
         if self.tokens.is_wide(node, rows) and len(intervals) > 1 and reader is not None:
             raise Conflict("needs all tokens at once, but would exist in ranges only", reader)
@@ -267,7 +267,7 @@ class _Parts:
         return self.reshaped(joined, shape(node))
 
     def put_back(self, node: fx.Node, rows: Rows) -> fx.Node:
-        """Return the tokens that a mask keeps at their places, between zeros."""
+        """Return the tokens that a mask selects at their original places, between zeros."""
         (begin, end), left_out = self.tokens.intervals(node)
         part, sizes = self.part(node, begin, end), shape(node)
         if self.part(node, *left_out) is not None:
@@ -279,7 +279,7 @@ class _Parts:
         return self.reshaped(whole, sizes)
 
     def seen(self, node: fx.Node, rows: Rows) -> list[Size]:
-        """Return the sizes of a value with the dimensions of the mask for its tokens."""
+        """Return the sizes of a value whose tokens have the dimensions of the mask."""
         sizes, mask = shape(node), self.tokens.mask
         if mask is None or not same(rows.per * rows.outer, 1):
             raise Conflict("keeps parts of groups of tokens", node)
@@ -303,8 +303,8 @@ class _Parts:
             each = (vectors if index is mask else [index] for index in indices)
             user.update_arg(1, list(itertools.chain(*each)))
             symbols |= user.meta.pop("unbacked_bindings", {})
-        if symbols:  # a size known at run time only is known from this node on
-            from torch.fx.experimental.symbolic_shapes import CallMethodKey  # brings sympy
+        if symbols:  # a size that is only known at run time is known from this node on
+            from torch.fx.experimental.symbolic_shapes import CallMethodKey  # imports sympy
 
             path: tuple[Any, ...] = CallMethodKey("size"), SequenceKey(0)
             places.meta["unbacked_bindings"] = dict.fromkeys(symbols, path)
@@ -356,9 +356,9 @@ def _is_all(node: fx.Node, rows: Rows, begin: Size, end: Size) -> bool:
 def _in_one_dimension(
     node: fx.Node, rows: Rows, tokens: list[Size]
 ) -> tuple[list[Size], int, list[Size]]:
-    """Return sizes that put a value's tokens in one dimension, this dimension, and places in it.
+    """Return sizes with a value's tokens in one dimension, this dimension, and its positions.
 
-    The sizes are the value's own if each of these tokens begins an index of their first dimension.
+    The sizes are the value's own if each token begins an index of the first token dimension.
     """
     sizes = shape(node)
     inner = math.prod(sizes[rows.lo + 1 : rows.hi])

@@ -1,9 +1,10 @@
 """Reorders tokens while they are small, before an op makes them large.
 
 Mixup adds targets to the same targets in another order, `q.flip(0)` or `q[order]`. A chunk cannot
-take its part of such a tensor. But the op commutes with all ops that work on each token alone, so
-`one_hot(t)[order]` is `one_hot(t[order])`, and a chunk makes its part of that. A large tensor that
-is in memory anyway, such as an argument of the function, is indexed by each chunk.
+read its part of such a tensor. But reordering commutes with all ops that work on each token
+separately. So `one_hot(t)[order]` is `one_hot(t[order])`, of which a chunk computes its part. A
+large tensor that is in memory anyway, such as an argument of the function, is indexed by each
+chunk.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _FLIPS = {"prims.rev.default", "aten.flip.default"}
 
 
 def reorder_sources(graph: fx.Graph, amplifier: fx.Node, least: int) -> None:
-    """Apply flips and permutations of large tensors to the small tensors they are made of.
+    """Apply flips and permutations of large tensors to the small tensors that they depend on.
 
     Args:
-        amplifier: tensors that depend on it, or on a matrix product, keep their order.
+        amplifier: tensors that depend on it, or on another matrix product, keep their order.
         least: tensors with more elements than this are large.
     """
     starts = [amplifier, *(n for n in graph.nodes if is_product(n))]
@@ -67,7 +68,7 @@ def _replaced(new: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _is_order(node: fx.Node) -> bool:
-    """Return True if an op puts the elements along dimensions into another order."""
+    """Return True if an op reorders elements along dimensions."""
     if node.op != "call_function" or not node.args or not is_tensor(node):
         return False
     args: Any = node.args
@@ -84,7 +85,7 @@ def _is_order(node: fx.Node) -> bool:
 
 
 def _each_alone(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return ops that each reorder one dimension, in the place of a flip of several."""
+    """Return ops that each reorder one dimension, in place of a flip of several."""
     x, dims = node.args[:2]
     if name_of(node) not in _FLIPS or len(dims) == 1:  # type: ignore[arg-type]
         return [node]
@@ -106,9 +107,9 @@ def _order(node: fx.Node) -> tuple[fx.Node, int, Any]:
 
 
 def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
-    """Return the arguments to reorder, and along which dimension, so that the result is reordered.
+    """Return the arguments to reorder, and their dimension, to reorder the result.
 
-    None: the op does not work on each element of the dimension alone.
+    Returns None if the op does not work on each element of the dimension separately.
     """
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is None or rule.kind == "getitem" or any(is_tensor(a) for a in node.kwargs.values()):
@@ -146,7 +147,7 @@ def _reordered(call: Calls, node: fx.Node, arg: fx.Node, dim: int) -> fx.Node:
 
 
 def _index(graph: fx.Graph, node: fx.Node, x: fx.Node, dim: int) -> None:
-    """Write a flip as an index: each chunk can read the rows of `x` that it needs."""
+    """Rewrite a flip as an index, so that each chunk can read the rows of `x` that it needs."""
     size, call = shape(x)[dim], Calls(graph, node, before=node)
     if not isinstance(size, int):
         return

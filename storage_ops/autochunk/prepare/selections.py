@@ -1,6 +1,6 @@
-"""Find ops that only select: ranges along one dimension, from one or several arguments, or zeros.
+"""Finds ops that only select ranges along one dimension, from arguments or zeros.
 
-A mask chooses as well: what it keeps counts as the first range of tokens in another order.
+A mask also selects. Its tokens count as the first range of tokens in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from storage_ops.autochunk.fx_graph.nodes import Size, argument, is_zero, name_o
 
 
 class Link(NamedTuple):
-    """Places begin to end - 1 of a value are those of a source, from begin + shift on."""
+    """Elements begin to end - 1 of a value are those of a source, from begin + shift on."""
 
     begin: Size
     end: Size
@@ -37,7 +37,7 @@ def choice_of(node: fx.Node) -> tuple[int, list[Link]] | None:
 
 
 def mask_of(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """Return the mask and first dimension of an op that selects by a mask, or undoes that."""
+    """Return the mask and first dimension of an op that selects by a mask, or undoes it."""
     args: Any = node.args
     if name_of(node) == "aten.index_put.default":
         known = is_zero(args[0])
@@ -58,7 +58,7 @@ def _put_together(node: fx.Node, sources: list[fx.Node]) -> tuple[int, list[Link
 
 
 def _padded(node: fx.Node, x: fx.Node, pads: list[Any]) -> tuple[int, list[Link]] | None:
-    pairs = list(zip(pads[::2], pads[1::2], strict=True))  # from the last dimension on
+    pairs = list(zip(pads[::2], pads[1::2], strict=True))  # pairs start at the last dimension
     padded = [i for i, pair in enumerate(pairs) if any(pair)]
     if len(padded) != 1 or min(pairs[padded[0]]) < 0 or not is_zero(argument(node, 2, "value", 0)):
         return None
@@ -69,7 +69,7 @@ def _padded(node: fx.Node, x: fx.Node, pads: list[Any]) -> tuple[int, list[Link]
 
 
 def _cut_out(node: fx.Node, x: fx.Node) -> tuple[int, list[Link]] | None:
-    """Return the links of a slice, or of an argument with a slice replaced."""
+    """Return the links of a slice, or of an op that replaces a slice of an argument."""
     scattered: Any = node.args[1] if "scatter" in name_of(node) else None
     place, sizes = (1 if scattered is None else 2), shape(x)
     dim = argument(node, place, "dim", 0) % len(sizes)

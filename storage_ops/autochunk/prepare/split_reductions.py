@@ -1,7 +1,7 @@
-"""Reductions over all tokens, written as one over the classes and one over the tokens.
+"""Splits reductions over all tokens into one over the classes and one over the tokens.
 
-A metric such as the largest of all logits mixes tokens. That of each token is a part of a chunk,
-and the reduction of these few numbers is left outside.
+A metric such as the largest of all logits mixes tokens. The largest logit of each token is computed
+in a chunk, and the reduction of these few numbers is outside.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _VARIANCE = {"aten.var.correction", "aten.var_mean.correction"}
 
 
 def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
-    """Write a reduction over classes and tokens as two. Return False if `node` is another op.
+    """Rewrite a reduction over classes and tokens as two. Return False if `node` is another op.
 
-    `sizes`: nodes that give sizes.
+    `sizes`: nodes that provide sizes.
     """
     name = name_of(node)
     if name in _PLACES:
@@ -83,7 +83,7 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
 
 
 def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
-    """Write the place of the largest element of all as its token and its class.
+    """Rewrite the position of the largest element as its token and its class.
 
     Return False if the op has another form.
     """
@@ -112,9 +112,9 @@ def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
 def _variance(
     call: Calls, size: SizeNodes, x: fx.Node, node: fx.Node, dims: list[int], keep: bool
 ) -> Any:
-    """Return the variance over dimensions, from means and variances over the last of them.
+    """Return the variance over dimensions, from means and variances over the last one.
 
-    Sums of squares of differences add up, with those of the means (Chan, Golub and LeVeque).
+    Sums of squared differences add up with those of the means (Chan, Golub and LeVeque).
     """
     dtype = x.meta["val"].dtype
     if not dtype.is_floating_point:
@@ -123,16 +123,16 @@ def _variance(
         x = call(torch.ops.prims.convert_element_type.default, x, torch.float32)
     classes, count = shape(x)[-1], math.prod(shape(x)[d] for d in dims)
     mean = call(_ATEN.mean.dim, x, [-1], True)
-    each = call(_ATEN.var.correction, x, [-1], correction=0, keepdim=True)
+    variances = call(_ATEN.var.correction, x, [-1], correction=0, keepdim=True)
     center = call(_ATEN.mean.dim, mean, dims, True)
     apart = call(_ATEN.pow.Tensor_Scalar, call(_ATEN.sub.Tensor, mean, center), 2)
-    total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, each, apart), dims, keep)
+    total = call(_ATEN.sum.dim_IntList, call(_ATEN.add.Tensor, variances, apart), dims, keep)
     total = call(_ATEN.mul.Tensor, total, size(classes))
     correction: Any = node.kwargs.get("correction")
     correction = 1 if correction is None else correction
     if not isinstance(count, int):
         raise Conflict("divides by a symbolic number of elements")
-    # A negative count, or none, is a division by zero, as in the op itself.
+    # A count that is not positive divides by zero, as in the op itself.
     variance = call(_ATEN.div.Tensor, total, max(count - correction, 0))
     variance = call(torch.ops.prims.convert_element_type.default, variance, dtype)
     if "var_mean" not in name_of(node):
@@ -143,7 +143,7 @@ def _variance(
 
 
 def _below_views(node: fx.Node) -> fx.Node:
-    """Return the value that a view, or a permutation, has all elements of."""
+    """Return the value below a view or permutation with the same elements."""
     while node.op == "call_function" and name_of(node) in RULES:
         if RULES[name_of(node)].kind not in ("view", "permute"):
             break

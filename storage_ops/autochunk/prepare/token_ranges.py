@@ -1,4 +1,4 @@
-"""The places of a product's tokens in later values, and the places where ranges of tokens begin."""
+"""The places of a product's tokens in later values, and the begins of ranges of tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from storage_ops.autochunk.fx_graph.nodes import (
 from storage_ops.autochunk.prepare.selections import Link, choice_of, mask_of
 from storage_ops.autochunk.reasons import Conflict, log
 
-_MOST = 64  # ranges of a value
+_MOST = 64  # most ranges of a value
 
 
 class TokenRanges:
@@ -45,11 +45,11 @@ class TokenRanges:
 
     Attributes:
         after: the nodes after the product, up to the next product.
-        rows: where the tokens are, in values after the product and in other wide values there.
+        rows: the tokens' dimensions in values after the product, and in other wide values.
         sums: sums over tokens, and their arguments.
-        links: ops that select tokens where these are, and what they select.
-        mask: the mask that selects tokens, if one does. The `kept` tokens are the first range.
-        cuts: where ranges begin, after the first.
+        links: ops that select tokens, and their links.
+        mask: the mask that selects tokens, or None. The `kept` tokens are the first range.
+        cuts: the begins of all ranges except the first.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TokenRanges:
         """Find the tokens after a product.
 
         `small`: also cut values that are not wide. `stacks`: a concatenation along another
-        dimension puts tokens beside others, and does not add tokens.
+        dimension puts tokens next to others, and adds no tokens.
         """
         self.graph, self.product, self.small, self.stacks = graph, product, small, stacks
         self.after = reached([product], lambda n: not stops(n)) & leading_to(ends(graph))
@@ -68,7 +68,7 @@ class TokenRanges:
         self.cuts: dict[fx.Node, list[Size]] = {}
         self.mask: fx.Node | None = None
         self.kept: Size = 0
-        self.sliced = False  # before there was a mask
+        self.sliced = False  # set before a mask was found
         self.aside: dict[fx.Node, fx.Node] = {}  # arguments of masks, for a later attempt
         self.outer: Size = 1
         self.rows = {product: first}
@@ -83,7 +83,7 @@ class TokenRanges:
     def chosen(self) -> bool:
         """Return True if ops select among these tokens.
 
-        A slice of the product's input does not count.
+        Slices of the product's input do not count.
         """
         return any(len(links) > 1 or links[0].source in self.rows
                    for _, links in self.links.values())  # fmt: skip
@@ -91,7 +91,8 @@ class TokenRanges:
     def _follow(self, link: bool) -> None:
         """Find the tokens in the values that a product leads to.
 
-        Without `link` only find out along which dimension of the tokens ops select: the last.
+        Without `link`, only find the dimension of the tokens along which ops select, by default the
+        last.
         """
         for node in self.graph.nodes:
             known = [a for a in node.all_input_nodes
@@ -109,9 +110,9 @@ class TokenRanges:
                 if chosen is None:
                     arg_rows = self._masked(node, known[0]) or follow(node, known[0], rows)
                 elif self.mask is not None:
-                    continue  # in a later attempt
+                    continue  # left to a later attempt
                 elif not (self.small or self.is_wide(known[0], rows)):
-                    continue  # it reads all of them
+                    continue  # it reads all tokens
                 elif link:
                     arg_rows = self._linked(node, *chosen)
                 else:
@@ -162,7 +163,7 @@ class TokenRanges:
         return None
 
     def _masked(self, node: fx.Node, arg: fx.Node) -> Rows | None:
-        """Return where the tokens are after an op keeps those of a mask, or puts them in zeros."""
+        """Return the tokens' dimensions after an op selects by a mask, or undoes a selection."""
         masked = mask_of(node)
         if masked is None or self.product in leading_to([masked[1]]):
             return None
@@ -170,18 +171,18 @@ class TokenRanges:
         if self.sliced:
             self.aside[mask] = arg
             return None
-        every, kept = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
-        taken = name_of(node) == "aten.index.Tensor"
-        count = shape(node if taken else arg)[lo]
-        if self.mask is None and taken:
+        every, selected = Rows(lo, lo + len(shape(mask))), Rows(lo, lo + 1)
+        selects = name_of(node) == "aten.index.Tensor"
+        count = shape(node if selects else arg)[lo]
+        if self.mask is None and selects:
             self.mask, self.kept = mask, count
-        mask_rows = canonical(every if taken else kept, shape(arg))
+        mask_rows = canonical(every if selects else selected, shape(arg))
         if mask is not self.mask or not equal(canonical(rows, shape(arg)), mask_rows):
             raise Conflict("keeps other tokens, or parts of them", node)
         end = math.prod(shape(mask))
-        links = [Link(0, count, arg, 0), *([] if taken else [Link(count, end, None, 0)])]
+        links = [Link(0, count, arg, 0), *([] if selects else [Link(count, end, None, 0)])]
         self.links[node] = mask_rows, links
-        return canonical(kept if taken else every, shape(node))
+        return canonical(selected if selects else every, shape(node))
 
     def _linked(self, node: fx.Node, rows: Rows, dim: int, links: list[Link]) -> Rows:
         if dim > rows.lo or not same(rows.outer, 1):
@@ -206,7 +207,7 @@ class TokenRanges:
         return canonical(replace(rows, lo=dim), shape(node))
 
     def reads(self, node: fx.Node) -> dict[fx.Node, Rows | Spread]:
-        """Return the tokens' places in each argument of a node that has some."""
+        """Return the tokens' dimensions in each argument of a node that has tokens."""
         if node in self.links:
             rows, links = self.links[node]
             return {x.source: rows for x in links if x.source is not None}
@@ -275,10 +276,10 @@ class TokenRanges:
 
 
 def length(node: fx.Node, rows: Rows) -> Size:
-    """Return the number of tokens of a value. Tokens that it repeats count once."""
+    """Return the number of tokens of a value. Repeated tokens count once."""
     return quotient(quotient(math.prod(shape(node)[rows.lo : rows.hi]), rows.outer), rows.per)
 
 
 def _within(position: Size, begin: Size, end: Size) -> bool:
-    """Return True if a position is not outside a range."""
+    """Return True if a position is inside a range or at its ends."""
     return not less(position, begin) and not less(end, position)

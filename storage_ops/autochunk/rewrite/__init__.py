@@ -1,5 +1,5 @@
-"""A span of nodes becomes one op that runs chunk by chunk.
+"""Replaces a span of nodes by one op that runs chunk by chunk.
 
-`body.py` copies the nodes into a graph for one chunk. `replace.py` puts the op in the place of the
-span. `joint_sums.py` merges ops whose results are added to each other.
+`body.py` copies the nodes into a graph for one chunk. `replace.py` replaces the span by the op.
+`joint_sums.py` merges ops whose results are added to each other.
 """

@@ -1,4 +1,4 @@
-"""The body of a pass: the nodes of a span as a graph of their own, for one chunk."""
+"""The body of a pass: a graph with the nodes of a span, for one chunk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Body:
     """The body of one pass over the tokens.
 
     Attributes:
-        graph: takes a slice of every input, then sizes, and returns the values. The values of its
+        graph: takes a slice of every input, then sizes, and returns the values. Fake values of its
             nodes have the sizes for all tokens.
         env: maps nodes of the span to nodes of the body.
         inputs: the nodes that the body reads, their layouts and their placeholders.
-        ints, int_nodes: sizes that the body takes, and their placeholders.
+        ints, int_nodes: sizes that the body takes as arguments, and their placeholders.
         values: the nodes of the span that the body returns.
     """
 
@@ -42,7 +42,7 @@ class Body:
         self.values: list[fx.Node] = []
 
     def run(self, nodes: list[fx.Node], outputs: list[fx.Node]) -> list[Output]:
-        """Copy the nodes that the outputs need. Return how to put the outputs together."""
+        """Copy the nodes that the outputs need. Return how to assemble the outputs."""
         outer = [n for n in outputs if self._formed_outside(n)]
         needed: set[fx.Node] = set()
         stack = [n for n in outputs if n not in outer]
@@ -53,7 +53,7 @@ class Body:
             if node not in needed:
                 needed.add(node)
                 stack += [a for a, lay in self.span.reads[node] if self.span.reads_inside(a, lay)]
-        # All inputs first: the sizes of a chunk come from them.
+        # All inputs come first, because the sizes of a chunk come from them.
         for node in nodes:
             if node in needed or node in outer:
                 for arg, layout in self.span.reads[node]:
@@ -70,7 +70,7 @@ class Body:
         return isinstance(self.span.layouts.get(node), Rows)
 
     def _formed_outside(self, node: fx.Node) -> bool:
-        """Return True if a product is written into its result directly, in place."""
+        """Return True if a product is computed outside of the body, directly into its result."""
         layout = self.span.layouts[node]
         return (
             name_of(node) == "aten.mm.default"
@@ -101,7 +101,7 @@ class Body:
         return placeholder
 
     def _int(self, value: object) -> int | fx.Node:
-        """Return a number for the body: the number itself, or a placeholder."""
+        """Return a number for the body, as a constant or a placeholder."""
         if isinstance(value, int):
             return value
         if value not in self.ints:
@@ -127,7 +127,7 @@ class Body:
         return result
 
     def _rows(self, per: Size) -> Any:
-        """Return the number of rows of a chunk, from an input that has some."""
+        """Return the number of rows of a chunk, from an input that has rows."""
         for _, layout, placeholder in self.inputs:
             rows = layout.rows if isinstance(layout, Spread) else layout
             if not isinstance(rows, Rows):
@@ -162,7 +162,7 @@ class Body:
         if rule.kind == "view":
             target, args, sizes = _ATEN.reshape.default, [*args[:1], None], 1
         elif sizes is not None:
-            args[sizes] = None  # the body's own
+            args[sizes] = None  # computed by the body itself
         if isinstance(layout, Partial) and layout.mean:
             target = _ATEN.sum.default if len(args) == 1 else _ATEN.sum.dim_IntList
         args = [fx.map_arg(arg, take) for arg in args]
@@ -199,17 +199,17 @@ class Body:
         return Factor("input", [p for _, _, p in self.inputs].index(wanted), False)
 
     def reference(self, size: Size) -> int:
-        """Return a number of the program: the number itself, or -1 - i for the i-th integer."""
+        """Return a number for the program: the number itself, or -1 - i for the i-th integer."""
         if isinstance(size, int):
             return size
         number = self.builder.size(size)
-        if isinstance(number, int):  # a symbol that has one value only
+        if isinstance(number, int):  # a symbol with only one possible value
             return number
         self._int(number)
         return -1 - self.ints.index(number)
 
     def slice(self, layout: Layout) -> Slice | None:
-        """Return a layout as the program has it."""
+        """Return a layout in the form of the program."""
         rows = layout.rows if isinstance(layout, Spread) else layout
         if not isinstance(rows, Rows):
             return None
@@ -218,7 +218,7 @@ class Body:
     def sources(self, outside: Callable[[fx.Node], fx.Node]) -> list[fx.Node]:
         """Return the tensors that the op reads.
 
-        `outside` maps a node to the node that replaces it.
+        `outside` maps a node to its replacement.
         """
         result = []
         for arg, layout, _ in self.inputs:
@@ -231,16 +231,14 @@ class Body:
 
 
 def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
-    """Let a pass take its products as arguments, and overwrite them with values of the same size.
+    """Let a pass take its products as arguments, and overwrite them with values of equal size.
 
-    They are then formed in the same memory for every chunk. A pass stays as it is if it has a large
-    product of its own values.
-
-
+    The products are then computed in the same memory for every chunk. A pass stays unchanged if it
+    has a large product of its own values.
 
     Returns:
-        The places of each product's arguments among the inputs, and that of the value which is
-        written over it among the values, or None.
+        The positions of each product's arguments among the inputs, and the position of the value
+        that overwrites it among the values, or None.
     """
     inputs: list[Any] = [p for _, _, p in body.inputs]
     products = {n: body.env[n] for n in body.span.amplifiers if n in body.env}
@@ -263,7 +261,7 @@ def share(body: Body) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ..
 def _formed(
     body: Body, amplifier: fx.Node, product: fx.Node, inputs: list[Any]
 ) -> tuple[int, ...] | None:
-    """Return the places of a product's arguments among the inputs, or None if it has others."""
+    """Return the positions of a product's arguments among the inputs, or None if it has others."""
     plain = name_of(amplifier) in ("aten.mm.default", "aten.addmm.default") and not product.kwargs
     if not plain or amplifier in body.values or not all(a in inputs for a in product.args):
         return None
@@ -273,18 +271,18 @@ def _formed(
     return places if cut else None
 
 
-def _overwrite(body: Body, amplifier: fx.Node, taken: list[int | None]) -> int | None:
+def _overwrite(body: Body, amplifier: fx.Node, inputs: list[int | None]) -> int | None:
     """Let a value overwrite a product. Return the value's index, or None."""
     graph, layouts, overwritten = body.graph, body.span.layouts, None
     place = body.env[amplifier]
     for i, node in enumerate(body.values):
         value, like = node.meta["val"], amplifier.meta["val"]
         sized = value.dim() == 2 and all(map(same, shape(node), shape(amplifier)))
-        sized = sized and equal(layouts[node], layouts[amplifier]) and i not in taken
+        sized = sized and equal(layouts[node], layouts[amplifier]) and i not in inputs
         if overwritten is None and sized and value.dtype == like.dtype:
             overwritten = i
         elif _is_view(body.env[node], place):
-            return None  # and would change with it
+            return None  # the view would change with it
     if overwritten is None or any(_is_view(body.env[body.values[overwritten]], body.env[n])
                             for n in body.span.amplifiers if n in body.env):  # fmt: skip
         return None

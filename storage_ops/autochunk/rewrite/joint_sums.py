@@ -1,7 +1,7 @@
-"""Lets sums over tokens that are added to each other share the same memory.
+"""Lets sums over tokens that are added to each other share memory.
 
 Products that share a weight, or ranges of one product, each have a gradient of the weight. Ops that
-do not need each other's results become one, which adds all of them up in one place.
+do not need each other's results become one op, which adds all of these gradients in one place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class Term(NamedTuple):
     """A sum over tokens among the results of an op.
 
     Attributes:
-        call, result: the op, and which of its results it is.
-        raw: that result.
-        value: the same as its readers have it, in its dtype and times the upstream gradient.
-        kind: the upstream gradient it is multiplied by, and a scale; only those alike are added.
+        call, result: the op, and its result that is the sum.
+        raw: the node of that result.
+        value: the result as readers need it, in their dtype and times the upstream gradient.
+                kind: the upstream gradient that multiplies the sum, and a scale. Only terms of one
+                kind are added.
     """
 
     call: fx.Node
@@ -34,7 +35,7 @@ class Term(NamedTuple):
 
 
 def add_up(graph: fx.Graph, terms: list[Term]) -> None:
-    """Let ops add up those results that the graph adds to each other."""
+    """Let ops add up results that the graph adds to each other."""
     for sums in _connected(_sums(graph, terms)):
         calls = list(dict.fromkeys(t.call for group in sums.values() for t in group))
         after = [reached([call]) for call in calls]
@@ -45,7 +46,7 @@ def add_up(graph: fx.Graph, terms: list[Term]) -> None:
 
 
 def _sums(graph: fx.Graph, terms: list[Term]) -> dict[fx.Node, list[Term]]:
-    """Return the sums of terms that are read nowhere else."""
+    """Return the sums of terms that no other node reads."""
     known = {t.value: [t] for t in terms if shape(t.raw)}
     terms_of: dict[fx.Node, list[Term]] = {}
     for node in graph.nodes:
@@ -66,7 +67,7 @@ def _only_read_by(total: fx.Node, group: list[Term], graph: fx.Graph) -> bool:
 
 
 def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]]]:
-    """Group the sums: those of the same ops go together."""
+    """Group the sums of the same ops."""
     groups: list[dict[fx.Node, list[Term]]] = []
     for total, group in sums.items():
         calls = {t.call for t in group}
@@ -77,7 +78,7 @@ def _connected(sums: dict[fx.Node, list[Term]]) -> list[dict[fx.Node, list[Term]
 
 
 def _unite(builder: Builder, calls: list[fx.Node], sums: dict[fx.Node, list[Term]]) -> None:
-    """Make one op of several, with one result for each sum."""
+    """Merge several ops into one, with one result for each sum."""
     places = {(t.call, t.result): i for i, group in enumerate(sums.values()) for t in group}
     sizes: dict[int, list[Any]] = {}
     programs: list[Program] = []

@@ -35,14 +35,14 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Limits:
-    """A limit on chunks: their number, or the bytes that they may hold."""
+    """A limit on chunks: their number, or their bytes."""
 
     num_chunks: int | None
     chunk_bytes: int
 
 
 class _Outside:
-    """The arguments of the span, with the upstream gradient taken for a constant."""
+    """The arguments of the span, with a constant in place of the upstream gradient."""
 
     def __init__(self, builder: Builder, passes: Passes, seed: float):
         self.builder, self.passes, self.seed = builder, passes, seed
@@ -67,12 +67,12 @@ def rewrite(
 ) -> list[int]:
     """Replace a span by one op per pass over the tokens. Return the number of chunks of each op.
 
-    The sums over tokens among its results join the terms.
+    The sums over tokens among the results are added to `terms`.
     """
     builder = Builder(graph, span.amplifiers, span.layouts)
     seed = 1.0
     if any(v.dtype == torch.float16 for n in span.large for v in values_of(n)):
-        # Gradients of a mean would vanish in fp16: those of the sum over tokens do not.
+        # In fp16, gradients of a mean would vanish, but those of a sum over tokens do not.
         seed = 2.0 ** math.floor(math.log2(max(hint(span.tokens), 1)))
     outside = _Outside(builder, passes, seed)
     nodes = [n for n in graph.nodes if n in span.layouts]
@@ -114,29 +114,31 @@ def rewrite(
 
 def group_bytes(span: Span, body: Body, program: Program) -> tuple[int, int]:
     """Return the bytes of a group in a chunk, and in a block if the body works on blocks."""
-    kept = {n for n in body.env if n in span.large and is_product(n)}
-    kept |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
+    products = {n for n in body.env if n in span.large and is_product(n)}
+    products |= {n for i, n in enumerate(body.values) if n in span.large and i not in program.over}
     whole = peak(body.graph, of_chunk=True)
     inside = whole if program.in_blocks else 0
-    if not program.in_blocks:  # a block is small, and its sums stay in a cache
+    if not program.in_blocks:  # a block is small, and its sums fit into a cache
         exps = [n for n in body.env if n in span.large and short_name(n) == "exp"]
-        kept |= {n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)}
-    kept |= {
+        products |= {
+            n for n in exps if evaluated_once(n) and "sum" not in map(fusion_kind, n.users)
+        }
+    products |= {
         arg
-        for arg, layout, _ in body.inputs  # each chunk copies its rows of them
+        for arg, layout, _ in body.inputs  # each chunk copies its rows of these inputs
         if isinstance(layout, Rows) and not are_one(arg.meta["val"], layout.lo, layout.hi)
     }
-    groups, live_bytes = max(hint(span.groups), 1), sum(map(nbytes, kept))
+    groups, live_bytes = max(hint(span.groups), 1), sum(map(nbytes, products))
     largest = max(map(numel, span.amplifiers))
     if not program.in_blocks and any(numel(n) > largest for n in body.env if n in span.large):
-        live_bytes = max(live_bytes, whole)  # logits that are interpolated are no product
+        live_bytes = max(live_bytes, whole)  # interpolated logits are no product
     return -(-live_bytes // groups), -(-inside // groups)
 
 
 def _replace(
     builder: Builder, span: Span, passes: Passes, outside: _Outside, node: fx.Node, new: fx.Node
 ) -> fx.Node:
-    """Let the users of an output read the op's result, times the upstream gradient where due."""
+    """Let the users of an output read the op's result, times the upstream gradient if necessary."""
     layout, dtype = span.layouts[node], node.meta["val"].dtype
     if isinstance(layout, Partial) and layout.mean:
         source: Any = node.args[0]

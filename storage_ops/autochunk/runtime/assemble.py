@@ -1,4 +1,4 @@
-"""Cuts the inputs of chunks, and puts the results of chunks together."""
+"""Cuts the inputs of chunks, and assembles the results of chunks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from storage_ops.loss.planning.schedule import unpadded
 from storage_ops.matmul import aten, packed, scratch
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_PIECE = 1024  # rows of a 16-bit product that are formed at a time before they are summed in fp32
-_DEEP = 128  # shallower products are bound by memory, whoever forms them
+_PIECE = 1024  # rows of a 16-bit product that are computed at a time before they are added in fp32
+_DEEP = 128  # products with a smaller depth are limited by memory bandwidth
 
 
 class Input:
-    """A tensor that every chunk reads a slice of, without a copy where strides allow it."""
+    """A tensor of which every chunk reads a slice, without a copy if strides allow it."""
 
     def __init__(self, tensor: Tensor, cut: Slice | None, per: int):
         self.cut, self.per = cut, per
         self.lo = 0 if cut is None else cut.lo
         if cut is None:
-            # Below autograd an alias has no base. Dynamo would also guard the sizes of the base of
-            # a caller's view, and fail because these are no arguments of the body.
+            # Below autograd an alias has no base. Dynamo would guard the sizes of the base of a
+            # caller's view, and fail, because these are no arguments of the body.
             self.tensor: Tensor = torch.ops.aten.alias.default(tensor)
         else:
-            # Leading dimensions of one element are skipped, so that strides do not depend on them.
+            # Leading dimensions of size 1 are skipped, so that strides do not depend on them.
             # Otherwise such a chunk would be compiled again.
             while self.lo and tensor.shape[self.lo - 1] == 1:
                 self.lo -= 1
             self.rows = tensor.shape[self.lo : cut.hi]
-            # Strides may not let all rows be one dimension: then each chunk copies its own rows.
+            # If the strides do not allow one dimension of rows, each chunk copies its own rows.
             self.copies = not are_one(tensor, self.lo, cut.hi)
             self.tensor = tensor if self.copies else tensor.flatten(self.lo, cut.hi - 1)
 
@@ -61,12 +61,12 @@ class Product:
     """A large product of a chunk, in memory that all chunks share."""
 
     def __init__(self, places: tuple[int, ...], waiting: Waiting | None) -> None:
-        """Take the places of (bias,) left and right among the inputs."""
+        """Store the positions of (bias,) left and right among the inputs."""
         self.places, self.waiting = places, waiting
         self.buffer: Tensor | None = None
 
     def group_bytes(self, tensors: list[Tensor], begin: int, end: int) -> int:
-        """Return the bytes of the product that a group has."""
+        """Return the bytes of the product for each group."""
         *_, left, right = (tensors[i] for i in self.places)
         return len(left) * right.shape[1] * left.element_size() // (end - begin)
 
@@ -88,7 +88,7 @@ class Product:
 
 
 class Result:
-    """One output while it comes together."""
+    """One result while it is assembled."""
 
     def __init__(self, spec: Output, shape: list[int], per: int, device: torch.device):
         self.spec, self.per = spec, per
@@ -105,7 +105,7 @@ class Result:
         return self.flat.narrow(self.spec.rows.lo, begin * self.per, (end - begin) * self.per)
 
     def put(self, value: Tensor, begin: int, end: int) -> None:
-        """Take a chunk's value."""
+        """Add or store a chunk's value."""
         if self.out is not None:
             slot = self._slot(begin, end)
             slot.copy_(value.reshape(slot.shape))
@@ -115,7 +115,7 @@ class Result:
             self.total += value
 
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
-        """Take a product of a chunk, formed in place."""
+        """Compute a product of a chunk in place."""
         if self.out is not None:
             deep = len(right) > scratch.one_pass()
             multiply = _products_of(left).input_gradient if deep else _multiply
@@ -128,7 +128,7 @@ class Result:
         _accumulate(self.total, left, right, first)  # type: ignore[arg-type]
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Add a product of all chunks to those that came before."""
+        """Add a product of all chunks to the earlier ones."""
         assert self.out is not None
         first = self.total is None
         if first:
@@ -139,31 +139,30 @@ class Result:
     def finish(self) -> Tensor:
         """Return the result."""
         if self.out is None:
-            if self.total is None:  # of no tokens
+            if self.total is None:  # there are no tokens
                 return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             return self.total.to(self.dtype)
         return self.out if self.total is None else self.out.copy_(self.total)
 
 
 class Waiting:
-    """A sum of products whose left factors wait in the sum's own memory until all are there.
+    """A sum of products whose left factors wait in the sum's own memory until all exist.
 
-    Then one product of every slice of its rows forms it, which reads and writes it once and needs
-    no sums in fp32. There is room for as many tokens as a row of the result has numbers.
+    Then the sum is computed by one product for each slice of its rows. This reads and writes the
+    sum once, and needs no fp32 sums. There is room for as many tokens as a row of the result has
+    numbers.
 
-    Chunks may write left factors over their large product. That product then waits in the same
-    memory first, formed for all tokens at once. Other products of the same factors are also formed
-    at once. So nothing large is read, or multiplied, once per chunk.
-
-
+    Chunks may overwrite their large product by left factors. Then that product also waits in this
+    memory, computed for all tokens at once. Other products of the same factors are computed at
+    once, too. So no large tensor is read, or multiplied, once per chunk.
     """
 
     def __init__(self, spec: Output, shape: list[int], per: int, right: Tensor, chunks: int):
         self.spec, self.per, self.right = spec, per, right
         self.out = right.new_empty(shape, dtype=getattr(torch, spec.dtype))
         self.others: list[tuple[Result, Tensor]] = []
-        # Slices of the result's rows: all of one width but the last. In the memory of each waits a
-        # matrix (tokens, rows).
+        # Slices of the result's rows, all of the same width except the last. A matrix (tokens,
+        # rows) waits in the memory of each slice.
         tokens, width = len(right), unpadded(parts(shape[0], chunks))
         memory = self.out.view(right.dtype)
         whole = shape[0] // width
@@ -174,23 +173,23 @@ class Waiting:
         self.last = last.view(-1)[: tokens * len(last)].view(tokens, len(last))
 
     def form(self, left: Tensor, right: Tensor, bias: list[Tensor]) -> None:
-        """Form the large product for all tokens."""
+        """Compute the large product for all tokens."""
         for rows, tile in self.tiles():
             form(left, right[:, rows], tile, [b.expand(*b.shape[:-1], len(self.out))[..., rows]
                                               for b in bias])  # fmt: skip
 
     def take(self, begin: int, end: int, out: Tensor) -> None:
-        """Copy the part that waits for a chunk."""
+        """Copy a chunk's part of the waiting product."""
         for part, memory in self._parts(out, begin, end):
             part.copy_(memory)
 
     def multiply(self, left: Tensor, right: Tensor, begin: int, end: int) -> None:
-        """Take the factors of a chunk's product."""
+        """Store the factors of a chunk's product."""
         for part, memory in self._parts(left.t(), begin, end):
             memory.copy_(part)
 
     def settle(self) -> None:
-        """Form the sum, and other products of the same factors."""
+        """Compute the sum, and other products of the same factors."""
         scratch = self.right.new_empty(max(tile.numel() for _, tile in self.tiles()))
         for rows, tile in self.tiles():
             for result, right in self.others:
@@ -203,7 +202,7 @@ class Waiting:
         return self.out
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Return slices of the result's rows, with the factors that wait in the memory of each."""
+        """Return slices of the result's rows, with the factors that wait in their memory."""
         width = self.slices.shape[2]
         for index, tile in enumerate(self.slices):
             yield slice(index * width, (index + 1) * width), tile
@@ -229,7 +228,7 @@ def _products_of(t: Tensor) -> matmul.Matmul:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """Compute out = left @ right, or out += left @ right, with little scratch memory beside out."""
+    """Compute out = left @ right, or out += left @ right, with little scratch memory."""
     (rows, depth), columns = left.shape, right.shape[1]
     slots = scratch.packed_slots(rows, columns, depth, torch.get_num_threads())
     if out.dtype != left.dtype or (depth >= _DEEP and 8 * slots <= out.numel()):
@@ -243,7 +242,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add a product to a sum that may have a wider dtype. The first term replaces the sum."""
+    """Add a product to a sum, which may have a wider dtype. The first term replaces the sum."""
     if total.dtype == left.dtype or isinstance(_products_of(left), packed.Packed):
         _multiply(left, right, total, not first)
         return
@@ -257,4 +256,4 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
             total[rows] = part
         else:
             total[rows] += part
-        del part  # or two of them are alive at a time
+        del part  # otherwise two parts are alive at a time

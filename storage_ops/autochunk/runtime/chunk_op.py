@@ -1,4 +1,4 @@
-"""The op that works through the tokens chunk by chunk."""
+"""The op that processes the tokens chunk by chunk."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _in_body: ContextVar[bool] = ContextVar("in_body", default=False)
 
 
 def in_body() -> bool:
-    """Return True while a chunk is compiled or run."""
+    """Return True while a chunk is compiled or runs."""
     return _in_body.get()
 
 
 class Compiled:
-    """The span for one chunk, compiled at its first call."""
+    """The body for one chunk, compiled at its first call."""
 
     def __init__(self, text: str):
         (self.program,) = decode(text)
@@ -66,11 +66,11 @@ class Compiled:
 
 
 def _first_that_compiles(program: Program, dynamic: bool, device: str) -> Callable[..., Any]:
-    """Return a compiled chunk. Do not overwrite its product if the compiler fails on that.
+    """Return a compiled chunk. If the compiler fails, do not overwrite the product.
 
-    Inductor of torch 2.13 fails on some variances. If it fails again, the chunk runs op by op. In
-    torch 2.10 and 2.11 it overwrites the product before it has read all of it, if sizes are
-    symbols.
+    Inductor of torch 2.13 fails on some variances. If it fails again, the chunk runs op by op. With
+    symbolic sizes, Inductor of torch 2.10 and 2.11 overwrites the product before it has read all of
+    it.
     """
     if inductor.miscompiled(body := decode_graph(program.body), device):
         return body
@@ -124,7 +124,7 @@ def _overwriting(body: Callable[..., Any], over: list[tuple[int, int]]) -> Calla
 
 @functools.lru_cache(maxsize=64)
 def body_of(text: str) -> Compiled:
-    """Return the body of a program, one per text."""
+    """Return the body of a program. It is created once per text."""
     return Compiled(text)
 
 
@@ -158,19 +158,19 @@ def chunked_span(
     inputs: list[Tensor], ints: Sequence[int], sizes: Sequence[int], groups: Sequence[int],
     program: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Evaluate programs, one after another, each on all chunks of its tokens.
+    """Evaluate programs in order, each on all chunks of its tokens.
 
-    Inputs and integers of the programs come one program after another.
+    Inputs and integers are concatenated over the programs.
     """
     bodies = bodies_of(program)
     programs = [p for p, _ in bodies]
     of_result = results_of(programs)
     shapes, results = shapes_of(programs, sizes), dict[int, Result | Waiting]()
     device = next(t.device for t in inputs)
-    # Compiled chunks are guarded by the dispatch keys in force, which differ between a forward, a
-    # backward and a plain call: without these guards each would compile anew. torch's own compiled
-    # functions run in the same way, under the same two names in 2.10, 2.13 and 2.15; there is no
-    # public one. torch.inference_mode would do too, but its tensors cannot be saved for a backward.
+    # Guards of compiled chunks include the current dispatch keys, which differ between a forward, a
+    # backward and a plain call. Excluding these keys avoids compiling again for each. torch's own
+    # compiled functions do the same, by two private names that exist in 2.10, 2.13 and 2.15.
+    # torch.inference_mode would work too, but its tensors cannot be saved for a backward.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     below = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
     with below[0], below[1], torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -191,7 +191,7 @@ def chunked_span(
                     per = 1 if spec.rows is None else _number(spec.rows.per, numbers)
                     results[spec.place] = Result(spec, shape, per, device)
             mine = [(spec, results[spec.place]) for spec in p.outputs]
-            if count:  # a mask may keep no token
+            if count:  # a mask may select no token
                 _Run(p, body, cuts, numbers, mine)(ends)
             for _, result in mine:
                 if isinstance(result, Waiting):
@@ -200,7 +200,7 @@ def chunked_span(
 
 
 class _Run:
-    """All chunks, one after another."""
+    """Runs all chunks in order."""
 
     def __init__(
         self, program: Program, body: Compiled, cuts: list[Input], ints: Sequence[int],
@@ -216,7 +216,7 @@ class _Run:
     def _holders(self) -> dict[int, Waiting]:
         """Return the sums in which large products wait, by product.
 
-        Each such sum also learns which other results have the same factors.
+        Each such sum also gets the other results with the same factors.
         """
         p, waiting = self.program, dict[int, Waiting]()
         for held, result in self.results:
@@ -231,7 +231,7 @@ class _Run:
         return waiting
 
     def __call__(self, ends: list[int]) -> None:
-        """Work through the groups between these places."""
+        """Process the groups between these places."""
         p = self.program
         products = [Product(places, self.waiting.get(i)) for i, places in enumerate(p.formed)]
         for i, held in self.waiting.items():
@@ -246,15 +246,17 @@ class _Run:
             blocks(end - begin, width, device) if p.in_blocks else [0, end - begin]
             for begin, end in chunks
         ]
-        sizes = {j - i for each in places for i, j in itertools.pairwise(each)}
+        sizes = {
+            j - i for places_of_chunk in places for i, j in itertools.pairwise(places_of_chunk)
+        }
         self.dynamic = self.dynamic or len(sizes) > 1
         largest = max(end - begin for begin, end in chunks)
-        for (begin, end), each in zip(chunks, places, strict=True):
+        for (begin, end), places_of_chunk in zip(chunks, places, strict=True):
             tensors = [cut(begin, end) for cut in self.cuts]
             formed = [product(tensors, begin, end, largest) for product in products]
-            values = self._values(formed, begin, each)
+            values = self._values(formed, begin, places_of_chunk)
             self._multiply(values, tensors, begin, end)
-            del values, formed, tensors  # before the next chunk makes its own
+            del values, formed, tensors  # freed before the next chunk allocates its own
 
     def _values(self, products: list[Tensor], begin: int, places: list[int]) -> list[Tensor]:
         """Run the body, in blocks if no other value of the body must be whole."""
@@ -262,7 +264,7 @@ class _Run:
         rows = [len(product) // places[-1] for product in products]
         for i, j in itertools.pairwise(places):
             parts = [p[i * n : j * n] for p, n in zip(products, rows, strict=True)]
-            values.clear()  # a view among them holds all that it is a view of
+            values.clear()  # a view among them keeps its base alive
             values += self._block(parts, begin + i, begin + j)
         for product, place in zip(products, self.program.over, strict=True):
             if place is not None:

@@ -1,4 +1,4 @@
-"""Faults of Inductor on a CPU, and how chunks avoid them."""
+"""Bugs of Inductor on a CPU, and their workarounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mended() -> Iterator[None]:
     """Compile without rows that overwrite each other.
 
     Before torch 2.14, Inductor may store values between two loops over columns in a buffer of one
-    row, although the outer loop takes several rows at a time. One cause is a bias that is not
+    row, although the outer loop processes several rows at a time. One cause is a bias that is not
     contiguous. Values and gradients are then silently wrong, also in a plain `torch.compile`
     (https://github.com/pytorch/pytorch/pull/185855).
     """
@@ -51,7 +51,7 @@ def _guard_local_buffers() -> None:
         several_rows = any(loop.steps != 1 for k in kernels for loop in k.loop_nest.loops[:depth])
         in_one_row = getattr(V.local_buffer_context, "local_buffers", None)
         if _mending.get() and in_one_row and several_rows:
-            return False  # Inductor then generates each loop on its own, through whole buffers
+            return False  # Inductor then generates separate loops, through whole buffers
         return bool(fits(self, kernels, depth))
 
     node.check_outer_fusion_loop_level_attr = checked
@@ -60,7 +60,7 @@ def _guard_local_buffers() -> None:
 def miscompiled(body: fx.GraphModule, device: str) -> bool:
     """Return True if Inductor may compile a body to wrong values under all options.
 
-    Before torch 2.13 it does so with indices of the largest or smallest of a row on a CPU
+    Before torch 2.13 it does so for indices of the largest or smallest element of a row on a CPU
     (https://github.com/pytorch/pytorch/issues/178964).
     """
     if device != "cpu" or torch.__version__ >= "2.13":

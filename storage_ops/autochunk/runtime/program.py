@@ -1,4 +1,4 @@
-"""The work on every chunk of tokens as text: an op's argument, which compile caches keep."""
+"""The work on every chunk of tokens as text. It is an op's argument, which compile caches store."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _TYPES = {
 }
 
 
-# Bytes of a product that the body works on at a time, at least and at most. On a CPU they stay in
-# its cache. On a GPU their products take longer than it takes to launch the next.
+# The least and most bytes of a product that the body processes at a time. On a CPU they fit into
+# the cache. On a GPU the products take longer than a launch.
 BLOCK = {"cpu": (32 << 10, 2 << 20), "cuda": (64 << 20, 64 << 20)}
 
 
 class Slice(NamedTuple):
-    """The cut of an input, or the place of an output: dimensions lo to hi - 1 are rows."""
+    """How to cut an input, or where an output goes: dimensions lo to hi - 1 are rows."""
 
     lo: int
     hi: int
-    per: int  # elements of a group; -1 - i: the op's integer i
+    per: int  # elements of a group; -1 - i means the op's integer i
 
 
 class Factor(NamedTuple):
-    """A matrix of a product: a value of the body, or an input, perhaps transposed."""
+    """A factor of a product: a value of the body or an input, perhaps transposed."""
 
     source: str  # "value" or "input"
     place: int
@@ -45,12 +45,12 @@ class Output(NamedTuple):
     """One result of the chunks.
 
     Attributes:
-        rows: where the chunk's rows go, or None: terms of a sum.
-        rank: dimensions of the result.
-        dtype: of the result, by name.
-        value: index among the body's values, or None.
-        factors: the factors of a product that is formed outside the body, in the result itself.
-        place: index among the op's results. Several outputs may be terms of one result.
+        rows: the place of the chunk's rows, or None for terms of a sum.
+        rank: the number of dimensions of the result.
+                dtype: the name of the result's dtype.
+        value: the index among the body's values, or None.
+        factors: the factors of a product that is computed outside the body, in the result itself.
+        place: the index among the op's results. Several outputs may be terms of one result.
     """
 
     rows: Slice | None
@@ -65,14 +65,14 @@ class Program(NamedTuple):
     """A span of the graph, for one chunk.
 
     Attributes:
-        inputs: how each tensor is cut; None: every chunk reads all of it.
+        inputs: how to cut each tensor. None: every chunk reads all of it.
         outputs: how the body's values become results.
-        num_chunks: the number of chunks. None: as many as keep to chunk_bytes.
-        chunk_bytes: budget for everything that a chunk holds.
-        group_bytes: bytes that a group needs in a chunk.
-        block_bytes: bytes that a group needs while the body works on it, if that is in blocks.
-        dynamic: sizes differ from call to call.
-        body: nodes of the graph.
+        num_chunks: the number of chunks. None: as many as `chunk_bytes` needs.
+        chunk_bytes: the most bytes of a chunk.
+        group_bytes: the bytes of a group in a chunk.
+        block_bytes: the bytes of a group in a block, if the body works on blocks.
+        dynamic: whether sizes differ from call to call.
+        body: the nodes of the body's graph.
         formed: inputs (bias,) left and right of products that are the body's first arguments.
         over: for each of these products, the body's value that overwrites it, or None.
     """
@@ -90,13 +90,13 @@ class Program(NamedTuple):
 
     def count(self, groups: int) -> int:
         """Return the number of chunks for this number of groups."""
-        wanted = self.num_chunks
-        if wanted is None:
-            wanted = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
-        return max(1, min(wanted, groups))
+        number = self.num_chunks
+        if number is None:
+            number = math.ceil(groups * self.group_bytes / max(self.chunk_bytes, 1))
+        return max(1, min(number, groups))
 
     def bounds(self, groups: int) -> list[int]:
-        """Return where chunks begin, and the end of the last. Sizes differ by one group at most."""
+        """Return the begins of chunks, and the last end. Sizes differ by at most one group."""
         count = self.count(groups)
         return [i * groups // count for i in range(count + 1)]
 
@@ -112,7 +112,7 @@ class Program(NamedTuple):
         """Return True if the left factors of a sum of products fit into the sum's memory.
 
         Args:
-            output: the result, and `sizes`: its sizes.
+            output: the result, with its sizes in `sizes`.
             inputs: sizes of all inputs, and bytes per element.
         """
         if output.rows is not None or output.factors is None:
@@ -120,18 +120,18 @@ class Program(NamedTuple):
         left, right = output.factors
         if left.source != "value" or not left.transposed or right.source != "input":
             return False
-        cut, (given, itemsize) = self.inputs[right.place], inputs[right.place]
-        if cut is None or cut.lo != 0 or len(given) != cut.hi + 1:
+        cut, (sizes_of_input, itemsize) = self.inputs[right.place], inputs[right.place]
+        if cut is None or cut.lo != 0 or len(sizes_of_input) != cut.hi + 1:
             return False
         wide = int(getattr(torch, output.dtype).itemsize)
-        return math.prod(given[: cut.hi]) * itemsize <= sizes[1] * wide
+        return math.prod(sizes_of_input[: cut.hi]) * itemsize <= sizes[1] * wide
 
     def holds_product(self, output: Output) -> int | None:
-        """Return the product whose overwriting value is the left factor of this sum of products."""
+        """Return the product that is overwritten by the left factor of this sum of products."""
         return self._multiplies_overwritten(output, transposed=True)
 
     def shares_factor(self, output: Output) -> int | None:
-        """Return the product whose overwriting value, times a whole input, gives these rows."""
+        """Return the product that is overwritten by a factor of these rows, or None."""
         if output.rows is None or output.factors is None:
             return None
         right = output.factors[1]
@@ -147,16 +147,16 @@ class Program(NamedTuple):
 
     @property
     def num_ints(self) -> int:
-        """Return how many integers the body takes."""
+        """Return the number of integers that the body takes."""
         inputs = [kind for kind, *_ in self.body if kind == "input"]
         return len(inputs) - len(self.inputs) - len(self.formed)
 
 
 def blocks(size: int, group_bytes: int, device: torch.device) -> list[int]:
-    """Return where blocks of a chunk of `size` groups begin, and the end of the last.
+    """Return the begins of blocks of a chunk of `size` groups, and the end of the last.
 
-    The values that the body stores on the way are no larger than a block. Blocks are equal if that
-    takes at most twice as many of them.
+    Temporary values of the body are at most as large as a block. Blocks are equal if that takes at
+    most twice as many of them.
     """
     total = size * group_bytes
     smallest, largest = BLOCK.get(device.type, BLOCK["cuda"])
@@ -196,7 +196,7 @@ def results_of(programs: Sequence[Program]) -> list[list[Output]]:
 
 
 def encode_graph(graph: fx.Graph) -> list[Any]:
-    """Return the nodes of a graph of ATen and prims ops, and of getitem and //, as lists."""
+    """Return the nodes of a graph of ATen and prims ops, getitem and //, as lists."""
     numbers: dict[fx.Node, int] = {}
     nodes: list[Any] = []
     for node in graph.nodes:
@@ -233,7 +233,7 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
         if isinstance(item, kind):
             return {name: str(item).removeprefix("torch.")}
     if isinstance(item, float):
-        return {"float": item.hex()}  # exact, and inf and nan too
+        return {"float": item.hex()}  # exact, also for inf and nan
     if item is None or isinstance(item, (bool, int, str)):
         return item
     raise TypeError(
@@ -244,14 +244,14 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
 
 def _decode(item: object, nodes: list[fx.Node]) -> Any:
     if isinstance(item, list):
-        return [_decode(each, nodes) for each in item]
+        return [_decode(entry, nodes) for entry in item]
     if not isinstance(item, dict):
         return item
     ((kind, value),) = item.items()
     if kind == "node":
         return nodes[value]
     if kind == "dict":
-        return {key: _decode(each, nodes) for key, each in value.items()}
+        return {key: _decode(entry, nodes) for key, entry in value.items()}
     if kind == "device":
         return torch.device(value)
     if kind == "float":
@@ -263,17 +263,17 @@ def decode_graph(body: list[Any]) -> fx.GraphModule:
     """Return the graph that `encode_graph` encoded."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    for kind, *rest in body:
+    for kind, *fields in body:
         if kind == "input":
             nodes.append(graph.placeholder(f"x{len(nodes)}"))
             continue
-        args = tuple(_decode(rest[0], nodes))
+        args = tuple(_decode(fields[0], nodes))
         if kind == "output":
             nodes.append(graph.output(*args))
         elif kind.startswith("method "):
             nodes.append(graph.call_method(kind.removeprefix("method "), args))
         else:
-            nodes.append(graph.call_function(_target(kind), args, _decode(rest[1], nodes)))
+            nodes.append(graph.call_function(_target(kind), args, _decode(fields[1], nodes)))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -1,4 +1,4 @@
-"""Several regions one after another, the output of one feeding the next."""
+"""Several regions in a chain, where the output of one is the input of the next."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ T = TypeVar("T")
 
 
 class OutputDiscardChain:
-    """Context manager for regions that feed one another: all their outputs are freed.
+    """Context manager for a chain of regions, which frees all their outputs.
 
-    All code that runs in the block is a consumer. When the block ends, the outputs that a consumer
-    or a later region has saved are freed. In backward the regions are recomputed in the order of
-    the forward, each when it is needed, and each is let go as soon as its consumers' backward is
-    done.
+    All code in the block is a consumer. When the block ends, the outputs that a consumer or a later
+    region has saved are freed. In backward each region is recomputed when it is needed, in the
+    order of the forward. It is freed again as soon as the backward of its consumers is done.
 
-    Without grad mode, under torch.compile and inside another checkpoint the calls are plain calls,
-    or those of `torch.utils.checkpoint`.
+    Without grad mode the calls are plain calls. Under torch.compile and inside another checkpoint
+    they are plain calls, or calls of `torch.utils.checkpoint`.
 
     Args:
-        options: those of `OutputDiscardCheckpoint`, for every region.
+        options: arguments of `OutputDiscardCheckpoint`, for every region.
 
     Example:
         >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
@@ -50,7 +49,8 @@ class OutputDiscardChain:
         >>> y.sum().backward()
     """
 
-    _variables = True  # those of the functions around the block are no holders of outputs
+    # Variables of the functions around the block do not count as references to outputs.
+    _variables = True
 
     def __init__(self, **options: Unpack[DiscardOptions]) -> None:
         self._options = OutputDiscardCheckpoint(**options).options
@@ -66,7 +66,7 @@ class OutputDiscardChain:
                 "there."
             )
         self._open = True
-        # Where no call is a region there is nobody to find.
+        # If no call is a region, there are no consumers to find.
         plain = torch.compiler.is_compiling() or regions.tracing()
         if plain or not is_repeatable() or Region.is_saved_by_another():
             return self
@@ -91,11 +91,11 @@ class OutputDiscardChain:
             self._containers.clear()
 
     def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return `fn(*args, **kwargs)`, saving none of its intermediates.
+        """Return `fn(*args, **kwargs)` without saving its intermediates.
 
         Args:
             fn: any callable. It is called again in backward and must do the same work both times.
-            args, kwargs: pytrees of anything, outputs of earlier regions of the chain among them.
+            args, kwargs: pytrees of any values, such as outputs of earlier regions of the chain.
 
         Raises:
             RuntimeError: called outside of the chain's with block.
@@ -110,19 +110,19 @@ class OutputDiscardChain:
     def run(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
     ) -> T:
-        """Run a region as `checkpoint` does, under the name that errors call it by."""
+        """Run a region as `checkpoint` does, with a name for errors."""
         outputs, region = run_region(fn, args, kwargs, self._options, name)
         if region is not None:
             self._regions.append(region)
-            if self._variables:  # else every name of an output is a holder
+            if self._variables:  # otherwise every name of an output counts as a reference
                 self._containers.add(outputs)
         return outputs
 
     def discard_output_and_register_recompute(self, *hook_tensors: Tensor) -> None:
-        """Free what was used so far before the block ends.
+        """Free the outputs that were used so far, before the block ends.
 
         Args:
-            hook_tensors: tensors that the gradients come to first; none are needed.
+            hook_tensors: tensors that receive their gradients first. Optional.
         """
         if self._block is not None:
             self._block.keep_what_is_held()

@@ -1,4 +1,4 @@
-"""Find the users of an output, by the tensors that its consumers saved, and by counting."""
+"""Finds the users of an output, by the tensors that consumers saved and by reference counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from storage_ops.checkpoint.saved.saved import fail
 
 
 class _Handed:
-    """A saved tensor that was handed to the hooks around this consumer."""
+    """A saved tensor that was passed to the saved-tensor hooks around this consumer."""
 
     __slots__ = ("packed", "unpack")
 
@@ -27,7 +27,7 @@ class _Handed:
         self.packed, self.unpack = packed, unpack
 
     def read(self) -> Tensor:
-        """Return the tensor that those hooks make of it."""
+        """Return the tensor that these hooks unpack."""
         return self.unpack(self.packed)
 
 
@@ -38,19 +38,19 @@ def _read(packed: SavedTensor | _Handed) -> Tensor:
 class ConsumerHooks:
     """Context manager around consumers of regions' outputs.
 
-    Tensors of an output that consumers save are kept as uses of its region. All other saved tensors
-    go to the saved-tensor hooks that were there before, if there are any. An output that something
-    in the block holds by other means is kept. Examples are an attribute of a custom Function's
-    context, hooks set inside of the consumer, and an object that is returned. Such holders are
-    found by counting, which costs microseconds.
+    If consumers save tensors of an output, these are stored as uses of its region. All other saved
+    tensors go to the outer saved-tensor hooks, if there are any. An output that is referenced in
+    another way after the block is kept. Examples are an attribute of a custom Function's context,
+    hooks set inside the consumer, and a returned object. Such references are found by counting,
+    which takes microseconds.
 
     Args:
         regions: the regions; the list may grow in the block.
-        variables: whether those of the functions that run around the block do not count, since it
-            is by them that a caller names what is to be freed.
+        variables: whether variables of the functions around the block do not count as references. A
+            caller needs variables to name the outputs to free.
         named: whether the caller names the outputs of `regions` after the block. If not, every name
-            of an output by then holds the output, also a dictionary that the consumer was given.
-        containers: those in which the caller has the outputs of `regions`.
+            of an output is a reference, also a dictionary that the consumer received.
+        containers: the containers in which the caller has the outputs of `regions`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ConsumerHooks:
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
         self._before = {id(m): RefCounts.of(r, m) for r in self._regions for m in r.discardable}
-        if not self._named:  # the block names each once, and nobody else needs to
+        if not self._named:  # the block names each output once, and no other code needs to
             alive = (m.output() for r in self._regions for m in r.discardable)
             self._outputs = {id(t): t for t in alive if t is not None}
             self._before = {m: now._replace(names=1) for m, now in self._before.items()}
@@ -96,17 +96,17 @@ class ConsumerHooks:
 
     @property
     def end(self) -> int:
-        """Return the number of the first autograd node after the block, or of its next one."""
+        """Return the number of the first autograd node after the block, or of the next node."""
         return self._end if self._hooks is None else torch._C._autograd._get_sequence_nr()
 
     def keep_what_is_held(self) -> None:
-        """Note the outputs that something in the block holds."""
+        """Record the outputs that are still referenced by values of the block."""
         stored = self._containers.stored(self._in_containers)
         for region in self._regions:
             for entry in region.discardable:
                 now = RefCounts.of(region, entry)
                 before = self._before.get(id(entry))
-                if before is None:  # of a region of this block: one name is the caller's
+                if before is None:  # an output of this block's regions: one name is the caller's
                     before = entry.first_counts._replace(names=int(self._variables))
                 if taken := self._containers.taken(entry.output(), self._in_containers):
                     before = before._replace(names=before.names - taken)
@@ -118,17 +118,18 @@ class ConsumerHooks:
 
 
 def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
-    """Raise if the graph saved an output of a region outside of the blocks around its consumers.
+    """Raise an error if an output of a region was saved outside of its consumers' blocks.
 
-    The numbers of autograd nodes settle the common case: none was made outside of the blocks. Else
-    it is counted who holds the output. Where variables do not explain the count, what only the
-    graph holds is told from what Python holds, which is kept.
+    In the common case, the numbers of autograd nodes show that no node was created outside of the
+    blocks. Otherwise references to the output are counted. If variables do not explain the count,
+    references from the autograd graph (an error) are distinguished from references in Python (the
+    output is kept).
     """
     made_since = torch._C._autograd._get_sequence_nr() - region.end
     if made_since <= sum(block.end - max(block.start, region.end) for block in blocks):
         return
     for entry in region.discardable:
-        first = entry.first_counts._replace(names=1 << 30)  # a name is no use of the graph
+        first = entry.first_counts._replace(names=1 << 30)  # a name is not a use by the graph
         if not is_referenced(
             RefCounts.of(region, entry), first, entry, variables=True, saved_too=True
         ):
@@ -155,12 +156,12 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
 
 
 def _live_tensors() -> Iterator[Tensor]:
-    # Not isinstance(): it would call __class__ of lazy objects.
+    # Do not use isinstance(), which would call __class__ of lazy objects.
     return (t for t in gc.get_objects() if issubclass(type(t), Tensor))
 
 
 def _users(region: Region, output: Tensor | None, blocks: Iterable[ConsumerHooks]) -> str:
-    """Names of the nodes that read an output outside of the blocks, as far as they can be found."""
+    """Return the names of nodes outside of the blocks that read an output, if they can be found."""
     target = None if output is None else output.grad_fn
     covered = [(block.start, block.end) for block in blocks]
     users: set[str] = set()

@@ -1,4 +1,4 @@
-"""Containers in which regions return outputs, and whether a consumer stored what is in them."""
+"""Detects consumers that store the containers in which regions return outputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.ref_counts import variables
 
-_OWN_NAMES = 0  # what counting adds to the references of a container; measured at the end
+_OWN_NAMES = 0  # references to a container that counting itself adds; measured at import
 
 
 class Counts(NamedTuple):
     """The counted references of a container.
 
     Attributes:
-        holders: objects that hold it. The containers around it do not count, nor do the variables
-            of running functions, by which a caller names what is to be freed.
-        items: how often it holds each item, by identity.
+        holders: references to it. Containers around it do not count, nor do variables of running
+            functions, which callers need to name the outputs to free.
+        items: how often it contains each item, by identity.
     """
 
     holders: int
@@ -30,22 +30,23 @@ class Counts(NamedTuple):
 
 
 class Containers:
-    """The containers that regions returned, which the caller hands to consumers.
+    """The containers that regions returned and that the caller passes to consumers.
 
-    A consumer that stores such a container reads its outputs later, so they must be kept. The
-    outputs' own references do not change then, so those of the containers are counted.
+    A consumer that stores such a container reads its outputs later, so they must be kept. Storing
+    it does not change the reference counts of the outputs. So references to the containers are
+    counted.
 
-    The containers are held until `clear`. They hold the graphs of their outputs, so nothing that a
-    graph holds may have this object.
+    The containers are referenced until `clear`. They reference the graphs of their outputs, so no
+    graph may reference this object.
     """
 
     def __init__(self) -> None:
         self._all: list[object] = []
-        self._first: dict[int, Counter[int]] = {}  # their items as the regions returned
-        self._inner: set[int] = set()  # those in others
+        self._first: dict[int, Counter[int]] = {}  # their items when the regions returned
+        self._inner: set[int] = set()  # containers in other containers
 
     def add(self, outputs: object) -> None:
-        """Note the outputs of a region, and the containers in them."""
+        """Record the outputs of a region, and the containers in them."""
         stack = [] if isinstance(outputs, Tensor) else [outputs]
         while stack:
             value = stack.pop()
@@ -57,15 +58,15 @@ class Containers:
                 stack += inside
 
     def clear(self) -> None:
-        """Let go of the containers."""
+        """Drop all references to containers."""
         self._all, self._first, self._inner = [], {}, set()
 
     def count(self) -> dict[int, Counts]:
-        """Count the holders and the items of each container that another object holds."""
+        """Count the references to each container that other code references, and its items."""
         if not self._all:  # as for regions that return a tensor
             return {}
         count = len(self._all) + 1
-        while len(self._all) < count:  # a container may have held the last reference to another
+        while len(self._all) < count:  # a container may have had the last reference to another
             count = len(self._all)
             references = self._references()
             self._all = [value for value in self._all if references[id(value)] > 0]
@@ -76,11 +77,11 @@ class Containers:
         }
 
     def stored(self, before: dict[int, Counts]) -> set[int]:
-        """Return the keys of the storages in containers that have more holders than before.
+        """Return the keys of the storages in containers that have more references than before.
 
         Args:
-            before: what `count` returned. A container that is not in there had one holder, the
-                caller, be it a variable or an attribute; one in another container had none.
+            before: the result of `count`. A container that is not in it had one reference, from a
+                variable or an attribute of the caller. A container inside another one had none.
         """
         keys: set[int] = set()
         if not self._all:
@@ -97,28 +98,28 @@ class Containers:
         return keys
 
     def taken(self, t: Tensor | None, before: dict[int, Counts]) -> int:
-        """Return how many times the containers do not hold an item any more that they held before.
+        """Return how many times an item was removed from the containers since `before`.
 
         Args:
             t: the item.
-            before: what `count` returned.
+            before: the result of `count`.
         """
-        taken = 0
+        removed = 0
         for value in self._all:
             at = id(value)
             items = before[at].items if at in before else self._first[at]
-            taken += items[id(t)] - sum(item is t for item in _items(value))
-        return taken
+            removed += items[id(t)] - sum(item is t for item in _items(value))
+        return removed
 
     def _names(self) -> Counter[int]:
-        """Return the number of references to each container, those in other containers left out."""
+        """Return the number of references to each container, except those of other containers."""
         names = self._references()
         for value in self._all:
             names.subtract(map(id, _items(value)))
         return names
 
     def _references(self) -> Counter[int]:
-        """Return the number of references to each container that others have."""
+        """Return the number of references to each container from other code."""
         references: Counter[int] = Counter()
         for value in self._all:
             references[id(value)] = sys.getrefcount(value) - _OWN_NAMES
@@ -126,13 +127,13 @@ class Containers:
 
 
 def _items(value: object) -> list[object]:
-    """Return the items of a container; none for another object."""
+    """Return the items of a container, or none for another object."""
     inside: Iterable[object] = tree_leaves(value, is_leaf=lambda part: part is not value)
     return [item for item in inside if item is not value]
 
 
 def _measure() -> int:
-    """Return the count of holders for a container that has one name, less this one."""
+    """Return the reference count of a container with one name, minus this name."""
     only = [0]
     containers = Containers()
     containers.add(only)

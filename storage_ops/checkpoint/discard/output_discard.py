@@ -1,7 +1,8 @@
-"""Checkpointing in which the OUTPUT of a region is freed too, once its consumer has run.
+"""Checkpointing that also frees the output of a region, after its consumer has run.
 
-An ordinary checkpoint frees what a region saves but keeps its output, because the consumer saves
-it. For a wide intermediate such as the activation of an MLP that output is most of the memory.
+An ordinary checkpoint frees the tensors that a region saves but keeps its output, because the
+consumer saves it. For a wide intermediate such as the activation of an MLP, the output is most of
+the memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.execution import is_disabled
 from storage_ops.foundation import regions
 
-# Arguments and result of a function. A type without them in brackets is that of the defaults.
+# Arguments and result of a function. An overload without brackets has the default types.
 P = ParamSpec("P", default=...)
 T = TypeVar("T", default=Any)
 M = TypeVar("M")
@@ -53,53 +54,54 @@ class DiscardOptions(TypedDict, total=False):
 class OutputDiscardCheckpoint:
     """Run a region, let a consumer use its output, free the output, recompute it in backward.
 
-    Gradients are those of plain autograd, bit for bit where the ops are deterministic. Parameters
-    used by the region get theirs as usual. Without grad mode every call is a plain call. Under
-    torch.compile the region becomes a `torch.utils.checkpoint`, which frees the output as well.
-    Inside of another checkpoint, which saves nothing of it anyway, and under torch.func every call
-    is a plain call too.
+    Gradients equal those of plain autograd, bit for bit if the ops are deterministic. Parameters of
+    the region get their gradients as usual. Without grad mode every call is a plain call. Under
+    torch.compile the region becomes a `torch.utils.checkpoint`, which frees the output, too. Inside
+    another checkpoint, which saves nothing of the region anyway, and under torch.func every call is
+    a plain call, too.
 
-    The region runs again in backward, and its effects besides returning tensors happen once: the
-    recompute finds what the forward found, and leaves what it finds. This holds for buffers of
-    the modules that it reaches (running statistics, a recurrent state, counters) and parameters
-    that its code writes. It holds for other tensors without a gradient, up to 64 MiB in a region.
-    It also holds for arguments: lists, dictionaries and sets, and objects such as a cache of keys
-    and values. Attributes, items and parameters that the caller exchanged since, by an assignment
-    or `torch.func.functional_call`, are used as the forward had them. Other effects of Python code,
-    on numbers that the forward counts, files or other processes, happen twice. Inputs must not be
-    modified in place.
-    Random numbers are those of the process: a region that draws them in several threads at once
-    cannot be repeated. After a backward with retain_graph=True the output stays in memory.
+    The region runs again in backward, but its effects happen once. The recompute sees the state
+    that the forward saw, and restores the current state. This holds for buffers of the modules that
+    the region reaches (running statistics, a recurrent state, counters) and parameters that its
+    code writes. It holds for other tensors without a gradient, up to 64 MiB in a region. It also
+    holds for arguments: lists, dictionaries and sets, and objects such as a cache of keys and
+    values. If the caller has replaced attributes, items or parameters since, by an assignment or
+    `torch.func.functional_call`, the recompute uses those of the forward. Other effects of Python
+    code, on numbers that the forward counts, files or other processes, happen twice. Inputs must
+    not be modified in place. Random numbers are those of the process: a region that draws them in
+    several threads at once cannot be repeated. After a backward with retain_graph=True the output
+    stays in memory.
 
-    A tensor of the output that others than the caller's variables still hold is not freed. Examples
+    An output tensor is not freed if it has references other than the caller's variables. Examples
     are a parameter, a buffer or an attribute that the region returns, and a tensor from outside
     that it writes to. Others are an object that a consumer returns, and an attribute of a custom
     Function's context.
 
     Args:
-        preserve_rng_state: repeat the region with the random numbers of the forward. They are those
-            of the CPU, of every device, of generators that it is given or reaches, and of
-            `register_rng_tracker`. Python's and numpy's have to be given to that function.
+        preserve_rng_state: repeat the region with the random numbers of the forward, from the CPU,
+            every device, generators that the region gets or reaches, and `register_rng_tracker`.
+            Python's and numpy's generators must be registered by that function.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
             tensors saved in forward and in the recompute. It also checks that parameters and
-            captured tensors with a gradient were not modified in place in between. "checksum"
-            compares the bytes of these and of the outputs as well, and the error names the first
-            that differs. "none" does not compare saved tensors.
-        debug: where `storage_ops.info()["guard"]` is False, find reads of a discarded output in
+            captured tensors with a gradient were not modified in place in between. "checksum" also
+            compares the bytes of these and of the outputs, and the error names the first
+            difference. "none" does not compare saved tensors.
+        debug: if `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
         context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
             and for the recompute, such as those of `create_selective_checkpoint_contexts`.
-        retain_input_tensors: an argument of Megatron-LM's class. Outputs that share memory with an
-            input are kept whatever it is.
-        fp8, ckpt_manager: arguments of Megatron-LM's class that have no meaning here; only their
-            defaults are taken.
+        retain_input_tensors: an argument of Megatron-LM's class, without effect. Outputs that share
+            memory with an input are always kept.
+        fp8, ckpt_manager: arguments of Megatron-LM's class without a meaning here. Only their
+            defaults are accepted.
 
     Attributes:
-        outputs: the tensors that the last call returned, as far as somebody holds them; None before
-            a call and after the discard.
+        outputs: the tensors of the last call, as far as other code references them. None before a
+            call and after the discard.
 
     Raises:
-        ValueError: an unknown `determinism_check`. TypeError: `fp8` or `ckpt_manager` is given.
+        ValueError: an unknown `determinism_check`. TypeError: `fp8` or `ckpt_manager` is not its
+            default.
 
     Example:
         >>> up, down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
@@ -155,11 +157,11 @@ class OutputDiscardCheckpoint:
         return tuple(t for ref in self._outputs if (t := ref()) is not None)
 
     def checkpoint(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return `fn(*args, **kwargs)`, saving none of its intermediates.
+        """Return `fn(*args, **kwargs)` without saving its intermediates.
 
         Args:
             fn: any callable. It is called again in backward and must do the same work both times.
-            args, kwargs: pytrees of anything; tensors inside them are tracked.
+            args, kwargs: pytrees of any values; tensors inside them are tracked.
         """
         if self._region is not None:
             warnings.warn(
@@ -178,10 +180,10 @@ class OutputDiscardCheckpoint:
         return outputs
 
     def consumer(self) -> contextlib.AbstractContextManager[Any]:
-        """Context manager around what reads the output: finds every tensor saved of it.
+        """Return a context manager for consumers. It finds every saved tensor of the output.
 
-        Several blocks may follow one another. Saved-tensor hooks around the block, such as
-        offloading, get all other tensors; those set inside of it are covered as well.
+        Several blocks are allowed. Saved-tensor hooks around the block, such as offloading, get all
+        other tensors. Hooks that are set inside the block are detected, too.
         """
         region = self._region
         if torch.compiler.is_compiling() or region is None:
@@ -195,9 +197,9 @@ class OutputDiscardCheckpoint:
 
         Args:
             hook_tensors: tensors computed from the region's output, such as the consumer's result.
-                The first of them to get a gradient restores the output. That must happen before
-                any other user of it runs its backward. None are needed when all consumers ran
-                inside of `consumer()`, whose saved tensors restore it.
+                The first of them to receive a gradient restores the output. That must happen before
+                any other user of the output runs its backward. Not needed if all consumers ran
+                inside `consumer()`: then reading their saved tensors restores the output.
 
         Raises:
             RuntimeError: `checkpoint` was not called, or the output was modified in place. Others:
@@ -210,7 +212,8 @@ class OutputDiscardCheckpoint:
                 "output to discard. Call checkpoint() first."
             )
         region = self._region
-        if region is None:  # no grad mode, compiled, or inside another checkpoint: nothing is kept
+        # No grad mode, compiled, or inside another checkpoint: no intermediate is saved.
+        if region is None:
             self._outputs = None
             return
         if not hook_tensors and not self._blocks:
@@ -235,7 +238,7 @@ class OutputDiscardCheckpoint:
                 t.register_hook(region.trigger())
 
     def _discard(self, keep: Iterable[Any]) -> None:
-        """Free the region's output, but for storages that are kept."""
+        """Free the region's output, except for storages in `keep`."""
         if self._region is not None:
             if self._blocks:
                 verify(self._region, self._blocks)
@@ -244,7 +247,7 @@ class OutputDiscardCheckpoint:
         self._containers.clear()
 
     def clear(self) -> None:
-        """Forget a region whose output will not be discarded; its backward still works."""
+        """Forget a region whose output will not be discarded. Its backward still works."""
         if self._region is not None:
             self._region.forget_outputs()
         self._region, self._blocks, self._outputs = None, [], None
@@ -261,7 +264,7 @@ def run_region(
 ) -> tuple[T, Region | None]:
     """Return the result of `fn`, and the region that can repeat it.
 
-    The region is None where nothing can be discarded.
+    The region is None if no output can be discarded.
     """
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
@@ -279,12 +282,12 @@ def output_discard(
     consumer: Callable[[M], T],
     **options: Unpack[DiscardOptions],
 ) -> Callable[P, T]:
-    """Compose two callables so that what passes between them is freed until backward.
+    """Compose two callables so that the producer's output is freed until backward.
 
     Args:
         producer: called with the arguments; its output is freed once the consumer has run.
         consumer: called with the producer's output; its own output is kept.
-        options: those of `OutputDiscardCheckpoint`.
+        options: arguments of `OutputDiscardCheckpoint`.
 
     Returns:
         A function equal to `lambda *args, **kwargs: consumer(producer(*args, **kwargs))`.
@@ -304,7 +307,7 @@ def output_discard(
             return consumer(middle)
         with ConsumerHooks([region], named=False):
             outputs = consumer(middle)
-            del middle  # an output that still has a name is held, and kept
+            del middle  # an output with a name is referenced, and so would be kept
         region.discard()
         return outputs
 
@@ -312,7 +315,7 @@ def output_discard(
 
 
 class OutputDiscard(torch.nn.Module, Generic[P, T]):
-    """`output_discard` as a module: `consumer(producer(x))` with the middle freed until backward.
+    """`output_discard` as a module: `consumer(producer(x))` frees the producer's output.
 
     Example:
         >>> block = storage_ops.OutputDiscard(torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
@@ -327,7 +330,7 @@ class OutputDiscard(torch.nn.Module, Generic[P, T]):
         **options: Unpack[DiscardOptions],
     ) -> None:
         super().__init__()
-        OutputDiscardCheckpoint(**options)  # a wrong option is an error here
+        OutputDiscardCheckpoint(**options)  # a wrong option raises an error here
         self.producer = producer
         self.consumer = consumer
         self._options = options
@@ -336,7 +339,7 @@ class OutputDiscard(torch.nn.Module, Generic[P, T]):
         """Run producer and consumer."""
         return output_discard(self.producer, self.consumer, **self._options)(*args, **kwargs)
 
-    if TYPE_CHECKING:  # that of torch.nn.Module returns Any
+    if TYPE_CHECKING:  # torch.nn.Module's own `__call__` returns Any
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
             """Call `forward` and its hooks."""

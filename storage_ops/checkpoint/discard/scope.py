@@ -1,7 +1,7 @@
-"""When the output of a checkpointed layer is freed: as the module that holds it returns.
+"""Frees the output of a checkpointed layer when the module that contains the layer returns.
 
-All that the holder computes from the output has run by then. Its call is an `OutputDiscardChain`,
-which finds by itself who has saved the outputs, and keeps those that anybody still holds.
+All consumers of the output inside this module, the *holder*, have run by then. The holder's call is
+an `OutputDiscardChain`, which finds the tensors that consumers saved, and keeps referenced outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 
 
 class _Scope(OutputDiscardChain):
-    """The call of a holder; what its callers' variables name by then was handed to them."""
+    """The call of a holder. Its callers may have received its outputs, so their variables count."""
 
     _variables = False
 
@@ -39,7 +39,7 @@ class _Scope(OutputDiscardChain):
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:
         for region in self._regions:
             for entry in region.discardable:
-                # Code that holds the output may modify it.
+                # Code with a reference to the output may modify it.
                 entry.is_referenced = entry.is_referenced or entry.is_modified
         keep_ends_of_rows(self._regions)
         super()._discard_used(block, hook_tensors)
@@ -51,14 +51,15 @@ class Pretended:
 
     Attributes:
         storages: the keys of storages.
-        kept_classes: of outputs that have no storage to free, for they wrap other tensors.
+                kept_classes: the classes of outputs without a storage to free, because they wrap
+                tensors.
     """
 
     storages: set[int] = field(default_factory=set)
     kept_classes: set[str] = field(default_factory=set)
 
     def add(self, outputs: object, inputs: object) -> None:
-        """Note the outputs of a layer."""
+        """Record the outputs of a layer."""
         leaves = leaves_of(outputs)
         self.storages.update(by_storage(leaves).keys() - by_storage(leaves_of(inputs)).keys())
         for leaf in leaves:
@@ -67,7 +68,7 @@ class Pretended:
 
 
 class _Scopes(threading.local):
-    """The calls in progress of modules that hold such layers, innermost last."""
+    """The calls of holders in progress, innermost last."""
 
     def __init__(self) -> None:
         self.open: list[_Scope] = []
@@ -78,13 +79,13 @@ _scopes = _Scopes()
 
 
 class DiscardHolder(Replaced):
-    """A module that frees the outputs of layers in it as its call returns, or ends by an error.
+    """A module that frees the outputs of its layers when its call returns or raises.
 
-    The module itself, of another class: a hook after its forward would not run when the call ends
-    by a KeyboardInterrupt.
+    The class of the module is changed, because a hook after its forward would not run when the call
+    ends with a KeyboardInterrupt.
     """
 
-    # Options of `OutputDiscardChain`; None on an instance: nothing is freed.
+    # Options of `OutputDiscardChain`. On an instance, None means that nothing is freed.
     _discarding: dict[str, Any] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -105,7 +106,7 @@ class DiscardHolder(Replaced):
 
 
 def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Call a layer whose output the innermost holder will free; without a holder it is kept."""
+    """Call a layer whose output the innermost holder frees. Without a holder it is kept."""
     if _scopes.pretended is not None:
         outputs = torch_checkpoint(functools.partial(fn, **kwargs), *args, use_reentrant=False)
         _scopes.pretended.add(outputs, (args, kwargs))
@@ -117,31 +118,31 @@ def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 
 def is_open() -> bool:
-    """Return True while a module that frees outputs of layers in it is being called."""
+    """Return True while the call of a holder is in progress."""
     return bool(_scopes.open)
 
 
 def hold(module: Any, **options: object) -> None:
-    """Let a module free the outputs of the layers it holds; options of `OutputDiscardChain`."""
+    """Let a module free the outputs of its layers. `options`: those of `OutputDiscardChain`."""
     if not isinstance(module, DiscardHolder):
         DiscardHolder.change(module)
     module._discarding = options
 
 
 def release(module: nn.Module) -> None:
-    """Undo `hold`; the class stays where another was put above it."""
+    """Undo `hold`. The class stays if another class was put on top of it."""
     vars(module).pop("_discarding", None)
     DiscardHolder.change_back(module)
 
 
 def options_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the options that `hold` was called with; None if it was not called."""
+    """Return the options of `hold`, or None if it was not called."""
     return module._discarding if isinstance(module, DiscardHolder) else None
 
 
 @contextlib.contextmanager
 def pretend() -> Iterator[Pretended]:
-    """Free nothing in a block, and note what would be freed: fakes have no bytes."""
+    """Free nothing in a with block, and record what would be freed. Fakes have no bytes to free."""
     _scopes.pretended = Pretended()
     try:
         yield _scopes.pretended

@@ -1,7 +1,7 @@
 """Layers of a model that become regions.
 
-`config.py` chooses layers and modes, `config_policy.py` turns a choice of ops into a policy, and
-`transform.py` changes the class of the chosen modules to the one in `wrapper.py`. `tile.py` and
+`config.py` chooses layers and modes. `config_policy.py` turns chosen ops into a policy.
+`transform.py` changes the class of the chosen modules to the class in `wrapper.py`. `tile.py` and
 `tile_run.py` run a module on a part of its tokens at a time. `report.py` and `explain_policy.py`
-count what the layers of a model save.
+count the tensors that the layers of a model save.
 """

@@ -1,4 +1,4 @@
-"""The config that chooses which layers of a model are checkpointed, and how.
+"""The config that chooses the checkpointed layers of a model, and how they are checkpointed.
 
 Users write it in a config file.
 """
@@ -39,7 +39,7 @@ _SWITCHES = (
     "use_reentrant", "preserve_rng_state", "allow_no_match", "early_stop", "debug",
     "respect_saved_tensors_hooks",
 )  # fmt: skip
-# What makes a checkpoint a selective one.
+# Options that make a checkpoint selective.
 _RULES = (*_LISTS_OF_OPS, "mm_shapes_to_save", "mm_shapes_to_recompute", "policy")
 
 
@@ -66,48 +66,48 @@ class ActivationCheckpointConfig:
     """The layers that `apply_activation_checkpoint` checkpoints, and how.
 
     A module is checkpointed if its class or its name matches and no module around it does. The
-    tensors that it saves for backward are then recomputed there, except those that the rules below
-    keep.
+    tensors that it saves for backward are then recomputed, except those that the rules below save.
 
     Args:
         layer_classes: classes of modules, or their names as in `type(module).__name__`, such as
-            "LlamaBlock". A class is kept as its name, and its subclasses do not match. This and
+            "LlamaBlock". A class is stored as its name, and its subclasses do not match. This and
             every other list may also be a set, or a single name, class or op.
-        use_reentrant: the checkpoint of older torch; only without rules, and an input of the layer
-            must need grad. torch.compile always gets the other one.
+        use_reentrant: use the reentrant checkpoint of torch. It allows no rules, and an input of
+            the layer must require grad. torch.compile always uses the other kind.
         ops_to_save: ops whose results are saved: "aten.mm" for all overloads, "aten.mm.default",
             "torch.ops.aten.mm.default", a custom op, or the op itself.
         ops_to_offload: ops, named in the same ways, whose results are saved in host memory, unless
             other rules save them (`storage_ops.policies.offload`).
         layer_names: patterns (fnmatch; `*` also matches dots) of names in `named_modules()`, such
             as "layers.*.mlp". The model itself has the name "", which only "" matches.
-        mode: "full" saves nothing inside a layer, and "selective" what the rules say.
-            "output_discard" saves nothing either. It frees the layer's output too, when the forward
-            of the module that holds it ends; nothing may read it after that. The default is
+        mode: "full" saves nothing inside a layer, and "selective" saves what the rules select.
+            "output_discard" saves nothing either, and also frees the layer's output when the
+            forward of the module around it ends. No code may read it after that. The default is
             "selective" if there are rules, else "full".
-        every_k: of the layers that match, in the order of `named_modules()`, take the k-th, the
-            2k-th and so on.
+        every_k: of the matching layers, in the order of `named_modules()`, take the k-th, the 2k-th
+            and so on.
         ops_to_recompute: ops whose results are recomputed, whatever other rules say. Without
             another rule, all other results are saved.
         mm_shapes_to_save: patterns of names of linear layers; matrix products (mm, addmm) whose
             right factor has the shape of such a layer's weight, transposed, are saved.
-        mm_shapes_to_recompute: the same for products that are recomputed, whatever is saved.
+        mm_shapes_to_recompute: the same for products that are recomputed, whatever other rules say.
         policy: "matmuls", "attention", "every_other_mm" or "communication", a policy function, or
-            several of these, of which each saves its part (see `storage_ops.policies`).
+            several of these, each of which saves its part (see `storage_ops.policies`).
         preserve_rng_state: recompute with the random numbers of the forward.
         determinism_check: "default" compares shape, dtype and device of the recomputed tensors with
             those that the forward saved. It also checks that parameters were not modified in place
-            in between. "none" does not, and "checksum" compares the bytes as well.
-        early_stop: end a recompute with the last tensor that backward needs; False runs it to the
-            end. Without meaning for what is reentrant, discards outputs or communicates with other
-            ranks.
-        debug: when a recompute differs from the forward, the error names the first op that differs
-            and its line, which costs time per op; with mode "output_discard", as of
+            in between. "checksum" also compares the bytes. "none" compares nothing.
+        early_stop: end a recompute at the last tensor that backward needs. False runs it to the
+            end. It has no effect on reentrant checkpoints, discarded outputs, and regions that
+            communicate with other ranks.
+        debug: if a recompute differs from the forward, the error names the first op that differs
+            and its line, which takes time per op. For mode "output_discard", see
             `OutputDiscardCheckpoint`.
-        respect_saved_tensors_hooks: what the rules save goes through the saved-tensor hooks around
-            the layer, such as `torch.autograd.graph.save_on_cpu`, as all else does; with rules
-            only.
-        allow_no_match: leave a model in which no layer matches as it is; otherwise an error.
+        respect_saved_tensors_hooks: pass the tensors that rules save to the saved-tensor hooks
+            around the layer, such as `torch.autograd.graph.save_on_cpu`, like all others. This
+            needs rules.
+        allow_no_match: leave a model without a matching layer unchanged. Otherwise that is an
+            error.
 
     Raises:
         TypeError: a value of the wrong type. ValueError: an unknown op or choice, or rules that
@@ -193,7 +193,7 @@ class ActivationCheckpointConfig:
 
     @property
     def effective_mode(self) -> Mode:
-        """Return the mode, chosen by the rules where it is not given."""
+        """Return the mode. Without `mode`, the rules decide."""
         if self.mode is not None:
             return self.mode
         return "selective" if any(getattr(self, name) for name in _RULES) else "full"
@@ -212,10 +212,11 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ActivationCheckpointConfig:
-        """Return a config made of a mapping of its arguments.
+        """Return a config from a mapping of its arguments.
 
         Raises:
-            ValueError: an unknown key; names the nearest valid one. TypeError: not a mapping.
+            ValueError: an unknown key. The error names the most similar valid one. TypeError: not a
+                mapping.
 
         Example:
             >>> storage_ops.ActivationCheckpointConfig.from_dict({"layer_clases": ["Block"]})
@@ -235,7 +236,7 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
-        """Return a config made of JSON.
+        """Return a config from JSON.
 
         Args:
             source: the text, or a file: a path object, or a name that ends in ".json".
@@ -258,7 +259,7 @@ class ActivationCheckpointConfig:
 
     @staticmethod
     def from_yaml(source: str | os.PathLike[str]) -> ActivationCheckpointConfig:
-        """Return a config made of YAML; needs PyYAML.
+        """Return a config from YAML. This needs PyYAML.
 
         Args:
             source: the text, or a file: a path object, or a name that ends in ".yaml" or ".yml".
@@ -283,7 +284,7 @@ class ActivationCheckpointConfig:
 
 
 def named_policy(policy: object) -> Policy:
-    """Return the policy function that a name stands for; a function stands for itself.
+    """Return the policy function of a name. A function is returned unchanged.
 
     Raises:
         ValueError: there is no policy of this name. TypeError: neither a name nor a function.
@@ -310,15 +311,15 @@ def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
 
 
 def _list_of(name: str, value: object) -> Any:
-    """Return the names or ops that a value stands for, as a list or the tuple that was given.
+    """Return the names or ops of a value as a list, or as the given tuple.
 
     Raises:
-        TypeError: it has something else.
+        TypeError: the value has other items.
     """
     if value is None:
         return None
     if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=str)  # without an order of its own
+        value = sorted(value, key=str)  # a set has no order
     elif isinstance(value, (str, type, nn.Module)) or not isinstance(value, Sequence):
         value = [value]
     items = [_name_of(name, item) for item in value]
@@ -326,9 +327,9 @@ def _list_of(name: str, value: object) -> Any:
 
 
 def _name_of(name: str, item: object) -> Any:
-    """Return an item of a list as it is kept.
+    """Return an item of a list in its stored form.
 
-    A class is kept by its name, so that configs can be written out.
+    A class is stored as its name, so that configs can be written to files.
     """
     if isinstance(item, str) or name in _LISTS_OF_OPS:
         return item

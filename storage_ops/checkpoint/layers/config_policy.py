@@ -1,4 +1,4 @@
-"""From the rules of a config to one policy function, for one model."""
+"""Turns the rules of a config into one policy function for a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from storage_ops.checkpoint.selective.policies import (
 
 
 def policy_of(cfg: ActivationCheckpointConfig, model: nn.Module) -> Policy | None:
-    """Return the policy that a config describes; None if it has no rules.
+    """Return the policy of a config, or None if it has no rules.
 
     Raises:
         ValueError: a pattern of linear layers matches none.
@@ -47,7 +47,8 @@ def _parts(
     parts: list[Policy] = []
     if ops:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the config has warned of ops that policies seldom see
+            # The config has already warned of ops that policies rarely see.
+            warnings.simplefilter("ignore")
             parts.append(save(*ops))
     if patterns:
         parts.append(save_mm_shapes(_shapes(patterns, model, field)))
@@ -80,8 +81,8 @@ def qualified_name(name: str) -> str:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that torch.compile wrapped, or the module itself."""
-    parts: Any = module._modules  # of a scripted module it has no get()
+    """Return the module inside a wrapper of torch.compile, or the module itself."""
+    parts: Any = module._modules  # `_modules` of a scripted module has no get()
     inner: nn.Module = parts["_orig_mod"] if "_orig_mod" in parts else module  # noqa: SIM401
     return inner
 
@@ -92,7 +93,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def class_of(module: nn.Module) -> type:
-    """Return the class of a module, without those that FSDP2, parametrize and we put above it."""
+    """Return the class of a module below those of FSDP2, parametrize and this package."""
     cls: Any = type(module)
     while True:
         if "_original" in vars(cls):

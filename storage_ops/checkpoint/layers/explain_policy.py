@@ -1,4 +1,4 @@
-"""Show every op of a function under a policy, its bytes, and which are computed twice."""
+"""Shows every op of a function under a policy, its bytes, and whether it is computed twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
 
-_IN_WORDS: dict[bool | str, tuple[str, str]] = {  # and the colours
+_IN_WORDS: dict[bool | str, tuple[str, str]] = {  # with the colours
     True: ("saved", "green"),
     False: ("recomputed", "yellow"),
     OFFLOAD: ("offloaded", "cyan"),
@@ -34,17 +34,17 @@ _IN_WORDS: dict[bool | str, tuple[str, str]] = {  # and the colours
 
 @dataclass
 class OpRow:
-    """All calls of one op whose results are treated alike.
+    """All calls of one op with the same decision.
 
     Attributes:
-        op: its name, such as "aten.mm".
+        op: the op's name, such as "aten.mm".
         saved: whether the results are saved; otherwise they are recomputed in backward. "offload":
             saved in host memory.
         count: how often it ran.
-        nbytes: bytes of its results; those of views and of in-place ops are none.
-        flops: floating-point operations of matrix products, convolutions and attention; other ops
-            count as none.
-        recompute_share: its part of all FLOPs that are recomputed, from 0 to 1.
+        nbytes: bytes of its results; 0 for views and in-place ops.
+        flops: floating-point operations of matrix products, convolutions and attention; 0 for other
+            ops.
+        recompute_share: its share of all recomputed FLOPs, from 0 to 1.
     """
 
     op: str
@@ -72,12 +72,12 @@ class PolicyTable(Tabular):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward."""
+        """The FLOPs of the forward."""
         return sum(row.flops for row in self.rows)
 
     @property
     def recompute_flops(self) -> int:
-        """FLOPs of everything that is not saved."""
+        """The FLOPs of all results that are not saved."""
         return sum(row.flops for row in self.rows if not row.saved)
 
     def __rich__(self) -> Grid:
@@ -85,7 +85,7 @@ class PolicyTable(Tabular):
 
         from storage_ops.tables import Grid
 
-        again = self.recompute_flops / self.flops if self.flops else 0.0
+        recomputed_share = self.recompute_flops / self.flops if self.flops else 0.0
         rows = [
             (
                 row.op,
@@ -102,7 +102,7 @@ class PolicyTable(Tabular):
             ("op", "count", "bytes", "", "FLOPs", "of recompute"),
             rows,
             f"saved: {readable_bytes(self.saved_bytes)}; recomputed: "
-            f"{metric(self.recompute_flops, 'FLOP')}, {again:.0%} of the forward's "
+            f"{metric(self.recompute_flops, 'FLOP')}, {recomputed_share:.0%} of the forward's "
             f"{metric(self.flops, 'FLOP')}",
             words=("op", ""),
             optional=("of recompute", "FLOPs", "count"),
@@ -115,18 +115,18 @@ def explain_policy(
     policy: PolicyChoice | ActivationCheckpointConfig,
     **kwargs: object,
 ) -> PolicyTable:
-    """Run a function once, and tell what a policy would save of it and what it would recompute.
+    """Run a function once, and show what a policy would save and recompute.
 
-    Nothing is checkpointed. A result that is not saved counts as recomputed. A checkpoint stops
-    earlier, once backward has all it needs, so it recomputes this at most.
+    Nothing is checkpointed. A result that is not saved counts as recomputed. A real checkpoint
+    stops when backward has all tensors that it needs, so it may recompute less.
 
     Args:
         fn: a function or module; args and kwargs are passed to it.
         policy: as `ActivationCheckpointConfig.policy`, or such a config.
 
     Returns:
-        A table with one row for every op and decision; `rows`, `saved_bytes`, `flops` and
-        `recompute_flops` hold its figures.
+        A table with one row for every op and decision. Its numbers are in `rows`, `saved_bytes`,
+        `flops` and `recompute_flops`.
 
     Raises:
         ValueError, TypeError: `policy` is no policy.
@@ -144,10 +144,10 @@ def explain_policy(
     resolved = policy_of(cfg, fn if isinstance(fn, nn.Module) else nn.Module())
     with _Explaining(resolved) as mode:
         fn(*args, **kwargs)
-    again = sum(row.flops for row in mode.rows.values() if not row.saved)
+    recomputed = sum(row.flops for row in mode.rows.values() if not row.saved)
     for row in mode.rows.values():
-        if again and not row.saved:
-            row.recompute_share = row.flops / again
+        if recomputed and not row.saved:
+            row.recompute_share = row.flops / recomputed
     return PolicyTable(tuple(sorted(mode.rows.values(), key=lambda r: (-r.nbytes, -r.flops, r.op))))
 
 

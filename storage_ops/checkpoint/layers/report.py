@@ -1,4 +1,4 @@
-"""Report which layers of a model are checkpointed, and the memory it is expected to need."""
+"""Reports which layers of a model are checkpointed, and the expected memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """Layers of one class that are checkpointed in one way.
+    """Layers of one class with the same kind of checkpoint.
 
     Attributes:
         class_name: the class of the layers.
         mode: "full", "selective" or "output_discard".
-        checkpointed: how many layers are.
+        checkpointed: how many layers are checkpointed.
         total: how many modules of this class the model has.
     """
 
@@ -49,15 +49,15 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class CheckpointReport(Tabular):
-    """The checkpointed layers of a model, which print as a table.
+    """The checkpointed layers of a model. Prints as a table.
 
     Attributes:
         layers: one entry per class and mode.
-        kept_bytes: bytes that the forward leaves for the backward, its output included; None
+        kept_bytes: bytes that the forward keeps for the backward, including its output. None
             without inputs.
         plain_bytes: the same without any checkpoint.
-        kept_classes: tensors of these classes are outputs of layers that discard theirs, and are
-            kept: nothing tells where the bytes are that such a tensor wraps.
+        kept_classes: classes of outputs that would be discarded but are kept, because the storage
+            of the tensors that they wrap is unknown.
     """
 
     layers: tuple[LayerCount, ...]
@@ -86,11 +86,11 @@ class CheckpointReport(Tabular):
 
 
 def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> CheckpointReport:
-    """Return the checkpointed layers of a model and, for given inputs, the memory to expect.
+    """Return the checkpointed layers of a model and, with inputs, the expected memory.
 
-    With inputs the forward runs twice on fake tensors, with and without checkpoints: nothing is
-    computed and nothing of that size is allocated. A model that looks at values, or that FSDP2 has
-    sharded, cannot run so.
+    With inputs the forward runs twice on fake tensors, with and without checkpoints. Nothing is
+    computed or allocated. A model that reads values, or that FSDP2 has sharded, cannot run this
+    way.
 
     Args:
         model: a model after `apply_activation_checkpoint`.
@@ -120,7 +120,7 @@ def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> Chec
 
 
 class _Storages(TorchDispatchMode):
-    """Knows the storages that ops have made and that are still alive."""
+    """Records the live storages that ops have created."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,18 +130,18 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        self._note((args, kwargs), made=False)
+        self._note((args, kwargs), is_new=False)
         out = op(*args, **(kwargs or {}))
-        self._note(out, made=True)
+        self._note(out, is_new=True)
         return out
 
-    def _note(self, value: object, made: bool) -> None:
+    def _note(self, value: object, is_new: bool) -> None:
         for key, t in by_storage(tensors_in(value)).items():
             if key not in self._known:
-                self._remember(key, t.untyped_storage(), made)
+                self._remember(key, t.untyped_storage(), is_new)
 
-    def _remember(self, key: int, storage: torch.UntypedStorage, made: bool) -> None:
-        self._known[key] = storage.nbytes() if made else 0
+    def _remember(self, key: int, storage: torch.UntypedStorage, is_new: bool) -> None:
+        self._known[key] = storage.nbytes() if is_new else 0
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
@@ -154,11 +154,12 @@ class _Storages(TorchDispatchMode):
 def _kept_bytes(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the bytes that live between the forward and the backward, by a run on fake tensors.
+    """Return the bytes that live between forward and backward, by a run on fake tensors.
 
-    And the classes of outputs that would be discarded if it were known where their bytes are.
+    Also return the classes of outputs that would be discarded if their storages were known.
     """
-    from storage_ops.checkpoint.state.left_behind import run_on_fakes  # imports fake tensors
+    # Imports fake tensors, which takes time.
+    from storage_ops.checkpoint.state.left_behind import run_on_fakes
 
     def run(fake: FakeTensorMode) -> tuple[int, tuple[str, ...]]:
         def imitate(t: Tensor) -> Tensor:

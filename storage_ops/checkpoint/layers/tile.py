@@ -1,7 +1,7 @@
-"""Token-wise modules that run over slices of the sequence, in forward and in backward.
+"""Token-wise modules that run on slices of the sequence, in forward and in backward.
 
-The intermediates of an MLP exist for one tile at a time, in the backward as well: there each tile
-runs again and has its backward before the next one. `tile_run.py` is one such call.
+The intermediates of an MLP exist for one tile at a time. In backward, each tile runs again, and its
+backward runs before the next tile. `tile_run.py` has one call of a tiled module.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class Tiling:
-    """The way in which one module is tiled.
+    """The options of a tiled module, and results about its calls.
 
     Attributes:
-        tiles: how many tiles; None: as few as `budget` allows.
+        tiles: the number of tiles. None: as few as `budget` allows.
         budget: bytes that one tile may take.
         dim: the dimension of the tokens.
-        found: the number of tiles for calls that were seen, by all that it depends on.
-        checked: whether the module was seen to be token-wise.
+        found: the number of tiles for earlier calls, by all that it depends on.
+        checked: whether the module was found to be token-wise.
     """
 
     tiles: int | None
@@ -58,7 +58,7 @@ class Tiling:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module; `original` is the forward of its class."""
+        """Call a module. `original` is the forward of its class."""
         if is_traced_by_fx(args, kwargs):
             return original(module, *args, **kwargs)
         x, forward = _input_of(module, original, args, kwargs)
@@ -91,13 +91,13 @@ class Tiling:
             return torch.cat([pieces.host.run(t) for t in pieces.of(x)], pieces.dim)
         if not self.checked and tile_run.can_check_tokens(pieces, x):
             self.checked = tile_run.check_tokens(pieces, x)
-            if not self.checked:  # nothing of the output needs a gradient
+            if not self.checked:  # no output needs a gradient
                 with torch.no_grad():
                     return tile_run.run(pieces, x)
         return tile_run.run(pieces, x)
 
     def _dim_of(self, module: nn.Module, x: Tensor) -> int:
-        """Return the dimension of the tokens, counted from the first."""
+        """Return the non-negative number of the token dimension."""
         dim = self.dim + x.ndim if self.dim < 0 else self.dim
         if not 0 <= dim < x.ndim - 1:
             fail(
@@ -111,13 +111,13 @@ class Tiling:
     def _number_for(self, pieces: Pieces, x: Tensor, others: tuple[Any, ...]) -> int:
         """Return the number of tiles.
 
-        `others` tells apart calls whose other arguments differ.
+        `others` distinguishes calls with other arguments.
         """
         tokens = x.shape[pieces.dim]
         if self.tiles is not None:
             return min(self.tiles, tokens)
         assert self.budget is not None
-        # The bytes of a tile depend on these, too: dropout, frozen weights, choices of the caller.
+        # The bytes of a tile also depend on dropout, frozen weights and arguments.
         modes = tuple(module.training for module in pieces.host.modules())
         kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -128,17 +128,17 @@ class Tiling:
 
 
 def _choice(leaf: object) -> Any:
-    """Return a value that tells an argument that is no tensor from others.
+    """Return a key for an argument that is no tensor.
 
-    Numbers with a point do not choose the number of tiles.
+    Floating-point numbers do not affect the number of tiles, so they share a key.
     """
     return leaf if isinstance(leaf, (int, str, torch.dtype, type(None))) else type(leaf)
 
 
 def _cut(x: Tensor, tiles: int, dim: int) -> tuple[Tensor, ...]:
-    """Cut a tensor into tiles by bounds, which serve every symbolic number of tokens.
+    """Cut a tensor into tiles by bounds, which work for every symbolic number of tokens.
 
-    `torch.tensor_split` with a number of tiles compiles a graph for each remainder.
+    `torch.tensor_split` with a number of tiles would compile a graph for each remainder.
     """
     tokens = x.shape[dim]
     return torch.tensor_split(x, [tokens * k // tiles for k in range(1, tiles)], dim)
@@ -152,12 +152,12 @@ _estimators: list[Callable[..., Any]] = []
 
 
 def register_estimator(estimate: Callable[..., Any]) -> None:
-    """Let budgets of tiles be searched with a simulation, which belongs to a package above."""
+    """Set the simulation that finds tiles for a budget. It belongs to a package above this one."""
     _estimators[:] = [estimate]
 
 
 def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
-    """Return the smallest number of tiles of which each takes no more than the budget."""
+    """Return the smallest number of tiles such that no tile takes more than the budget."""
     low, high = 1, tokens
     least = bytes_of_tile(pieces, x, 1)
     if least > budget:
@@ -177,10 +177,10 @@ def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
 
 
 def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
-    """Return the bytes that a tile of so many tokens takes at its peak, by a run on fake tensors.
+    """Return the peak bytes of a tile with this many tokens, by a run on fake tensors.
 
-    They are all that it makes in its forward and backward, with one weight's gradient before it
-    joins the sum. Its part of the input, the output, their gradients, and the sums are not counted.
+    They include all tensors of its forward and backward, with one weight's gradient before it is
+    added to the sum. Its part of the input, the output, their gradients, and the sums do not count.
     """
     shape = list(x.shape)
     shape[pieces.dim] = tokens
@@ -224,14 +224,14 @@ def _fake(shape: Sequence[int], t: Tensor) -> Tensor:
 
 
 class Tiled(Replaced):
-    """A module that runs in tiles: the same module, of another class."""
+    """A module that runs in tiles. The class of the module is changed to a subclass of this."""
 
-    # None on an instance: its forward is the plain one.
+    # On an instance, None means the plain forward.
     _tiling: Tiling | None = None
 
     @staticmethod
     def forward_over(original: Callable[..., Any]) -> Any:
-        """Return the forward that runs the original one on tiles."""
+        """Return a forward that runs the original one on tiles."""
 
         @like(original)
         def forward(self: Tiled, *args: object, **kwargs: object) -> Any:
@@ -250,48 +250,48 @@ def tile(
     *,
     dim: int = -2,
 ) -> ModuleT:
-    """Run a token-wise module over slices of the sequence, in forward and in backward.
+    """Run a token-wise module on slices of the sequence, in forward and in backward.
 
     Intermediates of the module exist for one tile at a time, and none is kept for backward, where
-    each tile runs once more. So the forward runs twice in all, also within a checkpointed layer
-    that ends with this module: its recompute stops before it.
+    each tile runs again. So the forward runs twice in all. In a checkpointed layer that ends with
+    this module it also runs twice, because the recompute stops before the module.
 
-    The module stays itself, of another class: names, state dict, hooks and attributes are what they
-    were. Its own hooks see the whole sequence, those of modules in it see tiles. Random numbers are
-    repeated exactly. Weight gradients are sums over tiles, each in one buffer, in float32 for
-    16-bit weights. So they differ from those of the whole by rounding. Outputs may differ by
-    rounding too, as products of fewer rows may be summed in another order. Within
-    `storage_ops.disable_checkpointing` the module runs whole. Compiled and traced, the tiles are
-    regions that the graph recomputes, and sums are the graph's. `remove_activation_checkpoint`
-    undoes it.
+    The module stays the same object with another class. Names, state dict, hooks and attributes do
+    not change. Its own hooks see the whole sequence, those of its submodules see tiles. Random
+    numbers are repeated exactly. Weight gradients are sums over tiles, each in one buffer, in
+    float32 for 16-bit weights. So they differ from untiled gradients by rounding. Outputs may also
+    differ by rounding, because products with fewer rows may add in another order. Inside
+    `storage_ops.disable_checkpointing` the module runs untiled. In compiled and traced code, tiles
+    are regions that the graph recomputes, and the graph adds the gradients.
+    `remove_activation_checkpoint` undoes the change.
 
-    Token-wise means that the output at a token depends on the input at that token only, not on its
-    place. The first call checks this by gradients at three tokens, outside of inference mode. The
-    check cannot see the place: a module that adds embeddings of positions gives wrong results
-    without an error.
+    Token-wise means that the output at a token depends only on the input at that token, and not on
+    its position. The first call checks this by gradients at three tokens, outside of inference
+    mode. The check cannot detect dependence on the position: a module that adds embeddings of
+    positions gives wrong results without an error.
 
     A module with a state, such as a counter or running statistics, updates it once for each tile. A
     tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode
-    derivatives and `is_grads_batched=True` are refused. Threads that call the module wait for one
-    another.
+    derivatives and `is_grads_batched=True` raise an error. Threads that call the module wait for
+    each other.
 
     Args:
         module: takes one tensor with tokens in dimension `dim` and returns one with as many tokens
-            there, such as (batch, tokens, hidden); other arguments must be no tensors. Changed in
-            place and returned.
-        tiles: how many, at most as many as there are tokens.
-        budget: in place of `tiles`, as bytes or text such as "400MiB". The module gets the fewest
-            tiles of which none takes more while it runs forward and backward. The input, the
+            there, such as (batch, tokens, hidden). Its other arguments must not be tensors. It is
+            changed in place and returned.
+        tiles: the number of tiles, at most the number of tokens.
+        budget: used instead of `tiles`, as bytes or text such as "400MiB". The module gets the
+            fewest tiles such that no tile takes more in forward and backward. The input, the
             output, their gradients and the sums of weight gradients do not count. Not under
             torch.compile.
-        dim: the dimension of the tokens; not the last one.
+        dim: the dimension of the tokens, which is not the last one.
 
     Raises:
-        TypeError, ValueError: a wrong argument. At a call: the input or the output is not as said
-            above, or the module is not token-wise.
-        RuntimeError: its forward was replaced on the instance, or it is tiled differently. At a
-            call: it uses a tensor that needs a gradient and is no parameter of it, or its
-            parameters have no shapes yet. In a backward: it is differentiated twice.
+        TypeError, ValueError: an argument is wrong. In a call: the input or the output does not
+            have the form above, or the module is not token-wise.
+        RuntimeError: its forward was replaced on the instance, or it is tiled differently. In a
+            call: it uses a tensor that requires grad and is not its parameter, or its parameters
+            have no shapes yet. In a backward: it is differentiated twice.
 
     Example:
         >>> mlp = torch.nn.Sequential(
@@ -346,7 +346,7 @@ def tile(
 
 
 def tiling_of(module: nn.Module) -> Tiling | None:
-    """Return how a module is tiled; None if it is not."""
+    """Return the tiling of a module, or None if it is not tiled."""
     return module._tiling if isinstance(module, Tiled) else None
 
 
@@ -358,7 +358,7 @@ def set_tiling(module: Any, how: Tiling) -> None:
 
 
 def unset_tiling(module: nn.Module) -> None:
-    """Give a module its plain forward back, and its class unless another was put above it."""
+    """Restore the plain forward of a module, and its class unless another class is on top of it."""
     vars(module).pop("_tiling", None)
     Tiled.change_back(module)
 

@@ -1,10 +1,9 @@
-"""One call of a tiled module: the tiles one after the other, and again in backward.
+"""One call of a tiled module: the tiles in order, and again in backward.
 
-Backward does for each tile what a checkpoint does for a layer. The whole call is one node of
-autograd. So the gradients that the tiles give are summed in one buffer for each weight. The engine
-would have to hold the terms. The tiles of the forward drew their random numbers one after the
-other. Those of backward run in the same order and start where the first one did, so they draw the
-same.
+Backward does for each tile what a checkpoint does for a layer. The whole call is one autograd node,
+so that the gradients from the tiles are summed in one buffer for each weight. With several nodes,
+the engine would have to keep all terms. Backward runs the tiles in the order of the forward and
+starts with the same generator state. So they draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
 from storage_ops.foundation.op_names import Op, is_view
 from storage_ops.foundation.ops import Args, Kwargs, facts_of
 
-# A call has other tensors in the places of the module's parameters, so the next one has to wait.
+# During a call other tensors replace the module's parameters, so the next call must wait.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def lock_of(module: nn.Module) -> Any:
     """Return the lock that a thread holds while it runs a tiled module.
 
-    Calls of the module within that call may run.
+    Nested calls of the same module may run.
     """
     return _locks.setdefault(module, threading.RLock())
 
@@ -47,30 +46,30 @@ Forward = Callable[[nn.Module, Tensor], Any]
 
 
 def fail(name: str, what: str, kind: type[Exception] = RuntimeError) -> NoReturn:
-    """Raise the error that a user of a tiled module sees."""
+    """Raise an error with the name of a tiled module."""
     raise kind(f"tile: {name} {what}")
 
 
 class Pieces:
-    """A module whose input is given in tiles."""
+    """A module that is called on tiles of its input."""
 
     def __init__(self, module: nn.Module, forward: Forward, dim: int, tiles: int) -> None:
-        """Remember how to call it.
+        """Store how to call the module.
 
         Args:
             module, forward: the module, and its plain forward.
-            dim: that is cut, counted from the first.
-            tiles: how many, at most as many as there are tokens.
+            dim: the dimension to cut, counted from the first.
+            tiles: the number of tiles, at most the number of tokens.
         """
         self.name = type(module).__name__
         self.dim, self.tiles = dim, tiles
         self.host = _Host(module, forward)
 
     def places(self) -> list[Place]:
-        """Return the places of its parameters and buffers.
+        """Return the slots of its parameters and buffers.
 
         Raises:
-            RuntimeError: one has no shape yet.
+            RuntimeError: a parameter has no shape yet.
         """
         places = places_of(self.host)
         if any(is_lazy(t) for *_, t in places):
@@ -82,11 +81,11 @@ class Pieces:
         return places
 
     def of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tiles of an input; their sizes differ by one token at most."""
+        """Return the tiles of an input. Their sizes differ by at most one token."""
         return torch.tensor_split(x, self.tiles, self.dim)
 
     def run(self, x: Tensor) -> Tensor:
-        """Return the outputs of all tiles, each written into one tensor as soon as it is there."""
+        """Return the outputs of all tiles, each copied into one tensor as soon as it exists."""
         out, at = None, 0
         for piece in self.of(x):
             part = self.output_of(piece)
@@ -103,7 +102,7 @@ class Pieces:
         """Return the output for one tile.
 
         Raises:
-            TypeError: it is no tensor. ValueError: it has another number of tokens.
+            TypeError: the output is no tensor. ValueError: it has another number of tokens.
         """
         out = call_region(self.name, self.host.run, (piece,), {})
         if not isinstance(out, Tensor):
@@ -124,7 +123,7 @@ class Pieces:
         return out
 
     def check_leaves(self, out: Tensor, known: Iterable[Tensor]) -> None:
-        """Raise if an output was computed from a tensor that would get no gradient."""
+        """Raise an error if an output depends on a tensor that would get no gradient."""
         allowed = {id(t) for t in known}
         for leaf in _leaves_of_graph(out):
             if id(leaf) not in allowed:
@@ -144,7 +143,7 @@ class _TiledCall:
 
         Args:
             pieces, x: the module and its input.
-            places: those of the parameters that need a gradient.
+            places: the slots of the parameters that require grad.
         """
         self.pieces = pieces
         numbers: dict[Tensor, int] = {}
@@ -152,7 +151,8 @@ class _TiledCall:
             (where, name, numbers.setdefault(t, len(numbers))) for where, name, t in places
         ]
         self.parameters = list(numbers)
-        # Held before anything runs: a checkpoint around the module needs to run again up to here.
+        # Stored before anything runs, because a checkpoint around the module must run again up to
+        # here.
         self._inputs: Inputs | None = Inputs((x,), {"parameters": self.parameters})
         around = Surroundings.of(pieces.host.run, [], self._inputs.tensors)
         self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
@@ -161,7 +161,7 @@ class _TiledCall:
     def forward(self, x: Tensor) -> Tensor:
         """Return the output."""
         assert self._state is not None
-        # Autocast remembers what it casts of a parameter; what it casts here has no gradient.
+        # Autocast caches its casts of parameters, but the casts in this call have no gradient.
         with self._with([p.detach().requires_grad_() for p in self.parameters]):
             out = self.pieces.run(x)
         self._state.effects.finish()
@@ -171,7 +171,7 @@ class _TiledCall:
         return replaced((where, name, parameters[i]) for where, name, i in self._places)
 
     def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Return the gradients of the input and of the parameters, of those that are needed."""
+        """Return the gradients of the input and of the parameters that are needed."""
         with lock_of(self.pieces.host.module):
             return self._backward(gradient, needed)
 
@@ -192,7 +192,7 @@ class _TiledCall:
         gradient_of_x = torch.empty_like(x) if needed[0] else None
         leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
         at = 0
-        with self._state, writes, self._with([each.leaf for each in sums]):
+        with self._state, writes, self._with([total.leaf for total in sums]):
             for tile in pieces.of(x.detach()):
                 where = (pieces.dim, at, tile.shape[pieces.dim])
                 at += where[2]
@@ -200,7 +200,7 @@ class _TiledCall:
                 with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
                     out = pieces.output_of(tile)
                 mode.finish(weakref.ref(out))
-                pieces.check_leaves(out, [tile, *(each.leaf for each in sums)])
+                pieces.check_leaves(out, [tile, *(total.leaf for total in sums)])
                 if out.requires_grad:
                     torch.autograd.backward(out, gradient.narrow(*where))
                 del out
@@ -209,16 +209,16 @@ class _TiledCall:
                     _ = part.zero_() if tile.grad is None else part.copy_(tile.grad)
         if not is_retained():
             self._inputs = self._state = None
-        return [gradient_of_x, *(each.total() for each in sums)]
+        return [gradient_of_x, *(total.total() for total in sums)]
 
 
 class _LastProductLeftOut(LightMode):
-    """Leaves out the matrix product that ends a block, of which backward needs the inputs only.
+    """Leaves out the matrix product that ends a block, if backward only needs its inputs.
 
-    A product is left until the next op that computes something, and then done; views do not read
-    it. So a checkpoint does, which ends its recompute with the last tensor that is saved. The
-    product that ends the block stays left only if its output is all that has it: a function that
-    saved it, or a hook, may read it in backward.
+    A product waits until the next op that computes something, and then runs. Views do not count as
+    reads. A checkpoint does the same, because it ends its recompute at the last saved tensor. The
+    last product is left out only if nothing else references its output. A function that saved it,
+    or a hook, may read it in backward.
     """
 
     def __init__(self, leaves_out: bool) -> None:
@@ -227,13 +227,13 @@ class _LastProductLeftOut(LightMode):
         self._leaves_out = leaves_out
 
     def dispatch(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op, after the product before it, or leave it out if it is a product."""
+        """Run an op, after the waiting product. If the op is a product, let it wait."""
         if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
-            return op(*args, **kwargs)  # one of prim asks for a fake tensor's device
+            return op(*args, **kwargs)  # an op of prim asks for a fake tensor's device
         left, self._left = self._left, None
         if left is not None:
             product, factors, out = left
-            with torch.no_grad():  # the op may be one that runs before autograd, such as a size
+            with torch.no_grad():  # the op may run before autograd, such as a size
                 product(*factors, out=out)
         leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
         if not leaves_out or any(type(t) not in _PLAIN for t in args) or not _fit(*args):
@@ -244,43 +244,44 @@ class _LastProductLeftOut(LightMode):
         return made
 
     def finish(self, output: Callable[[], Tensor | None]) -> None:
-        """Run the product that was left out, unless only the caller has its output.
+        """Run the waiting product, unless only the caller references its output.
 
-        That output is the one that ends the block.
+        This output is the last one of the block.
         """
         if self._left is None:
             return
-        product, factors, made = self._left
+        product, factors, result = self._left
         self._left, out = None, output()
         assert out is not None
-        base, key = out._base, made.untyped_storage()._cdata
-        # Autograd, the caller and the names here hold these; any other holder may read the output.
-        known = [weakref.ref(t) for t in (made, base, out) if t is not None]
+        base, key = out._base, result.untyped_storage()._cdata
+        # These references are from autograd, the caller and local names. Any other may read the
+        # output.
+        known = [weakref.ref(t) for t in (result, base, out) if t is not None]
         now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})
         expected = [
             RefCounts(
-                tensors, 1 + (t is base), sum(t is name for name in (made, base, out, output()))
+                tensors, 1 + (t is base), sum(t is name for name in (result, base, out, output()))
             )
-            for t in (made, base, out)
+            for t in (result, base, out)
             if t is not None
         ]
         if now != expected:
             with torch.no_grad():
-                product(*factors, out=made.data)  # a write that moves no version
+                product(*factors, out=result.data)  # this write does not bump the version
 
 
 def _is_plain_product(op: Op) -> bool:
-    """Return True for a product of two matrices, or of two batches, that can write into a tensor.
+    """Return True for a product of two matrices or two batches that has an `out` argument.
 
-    No such op saves its result for backward.
+    Such an op does not save its result for backward.
     """
     product = facts_of(op).product
     return product is not None and product.on_cublas and product.form == "matrices"
 
 
 def _fit(*factors: Tensor) -> bool:
-    """Return True if a product of these arguments raises no error, which its caller may catch."""
+    """Return True if a product of these arguments raises no error, which its caller could catch."""
     *added, first, second = factors
     shape = (*first.shape[:-1], second.shape[-1])
     return (
@@ -298,7 +299,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Host(nn.Module):
-    """Holds the module, so that its parameters can be replaced around its plain forward."""
+    """Contains the module, so that its parameters can be replaced during its plain forward."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -311,15 +312,15 @@ class _Host(nn.Module):
 
 
 def _of_class(cls: type[Tensor], t: Tensor) -> Tensor:
-    """Return a detached tensor as one of `cls`.
+    """Return a detached tensor as an instance of `cls`.
 
-    torch returns plain tensors of every class while it runs `backward` of a tensor subclass.
+    torch returns instances of Tensor for all ops in the `backward` of a tensor subclass.
     """
     return t if cls in (type(t), nn.Parameter) else t.as_subclass(cls)
 
 
 class _Sum:
-    """A parameter as tiles see it, and the sum of the gradients that they give."""
+    """A parameter as tiles see it, and the sum of its gradients from the tiles."""
 
     def __init__(self, parameter: Tensor, needed: bool) -> None:
         self.leaf = _of_class(type(parameter), parameter.detach()).requires_grad_(needed)
@@ -336,14 +337,14 @@ class _Sum:
         leaf.grad = None
 
     def total(self) -> Tensor | None:
-        """Return the sum in the parameter's dtype; the caller holds the only reference to it."""
+        """Return the sum in the parameter's dtype. The caller has the only reference to it."""
         total, self._wide = self._wide, None
         gradient, self.leaf.grad = self.leaf.grad, None
         return gradient if total is None else total.to(self.leaf.dtype)
 
 
 def _leaves_of_graph(t: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that a tensor was computed from."""
+    """Yield the leaves that a tensor depends on."""
     stack, seen = [t.grad_fn], set()
     while stack:
         node: Any = stack.pop()
@@ -356,11 +357,11 @@ def _leaves_of_graph(t: Tensor) -> Iterator[Tensor]:
 
 
 class _Tiled(torch.autograd.Function):
-    """The node of a call."""
+    """The autograd node of a call."""
 
     @staticmethod
     def forward(ctx: Any, call: _TiledCall, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.call = call  # `name` is the node's own
+        ctx.call = call  # `name` is already an attribute of the node
         return call.forward(x)
 
     @staticmethod
@@ -383,7 +384,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def run(pieces: Pieces, x: Tensor) -> Tensor:
-    """Call a module tile by tile, as one node of autograd where something needs a gradient."""
+    """Call a module tile by tile, as one autograd node if a gradient is needed."""
     if not torch.is_grad_enabled():
         return pieces.run(x)
     places = [place for place in pieces.places() if place[-1].requires_grad]
@@ -398,9 +399,9 @@ def _as_it_is(t: Tensor) -> Tensor:
 
 
 def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
-    """Return True if `check_tokens` would see anything in this call.
+    """Return True if `check_tokens` can detect a dependence in this call.
 
-    It sees nothing without gradients, where a checkpoint records ops, or in fakes, which have no
+    It cannot without gradients, while a checkpoint records ops, or with fakes, which have no
     values.
     """
     seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
@@ -410,7 +411,8 @@ def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
 def _has_zeros(p: Tensor) -> bool:
     if type(p) is not nn.Parameter or p.dtype not in _FLOATS or p.numel() == 0:
         return False
-    # The norm of order -inf is the smallest magnitude; torch finds it without a temporary tensor.
+    # The norm of order -inf is the smallest magnitude. torch computes it without a temporary
+    # tensor.
     return not torch.linalg.vector_norm(p.detach().flatten(), -torch.inf)
 
 
@@ -422,24 +424,25 @@ def _without_zeros(t: Tensor) -> Tensor:
 
 
 def check_tokens(pieces: Pieces, x: Tensor) -> bool:
-    """Refuse a module whose output at a token depends on other tokens.
+    """Raise an error for a module whose output at a token depends on other tokens.
 
-    Take three tokens, and the gradient of the output at the middle one with respect to the input at
-    the other two. It is zero in a token-wise module, for all random numbers. A parameter that is
-    zero at first, such as a gate, would hide a dependence, so the check replaces zeros in
-    parameters and in the input.
+    Choose three tokens, and compute the gradient of the output at the middle one with respect to
+    the input at the other two. In a token-wise module it is zero for all random numbers. A
+    parameter that is initially zero, such as a gate, would hide a dependence. So the check replaces
+    zeros in parameters and in the input.
 
     Returns:
-        True; False if the output needs no gradient, so that a dependence is not seen.
+        True, or False if the output requires no gradient, so that a dependence cannot be detected.
 
     Raises:
-        ValueError: it is not zero. RuntimeError: the module uses a tensor that needs a gradient and
-            is no parameter of it.
+        ValueError: the gradient is not zero. RuntimeError: the module uses a tensor that requires
+            grad and is not its parameter.
     """
     parameters = list(pieces.host.parameters())
     state = ExecutionState(Surroundings.of(pieces.host.run, [], [x]), preserve_rng_state=True)
     copies = {b: b.clone() for b in pieces.host.buffers()}
-    own = saved_tensors_hooks(_as_it_is, _as_it_is)  # those around it count what is saved
+    # The surrounding hooks count saved tensors, so use other hooks here.
+    own = saved_tensors_hooks(_as_it_is, _as_it_is)
     with state, torch.enable_grad(), own:
         for p in filter(_has_zeros, parameters):
             copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)

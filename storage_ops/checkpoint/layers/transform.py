@@ -1,4 +1,4 @@
-"""Checkpoint the layers of a model that a config chooses."""
+"""Checkpoints the layers of a model that a config chooses."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ def apply_activation_checkpoint(
 ) -> ModelT:
     """Checkpoint the layers of a model that a config chooses, in place.
 
-    Every such layer becomes a `CheckpointWrapper`, which is the same module of another class: the
-    state dict, names, hooks and attributes of the model do not change. A layer within a layer that
-    matches is left to it; one that stands in several places is checkpointed once. Applying the same
-    config again changes nothing. DDP, FSDP2 and torch.compile may come before or after.
+    Every such layer becomes a `CheckpointWrapper`: the same module with another class. The state
+    dict, names, hooks and attributes of the model do not change. A matching layer inside another
+    matching layer is part of the outer one. A layer in several places is checkpointed once.
+    Applying the same config again changes nothing. DDP, FSDP2 and torch.compile may come before or
+    after.
 
     A layer without parameters, buffers and other state, such as `nn.SiLU`, may be shared with other
-    models. A copy takes its place in `model`, so that the other models stay as they are.
+    models. Then a copy replaces it in `model`, so that the other models do not change.
 
-    The logger "storage_ops" reports at level INFO what was checkpointed;
-    `storage_ops.checkpoint_report(model, *inputs)` returns that, and the memory to expect.
+    The logger "storage_ops" reports the checkpointed layers at level INFO.
+    `storage_ops.checkpoint_report(model, *inputs)` returns them, and the expected memory.
 
     Args:
-        model: any module; if it matches itself, it is the layer.
-        cfg: which layers, and how; a mapping of its arguments will do.
-        check_fn: called with the name and the module of each that the config chooses, of every
-            module where it names none; those for which it is true are layers.
+        model: any module. If it matches itself, it is the layer.
+        cfg: the layers, and how to checkpoint them: a config, or a mapping of its arguments.
+        check_fn: called with the name and module of each layer that the config chooses, or of every
+            module if the config names none. Modules for which it returns true are layers.
 
     Returns:
         The model.
@@ -58,10 +59,10 @@ def apply_activation_checkpoint(
         ValueError: the config names no layers, none matches (unless `allow_no_match`), or a layer
             of mode "output_discard" has no module around it.
         TypeError: `model` is no module, `cfg` no config, or the class of a layer cannot change.
-        RuntimeError: a layer is checkpointed differently already. Nothing is changed by any error.
+        RuntimeError: a layer is already checkpointed differently. No error changes anything.
 
     Warns:
-        UserWarning: one of several names matches nothing.
+        UserWarning: one of several names matches no module.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2) for _ in "ab"))
@@ -122,7 +123,7 @@ def apply_activation_checkpoint(
             if discarding and holder is not None and scope.options_of(holder) is None:
                 scope.hold(holder, **options)
                 holders.append(holder)
-    except BaseException:  # an interrupt too
+    except BaseException:  # also for an interrupt
         for layer in changed:
             wrapper.unset_checkpointing(layer)
         for holder in holders:
@@ -137,8 +138,8 @@ def apply_activation_checkpoint(
 def remove_activation_checkpoint(model: ModelT) -> ModelT:
     """Undo `apply_activation_checkpoint`, `CheckpointWrapper` and `tile` in all modules of a model.
 
-    Every layer runs its plain forward again. It has its plain class back too, unless another
-    library, such as FSDP2, changed the class after it.
+    Every layer runs its plain forward again. It also gets its plain class back, unless another
+    library, such as FSDP2, has changed the class since.
 
     Returns:
         The model.
@@ -152,7 +153,7 @@ def remove_activation_checkpoint(model: ModelT) -> ModelT:
     """
     modules = list(model.modules())
     for module in modules:
-        for _ in range(3):  # whichever is above the others
+        for _ in range(3):  # the order of the classes is unknown
             scope.release(module)
             wrapper.unset_checkpointing(module)
             tile.unset_tiling(module)
@@ -167,8 +168,8 @@ Layer = tuple[str, nn.Module, nn.Module | None]
 def _chosen(
     model: nn.Module, cfg: ActivationCheckpointConfig, check_fn: CheckFn | None
 ) -> list[Layer]:
-    """Name, layer and holder of the layers to checkpoint."""
-    classes: Any = cfg.layer_classes or ()  # names, whatever was given
+    """Return the name, the layer and the module around it for each layer to checkpoint."""
+    classes: Any = cfg.layer_classes or ()  # names, although classes may have been passed
     patterns = cfg.layer_names or ()
     names = {qualified_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     found_classes = {class_of(module).__name__ for module in names.values()}
@@ -208,7 +209,7 @@ def _outermost(
     holder: nn.Module | None,
     seen: set[tuple[int, int]],
 ) -> Iterator[Layer]:
-    """Yield the modules that match, each once, and the module that runs the forward around it."""
+    """Yield each matching module once, and the module that runs the forward around it."""
     plain = qualified_name(name)
     classes: Any = cfg.layer_classes or ()
     matches = class_of(module).__name__ in classes
@@ -217,7 +218,7 @@ def _outermost(
         matches = matches or not (cfg.layer_classes or cfg.layer_names)
         matches = matches and bool(check_fn(plain, module))
     if matches:
-        # Each module around a shared stateless module gets a copy of its own.
+        # Each module around a shared stateless module gets its own copy.
         place = id(module), id(holder) if sharing.is_stateless(module) else 0
         if place not in seen:
             seen.add(place)

@@ -1,10 +1,10 @@
-"""Modules that checkpoint their forward: the same modules, with another class.
+"""Modules with a checkpointed forward: the same modules, with another class.
 
-Such a module changes its class for a subclass of it, as FSDP2 and torch.nn.utils.parametrize do, so
-names, state dict, hooks, attributes and isinstance are what they were. Its hooks run outside of the
-checkpoint, once. A forward set on the instance would keep the module in a reference cycle, and
-would not survive a copy. Where another library has set one before, as torchtitan's `parallelize`
-does, the checkpoint takes it from the instance and repeats it.
+Such a module changes its class to a subclass of it, as FSDP2 and torch.nn.utils.parametrize do. So
+names, state dict, hooks, attributes and isinstance do not change. Its hooks run outside of the
+checkpoint, once. A forward on the instance would keep the module in a reference cycle, and would be
+lost in a copy. If another library has set one before, as torchtitan's `parallelize` does, the
+checkpoint moves it from the instance and repeats it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
 from storage_ops.foundation import regions
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Options that choose layers of a model; a single module has no use for them.
+# Options that choose layers of a model do not apply to a single module.
 _SELECTION = ("layer_classes", "layer_names", "every_k", "allow_no_match")
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The way in which one module is checkpointed."""
+    """The checkpoint of one module."""
 
     mode: Mode
     policy: Policy | None
@@ -50,7 +50,7 @@ class Checkpointing:
     def of(
         cfg: ActivationCheckpointConfig, model: nn.Module, context_fn: ContextFn | None = None
     ) -> Checkpointing:
-        """Return the checkpointing that a config describes, with shapes of the model's layers."""
+        """Return the checkpoint of a config, with shapes of the model's layers."""
         return Checkpointing(
             cfg.effective_mode,
             policy_of(cfg, model),
@@ -113,27 +113,29 @@ class Checkpointing:
 
 
 class CheckpointWrapper(Replaced):
-    """A module whose forward is checkpointed. It is the given module itself, of a new class.
+    """A module whose forward is checkpointed. It is the given module itself, with a new class.
 
-    The class is a subclass of the module's own and of `CheckpointWrapper`. Parameters, names, state
-    dict, hooks and attributes stay. Copies and pickles are checkpointed as well. Without grad mode,
-    under the transforms of `torch.func` and in `storage_ops.disable_checkpointing` its forward is
-    the plain one. Effects of the forward besides returning tensors happen once, as with
-    `OutputDiscardCheckpoint`. `remove_activation_checkpoint` undoes it.
+    The class is a subclass of the module's own class and of `CheckpointWrapper`. Parameters, names,
+    state dict, hooks and attributes do not change. Copies and pickles are checkpointed, too.
+    Without grad mode, under the transforms of `torch.func` and in
+    `storage_ops.disable_checkpointing` it runs the plain forward. Effects of the forward besides
+    returning tensors happen once, as with `OutputDiscardCheckpoint`. `remove_activation_checkpoint`
+    undoes the change.
 
     Args:
         module: the module; changed in place and returned.
         context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
-            and for the recompute. Not with rules of what to save, which are such a pair.
-        options: those of `ActivationCheckpointConfig` that do not choose layers: `mode`,
-            `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. None: all is
-            recomputed. With mode "output_discard" the output is freed by the module around this
-            one, which `apply_activation_checkpoint` knows and this does not, so it is refused here.
+            and for the recompute. Not allowed together with rules, which also need such a pair.
+        options: the options of `ActivationCheckpointConfig` that do not choose layers: `mode`,
+            `ops_to_save`, `policy`, `use_reentrant`, `early_stop`, `debug` and so on. Without
+            options, everything is recomputed. Mode "output_discard" is an error here, because the
+            module around this one must free the output. Only `apply_activation_checkpoint` knows
+            that module.
 
     Raises:
         TypeError: `module` is not a module whose class can change. ValueError: an unknown or
             wrong option.
-        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+        RuntimeError: accelerate has replaced its forward and will restore it, or the module is
             checkpointed differently.
 
     Example:
@@ -144,12 +146,12 @@ class CheckpointWrapper(Replaced):
         >>> wrapped(torch.randn(4, 16)).sum().backward()
     """
 
-    # None on an instance: its forward is the plain one.
+    # On an instance, None means the plain forward.
     _checkpointing: Checkpointing | None = None
-    # A forward that was set on the instance before, which runs in place of that of the class.
+    # A forward that was set on the instance before. It runs instead of the forward of the class.
     _own_forward: Callable[..., Any] | None = None
 
-    if TYPE_CHECKING:  # the type of the module itself stands for its new class, a subclass
+    if TYPE_CHECKING:  # for a type checker, the module keeps its own type
 
         def __new__(  # type: ignore[misc]
             cls,
@@ -163,13 +165,13 @@ class CheckpointWrapper(Replaced):
 
         def __new__(cls, *args: object, **kwargs: object) -> Any:
             """Change the class of the given module and return it."""
-            if cls is not CheckpointWrapper:  # someone makes another instance of a module's class
+            if cls is not CheckpointWrapper:  # another instance of a module's new class is created
                 new = super().__new__
                 return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
             return _wrapped(*args, **kwargs)
 
         def __init__(self, *args: object, **kwargs: object) -> None:
-            # After `_wrapped` python calls this with the same arguments; all is done then.
+            # Python calls this after `_wrapped` with the same arguments, when everything is done.
             if not any(given is self for given in (*args[:1], kwargs.get("module"))):
                 super().__init__(*args, **kwargs)
 
@@ -189,7 +191,7 @@ class CheckpointWrapper(Replaced):
 
 
 def _call_own(module: nn.Module, own: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """Call the forward of an instance. A region must reach `module`, which `own` may not name."""
+    """Call an instance's own forward. `module` is an argument so that a region reaches it."""
     return own(*args, **kwargs)
 
 
@@ -227,11 +229,11 @@ def _wrapped(
 
 
 def check(module: nn.Module, how: Checkpointing) -> None:
-    """Refuse a module that cannot be checkpointed in this way.
+    """Raise an error for a module that cannot be checkpointed in this way.
 
     Raises:
         TypeError: its class cannot change.
-        RuntimeError: accelerate has replaced its forward and will put it back, or it is
+        RuntimeError: accelerate has replaced its forward and will restore it, or the module is
             checkpointed differently.
     """
     name = type(module).__name__
@@ -255,12 +257,12 @@ def check(module: nn.Module, how: Checkpointing) -> None:
 
 
 def checkpointing_of(module: nn.Module) -> Checkpointing | None:
-    """Return how a module is checkpointed; None if it is not."""
+    """Return the checkpoint of a module, or None if it has none."""
     return module._checkpointing if isinstance(module, CheckpointWrapper) else None
 
 
 def set_checkpointing(module: Any, how: Checkpointing) -> None:
-    """Checkpoint a module; `check` has passed."""
+    """Checkpoint a module after `check` has passed."""
     if not isinstance(module, CheckpointWrapper):
         CheckpointWrapper.change(module)
     if "forward" in vars(module) and module._checkpointing is None:
@@ -270,7 +272,7 @@ def set_checkpointing(module: Any, how: Checkpointing) -> None:
 
 
 def unset_checkpointing(module: Any) -> None:
-    """Give a module its plain forward back, and its class unless another one was put above it."""
+    """Restore the plain forward of a module, and its class unless another class is on top of it."""
     vars(module).pop("_checkpointing", None)
     CheckpointWrapper.change_back(module)
     if "_own_forward" in vars(module) and "forward" not in vars(module):

@@ -1,7 +1,7 @@
-"""Policies: which results of ops a region saves instead of computing them again.
+"""Policies: which results of ops a region saves instead of recomputing them.
 
-`policies.py` has the ones that the package names, `selective.py` runs a region with one. Policies
-that are sets of ops run without Python code for each op: `native.py` says where. Results that a
-policy *offloads* wait in host memory (`offload.py`). A copy engine of a GPU, of a simulation or of
-a link that the CPU simulates carries them (`copies.py`). `flops.py` counts the work of ops.
+`policies.py` has the policies with names. `selective.py` runs a region with a policy. Policies that
+are sets of ops run without Python code for each op; `native.py` says when. Results that a policy
+*offloads* wait in host memory (`offload.py`). The copies are made by a copy engine of a GPU, of a
+simulation or of a link that a CPU simulates (`copies.py`).
 """

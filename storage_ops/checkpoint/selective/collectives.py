@@ -1,8 +1,8 @@
 """Collectives that write into their arguments, such as `dist.all_reduce(t)`.
 
-Autograd Functions of tensor parallelism call these. They change no version of a tensor, and their
-schemas do not say what they write. A saved result is what the arguments held when the collective
-had ended. The recompute writes it into its own arguments and sends nothing.
+Autograd Functions of tensor parallelism call these. They bump no version counter, and their schemas
+do not say what they write. A saved result is the content of the arguments after the collective. The
+recompute copies it into its own arguments and does not communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage_ops.foundation.ops import Args
 
 # All others write into their first argument.
 _WRITES_NOTHING = frozenset(("c10d::send", "c10d::barrier", "c10d::monitored_barrier_"))
-# Its caller asks the handle who sent.
+# Its caller asks the handle for the sender.
 FROM_ANYBODY = "c10d::recv_any_source_"
 
 
@@ -33,35 +33,36 @@ class Sent:
     """A collective that ran in the forward.
 
     Attributes:
-        returned: what it returned: its handle, or a tuple that ends with the handle.
+        returned: the handle that it returned, or a tuple that ends with the handle.
     """
 
     returned: Any
 
     def wait(self) -> None:
-        """Let what is computed from now on come after the collective."""
+        """Let later computation wait for the collective."""
         handle = self.returned[-1] if isinstance(self.returned, tuple) else self.returned
         work = torch._C._distributed_c10d.Work.unbox(handle)
-        if not work.is_completed():  # gloo takes a second wait for a message to be one more message
+        # Gloo would treat a second wait for a message as another message.
+        if not work.is_completed():
             work.wait()
 
     def repeat(self, args: Args, results: list[Tensor], name: str) -> Any:
-        """Write the results into the arguments of a recompute; return what the collective would.
+        """Copy the results into the arguments of a recompute. Return what the collective would.
 
         Args:
             args: the arguments.
-            results: what the collective wrote in the forward.
-            name: its name.
+            results: the tensors that the collective wrote in the forward.
+            name: the name of the collective.
         """
         for t, result in zip(written_by(name, args), results, strict=True):
-            t.data.copy_(result)  # without a change of the version, as the collective
+            t.data.copy_(result)  # without a version bump, like the collective
         done = _finished().boxed()
         return (args[0], done) if isinstance(self.returned, tuple) else done
 
 
 @functools.cache
 def _finished() -> Any:
-    """Return the handle of a collective that has ended."""
+    """Return the handle of a finished collective."""
 
     class Finished(torch._C._distributed_c10d.Work):
         def wait(self, timeout: object = None) -> bool:

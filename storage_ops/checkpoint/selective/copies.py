@@ -1,9 +1,9 @@
-"""Copies of bytes between a device and host memory that run beside the work of the device.
+"""Copies between a device and host memory that overlap with the work of the device.
 
-A *copy* begins when it is asked for and may end much later; nobody reads its target, frees its
-source or writes to either before `wait`. Copies of a GPU run on streams of their own. Copies of a
-simulation only book memory. A CPU has no other memory and copies nothing, except that tests may
-install a `Link`.
+A *copy* begins when it is requested and may end much later. Until `wait`, no code may read its
+target, free its source or write to either. Copies of a GPU run on streams of their own. Copies of a
+simulation only record memory. A CPU has no other memory and copies nothing, unless tests install a
+`Link`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class Copy(Protocol):
-    """One copy, under way."""
+    """One pending copy."""
 
     target: Any
 
     def wait(self) -> None:
-        """Let what is computed from now on come after the copy."""
+        """Let later computation wait for the copy."""
 
 
 class Copies(Protocol):
-    """An interface for carrying bytes both ways."""
+    """An interface for copies in both directions."""
 
     def to_host(self, t: Tensor) -> Copy:
-        """Copy the whole storage of a tensor; the target is for `to_device`."""
+        """Copy the whole storage of a tensor. The copy's target is for `to_device`."""
 
     def to_device(self, host: Any, t: Tensor) -> Copy:
-        """Copy what `to_host` made into a new tensor of bytes on the device of `t`."""
+        """Copy the result of `to_host` into a new tensor of bytes on the device of `t`."""
 
 
 def copies_for(t: Tensor) -> Copies | None:
-    """Return the copy engine for a tensor; None where there is no other memory for its bytes."""
+    """Return the copy engine for a tensor, or None if there is no other memory for its bytes."""
     if isinstance(t, FakeTensor):
         modes = _get_current_dispatch_mode_stack()
         return next((c for m in modes if (c := getattr(m, "copies", None)) is not None), None)
@@ -53,7 +53,7 @@ def bytes_of(t: Tensor) -> Tensor:
 
 
 def read_as(t: Tensor, target: Tensor) -> Tensor:
-    """Return the view of a vector of bytes that reads them as `t` reads its storage."""
+    """Return a view of a vector of bytes with the layout of `t` in its storage."""
     whole = target[: len(target) // t.element_size() * t.element_size()].view(t.dtype)
     return whole.as_strided(t.size(), t.stride(), t.storage_offset())
 
@@ -64,7 +64,7 @@ def _of_gpu(device: torch.device) -> Copies:
 
 
 class _GpuCopies:
-    """Copies of a GPU: one stream for each direction, which its link serves at the same time."""
+    """Copies of a GPU, with one stream for each direction, because its link serves both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,8 +81,8 @@ class _GpuCopies:
         return self._copied(source, host, self._out)
 
     def to_device(self, host: Tensor, t: Tensor) -> Copy:
-        # Allocated on the stream that will read it. Earlier bytes of this memory may still be
-        # read there, so the copy waits for that stream.
+        # Allocated on the stream that reads it. That stream may still read earlier contents of this
+        # memory, so the copy waits for it.
         return self._copied(host, torch.empty_like(host, device=self._device), self._back)
 
     def _copied(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream) -> Copy:
@@ -105,12 +105,12 @@ class _GpuCopy:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_event(self._done)
             self._done = None
-            if self.target.is_cuda:  # read here, and allocated on what may be another stream
+            if self.target.is_cuda:  # read on this stream, but perhaps allocated on another
                 self.target.record_stream(current)
 
     def __del__(self) -> None:
-        # Dropped under way, as after an exception: the allocator must not hand the memory out to
-        # the stream that it belongs to before the copy has ended. Host memory torch looks after.
+        # If the copy is dropped early, as after an exception, the allocator must not reuse the
+        # memory before the copy has ended. torch takes care of host memory.
         if self._done is not None:
             for t in (self._source, self.target):
                 if t.is_cuda:
@@ -118,23 +118,23 @@ class _GpuCopy:
 
 
 class BookedCopies:
-    """Copies of a simulation: what is on the device is booked, and host memory is not.
+    """Copies of a simulation, which record device memory but not host memory.
 
     Attributes:
-        sent_bytes: to host memory.
+        sent_bytes: bytes sent to host memory.
     """
 
     def __init__(self) -> None:
         self.sent_bytes = 0
 
     def to_host(self, t: Tensor) -> Copy:
-        """Nothing but the number of bytes."""
+        """Return the number of bytes."""
         nbytes = t.untyped_storage().nbytes()
         self.sent_bytes += nbytes
         return _BookedCopy(nbytes)
 
     def to_device(self, host: int, t: Tensor) -> Copy:
-        """Return a new tensor of so many bytes."""
+        """Return a new tensor of this many bytes."""
         return _BookedCopy(torch.empty(host, dtype=torch.uint8, device=t.device))
 
 
@@ -143,16 +143,16 @@ class _BookedCopy:
         self.target = target
 
     def wait(self) -> None:
-        """Nothing is copied."""
+        """Do nothing, because nothing is copied."""
 
 
 class Link(Copies, Protocol):
-    """Copies over a link of known speed, which lets a CPU stand for a GPU."""
+    """Copies over a link of known speed, with which a CPU represents a GPU."""
 
     bytes_per_second: float
 
 
-links: list[Link] = []  # for tensors of a CPU, innermost last; tests append theirs
+links: list[Link] = []  # for CPU tensors, innermost last; tests append to it
 
 
 def active() -> Link | None:

@@ -1,9 +1,9 @@
-"""Policies that are sets of ops, followed without Python code for each op.
+"""Policies that are sets of ops, applied without Python code for each op.
 
 The library of saved tensors has kernels for the ops of such a policy (`csrc/checkpoint/kept_ops.h`)
-and logs all other ops. It does what the modes of `selective` do, with the errors and warnings of
-both in Python. The modes remain for policies that look at calls, for higher-order ops, for tensors
-of subclasses, inside of other modes, and where there is no library.
+and logs all other ops. It does the same as the modes of `selective`. Errors and warnings of both
+are in Python. The modes are needed for policies that inspect calls, for higher-order ops, for
+tensor subclasses, inside other modes, and without the library.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.policies import Policy, ops_saved
 from storage_ops.foundation.op_names import name_of, readable
 
-# By policy: the number of ops of libraries that were known, and the policy of the library or None.
+# For each policy: the number of known library ops at that time, and the native policy or None.
 _made: Any = weakref.WeakKeyDictionary()
 
 
 def contexts(policy: Policy, region: str, preserve_rng_state: bool) -> tuple[Any, Any] | None:
-    """Return the pair of contexts for a region; None if Python has to follow the policy.
+    """Return the pair of contexts for a region, or None if Python must apply the policy.
 
     Args:
         policy: the policy.
-        region: what warnings and errors call the region.
-        preserve_rng_state: whether ops after a saved one draw the numbers of the forward.
+        region: the name of the region in warnings and errors.
+        preserve_rng_state: whether ops after a saved op draw the random numbers of the forward.
     """
     if _native is None or torch._C._len_torch_dispatch_stack():
         return None
@@ -56,7 +56,7 @@ def _native_policy(policy: Policy) -> Any:
     known = _native.ops_of_libraries()
     try:
         number, policy_object = _made.get(policy, (-1, None))
-    except TypeError:  # a policy of a user without a hash, or without weak references
+    except TypeError:  # a user's policy without a hash, or without weak references
         return None
     if number != known:
         ops = ops_saved(policy)
@@ -66,9 +66,9 @@ def _native_policy(policy: Policy) -> Any:
 
 
 def leave_to_python() -> None:
-    """Save nothing in the regions that run, because a mode of Python begins inside of them.
+    """Save nothing in the current regions, because a mode of Python begins inside them.
 
-    The kernels see an op before every mode. But a mode inside of a region must see it first.
+    The kernels see an op before every mode, but a mode inside a region must see it first.
     """
     if _native is not None:
         _native.leave_to_python()
@@ -77,13 +77,13 @@ def leave_to_python() -> None:
 def noting(
     note: Callable[[Tensor], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> saved_tensors_hooks:
-    """Return hooks that call `note` before each tensor that the given hooks pack."""
+    """Return hooks that call `note` before each tensor that `pack` packs."""
 
     def pack_and_note(t: Tensor) -> Any:
         note(t)
         return pack(t)
 
-    # The name tells regions inside that an enclosing checkpoint saves nothing of theirs.
+    # The name tells inner regions that an enclosing checkpoint saves none of their tensors.
     pack_and_note.__module__ = getattr(pack, "__module__", "")
     return saved_tensors_hooks(pack_and_note, unpack)
 
@@ -104,7 +104,7 @@ def warn_of_nothing(region: str, calls: dict[str, int]) -> None:
 
 
 def warn_of_modified(region: str, names: Iterable[str]) -> None:
-    """Warn that results of these ops are modified in a region, so that they are not saved."""
+    """Warn that a region modifies results of these ops, so that they are not saved."""
     ops = ", ".join(sorted(map(readable, set(names))))
     warn_caller(
         f"{region} modifies in place tensors that the policy of its selective checkpoint saves. "
@@ -127,20 +127,20 @@ def _end(region: str, unsaved: list[str], modified: list[str]) -> None:
 
 
 def _follow(note: Callable[[Tensor], None], hooks: tuple[Any, Any]) -> saved_tensors_hooks:
-    """Call `note` before each tensor that hooks of Python pack."""
+    """Call `note` before each tensor that Python hooks pack."""
     following = noting(note, *hooks)
     following.__enter__()
     return following
 
 
 def _origin(t: Tensor) -> str | None:
-    """Return the name of the node that a leaf stands for; None for another leaf."""
+    """Return the name of the node that a leaf represents, or None for another leaf."""
     name: str | None = vars(t).get(ORIGIN)
     return name
 
 
 def _set_up() -> Any:
-    """Return the module of the library, or None without one."""
+    """Return the library's module, or None without the library."""
     native: Any = sys.modules.get(_library.SAVED_TENSORS)
     if native is not None:
         native.setup_results(

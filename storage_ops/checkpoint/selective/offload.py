@@ -1,12 +1,12 @@
-"""Results that wait in host memory: of one region all together, from its forward to its backward.
+"""Results in host memory: all results of a region, from its forward to its backward.
 
-When the forward of a region has ended, copies of its results begin. They end with the forward of
-the next region with a policy, and then the storages are discarded. So one region hides the copies
-of the one before. In backward the bytes are asked for one region ahead, and bound back in place
-where they are read first. A result that is needed before it has left stays.
+When the forward of a region ends, the copies of its results begin. They end with the forward of the
+next region with a policy, and then the storages are discarded. So the next region overlaps with the
+copies. In backward the bytes are fetched one region ahead, and bound back in place when they are
+first read. A result that is needed before it has left stays on the device.
 
-Only results that nobody else holds leave: a storage is discarded for all who share it. A graph that
-is retained has them on the device from then on.
+Only results without other references are offloaded, because discarding a storage affects all of its
+users. After the first backward with retain_graph, the results stay on the device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MESSAGE = (
 
 
 class Trip:
-    """The bytes of one storage, on their way to host memory and back.
+    """The offload of one storage to host memory and back.
 
-    Where they are, only the storage says, so an interruption leaves nothing half done.
+    Only the state of the storage says where the bytes are, so that an interruption is safe.
     """
 
     def __init__(self, t: Tensor, copies: Copies) -> None:
@@ -38,29 +38,29 @@ class Trip:
         self._back: Copy | None = None
 
     def leave(self) -> None:
-        """Free the bytes on the device; they are in host memory by then."""
+        """Free the bytes on the device. They are in host memory by then."""
         if self._out is not None:
             self._out.wait()
             discard_storage(self._tensor, guard=_MESSAGE, allow_leaf=True)
 
     def fetch(self) -> None:
-        """Begin to copy the bytes back, if they are gone."""
+        """Begin to copy the bytes back if they were freed."""
         if self._out is not None and self._back is None and is_discarded(self._tensor):
             self._back = self._copies.to_device(self._out.target, self._tensor)
 
     def arrive(self) -> None:
-        """Have the bytes on the device, for good."""
+        """Bring the bytes back to the device permanently."""
         self.fetch()
         if self._back is not None and is_discarded(self._tensor):
             self._back.wait()
             share_storage(self._tensor, read_as(self._tensor, self._back.target))
         elif self._out is not None:
-            self._out.wait()  # it reads what may be freed next
+            self._out.wait()  # it reads memory that may be freed next
         self._out = self._back = None
 
 
 class Away:
-    """The results of one region that are in host memory."""
+    """The offloaded results of one region."""
 
     def __init__(self, trips: Iterable[Trip]) -> None:
         self._trips = list(trips)
@@ -69,13 +69,13 @@ class Away:
         _last.region = weakref.ref(self)
 
     def leave(self) -> None:
-        """Free the bytes of all results on the device, once."""
+        """Free the bytes of all results on the device, only once."""
         for trip in () if self._has_left else self._trips:
             trip.leave()
         self._has_left = True
 
     def fetch(self) -> None:
-        """Begin to bring all results back, and after them those of the region before."""
+        """Begin to bring back all results, and then those of the region before."""
         for trip in self._trips:
             trip.fetch()
         before = self._before()
@@ -85,7 +85,7 @@ class Away:
 
 
 def region_ended() -> None:
-    """Free what the region before has sent away, as the forward of a region has ended."""
+    """At the end of a region's forward, free the results that the region before has offloaded."""
     before = _last.region()
     if before is not None:
         before.leave()
@@ -96,7 +96,7 @@ def _nothing() -> None:
 
 
 class _Last(threading.local):
-    """The region of this thread that was the last to send something away."""
+    """The last region in this thread that offloaded results."""
 
     region: Callable[[], Away | None] = staticmethod(_nothing)  # a weak reference
 

@@ -1,13 +1,14 @@
-"""Policies: which results of a checkpointed region are saved, and which are recomputed in backward.
+"""Policies decide which results of a checkpointed region are saved, and which are recomputed.
 
-A policy is a plain function of the form `torch.utils.checkpoint` knows:
+A policy is a function of the form that `torch.utils.checkpoint` uses:
 
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
 
-It is asked about every op of the forward, with the op's arguments; `ctx.op_output` is its result.
-True and `CheckpointPolicy.MUST_SAVE` or `PREFER_SAVE` save it, "offload" saves it in host memory.
-Policies are combined as the sets of ops that they save: `union`, `difference`, `every_kth`. One
-that counts ops has a method `begin()` that returns a fresh one; it is called for every region.
+It is called for every op of the forward, with the op's arguments. `ctx.op_output` is the op's
+result. True, `CheckpointPolicy.MUST_SAVE` and `PREFER_SAVE` save the result. "offload" saves it in
+host memory. Policies are combined like sets of saved ops: `union`, `difference`, `every_kth`. A
+policy that counts ops has a method `begin()`, which is called for every region and returns a fresh
+policy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Policy = Callable[..., CheckpointPolicy | bool | str]
 _SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTING = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 OFFLOAD: Literal["offload"] = "offload"
-# torch has a word for it from 2.13 on, and in eager mode nothing that heeds it.
+# torch has a value for it from 2.13 on, but its eager mode ignores the value.
 _OFFLOADING = (OFFLOAD, getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", OFFLOAD))
 _Kept = bool | Literal["offload"]  # saved, recomputed, or saved in host memory
 
@@ -51,12 +52,12 @@ def _word(kept: _Kept) -> CheckpointPolicy | str:
 
 
 def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _Kept:
-    """Return True if a policy saves the result of an op; "offload" if it does so in host memory.
+    """Return True if a policy saves the result of an op, or "offload" if in host memory.
 
     Raises:
-        ValueError: the policy returned neither a bool, "offload", nor a CheckpointPolicy that saves
-            or recomputes.
-        RuntimeError: it raised a TypeError, which an operator such as @ would hide.
+        ValueError: the policy returned neither a bool, nor "offload", nor a CheckpointPolicy that
+            saves or recomputes.
+        RuntimeError: the policy raised a TypeError, which an operator such as @ would hide.
     """
     try:
         decision = policy(ctx, op, *args, **kwargs)
@@ -78,16 +79,16 @@ def saves(policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs) -> _K
 
 
 def begin(policy: Policy) -> Policy:
-    """Return the policy for one region: a fresh one where it counts, else itself."""
+    """Return the policy for one region: a fresh one if it counts, else the policy itself."""
     fresh: Policy = policy.begin() if hasattr(policy, "begin") else policy
     return fresh
 
 
 def may_save(policy: Policy, op: Op) -> bool:
-    """Return False if a policy saves no result of an op, so that it need not be asked about calls.
+    """Return False if a policy never saves results of an op, so that it need not be called.
 
-    Policies of this file that look at calls, or combine others, have a method of this name. The
-    functions look at the op alone. A policy of a user is always asked.
+    Policies of this file that inspect calls, or combine others, have a method of this name.
+    Policies that are functions depend only on the op. A user's policy is always called.
     """
     if any(policy is each for each in _OF_OPS):
         return saves(policy, None, op, (), {}) is True
@@ -95,24 +96,24 @@ def may_save(policy: Policy, op: Op) -> bool:
     return look is None or look(op)
 
 
-# By the name of an op: its facts, and whether a policy is asked about calls of it.
+# For each op name, its facts, and whether a policy is asked about its calls.
 Asked = dict[str, tuple[OpFacts | None, bool]]
 _asked: Any = weakref.WeakKeyDictionary()
 
 
 def asked_about(policy: Policy) -> Asked:
-    """Return what is known of a policy about ops, to be filled with what `may_save` returns."""
+    """Return a cache of `may_save` for a policy, by op."""
     try:
         known: Asked | None = _asked.get(policy)
         if known is None:
             known = _asked[policy] = {}
-    except TypeError:  # a policy of a user without a hash, or without weak references
+    except TypeError:  # a user's policy without a hash, or without weak references
         return {}
     return known
 
 
 def matmuls(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Save the results of matrix products, also batched, scaled and grouped ones."""
+    """Save the results of matrix products, including batched, scaled and grouped ones."""
     return _decision(facts_of(op).product is not None)
 
 
@@ -122,12 +123,12 @@ def attention(ctx: object, op: Op, *args: object, **kwargs: object) -> Checkpoin
 
 
 def communication(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Save the results of collectives, functional or in place, so that nothing is sent again."""
+    """Save the results of collectives, functional or in place, to avoid communication again."""
     return _decision(bool(facts_of(op).collective))
 
 
 def everything(ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Save all results but views, which cost nothing; to be narrowed by `difference`."""
+    """Save all results except views, which take no memory. Use `difference` to exclude ops."""
     return _decision(not (is_mutating(op) or is_view(op)))
 
 
@@ -135,11 +136,11 @@ _OF_OPS: tuple[Policy, ...] = (matmuls, attention, communication, everything)
 
 
 class OpsSaved(NamedTuple):
-    """A policy that looks at the op alone.
+    """A policy that depends only on the op.
 
     Attributes:
         names: the ops whose results it saves.
-        k: of these results it saves the first and every k-th after it.
+        k: it saves the first of these results and every k-th after it.
     """
 
     names: frozenset[str]
@@ -147,7 +148,7 @@ class OpsSaved(NamedTuple):
 
 
 def ops_saved(policy: Policy) -> OpsSaved | None:
-    """Return the ops whose results a policy saves; None if it looks at calls, or names many."""
+    """Return the ops whose results a policy saves. None if it inspects calls or names many ops."""
     if policy is matmuls or policy is attention:
         return OpsSaved(_names_of_rows(policy))
     if isinstance(policy, _Save):
@@ -157,14 +158,14 @@ def ops_saved(policy: Policy) -> OpsSaved | None:
         inner = ops_saved(policy.policy)
         return OpsSaved(inner.names, policy.k) if inner is not None and inner.k == 1 else None
     if isinstance(policy, _Union):
-        parts = [ops_saved(each) for each in policy.parts]
+        parts = [ops_saved(part) for part in policy.parts]
     elif isinstance(policy, _Difference):
         parts = [ops_saved(policy.policy), ops_saved(policy.other)]
     else:
         return None
-    if any(each is None or each.k != 1 for each in parts):
+    if any(part is None or part.k != 1 for part in parts):
         return None
-    first, *others = (each.names for each in parts if each is not None)
+    first, *others = (part.names for part in parts if part is not None)
     rest = frozenset[str]().union(*others)
     return OpsSaved(first | rest if isinstance(policy, _Union) else first - rest)
 
@@ -176,7 +177,7 @@ def _names_of_rows(policy: Policy) -> frozenset[str]:
 
 
 def _known(policy: Policy, names: Iterable[str]) -> frozenset[str]:
-    """Return those of these ops that exist, run by themselves and have a result to save."""
+    """Return the ops among these that exist, run by themselves and have a result to save."""
     return frozenset(
         name
         for name in names
@@ -231,7 +232,7 @@ class _SaveCalls:
 
 
 class _CallCounter:
-    """Numbers the calls of each op of one region, as `_Counter` does."""
+    """Numbers the calls of each op in a region, as `_Counter` does."""
 
     def __init__(self, calls: frozenset[tuple[str, int]]) -> None:
         self._calls = calls
@@ -250,7 +251,7 @@ class _CallCounter:
         return _decision((name, number) in self._calls)
 
     def never_made(self) -> list[str]:
-        """Names of ops of which a call is to be saved that a forward has not made."""
+        """Return the names of ops with a call to save that the forward has not made."""
         missing = {
             name for name, number in self._calls if number >= self._seen.get((name, False), 0)
         }
@@ -258,7 +259,7 @@ class _CallCounter:
 
 
 def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
-    """Save the results of single calls of ops, counted anew in every region.
+    """Save the results of single calls of ops, counted from 0 in every region.
 
     Args:
         calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
@@ -267,20 +268,20 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
             of products of groups, which transformers does by an op of its own where torch cannot.
 
     Raises:
-        TypeError: not such pairs.
+        TypeError: `calls` has other items.
 
     Example:
         >>> from storage_ops import policies
         >>> policy = policies.save_calls([("aten::mm", 0), ("attention", 0)])
     """
-    kept = set()
+    numbered = set()
     for call in calls:
         if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
             raise TypeError(
                 f"save_calls: `calls` has {call!r}. Expected pairs such as ('aten::mm', 0)."
             )
-        kept.add((family_of(call[0]), call[1]))
-    return _SaveCalls(frozenset(kept))
+        numbered.add((family_of(call[0]), call[1]))
+    return _SaveCalls(frozenset(numbered))
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class _SaveShapes:
         product = facts_of(op).product
         if product is None or product.form != "matrices" or len(args) <= product.right:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        shape = tuple(args[product.right].shape)  # a symbolic size is no layer's
+        shape = tuple(args[product.right].shape)  # a symbolic size does not belong to a layer
         return _decision(all(type(n) is int for n in shape) and shape in self.shapes)
 
     def may_save(self, op: Op) -> bool:
@@ -320,7 +321,8 @@ class _Union:
     def __call__(
         self, ctx: object, op: Op, *args: object, **kwargs: object
     ) -> CheckpointPolicy | str:
-        decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]  # each one may count
+        # Call each policy, because each may count.
+        decisions = [saves(p, ctx, op, args, kwargs) for p in self.parts]
         return _decision(True) if True in decisions else _word(next(filter(None, decisions), False))
 
     def begin(self) -> Policy:
@@ -331,7 +333,7 @@ class _Union:
 
 
 def union(*policies: Policy) -> Policy:
-    """Save what any of these policies saves, in host memory what none saves on the device.
+    """Save the results that any of these policies saves, on the device if one saves them there.
 
     Example:
         >>> from storage_ops import policies
@@ -355,11 +357,12 @@ class _Difference:
         return _Difference(begin(self.policy), begin(self.other))
 
     def may_save(self, op: Op) -> bool:
-        return may_save(self.policy, op) or may_save(self.other, op)  # which may count
+        # Call both, because each may count.
+        return may_save(self.policy, op) or may_save(self.other, op)
 
 
 def difference(policy: Policy, other: Policy) -> Policy:
-    """Save what `policy` saves and `other` does not.
+    """Save the results that `policy` saves and `other` does not.
 
     Example:
         >>> from storage_ops import policies
@@ -385,18 +388,18 @@ class _Offload:
 
 
 def offload(policy: Policy) -> Policy:
-    """Save what `policy` saves in host memory, between a region's forward and its backward.
+    """Save the results of `policy` in host memory, between a region's forward and its backward.
 
-    The copies run beside the work of the GPU. Those to pinned host memory run while the next region
-    with a policy runs its forward, and then the bytes on the device are freed. Those back run while
-    the region after it runs its backward. Copies cost no time where the link to the host moves the
-    results of a region in less time than a region takes, which `storage_ops.fit` computes.
+    The copies overlap with the work of the GPU. The copies to pinned host memory run during the
+    forward of the next region with a policy. Then the bytes on the device are freed. The copies
+    back run during the backward of the region after it. Copies cost no time if the link to the host
+    moves the results of a region faster than a region runs, which `storage_ops.fit` computes.
 
-    A result that something else holds when the forward of its region ends is saved on the device.
-    An output of the region is an example. So are results of collectives. On a CPU there is no other
-    memory, so everything is saved there. A graph that is retained has the bytes on the device from
-    its first backward on. Code that torch.compile compiles or `trace_step` traces refuses such a
-    policy.
+    A result with other references at the end of its region's forward is saved on the device. An
+    output of the region is an example. Results of collectives are also saved on the device. On a
+    CPU there is no other memory, so all results are saved there. A retained graph keeps the bytes
+    on the device from its first backward on. Code under torch.compile or `trace_step` raises an
+    error for such a policy.
 
     Example:
         >>> from storage_ops import policies
@@ -428,7 +431,7 @@ class _EveryKth:
 
 
 class _Counter:
-    """Counts the ops of one region, in its forward and, in torch 2.10, in its recompute."""
+    """Counts the ops of a region, in its forward and, in torch 2.10, in its recompute."""
 
     def __init__(self, policy: Policy, k: int) -> None:
         self._policy = policy
@@ -438,18 +441,18 @@ class _Counter:
     def __call__(
         self, ctx: SelectiveCheckpointContext, op: Op, *args: object, **kwargs: object
     ) -> CheckpointPolicy | str:
-        kept = saves(self._policy, ctx, op, args, kwargs)
-        if not kept:
+        decision = saves(self._policy, ctx, op, args, kwargs)
+        if not decision:
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen = self._seen[ctx.is_recompute]
         self._seen[ctx.is_recompute] += 1
-        return _word(kept if seen % self._k == 0 else False)
+        return _word(decision if seen % self._k == 0 else False)
 
 
 def every_kth(policy: Policy, k: int) -> Policy:
     """Save the first of the results that `policy` saves, and every k-th after it.
 
-    Counting starts anew in every region.
+    Each region starts its own count.
 
     Raises:
         ValueError: k is less than 1.

@@ -1,9 +1,9 @@
-"""The results that a policy saves in the forward of a region, used again by its recompute.
+"""Saves results of ops in the forward of a region, as a policy decides, and reuses them.
 
-The two modes here do in eager what torch's own pair does, and more. A saved op that drew random
-numbers leaves its generator as it did the first time, so that a later dropout repeats its mask. A
-saved result that the region modifies in place is recomputed instead. A graph can be retained, and a
-policy that saves nothing warns. torch.compile knows torch's pair only, and gets that.
+The two modes do the same as torch's own pair in eager mode, and more. If a saved op drew random
+numbers, the recompute advances the generator, so that a later dropout repeats its mask. If the
+region modifies a saved result in place, it is recomputed instead. A graph can be retained, and a
+policy that saves nothing warns. torch.compile only supports torch's own pair, and gets it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from storage_ops.foundation.op_names import Op, name_of, readable
 from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of
 from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
-RandomState = list[tuple[Callable[[Tensor], object], Tensor]]  # what sets it, and to what
+# A function that sets the state, and the state.
+RandomState = list[tuple[Callable[[Tensor], object], Tensor]]
 _UNKNOWN = None, False
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -54,10 +55,10 @@ def contexts(
 
     Args:
         policy: a policy of `storage_ops.policies`, or a function of that form.
-        region: what warnings and errors call the region.
-        preserve_rng_state: the same as given to `checkpoint`.
-        respect_saved_tensors_hooks: what is saved goes through the saved-tensor hooks around the
-            region, such as `torch.autograd.graph.save_on_cpu`.
+        region: the name of the region in warnings and errors.
+        preserve_rng_state: the same value as in the call of `checkpoint`.
+        respect_saved_tensors_hooks: whether saved results are passed to the saved-tensor hooks
+            around the region, such as `torch.autograd.graph.save_on_cpu`.
 
     Example:
         >>> from functools import partial
@@ -76,7 +77,7 @@ def contexts(
     saved = _Saved(region, preserve_rng_state)
     if respect_saved_tensors_hooks:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # An enclosing checkpoint would throw the tensors away.
+        # An enclosing checkpoint would drop the tensors.
         saved.hooks = None if Region.is_saved_by_another() else top
     if saved.hooks is None:
         natively = native.contexts(policy, region, preserve_rng_state)
@@ -91,7 +92,7 @@ def _is_traced() -> bool:
 
 @dataclass
 class _ForCompile:
-    """A policy as torch's modes ask it, with what it was asked about."""
+    """A policy in the form that torch's modes call, with the ops that it was called for."""
 
     policy: Policy
     region: str
@@ -100,15 +101,15 @@ class _ForCompile:
 
     def __call__(self, ctx: object, op: Op, *args: object, **kwargs: object) -> CheckpointPolicy:
         self.calls[name_of(op)] += 1
-        kept = saves_result(self.policy, ctx, op, args, kwargs)
-        if kept == OFFLOAD:
+        decision = saves_result(self.policy, ctx, op, args, kwargs)
+        if decision == OFFLOAD:
             raise RuntimeError(
                 "The policy of the selective checkpoint says 'offload' for "
                 f"{readable(name_of(op))} in {self.region}, which is compiled or traced. Only "
                 "eager code brings bytes back from host memory. Use a policy that saves or "
                 "recomputes."
             )
-        if kept:
+        if decision:
             self.saves_any = True
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -116,7 +117,7 @@ class _ForCompile:
 
 @functools.cache
 def _ending(mode: type) -> type:
-    """Return a subclass of torch's caching mode that warns at the end if too little is saved."""
+    """Return a subclass of torch's caching mode that warns at its end if calls are missing."""
 
     def __exit__(self: Any, kind: object, error: object, trace: object) -> None:
         mode.__exit__(self, kind, error, trace)  # type: ignore[attr-defined]
@@ -135,7 +136,7 @@ def _ending(mode: type) -> type:
                 "for compiled code."
             )
 
-    # Without this, torch 2.10 and 2.11 refuse higher-order ops in the mode.
+    # Without this attribute, torch 2.10 and 2.11 refuse higher-order ops in the mode.
     members = {"__exit__": __exit__, "supports_higher_order_operators": True}
     return type("SelectiveMode", (mode,), members)
 
@@ -143,32 +144,32 @@ def _ending(mode: type) -> type:
 def saves_result(
     policy: Policy, ctx: object, op: Op, args: Args, kwargs: Kwargs
 ) -> bool | Literal["offload"]:
-    """Return True if the result of an op is saved, "offload" if in host memory.
+    """Return True if the result of an op is saved, or "offload" if in host memory.
 
-    The policy decides, for ops whose results can be saved. An op that modifies an argument must run
-    again to do so. A view is nothing to save, nor are bytes that no op has written yet.
+    The policy decides for ops whose results can be saved. An op that modifies an argument must run
+    again for its effect. Views and uninitialised tensors have no values to save.
     """
-    wanted = saves(policy, ctx, op, args, kwargs)
-    if not wanted or not facts_of(op).saveable:
+    decision = saves(policy, ctx, op, args, kwargs)
+    if not decision or not facts_of(op).saveable:
         return False
-    if wanted == OFFLOAD and facts_of(op).collective == "functional":
-        return True  # its bytes come later than the op
-    return wanted
+    if decision == OFFLOAD and facts_of(op).collective == "functional":
+        return True  # its bytes come after the op
+    return decision
 
 
 @dataclass
 class _Result:
-    """The result of an op, and the random numbers that were next after it."""
+    """The saved result of an op, and the generator states after it."""
 
     value: Any
     random: RandomState
-    # All tensors on the same bytes and their versions. Most views share their version with the
-    # value; what aten._unsafe_view returns, the last step of a product in 3-D, has its own.
+    # All tensors with these bytes, and their versions. Most views share their version counter with
+    # the value. The result of aten._unsafe_view, the last op of a 3-D product, has its own.
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     offloads: bool = False
-    trips: list[Trip] = field(default_factory=list)  # of its bytes to host memory and back
+    trips: list[Trip] = field(default_factory=list)  # offloads of its bytes
     sent: Sent | None = None  # the collective that wrote the value into its arguments
-    is_overwritten: bool = False  # by such a collective, which changes no version
+    is_overwritten: bool = False  # by such a collective, without a version bump
 
     def watch(self, t: Tensor) -> None:
         self.versions.append((t, t._version))
@@ -177,7 +178,7 @@ class _Result:
         return self.is_overwritten or any(t._version != version for t, version in self.versions)
 
     def copy_if_held(self) -> None:
-        """Copy what a collective wrote if others hold the bytes, such as a buffer of a module."""
+        """Copy the result of a collective if its bytes have other users, such as a buffer."""
         ours = Counter(map(storage_key, tensors_in(self.value)))
         alone = all(is_shared_by_at_most(key, n) for key, n in ours.items() if key)
         if self.sent is not None and not alone:
@@ -185,7 +186,7 @@ class _Result:
             self.value, self.versions = with_tensors(Tensor.clone, self.value), []
 
     def depart(self) -> None:
-        """Begin to copy the bytes to host memory, if nobody else holds them."""
+        """Begin to copy the bytes to host memory, if they have no other users."""
         ours = {id(t): t for t in (*tensors_in(self.value), *(t for t, _ in self.versions))}
         for key, t in by_storage(tensors_in(self.value)).items():
             references = sum(storage_key(each) == key for each in ours.values())
@@ -200,12 +201,12 @@ class _Result:
                 self.trips.append(Trip(inside[0], copies))
 
     def pack(self, hooks: Hooks) -> None:
-        """Hand the tensors to saved-tensor hooks; whoever modifies them then is unseen."""
+        """Pass the tensors to saved-tensor hooks. Later modifications are not detected."""
         self.versions = []
         self.value = with_tensors(lambda t: _Packed(hooks[0](t), hooks[1]), self.value)
 
     def read(self) -> Any:
-        """Return the result of the op, its tensors without a history."""
+        """Return the result of the op. Its tensors have no history."""
         while self.trips:
             self.trips[0].arrive()
             self.trips.pop(0)
@@ -214,7 +215,7 @@ class _Result:
 
 @dataclass
 class _Packed:
-    """A tensor that saved-tensor hooks keep."""
+    """A tensor that saved-tensor hooks have packed."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -226,28 +227,28 @@ def _unpacked(value: Tensor | _Packed) -> Tensor:
 
 @dataclass
 class _Saved:
-    """The saved results of one region, by their positions in the log of its forward."""
+    """The saved results of a region, by their positions in the log of its forward."""
 
     region: str
     preserve_rng_state: bool
     log: Log = field(default_factory=Log)
     results: dict[int, _Result] = field(default_factory=dict)
     hooks: Hooks | None = None
-    away: Away | None = None  # what of it is in host memory
-    # Whether a backward pass inside of the forward repeats a part of it.
+    away: Away | None = None  # the part in host memory
+    # Whether a backward pass inside the forward repeats a part of the region.
     is_repeating: bool = False
-    # A pass that keeps the graph has had them: passes for parts of the rest may follow, such as
-    # those for the weights alone, of which none is known to be the last.
+    # Whether a pass with retain_graph has read the results. Passes for other parts may follow, such
+    # as for the weights alone, and none is known to be the last.
     is_shared: bool = False
 
 
 class _Following(LightMode):
-    """A mode that is told of each tensor that autograd saves for the region."""
+    """A mode that is notified of each tensor that autograd saves for the region."""
 
     _hooks: Any = None
 
     def _enter(self, note: Callable[[Tensor], None]) -> Any:
-        """Enter the mode, and call `note` before each tensor that a checkpoint's hook packs."""
+        """Enter the mode. Call `note` before each tensor that a checkpoint's hook packs."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._hooks = None if top is None else native.noting(note, *top)
         if self._hooks is not None:
@@ -281,7 +282,8 @@ class _Recording(_Following):
         facts, saved = facts_of(op), self._saved
         if saved.is_repeating or _ignores(facts, args):
             return op(*args, **kwargs)
-        position = saved.log.add(facts)  # before it runs: one that raises counts too
+        # Added before it runs, so that an op that raises counts, too.
+        position = saved.log.add(facts)
         out = op(*args, **kwargs)
         known, asks = self._asked.get(facts.name, _UNKNOWN)
         if known is not facts:
@@ -295,26 +297,27 @@ class _Recording(_Following):
         if facts.collective == "in place":
             self._note_collective(position, facts.name, ctx, op, args, kwargs)
             return out
-        wanted = saves_result(self._policy, ctx, op, args, kwargs)
-        saved.log.describe(position, facts.name, args, kwargs, bool(wanted))
-        if not (wanted or (self._on_storage and facts.may_share)):
+        decision = saves_result(self._policy, ctx, op, args, kwargs)
+        saved.log.describe(position, facts.name, args, kwargs, bool(decision))
+        if not (decision or (self._on_storage and facts.may_share)):
             return out
         tensors = tensors_in(out)
-        if any(t.is_inference() for t in tensors):  # they have no versions, so writes are unseen
+        # Inference tensors have no versions, so writes are not detected.
+        if any(t.is_inference() for t in tensors):
             return out
         by_key = by_storage(tensors)
         for key, t in by_key.items():
             if key in self._on_storage:
                 self._on_storage[key].watch(_detached(t))
-        if not wanted or not tensors:  # a number costs nothing
+        if not decision or not tensors:  # a number takes no memory
             return out
-        # On the bytes of an argument there is nothing to save, and whoever modifies them is unseen.
+        # A result in the bytes of an argument need not be saved, and writes to it are not detected.
         if by_key.keys().isdisjoint(by_storage(tensors_in((args, kwargs)))):
             value = with_tensors(_detached, out)
             random: RandomState = []
             if facts.may_draw and saved.preserve_rng_state:
                 random = _random_state(tensors, (*args, *kwargs.values()))
-            result = _Result(value, random, offloads=wanted == OFFLOAD)
+            result = _Result(value, random, offloads=decision == OFFLOAD)
             saved.results[position] = result
             for t in tensors_in(value):
                 result.watch(t)
@@ -324,14 +327,14 @@ class _Recording(_Following):
     def _note_collective(
         self, position: int, name: str, ctx: Any, op: Op, args: Args, kwargs: Kwargs
     ) -> None:
-        """Save what a collective writes if the policy wants it; drop what it overwrites."""
-        wanted = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
-        self._saved.log.describe(position, name, args, kwargs, wanted)
+        """Save a collective's results if the policy says so. Drop results that it overwrites."""
+        is_saved = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
+        self._saved.log.describe(position, name, args, kwargs, is_saved)
         value = [_detached(t) for t in written_by(name, args)]
         written = by_storage(value)
         for key in written.keys() & self._on_storage.keys():
             self._on_storage.pop(key).is_overwritten = True
-        if wanted:
+        if is_saved:
             result = _Result(value, [], sent=Sent(ctx.op_output))
             self._saved.results[position] = result
             for t in value:
@@ -376,7 +379,7 @@ class _Replaying(_Following):
     """Active while a region is recomputed.
 
     Attributes:
-        difference: the first op that differs from the forward; empty if none does.
+        difference: the first op that differs from the forward, or "".
     """
 
     def __init__(self, saved: _Saved) -> None:
@@ -403,7 +406,7 @@ class _Replaying(_Following):
         super().__exit__(kind, error, trace)
 
     def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Give back the saved result of the op, or run it."""
+        """Return the saved result of the op, or run it."""
         facts, saved = facts_of(op), self._saved
         if saved.is_repeating or _ignores(facts, args):
             return op(*args, **kwargs)
@@ -428,9 +431,9 @@ def _nothing(t: Tensor) -> None:
 
 
 def _is_needed_again(saved: _Saved) -> bool:
-    """Return True if another backward pass may ask for what one asks for now.
+    """Return True if another backward pass may need the values that this one reads.
 
-    A saved tensor that is read outside of a backward pass is still there for the pass.
+    A saved tensor that is read outside of a backward pass is still needed by the pass.
     """
     if torch._C._current_graph_task_id() == -1:
         return True
@@ -439,19 +442,19 @@ def _is_needed_again(saved: _Saved) -> bool:
 
 
 def _detached(t: Tensor) -> Tensor:
-    """Return the same bytes and version counter, without autograd's record of the tensor.
+    """Return a tensor with the same bytes and version counter, without its autograd history.
 
-    Below autograd a detach has a version counter of its own unless this key is let in.
+    Below autograd, detach creates a new version counter unless this dispatch key is included.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return t.detach()
 
 
 def is_ignored(op: Op, args: Args) -> bool:
-    """Return True if an op does not count: it may run in the forward and not in the recompute.
+    """Return True for an op that may run in the forward but not in the recompute.
 
-    Autocast casts a leaf that requires grad where it is first used, and keeps the result for other
-    regions. Parameters are such leaves.
+    Autocast casts a leaf that requires grad, such as a parameter, at its first use. It keeps the
+    cast for other regions.
     """
     return _ignores(facts_of(op), args)
 
@@ -464,10 +467,10 @@ def _is_cast_once(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
-def _random_state(made: list[Tensor], given: tuple[Any, ...]) -> RandomState:
-    """Return the state of the generators that an op which draws may have used, after it."""
+def _random_state(results: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+    """Return the current states of the generators that an op which draws numbers may have used."""
     for value in given:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]
-    devices = {t.device for t in made if t.device.type != "meta"}
+    devices = {t.device for t in results if t.device.type != "meta"}
     return [(put, get()) for get, put in map(rng_of, devices)]

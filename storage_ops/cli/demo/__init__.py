@@ -1,7 +1,8 @@
-"""`python -m storage_ops demo`: train a small GPT twice, without and with storage_ops.
+"""`python -m storage_ops demo`: trains a small GPT twice, without and with storage_ops.
 
-`corpus.py` reads text and encodes it, `model.py` is the GPT, `train.py` trains both in turn,
-`command.py` goes from arguments to the table, `picture.py` draws. The benchmarks train them too.
+`corpus.py` reads text and encodes it. `model.py` is the GPT. `train.py` trains both versions in
+turn. `command.py` reads the arguments and prints the table. `picture.py` draws. Benchmarks use the
+models, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code."""
+    """Run the command. Return the exit code."""
     try:
         for package in ("matplotlib", "tokenizers"):
             required(package, "the demo")
@@ -47,6 +48,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except ImportError as error:
         output.complain(error)
         return 2
-    if args.json:  # what is said on the way goes beside it
+    if args.json:  # with JSON, messages go to standard error
         console = Console(stderr=True)
     return command.run(args, console)

@@ -1,4 +1,4 @@
-"""The demo from arguments to the table."""
+"""The demo, from its arguments to its table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _complaint(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the demo; return the exit code."""
+    """Run the demo. Return the exit code."""
     complaint = _complaint(args)
     if complaint is not None:
         output.complain(complaint)
@@ -88,7 +88,7 @@ def _facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _table(plain: TrainingRun, ours: TrainingRun, info: dict[str, Any]) -> Grid:
-    """Compare the two trainings."""
+    """Return a table that compares the two trainings."""
     apart = max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True))
     peaks = plain.memory.peak_bytes, ours.memory.peak_bytes
     times = plain.step_seconds, ours.step_seconds

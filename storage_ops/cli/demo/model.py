@@ -1,4 +1,4 @@
-"""A small GPT that trains in plain PyTorch or with storage_ops, with the same parameters."""
+"""A small GPT that trains in plain PyTorch or with storage_ops, with equal parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRESETS = {
 
 
 class TransformerBlock(nn.Module):
-    """Attention and an MLP, each behind a layer norm and added to the stream."""
+    """Attention and an MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self, config: Config, save_memory: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TransformerBlock(nn.Module):
         x = x + self.projection(mixed.transpose(1, 2).reshape(batch, tokens, width))
         normed = self.mlp_norm(x)
         if self.save_memory:
-            # The fat part, four times as wide as the stream, exists only while it is used.
+            # The wide intermediate, four times the width, exists only while it is used.
             mlp = output_discard(self._expand, self.down)(normed)
         else:
             mlp = self.down(self._expand(normed))
@@ -84,7 +84,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of predicting `targets` (batch, tokens) from `tokens` (batch, tokens)."""
+        """Return the mean loss for `targets` (batch, tokens), from `tokens` (batch, tokens)."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -17,10 +17,11 @@ def draw(
     """Draw into a PNG.
 
     Args:
-        losses: label -> the loss of every step; none leaves their half of the picture out.
+        losses: label -> the loss of every step; without losses, this half of the picture is left
+            out.
         memory: label -> the memory of one step.
     """
-    # Small, with large letters, because people also read it on a phone.
+    # A small picture with large letters, because people also read it on a phone.
     figure = Figure(figsize=(11 if losses else 6.4, 4), dpi=150, layout="constrained")
     *left, right = figure.subplots(1, 2 if losses else 1, squeeze=False)[0]
     for axes in (*left, right):
@@ -30,15 +31,16 @@ def draw(
             label.set_size(12)
     for axes in left:
         for k, (label, values) in enumerate(losses.items()):
-            # The first lies under the others, wider than they are, so that equal curves are seen.
+            # The first curve is drawn below the others and wider, so that equal curves are visible.
             axes.plot(values, alpha=1 if k else 0.4, linewidth=1.2 if k else 4, label=label)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
         axes.legend(loc="upper right", frameon=False)
     plot_timelines(right, memory)
-    devices = {f" on {m.device}" for m in memory.values() if m.device}  # of kept results, none
+    # Kept results have no device.
+    devices = {f" on {m.device}" for m in memory.values() if m.device}
     right.set_xlabel(f"share of a training step{''.join(devices)} (%)")
-    # The legend stands above the curves, which are as high as the axes.
+    # The legend is above the axes, because the curves need their whole height.
     right.legend(
         loc="lower center",
         bbox_to_anchor=(0.5, 1),
@@ -50,5 +52,5 @@ def draw(
     right.set_ylim(bottom=0)
     for axes in figure.axes:
         axes.grid(alpha=0.25)
-    # No version of matplotlib inside, so that the same curves give the same file.
+    # Without matplotlib's version, the same curves give the same file.
     figure.savefig(path, metadata={"Software": None})

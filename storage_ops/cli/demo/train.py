@@ -1,4 +1,4 @@
-"""Train the same model twice in step, and record loss, time and memory of both."""
+"""Trains the same model twice in turn, and records loss, time and memory of both."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TrainingRun:
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    memory: Measurement = field(init=False, repr=False)  # of the last step
+    memory: Measurement = field(init=False, repr=False)  # memory of the last step
 
     @property
     def step_seconds(self) -> float:
-        """Median time of a step."""
+        """Return the median time of a step."""
         return statistics.median(self.seconds[WARM_STEPS:] or self.seconds)
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
@@ -41,13 +41,13 @@ class TrainingRun:
         self.losses.append(loss.item())
 
     def timed_step(self, tokens: Tensor, targets: Tensor) -> None:
-        """Take a step and record its time; reading the loss waits for the device."""
+        """Run a step and record its time. Reading the loss waits for the device."""
         begin = time.perf_counter()
         self.step(tokens, targets)
         self.seconds.append(time.perf_counter() - begin)
 
     def measured_step(self, tokens: Tensor, targets: Tensor) -> None:
-        """Take a step and record its memory."""
+        """Run a step and record its memory."""
         self.optimizer.zero_grad(set_to_none=True)
         with measure(tokens.device) as self.memory:
             self.step(tokens, targets)
@@ -56,7 +56,7 @@ class TrainingRun:
 def make_run(
     label: str, config: Config, device: torch.device, *, save_memory: bool, seed: int
 ) -> TrainingRun:
-    """Build a model and its optimizer; the same seed gives the same parameters."""
+    """Build a model and its optimizer. The same seed gives the same parameters."""
     torch.manual_seed(seed)
     model = GPT(config, save_memory).to(device)
     return TrainingRun(label, model, torch.optim.AdamW(model.parameters(), lr=config.learning_rate))
@@ -70,11 +70,11 @@ def train(
     seed: int,
     progress: Callable[[TrainingRun], None],
 ) -> tuple[TrainingRun, TrainingRun]:
-    """Train in plain PyTorch and with storage_ops on the same batches, a step of each in turn.
+    """Train in plain PyTorch and with storage_ops on the same batches, alternating steps.
 
     Args:
         data: (tokens,) int64.
-        steps: optimizer steps of each; the last one is measured for memory and not timed.
+        steps: optimizer steps of each training. The last one is measured for memory and not timed.
         progress: called after every step.
     """
     plain = make_run("plain PyTorch", config, device, save_memory=False, seed=seed)

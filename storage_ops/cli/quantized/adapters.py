@@ -1,4 +1,4 @@
-"""A model of transformers with quantized weights and adapters of PEFT, as the options say."""
+"""A model of transformers with quantized weights and PEFT adapters, by the options."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TASKS = (
 
 
 def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """Return a model of transformers as `--quantize` and `--lora` have it.
+    """Return a model of transformers after `--quantize` and `--lora`.
 
     Raises:
-        ValueError: an option is wrong, or nothing would be trained.
+        ValueError: an option is wrong, or no parameter would be trained.
     """
     config: Any = model.config
     dtype = next(model.parameters()).dtype
@@ -68,23 +68,23 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Context manager that hides warnings of PEFT, which are for training and not for sizes."""
+    """Context manager that hides PEFT's warnings, which are about training and not about sizes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _prepare(model: Any, peft: Any) -> None:
-    """Call PEFT's function for a quantized model, which it knows by an attribute."""
+    """Call PEFT's function for a quantized model, which it recognises by an attribute."""
     model.is_loaded_in_4bit = True
     with _without_warnings():
         how = {"use_reentrant": False}  # as torch recommends
         peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=how)
-    del model.is_loaded_in_4bit  # PEFT would look for layers of bitsandbytes
+    del model.is_loaded_in_4bit  # otherwise PEFT would look for layers of bitsandbytes
 
 
 def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
-    """Return the model of PEFT that trains these adapters of `model`.
+    """Return a PEFT model that trains these adapters of `model`.
 
     Raises:
         ValueError: PEFT cannot adapt such modules.
@@ -120,16 +120,16 @@ def with_lora(model: nn.Module, peft: Any, lora: Lora) -> nn.Module:
 
 @functools.lru_cache(maxsize=16)
 def _as_on_bitsandbytes(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return PEFT's adapted layer as it has it for bitsandbytes.
+    """Return PEFT's adapted layer in its form for bitsandbytes.
 
-    That one leaves the dtype of its input to autocast. The plain one converts it in any case.
+    That form leaves the dtype of its input to autocast. The plain form always converts it.
     """
 
     def casts(module: object) -> bool:
         return not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
     def ignore(module: object, value: bool) -> None:
-        """Let PEFT set it, which does not matter."""
+        """Let PEFT set the attribute without an effect."""
 
     body: dict[str, Any] = {"__module__": cls.__module__}
     body["cast_input_dtype_enabled"] = property(casts, ignore)

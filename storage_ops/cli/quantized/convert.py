@@ -1,4 +1,4 @@
-"""Put quantized layers in place of a model's own, as transformers' `from_pretrained` does."""
+"""Replaces a model's layers by quantized ones, as transformers' `from_pretrained` does."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _KINDS: dict[str, type[QuantizedLinear]] = {
 
 
 def quantize(model: Any, scheme: Scheme) -> None:
-    """Quantize the weights of a model of transformers on the meta device, which freezes them.
+    """Quantize the weights of a model of transformers on the meta device, and freeze them.
 
-    The output layer, tied weights and what the scheme skips keep their weights.
+    The output layer, tied weights and modules that the scheme skips keep their weights.
 
     Raises:
-        ValueError: the scheme is for weights that the model does not have.
+        ValueError: the model has no weights for the scheme.
     """
     from transformers.quantizers.base import HfQuantizer
 
-    # Its rule, and the modules of the config that lists some, in which case the rule is off.
+    # transformers' rule, and modules that the config lists, which turn the rule off.
     skipped = HfQuantizer.get_modules_to_not_convert(
         model, None if scheme.skipped is None else list(scheme.skipped), model._keep_in_fp32_modules
     )
@@ -57,7 +57,7 @@ def quantize(model: Any, scheme: Scheme) -> None:
 
 
 def unquantized_experts(model: nn.Module) -> str | None:
-    """Return the class of the model's first experts whose weights are floating-point, if any."""
+    """Return the class of the model's first experts with floating-point weights, or None."""
     for module in model.modules():
         names = projections_of(module)
         if names and module._parameters[names[0]].dtype.itemsize > 1:  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def _takes_experts(name: str, module: nn.Module, scheme: Scheme) -> bool:
 
 
 def _is_converted(name: str, skipped: Sequence[str]) -> bool:
-    """Return False for a module that a pattern names, or that is inside of one, or ends so."""
+    """Return False if a pattern names a module, a module around it, or the end of its name."""
     parts = name.split(".")
     outer = [".".join(parts[: end + 1]) for end in range(len(parts))]
     return not any(
@@ -90,7 +90,7 @@ def _is_converted(name: str, skipped: Sequence[str]) -> bool:
 
 
 def linear_of(plain: nn.Module, scheme: Scheme) -> QuantizedLinear:
-    """Return the quantized layer that stands for a linear layer, or for transformers' Conv1D."""
+    """Return the quantized layer for a linear layer, or for transformers' Conv1D."""
     weight: Any = plain.weight
     is_linear = isinstance(plain, nn.Linear)
     rows, columns = weight.shape if is_linear else weight.shape[::-1]

@@ -1,7 +1,7 @@
 """Frozen experts of transformers with quantized weights.
 
-Their kernels multiply by quantized weights as they are. The backward dequantizes some experts at a
-time, at most 1 GiB of them, as transformers' `FP8Experts` does.
+Kernels multiply by quantized weights without dequantizing them. The backward dequantizes some
+experts at a time, at most 1 GiB of them, as transformers' `FP8Experts` does.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from storage_ops.cli.quantized.schemes import Scheme
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _AT_ONCE = 1 << 30  # bytes
-_GROUP = 32  # elements of mxfp4 that share a scale
+_GROUP = 32  # elements of mxfp4 with a common scale
 _Saved: TypeAlias = "Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]"
 
 
 def projections_of(module: nn.Module) -> list[str]:
-    """Return the names of the parameters of a module that hold a weight of each expert."""
+    """Return the names of a module's parameters with a weight of each expert."""
     parameters = dict(module.named_parameters(recurse=False))
     return [name for name in _PROJECTIONS if name in parameters and parameters[name].dim() == 3]
 
 
 def quantize_experts(module: Any, scheme: Scheme) -> None:
-    """Quantize the weights of a module of experts, which keeps its class's forward."""
+    """Quantize the weights of a module of experts. It keeps the forward of its class."""
     names = projections_of(module)
     for name in names:
         weight = getattr(module, name)
         shape = weight.shape
-        # Quantized weights are as those of nn.Linear, with the features of the output first.
+        # Quantized weights have the layout of nn.Linear, with output features first.
         if getattr(module, "is_transposed", False):
             shape = torch.Size((shape[0], shape[2], shape[1]))
         delattr(module, name)
         if scheme.name == "fp8":
             scales = scales_of(shape, scheme)
-            if name == "gate_up_proj" and scales:  # both halves have one at least
+            if name == "gate_up_proj" and scales:  # both halves have at least one scale
                 scales = (scales[0], max(scales[1], 2), scales[2])
             module.register_parameter(name, frozen(tuple(shape), torch.float8_e4m3fn))
             module.register_parameter(f"{name}_scale_inv", frozen(scales, scheme.scale))
@@ -58,7 +58,7 @@ def quantize_experts(module: Any, scheme: Scheme) -> None:
 
 def _weight_of(name: str, dtype: torch.dtype) -> Any:
     def weight(module: Any) -> Tensor:
-        """Return a weight of one expert that stands for those of all."""
+        """Return a weight of one expert that represents those of all."""
         experts, *shape = module._shapes[name]
         device = module._parameters[name].device
         return torch.empty(1, *shape, dtype=dtype, device=device).expand(experts, *shape)
@@ -67,10 +67,10 @@ def _weight_of(name: str, dtype: torch.dtype) -> Any:
 
 
 class QuantizedExperts(nn.Module):
-    """Dequantizes weights for the backward, where the class beside it keeps them for it."""
+    """Dequantizes weights for the backward if the other base class saves them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the other class does."""
+        """Return the result of the other class."""
         with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
             return super().forward(*args, **kwargs)
 

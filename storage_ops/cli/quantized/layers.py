@@ -1,7 +1,7 @@
-"""Frozen linear layers with quantized weights, which take the memory that those of libraries do.
+"""Frozen linear layers with quantized weights, with the memory use of the libraries' layers.
 
-Sizes are those of bitsandbytes from 0.43 to 0.50 and of transformers 5. Kernels for few rows, which
-need no dequantized weight, are for generating tokens and are not simulated.
+Sizes are those of bitsandbytes from 0.43 to 0.50 and of transformers 5. Kernels for few rows need
+no dequantized weight. They serve the generation of tokens and are not simulated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from storage_ops.cli.quantized.schemes import Scheme
 
-_BLOCK = 64  # elements of a 4-bit weight that share a maximum
-_NESTED = 256  # maxima that share one, if they are quantized
+_BLOCK = 64  # elements of a 4-bit weight with a common maximum
+_NESTED = 256  # maxima with a common maximum, if they are quantized
 
 
 def frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -25,13 +25,13 @@ def frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and quantized; `convert.linear_of` makes it.
+    """A linear layer with a frozen and quantized weight, from `convert.linear_of`.
 
-    PEFT knows it as a linear layer.
+    PEFT treats it as a linear layer.
 
     Attributes:
         scheme: how the weight is stored.
-        weight_dtype: dtype that the weight had, and that it is dequantized into.
+        weight_dtype: dtype of the original weight and of the dequantized one.
         copies_output: whether the output is copied, as PEFT does on 4-bit layers.
     """
 
@@ -47,7 +47,7 @@ class QuantizedLinear(nn.Linear):
         self.requires_grad_(False)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return a weight of `dtype`, after taking what dequantizing takes."""
+        """Return a weight of `dtype`, after allocating the memory of dequantizing."""
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
         raise NotImplementedError
 
     def kept(self, x: Tensor) -> Tensor | None:
-        """Return what the layer keeps of its input until the backward."""
+        """Return the tensor that the layer keeps from its input until the backward."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight is dequantized for it, and again for the gradient of its input."""
+    """A product that dequantizes its weight, and again for the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -78,7 +78,7 @@ class _Product(torch.autograd.Function):
 
 
 class Linear4bit(QuantizedLinear):
-    """As `bitsandbytes.nn.Linear4bit`: 4 bits for an element, and a maximum for each 64."""
+    """Like `bitsandbytes.nn.Linear4bit`: 4 bits per element, and a maximum for every 64."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -96,7 +96,7 @@ class Linear4bit(QuantizedLinear):
         self.offset = frozen((), torch.float32)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return the product of the forward, which holds the dequantized maxima until then."""
+        """Return the product of the forward, during which the dequantized maxima are in memory."""
         maxima = self.absmax.to(torch.float32)
         shifted = maxima if self.absmax.dtype == torch.float32 else maxima + self.offset
         output = F.linear(x, self._unpacked(x.dtype), self._bias(x.dtype))
@@ -104,7 +104,7 @@ class Linear4bit(QuantizedLinear):
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return a weight of `dtype`; the maxima are dequantized first."""
+        """Return a weight of `dtype`, after dequantizing the maxima."""
         maxima = self.absmax.to(torch.float32)
         weight = self._unpacked(dtype)
         del maxima
@@ -118,14 +118,14 @@ class Linear4bit(QuantizedLinear):
         return None if self.bias is None else self.bias.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product, formed in the scheme's dtype and returned in that of `x`."""
+        """Return the product, computed in the scheme's dtype and returned in that of `x`."""
         return super().forward(x.to(self.scheme.compute)).to(x.dtype)
 
 
 class Linear8bit(QuantizedLinear):
-    """As `bitsandbytes.nn.Linear8bitLt`: 8 bits for an element, and a maximum for each row.
+    """Like `bitsandbytes.nn.Linear8bitLt`: 8 bits per element, and a maximum for each row.
 
-    Columns of the input with outliers are not simulated: how many there are depends on values.
+    Input columns with outliers are not simulated, because their number depends on values.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -138,7 +138,7 @@ class Linear8bit(QuantizedLinear):
         return self.weight.to(dtype).mul_(self.SCB.unsqueeze(1).mul(1 / 127))
 
     def product(self, x: Tensor) -> Tensor:
-        """Return the product of integers, which is 32-bit, then float16, then as `x`."""
+        """Return the product of integers, first 32-bit, then float16, then in the dtype of `x`."""
         quantized = self._rows(x.reshape(-1, x.shape[-1]).to(torch.float16))
         sums = torch.empty(len(quantized[0]), self.out_features, dtype=torch.int32, device=x.device)
         scaled = torch.empty_like(sums, dtype=torch.float16)
@@ -160,7 +160,7 @@ class Linear8bit(QuantizedLinear):
 
 
 class Linear8bitFloat(QuantizedLinear):
-    """As transformers' fine-grained fp8: 8 bits for an element, and a scale for each block."""
+    """Like transformers' fine-grained fp8: 8 bits per element, and a scale for each block."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -183,7 +183,7 @@ class Linear8bitFloat(QuantizedLinear):
 
 
 def scales_of(shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight, whose last dimensions are rows and columns."""
+    """Return the shape of a weight's scales. Its last dimensions are rows and columns."""
     if scheme.block is None:
         return ()
     blocks = (math.ceil(n / block) for n, block in zip(shape[-2:], scheme.block, strict=True))

@@ -1,4 +1,4 @@
-"""The options that say how weights are stored and which adapters are trained; without torch."""
+"""The options for stored weights and trained adapters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Lora:
     """Adapters to train.
 
     Attributes:
-        rank: of their products.
-        modules: names of the layers that get one; "all-linear", or None for PEFT's choice.
+        rank: the rank of their products.
+        modules: names of the layers with an adapter, "all-linear", or None for PEFT's choice.
         dropout: probability that an input of an adapter is left out.
     """
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def refuse_with_function(args: argparse.Namespace) -> None:
-    """Raise if an option is given that a model of `--model` has no use for.
+    """Raise an error for an option that does not apply to a model of `--model`.
 
     Raises:
         ValueError: an option is for models of transformers.
@@ -66,7 +66,7 @@ def refuse_with_function(args: argparse.Namespace) -> None:
 
 
 def lora_of(args: argparse.Namespace) -> Lora | None:
-    """Return what `--lora` asks for; None if it is not given.
+    """Return the adapters of `--lora`, or None without the option.
 
     Raises:
         ValueError: a rank, a name or a probability is wrong.

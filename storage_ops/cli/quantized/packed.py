@@ -1,6 +1,6 @@
 """Frozen linear layers whose weights are integers packed into int32, as GPTQ and AWQ store them.
 
-Sizes are those of checkpoints of both methods, and what forward and backward take is that of
+Sizes are those of checkpoints of both methods. The memory of forward and backward is that of
 GPTQModel 5 in training, which transformers 5 uses for both.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from storage_ops.cli.quantized.layers import QuantizedLinear, frozen
 
-_WORD = 32  # bits of an element that integers are packed into
+_WORD = 32  # bits of an element with packed integers
 
 
 class PackedLinear(QuantizedLinear):
     """A layer with packed integers, and a scale and a zero for each group of inputs and output.
 
     Attributes:
-        groups: number of groups of inputs.
+        groups: the number of groups of inputs.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -37,7 +37,7 @@ class PackedLinear(QuantizedLinear):
         raise NotImplementedError
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return a weight of `dtype`, with inputs first; a fused kernel makes it in float16."""
+        """Return a weight of `dtype`, with inputs first. A fused kernel creates it in float16."""
         shape = self.in_features, self.out_features
         return torch.empty(shape, dtype=torch.float16, device=self.weight.device).to(dtype)
 
@@ -84,6 +84,6 @@ class _AwqProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weight = ctx.layer.dequantized(gradient.dtype).t()
-        # The kernel multiplies each sequence of a batch by a copy of the weight.
+        # The kernel multiplies each sequence of a batch by its own copy of the weight.
         copies = weight.unsqueeze(0).repeat(len(gradient), 1, 1)
         return torch.bmm(gradient, copies), None

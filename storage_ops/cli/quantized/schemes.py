@@ -1,4 +1,4 @@
-"""How the weights of a frozen model are stored: by a name, or by a `quantization_config`."""
+"""How the weights of a frozen model are stored, by a name or by a `quantization_config`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Scheme:
             too; "int8" (bitsandbytes), "fp8" (transformers' blocks with scales), "mxfp4", "gptq" or
             "awq".
         compute: dtype in which 4-bit layers multiply.
-        storage: dtype of the tensors that hold packed 4-bit weights.
+                storage: dtype of the tensors with packed 4-bit weights.
         outliers: threshold of int8 above which columns of the input stay 16-bit; 0 for none.
-        block: rows and columns that share a scale of fp8; None: one scale for the weight.
+        block: rows and columns with a common fp8 scale. None: one scale for the weight.
         scale: dtype of the scales of fp8.
-        bits: of a weight of GPTQ or AWQ.
-        group: inputs that share a scale of GPTQ or AWQ; less than 1: all of a layer.
-        skipped: modules that keep their weights; None: those that transformers chooses.
+        bits: bits of a weight of GPTQ or AWQ.
+        group: inputs with a common scale of GPTQ or AWQ. Less than 1: all inputs of a layer.
+        skipped: modules that keep their weights; None: transformers' choice.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Scheme:
 
 
 def scheme_of(option: str | None, config: object, dtype: torch.dtype) -> Scheme | None:
-    """Return how the weights of a model are stored; None if they are not quantized.
+    """Return how the weights of a model are stored, or None if they are not quantized.
 
     Args:
-        option: of `--quantize`; None: as the config says.
-        config: `quantization_config` of the config, or None.
-        dtype: of the model, which `--quantize` takes for the dtype of products as well.
+        option: the value of `--quantize`. None: use the config.
+        config: the config's `quantization_config`, or None.
+        dtype: the dtype of the model, which `--quantize` also uses for products.
 
     Raises:
         ValueError: the config has a method, or a value, that is not simulated.
@@ -133,7 +133,7 @@ _PACKED = {"gptq": (("gptq", "gptq_v2"), (2, 3, 4, 8)), "awq": (("gemm",), (4,))
 
 
 def _of_packed(name: str, facts: Mapping[str, Any], layout: object) -> Scheme:
-    """Return the scheme of integers that are packed in the usual layout of a method."""
+    """Return the scheme for integers that are packed in a method's usual layout."""
     layouts, sizes = _PACKED[name]
     if str(getattr(layout, "value", layout)).lower() not in layouts:
         raise ValueError(

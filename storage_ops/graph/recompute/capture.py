@@ -18,18 +18,18 @@ def capturable(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Generator
 
     A traced step reads the state of a GPU's generator before each random op that it runs again.
     This is not allowed during a capture. In the returned graph such an op has its own generator,
-    and so does each of its copies. These generators start from one seed and advance together. So
-    the copies draw the op's numbers at each replay, but not the numbers of eager mode. Random ops
-    that do not run again draw from the default generator as before.
+    and so does each of its copies. These generators have the same seed and advance together. So the
+    copies draw the same numbers as the op at each replay. The numbers differ from eager mode.
+    Random ops that do not run again use the default generator as before.
 
-    The seeds are drawn from torch's default generator of the CPU.
+    The seeds are drawn from torch's default CPU generator.
 
     Args:
         gm: a graph of `trace_step` or `remat`. It is not modified.
 
     Returns:
-        The new graph, and its generators, which `torch.cuda.CUDAGraph.register_generator_state`
-        must be told of before the capture.
+        The new graph, and its generators. Register them by
+        `torch.cuda.CUDAGraph.register_generator_state` before the capture.
 
     Example:
         >>> step = storage_ops.graph.trace_step(lambda x: (x + 1).sum(), torch.ones(256))
@@ -47,7 +47,7 @@ def capturable(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Generator
     gm.graph.lint()
     gm.recompile()
     if generators:
-        gm.meta.pop(BEFORE, None)  # another graph by its numbers, which verifying would compare
+        gm.meta.pop(BEFORE, None)  # the new graph draws other numbers, so verifying would fail
     return gm, generators
 
 
@@ -62,7 +62,7 @@ def check_capture(graph: fx.Graph) -> None:
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, device: torch.device) -> list[torch.Generator]:
-    """Give a random op and its copies generators, in place of the saved generator state."""
+    """Give a random op and its copies generators, instead of a saved generator state."""
     items = {user.args[1]: user for user in node.users if item_of(user) is node}
     state, result = items[0], items[1]
     copies = list(state.users)

@@ -40,7 +40,7 @@ _EMPTY = (
 
 
 class _Contents:
-    """The contents of a storage that a region creates and modifies, version by version."""
+    """The versions of a storage's contents, for a storage that a region creates and modifies."""
 
     def __init__(self, base: fx.Node) -> None:
         self.base = base
@@ -59,7 +59,7 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
 
     Raises:
         RuntimeError: a region modifies in place the output of a region that discards it, or an
-            op has no form that is not in place.
+            op has no out-of-place form.
     """
     graph = gm.graph
     creator_of: dict[int, fx.Node] = {}
@@ -111,7 +111,7 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
 def _keep_views(graph: fx.Graph) -> None:
     """Keep views from a region if their base is kept and modified while the view is in use.
 
-    A recomputed view would show the contents of the base at the view's first run.
+    A recomputed view would show the base's contents at the first run of the view.
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     writes = written_at(order)
@@ -131,7 +131,7 @@ def _keep_views(graph: fx.Graph) -> None:
 
 
 def reinplace(graph: fx.Graph) -> None:
-    """Make ops in place again if nothing reads the overwritten values afterwards."""
+    """Make ops in-place again if no node reads the overwritten values afterwards."""
     fixed: set[int] = set()
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -158,7 +158,7 @@ def reinplace(graph: fx.Graph) -> None:
 def _write(
     graph: fx.Graph, contents: _Contents, node: fx.Node, target: fx.Node, mode: FakeTensorMode
 ) -> None:
-    """Replace an in-place op by an op that returns the next version of a storage's contents."""
+    """Replace an in-place op by an op that returns the next version of the storage's contents."""
     geometry = _geometry(target.meta["val"])
     if rng.is_random(node) and next(written(node)) is node.args[0]:
         result = _fill(graph, node, mode)
@@ -192,7 +192,7 @@ def _write(
 def _functional_call(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
     """Add the functional form of an in-place op before it."""
     op = _functional(node)
-    # `node.args` omit default values, but the functional op may have no defaults. So pass all.
+    # `node.args` omits default values, but the functional op may have no defaults. So pass all.
     values = {a.name: argument(node, a.name) for a in op._schema.arguments}
     positional = [values[a.name] for a in op._schema.arguments if not a.kwarg_only]
     options = {a.name: values[a.name] for a in op._schema.arguments if a.kwarg_only}
@@ -211,14 +211,14 @@ def _item(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
 
 
 def is_new(node: fx.Node) -> bool:
-    """Return True if a node creates a tensor without contents for the one op that reads it."""
+    """Return True if a node creates an uninitialised tensor for the one op that reads it."""
     return node.op == "call_function" and node.target in _EMPTY and len(node.users) == 1
 
 
 def _fill(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
-    """Add before a random in-place op a copy of it that writes to a tensor of its own.
+    """Add a copy of a random in-place op before it, which writes to a tensor of its own.
 
-    The copy stays in place, because the layout of the tensor decides which number goes where.
+    The copy stays in place, because the layout of the tensor determines where each number goes.
     """
     target = node.args[0]
     assert isinstance(target, fx.Node) and callable(node.target)

@@ -35,7 +35,7 @@ from storage_ops.graph.recompute.tags import PHASE_KEYS, TAG, mark_tagged, raise
 from storage_ops.graph.recompute.verify import verify_equal
 
 BEFORE = "storage_ops_before"
-# Ops that read the storage of their argument, whatever its shape and strides.
+# Ops that read the storage of their argument, whatever the shape and strides.
 _BY_STORAGE = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 
@@ -49,32 +49,32 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
     drawn later do not change.
 
     Communication and ops with side effects run once and are kept, unless a policy says
-    MUST_RECOMPUTE. In-place ops on a region's own tensors become ordinary ops. In-place ops on
-    tensors from outside run once, and the overwritten values are kept if they are read again.
+    MUST_RECOMPUTE. In-place ops on a region's own tensors become out-of-place ops. In-place ops on
+    tensors from outside run once. Overwritten values are kept if they are read again.
 
-    A graph from `trace_step` has been through this pass and is returned unchanged. In a graph made
-    with make_fx, regions of `CheckpointWrapper`, `OutputDiscardCheckpoint` and
+    A graph from `trace_step` has been through this pass and is returned unchanged. In a graph of
+    make_fx, regions of `CheckpointWrapper`, `OutputDiscardCheckpoint` and
     `storage_ops.graph.regions` carry marks. For torch.utils.checkpoint under make_fx, the ops that
     selective checkpointing tagged are recomputed, and random ops of a recompute get the numbers of
-    the forward. If the graph does not say enough for that, a warning says so once and names
+    the forward. If the graph lacks information for that, one warning says so and recommends
     `trace_step`.
 
-    torch.compile tags the tensors that each backward pass recomputes. That includes a step that
-    calls `torch.autograd.grad`. Such a graph becomes the same as with torch's own pass. Any number
-    of backward passes and random ops are supported, too.
+    torch.compile tags the tensors that each backward pass recomputes, also in a step that calls
+    `torch.autograd.grad`. Such a graph becomes the same as with torch's own pass. Any number of
+    backward passes and random ops are supported.
 
     Args:
         gm: a graph of forward and backward. It is not modified.
-        verify: run the graph as eager mode would and as it becomes, on random inputs from one seed,
-            and compare results, modified inputs and the state of the random-number generator.
+        verify: run the original graph as eager mode would, and the new graph, on the same random
+            inputs. Compare results, modified inputs and the state of the random-number generator.
 
     Returns:
         A new graph, with the inputs and outputs of `gm`.
 
     Raises:
         TypeError: `gm` is no GraphModule. ValueError: its nodes have no values.
-        RuntimeError: a region modifies in place the output of a region that discards it; the graphs
-            differ, or what eager mode does cannot be told to `verify`.
+        RuntimeError: a region modifies in place the output of a region that discards it, the graphs
+            differ, or `verify` cannot determine the behaviour of eager mode.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -97,16 +97,16 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
 def recompute(before: fx.GraphModule, foreign: bool) -> fx.GraphModule:
     """Do the work of `remat`.
 
-    A `foreign` graph has no marks, only torch's own traces of checkpoints.
+    A `foreign` graph has no marks, only traces of torch's own checkpoints.
     """
     gm = copy_of(before)
     mode = _one_mode(gm)
     tagged = foreign and mark_tagged(gm.graph)
     if foreign and not tagged:
         before = repair(gm, mode)
-    remove_dead(gm.graph)  # unread nodes are not worth a recompute
+    remove_dead(gm.graph)  # unread nodes need no recompute
     functionalize(gm, mode)
-    if not tagged:  # tags say of each node whether it is kept
+    if not tagged:  # tags decide for each node whether it is kept
         _include_views(gm.graph)
     while any(mark_of(node).path for node in gm.graph.nodes):
         _Rewrite(gm.graph, mode, tagged).run()
@@ -134,10 +134,10 @@ def forget_tags() -> None:
 
 
 class _Rewrite:
-    """Recomputes the outermost regions of a graph. The remaining marks are those of inner regions.
+    """Recomputes the outermost regions of a graph. The other marks belong to inner regions.
 
     With torch.compile's tags, each backward pass recomputes its own tensors in the order of the
-    forward. torch's pass and eager mode do so, too.
+    forward, like torch's pass and eager mode.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, tagged: bool) -> None:
@@ -156,7 +156,7 @@ class _Rewrite:
         for reader in self._order:
             mark = mark_of(reader)
             if place is None or mark.step == -1 or (mark.backward, mark.step) != step:
-                # Before anything the same step of backward allocates, as in eager mode.
+                # Before any allocation of the same backward step, as in eager mode.
                 place, step = reader, (mark.backward, mark.step)
             if mark.backward == -1:
                 continue
@@ -210,7 +210,7 @@ class _Rewrite:
                 self._randoms.setdefault(node, []).append(copied)
 
     def _as_read(self, source: fx.Node, node: fx.Node, place: fx.Node) -> fx.Node:
-        """Return the value of `source` that `node` read: a copy, if it changes before `place`."""
+        """Return the value of `source` that `node` read, or a copy if it changes before `place`."""
         first, last = self._order[node], self._order[place]
         writes = [self._writes.get(key, ()) for key, _ in storages(source.meta.get("val"))]
         at = min((at for found in writes for at in found if first <= at < last), default=None)
@@ -235,7 +235,7 @@ class _Rewrite:
 
 
 def _include_views(graph: fx.Graph) -> None:
-    """Count views of a discarded output, created outside its region, as part of the region.
+    """Treat views of a discarded output, created outside its region, as part of the region.
 
     Otherwise a view that a consumer saves would keep bytes that should be freed.
     """
@@ -298,13 +298,13 @@ def _is_saved(node: fx.Node) -> bool:
         return True
     if not is_effectful(node) or CheckpointPolicy.MUST_RECOMPUTE in inner:
         return False
-    # Waiting for a communication that is repeated is part of it.
+    # The wait for a repeated communication is part of it.
     waited = [n for n in node.all_input_nodes if is_effectful(n) and mark_of(n).path]
     return all(_is_saved(n) for n in waited)
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Erase nodes that nothing reads and that have no side effects."""
+    """Erase nodes that no node reads and that have no side effects."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _acts(node):
             graph.erase_node(node)

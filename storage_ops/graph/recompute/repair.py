@@ -1,9 +1,9 @@
-"""Find regions in graphs in which make_fx recorded torch's own checkpointing.
+"""Finds regions in graphs in which make_fx recorded torch's own checkpointing.
 
-Two things go wrong in such graphs. Selective checkpointing keeps every result under trace, so that
+Two things go wrong in such graphs. Under trace, selective checkpointing saves every result, so
 nothing is recomputed. But it tags its ops, and the results that backward takes from its cache show
-which ops are one region. Plain checkpointing is recorded twice, as it runs. The state of the
-random-number generator that it sets in between is not recorded, so its recompute draws new numbers.
+which ops form a region. Plain checkpointing is recorded twice, as it runs. It sets the state of the
+random-number generator in between, which is not recorded. So its recompute draws new numbers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _regions = itertools.count(-1, -1)
 
 
 def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
-    """Mark the regions of a foreign graph, and give its recomputes the numbers of the forward.
+    """Mark the regions of a foreign graph, and let its recomputes draw the forward's numbers.
 
-    Warn if the graph does not say what was checkpointed, or which numbers belong together.
+    Warn if the graph does not show what was checkpointed, or which random ops belong together.
 
     Returns:
-        The graph as it was, with notes by which `verify_equal` runs it as eager mode would.
+        A copy of the original graph, with notes that let `verify_equal` run it as eager mode would.
     """
     marked = _mark_tagged(gm.graph)
     repeats = _find_repeats(gm.graph)
@@ -44,11 +44,11 @@ def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     for node, noted in zip(gm.graph.nodes, eager.graph.nodes, strict=True):
         if node in repeats.unclear:
             noted.meta[REPEATS] = None
-        for first, again in repeats.random:
-            if node in again:
+        for first, repeats_of_op in repeats.random:
+            if node in repeats_of_op:
                 noted.meta[REPEATS] = first.name
-    for first, again in repeats.random:
-        rng.replay(gm.graph, first, again, mode)
+    for first, repeats_of_op in repeats.random:
+        rng.replay(gm.graph, first, repeats_of_op, mode)
     if repeats.unclear:
         warnings.warn(
             f"remat: {', '.join(node.name for node in repeats.unclear)} may recompute random "
@@ -68,14 +68,14 @@ def repair(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 def _mark_tagged(graph: fx.Graph) -> bool:
     """Turn the tags of selective checkpointing into marks. Return True if there were any."""
     order = {node: at for at, node in enumerate(graph.nodes)}
-    cached: dict[fx.Node, fx.Node] = {}  # what went into the cache -> the op it is a result of
+    cached: dict[fx.Node, fx.Node] = {}  # a value in the cache -> the op whose result it is
     latest: fx.Node | None = None
     for node in order:
         source = node.args[0] if node.target in ALIASES else None
         op = item_of(source) or source if isinstance(source, fx.Node) else None
         if latest is not None and op is latest:
             cached[node] = latest
-        elif latest is None or item_of(node) is not latest:  # entries follow their op at once
+        elif latest is None or item_of(node) is not latest:  # entries directly follow their op
             tagged = isinstance(node.meta.get("recompute"), CheckpointPolicy)
             latest = node if tagged else None
     readers = [
@@ -84,13 +84,13 @@ def _mark_tagged(graph: fx.Graph) -> bool:
         for reader in entry.users
         if reader.target in ALIASES
     ]
-    # Each recompute takes the region's results in the order in which they were made.
+    # Each recompute takes the region's results in the order of their creation.
     starts: list[int] = []
     previous = None
-    for _, made, _, _ in sorted(readers, key=lambda found: found[0]):
-        if previous is None or made < previous:
-            starts.append(made)
-        previous = made
+    for _, created, _, _ in sorted(readers, key=lambda found: found[0]):
+        if previous is None or created < previous:
+            starts.append(created)
+        previous = created
     if not starts:
         return False
     starts = sorted(set(starts))
@@ -112,7 +112,7 @@ def _mark_tagged(graph: fx.Graph) -> bool:
 
 @dataclass
 class _Repeats:
-    """Nodes that a graph computes more than once, first in a forward.
+    """Nodes that a graph computes more than once, the first time in a forward.
 
     Attributes:
         found: whether there is any such node.
@@ -135,26 +135,26 @@ def _find_repeats(graph: fx.Graph) -> _Repeats:
     drawn = {node.target for nodes in groups.values() for node in nodes if node in forward}
     for nodes in groups.values():
         first = [node for node in nodes if node in forward]
-        again = [node for node in nodes if node not in forward]
-        repeats.found = repeats.found or bool(first and again)
-        if not again or not rng.is_random(again[0]) or again[0].target not in drawn:
+        repeated = [node for node in nodes if node not in forward]
+        repeats.found = repeats.found or bool(first and repeated)
+        if not repeated or not rng.is_random(repeated[0]) or repeated[0].target not in drawn:
             continue
-        if len(first) == 1 and all(_can_replay(node) for node in (*first, *again)):
-            repeats.random.append((first[0], again))
+        if len(first) == 1 and all(_can_replay(node) for node in (*first, *repeated)):
+            repeats.random.append((first[0], repeated))
         else:
-            repeats.unclear.append(again[0])
+            repeats.unclear.append(repeated[0])
     return repeats
 
 
 def _can_replay(node: fx.Node) -> bool:
-    """Return True if a random op is not in place, or fills a new tensor that nothing else reads."""
+    """Return True if a random op is not in place, or fills a new tensor that only it reads."""
     if rng.has_own_generator(node):
         return False
     return all(isinstance(target, fx.Node) and is_new(target) for target in written(node))
 
 
 def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of forwards: those where a backward pass begins, and their ancestors."""
+    """Return the nodes of forwards: the nodes where a backward pass begins, and their ancestors."""
     nodes: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if _begins_backward(node):
@@ -167,7 +167,7 @@ def _leads_to_backward(graph: fx.Graph) -> set[fx.Node]:
 def _leads_past_gradients(graph: fx.Graph) -> set[fx.Node]:
     """Return the ancestors of returned values that are not gradients.
 
-    No recompute is among them.
+    They include no recompute.
     """
     gradients: set[fx.Node] = set()
     for node in graph.nodes:
@@ -194,7 +194,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Yield every node with a number. Nodes that compute the same from the same share a number."""
+    """Yield every node with a number. Nodes with the same op and arguments share a number."""
     known: dict[str, int] = {}
     of: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -207,6 +207,6 @@ def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{of[n]}")
             key = f"{node.target} {args} {kwargs}"
         else:
-            key = f"{node.op} {node.target}"  # each use of an attribute is a node of its own
+            key = f"{node.op} {node.target}"  # each use of an attribute has its own node
         of[node] = known.setdefault(key, len(known))
         yield node, of[node]

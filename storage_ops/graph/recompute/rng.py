@@ -1,4 +1,4 @@
-"""Random ops of a graph, and how each is run again with the numbers it drew."""
+"""Random ops of a graph, and how to run each again with the same numbers."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def is_random(node: fx.Node) -> bool:
 
 
 def must_replay(node: fx.Node) -> bool:
-    """Return True if a node gives another result when it runs again."""
+    """Return True if a node returns another result when it runs again."""
     return is_random(node) and not _keeps_all(node)
 
 
 def _keeps_all(node: fx.Node) -> bool:
     """Return True if a node is a dropout that drops nothing.
 
-    On some devices it still draws numbers.
+    On some devices it draws numbers nevertheless.
     """
     return node.target is aten.native_dropout.default and argument(node, "p") == 0.0
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Return True if a node draws from a generator argument and not from the device's generator."""
+    """Return True if a node draws from a generator argument instead of the device's generator."""
     target = node.target
     return isinstance(target, OpOverload) and argument(node, "generator") is not None
 
 
 def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with which a node computes the same again without side effects.
+    """Return arguments for a node that give the same result without side effects.
 
-    A dropout of probability zero draws no numbers when it does not train. A batch norm that uses
-    the statistics of its batch reads no running statistics, and need not update them again.
+    A dropout of probability zero draws no numbers if `train` is False. A batch norm that uses the
+    statistics of its batch reads no running statistics, and need not update them again.
     """
     args, kwargs = list(node.args), dict(node.kwargs)
     changes: dict[str, Any] = {}
@@ -71,10 +71,10 @@ def without_side_effects(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTensorMode) -> None:
-    """Make `copies` of a random node run with the state of the generator that the node had.
+    """Make `copies` of a random node run with the generator state of the node.
 
-    The state is saved before the node runs and restored after each copy. So numbers that are drawn
-    later are those of a step that recomputes nothing.
+    The state is saved before the node runs, and restored after each copy. So later numbers are the
+    same as in a step that recomputes nothing.
     """
     op: Any = node.target
     with graph.inserting_before(node):
@@ -95,7 +95,7 @@ def replay(graph: fx.Graph, node: fx.Node, copies: list[fx.Node], mode: FakeTens
 
 
 def device_of(node: fx.Node) -> torch.device:
-    """Return the device where a random op draws: the device of the last tensor in its result."""
+    """Return the device of a random op's generator, that of the last tensor in its result."""
     tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return tensors[-1].device if tensors else torch.device("cpu")
 
@@ -104,7 +104,7 @@ def gpu_of_replays(graph: fx.Graph) -> torch.device | None:
     """Return the GPU whose generator state a graph saves. It must be current when the graph runs.
 
     Raises:
-        RuntimeError: there are several.
+        RuntimeError: there are several GPUs.
     """
     saving = [node for node in graph.nodes if node.target is run_and_save_rng_state]
     devices = {device_of(node) for node in saving} - {torch.device("cpu")}

@@ -1,4 +1,4 @@
-"""Reads the tags of torch.compile on the ops of checkpoints and on the nodes of backward passes."""
+"""Reads torch.compile's tags on the ops of checkpoints and on the nodes of backward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from storage_ops.foundation.regions import KEY, Level, Mark
 from storage_ops.graph.nodes import item_of
 
 TAG = "recompute"
-# Keys of `node.meta` that say of a node whether it is of a backward pass.
+# Keys of `node.meta` that mark the nodes of a backward pass.
 PHASE_KEYS = ("autograd_backward", "partitioner_tag")
 _NUMBER = "ac_graph_id"
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -22,10 +22,10 @@ def mark_tagged(graph: fx.Graph) -> bool:
     """Turn the tags of a graph into marks. Return True if torch.compile has tagged the graph.
 
     An op tagged as recomputed is recomputed for all its readers in backward passes. It does not
-    matter whether a reader is in the gradient of its own checkpoint or of a later one. Values that
-    one checkpoint gives to a later one are kept. Values that it gives to a backward hook are kept,
-    too, because a recompute may be impossible without the hook. Only recomputed ops keep their
-    tags: a partitioner that finds other tags would recompute once more.
+    matter whether a reader belongs to the gradient of its own checkpoint or of a later one. Values
+    that one checkpoint passes to a later one are kept. Values that it passes to a backward hook are
+    kept, too, because a recompute may be impossible without the hook. Only recomputed ops keep
+    their tags, because a partitioner that finds other tags would recompute again.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     chosen = any(_annotation(node, "phase") == "backward" for node in calls)
@@ -34,10 +34,12 @@ def mark_tagged(graph: fx.Graph) -> bool:
     if not tagged or not (backward or any(_NUMBER in node.meta for node in tagged)):
         return False
     decided = {node: node.meta.pop(TAG) for node in tagged if node not in backward}
-    again = {n: n.meta.get(_NUMBER, 0) for n, policy in decided.items() if policy in _RECOMPUTED}
-    regions = {checkpoint: next(_regions) for checkpoint in sorted(set(again.values()))}
-    for node, checkpoint in again.items():
-        readers = [again[user] for user in node.users if user in again]
+    recomputed = {
+        n: n.meta.get(_NUMBER, 0) for n, policy in decided.items() if policy in _RECOMPUTED
+    }
+    regions = {checkpoint: next(_regions) for checkpoint in sorted(set(recomputed.values()))}
+    for node, checkpoint in recomputed.items():
+        readers = [recomputed[user] for user in node.users if user in recomputed]
         given_to_hook = node.meta.get("has_backward_hook", False) and not readers
         if not given_to_hook and not any(later > checkpoint for later in readers):
             node.meta[KEY] = Mark((Level(regions[checkpoint], decided[node], True),))
@@ -58,14 +60,14 @@ def raise_items(graph: fx.Graph) -> None:
 def _is_tagged(node: fx.Node) -> bool:
     """Return True if torch.compile tagged a node.
 
-    Tags of other origin lack the checkpoint's number.
+    Tags of other origin lack the number of a checkpoint.
     """
     policy = isinstance(node.meta.get(TAG), CheckpointPolicy)
     return policy and node.meta.get(_NUMBER, 0) is not None
 
 
 def _is_backward(node: fx.Node, chosen: bool) -> bool:
-    """Return True if a node belongs to a backward pass: to those a user has `chosen`, if any."""
+    """Return True if a node belongs to a backward pass, or to one that the user has `chosen`."""
     if chosen:
         return _annotation(node, "phase") == "backward"
     return (

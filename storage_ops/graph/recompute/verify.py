@@ -1,4 +1,4 @@
-"""Runs two graphs from one seed and compares results, modified inputs and random-number states."""
+"""Runs two graphs from one seed and compares results, modified inputs and generator states."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# On a random op that was recorded again: the name of the op whose numbers eager mode gives it,
-# None where that cannot be told.
+# A key of random ops that were recorded again: the name of the op whose numbers eager mode gives
+# them, or None if that is unknown.
 REPEATS = "storage_ops_repeats"
 
 
 def verify_equal(first: fx.GraphModule, second: fx.GraphModule) -> None:
-    """Raise unless two graphs give the same bits on the same random inputs.
+    """Raise an error unless two graphs give the same bits on the same random inputs.
 
     If the first graph has notes on repeated ops, it runs as eager mode would. Floating-point inputs
     are normal numbers. All others are zeros, which are valid as indices.
 
     Raises:
-        RuntimeError: naming what differs, or what the first graph does not tell.
+        RuntimeError: the graphs differ, or the first graph lacks information. The error has the
+            details.
     """
     unclear = [n.name for n in first.graph.nodes if n.meta.get(REPEATS, n.name) is None]
     if unclear:
@@ -64,13 +65,13 @@ def _run(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
     arguments = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
-        # Not by calling the graph, which may take its inputs in containers.
+        # Do not call the graph, because it may take its inputs in containers.
         outputs = tree_leaves(_Eager(gm).run(*arguments, enable_io_processing=False))
     return [*outputs, *arguments, *_random_states()]
 
 
 class _Eager(fx.Interpreter):
-    """Runs a graph in which an op that repeats another returns its result and draws no numbers."""
+    """Runs a graph. An op that repeats another returns its result and draws no numbers."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -83,7 +84,7 @@ class _Eager(fx.Interpreter):
             return _copied(self._given[first])
         value = super().run_node(node)
         if node.name in self._repeated:
-            self._given[node.name] = _copied(value)  # what reads it may modify it
+            self._given[node.name] = _copied(value)  # a reader may modify the value
         return value
 
 

@@ -1,7 +1,7 @@
 """Arguments and results of a traced function.
 
-Arguments have stand-ins in the trace and are checked at each call. Results leave as a flat list of
-graph outputs and are built again from it.
+Arguments have stand-ins in the trace and are checked at each call. Results are returned as a flat
+list of graph outputs, and are rebuilt from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layout:
     def of(t: Tensor, dynamic: frozenset[int] = frozenset()) -> Layout:
         """Return the layout of a tensor. Dimensions in `dynamic` may have any size."""
         shape = tuple(None if i in dynamic else s for i, s in enumerate(t.shape))
-        # Where a size may change, so may the strides of other dimensions.
+        # If a size may change, so may the strides of other dimensions.
         strided = t.layout == torch.strided and not dynamic and t.numel() > 0
         stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
         return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
@@ -45,22 +45,22 @@ class Layout:
         """Raise an error unless `t` has the layout of the trace."""
         if not isinstance(t, Tensor):
             raise TypeError(f"traced step: {name} is {t!r}. Expected a tensor, as when traced.")
-        for what, traced, given in (
+        for property, traced, actual in (
             ("shape", self.shape, tuple(t.shape)),
             ("stride", self.stride, t.stride() if self.stride is not None else None),
             ("dtype", self.dtype, t.dtype),
             ("device", self.device, t.device),
             ("requires_grad", self.requires_grad, t.requires_grad),
         ):
-            same = given == traced
-            if isinstance(traced, tuple) and isinstance(given, tuple):
-                same = len(traced) == len(given) and all(
-                    a is None or a == b for a, b in zip(traced, given, strict=True)
+            same = actual == traced
+            if isinstance(traced, tuple) and isinstance(actual, tuple):
+                same = len(traced) == len(actual) and all(
+                    a is None or a == b for a, b in zip(traced, actual, strict=True)
                 )
             if not same:
                 raise ValueError(
-                    f"traced step: {name} has {what} {given}. Expected {traced}, as when traced. "
-                    "Trace the function again for another value."
+                    f"traced step: {name} has {property} {actual}. Expected {traced}, as when "
+                    "traced. Trace the function again for another value."
                 )
 
 
@@ -68,9 +68,9 @@ class Arguments:
     """The arguments of one trace.
 
     Attributes:
-        stand_ins: the plain stand-ins, inputs of the graph.
+        stand_ins: the plain stand-in tensors, which are inputs of the graph.
         names: the argument that each stand-in represents.
-        tensors: the stand-in of each tensor argument, by its place among the leaves.
+        tensors: the stand-in of each tensor argument, by its position among the leaves.
         dynamic: whether a dimension of a stand-in may have any size.
     """
 
@@ -87,7 +87,7 @@ class Arguments:
         self.dynamic = False
         self._layouts: dict[int, Layout] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
-        # A leaf of autograd is one tensor in the trace too, however often fn is given it.
+        # An autograd leaf is one tensor in the trace, too, even if fn gets it several times.
         self._tied: dict[int, tuple[str, Callable[[list[Any]], Any]]] = {}
         self._holders: set[int] = set()
         firsts: dict[int, int] = {}
@@ -113,18 +113,18 @@ class Arguments:
                     self._tied[place] = self._names[first], operator.itemgetter(first)
                     flat[place] = flat[first]
                     continue
-                made = self._stand_in(leaf, dynamic)
+                stand_in = self._stand_in(leaf, dynamic)
                 self.names += [self._names[place]] * (len(self.stand_ins) - len(self.names))
-                made.__dict__.update(_attributes(leaf))
+                stand_in.__dict__.update(_attributes(leaf))
                 if isinstance(leaf, nn.Parameter):
-                    made._is_param = True  # what isinstance asks for
-                self.tensors[place] = flat[place] = made
+                    stand_in._is_param = True  # isinstance reads it
+                self.tensors[place] = flat[place] = stand_in
             elif closure_of([(self._names[place], leaf)]).tensors:
                 self._holders.add(place)
         self.args, self.kwargs = tree_unflatten(flat, self._spec)
 
     def _stand_in(self, t: object, dynamic: frozenset[int]) -> Any:
-        if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
+        if not isinstance(t, Tensor):  # a wrapper may have a mesh as an inner value
             return t
         if is_traceable_wrapper_subclass(t):
             names, context = t.__tensor_flatten__()
@@ -151,7 +151,7 @@ class Arguments:
         """Return the leaves of a call's arguments, and the plain tensors among and inside them.
 
         Raises:
-            TypeError, ValueError: they are not as they were in the trace.
+            TypeError, ValueError: they differ from those of the trace.
         """
         paths, spec = tree_flatten_with_path((args, kwargs))
         if spec != self._spec:
@@ -209,11 +209,11 @@ class Arguments:
                 )
 
 
-def _equal(given: object, traced: object) -> bool:
-    if given is traced:
+def _equal(value: object, traced: object) -> bool:
+    if value is traced:
         return True
     try:
-        same = given == traced
+        same = value == traced
         return bool(same.all() if hasattr(same, "all") else same)  # an array compares each element
     except Exception:
         return False
@@ -229,7 +229,7 @@ def _attributes(t: Tensor) -> dict[str, Any]:
 
 
 def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
-    """Return a function that reads a leaf at each call, from the arguments or from its slot."""
+    """Return a function that reads a leaf at each call, from its argument or its slot."""
     return lambda leaves: slot.read() if place is None else leaves[place]
 
 
@@ -257,7 +257,7 @@ class Packer:
 
     Attributes:
         outputs: plain tensors and numbers of the trace, in the order the graph returns them.
-        constants: values that are neither, returned as they are at each call.
+        constants: all other values, which each call returns unchanged.
     """
 
     def __init__(self, lift: Callable[[Any], Any]) -> None:

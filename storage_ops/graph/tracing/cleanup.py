@@ -1,4 +1,4 @@
-"""Removes redundant nodes from a fresh trace."""
+"""Removes redundant nodes from a new trace."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ aten = torch.ops.aten
 
 
 def clean(gm: fx.GraphModule, lifted: Sequence[fx.Node]) -> list[bool]:
-    """Remove aliases, needless copies of gradients, and inputs that nothing reads.
+    """Remove aliases, needless copies of gradients, and inputs that no node reads.
 
     Args:
         gm: the graph, modified.
         lifted: inputs that may be removed.
 
     Returns:
-        Which of the lifted inputs remain.
+        The lifted inputs that remain.
     """
     graph = gm.graph
     output = next(iter(reversed(graph.nodes)))
@@ -29,16 +29,16 @@ def clean(gm: fx.GraphModule, lifted: Sequence[fx.Node]) -> list[bool]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _share_gradients(graph, output)
-    kept = [bool(node.users) for node in lifted]
-    for node, keep in zip(lifted, kept, strict=True):
+    has_users = [bool(node.users) for node in lifted]
+    for node, keep in zip(lifted, has_users, strict=True):
         if not keep:
             graph.erase_node(node)
     gm.recompile()
-    return kept
+    return has_users
 
 
 def _share_gradients(graph: fx.Graph, output: fx.Node) -> None:
-    """Drop the clone of a gradient that autograd makes because it does not own it in a trace."""
+    """Drop the clone of a gradient that autograd makes in a trace, where it does not own it."""
     last: dict[int, fx.Node] = {}
     gradients = {
         key

@@ -1,8 +1,8 @@
-"""Data-parallel modules under trace: their communication becomes part of the graph.
+"""Data-parallel modules in a trace: their communication becomes part of the graph.
 
-DistributedDataParallel communicates in hooks that copy gradients to its own buffers. Here
-functional collectives average gradients, one per parameter. Each begins when the gradient is
-complete, and the end of the backward pass waits for all of them.
+DistributedDataParallel communicates in hooks that copy gradients to its own buffers. In a trace,
+functional collectives average gradients instead, one per parameter. Each begins when its gradient
+is complete. The end of the backward pass waits for all of them.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def traced(closure: Closure, fake_mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _check(name: str, module: DistributedDataParallel) -> None:
-    """Raise an error if a module communicates in another way than by averaging its gradients."""
+    """Raise an error if a module communicates other values than its averaged gradients."""
     unusual = {
         "a communication hook": bool(module._comm_hooks),
         "mixed precision": module.mixed_precision is not None,
         "delayed all-reduces": bool(module._delay_all_reduce_params),
         "a hook for its buffers": hasattr(module, "buffer_hook"),
     }
-    for what, has in unusual.items():
+    for feature, has in unusual.items():
         if has:
             raise ValueError(
-                f"trace_step: {name} is a DistributedDataParallel with {what}. Expected one that "
-                "averages its gradients."
+                f"trace_step: {name} is a DistributedDataParallel with {feature}. Expected one "
+                "that averages its gradients."
             )
 
 
@@ -103,7 +103,7 @@ class _Replicas:
                 for buffer in module.module.buffers():
                     root = torch.ops._c10d_functional.broadcast(buffer, 0, self._group)
                     buffer.copy_(torch.ops._c10d_functional.wait_tensor(root))
-        # As in eager mode the forward decides, and so does module.no_sync() around it.
+        # As in eager mode, module.no_sync() around the forward decides.
         self._averages = torch.is_grad_enabled() and module.require_backward_grad_sync
         module.require_forward_param_sync = self._averages
         if module.device_ids:
@@ -118,7 +118,7 @@ class _Replicas:
         if not self._begun:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish)
-        with torch._C.DisableTorchFunction():  # fn itself does not look at the gradient
+        with torch._C.DisableTorchFunction():  # fn does not read the gradient here
             grad = parameter.grad
             assert grad is not None
             share = grad * (1 / self._world)

@@ -1,8 +1,8 @@
 """Traces FSDP2: ops of the graph gather its parameters and scatter its gradients.
 
-Outside a trace hooks do that, on their own buffers and streams. Here every parameter is gathered
-before the forward of its module, in a region that is recomputed. So backward gathers it again. Over
-tensor parallelism a rank's parts of the parameters are gathered, which are DTensors themselves.
+Outside a trace, hooks do that with their own buffers and streams. In a trace, every parameter is
+gathered before the forward of its module, in a region that is recomputed. So backward gathers it
+again. With tensor parallelism, the parts of a rank's parameters are gathered, which are DTensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
 
-Parameters = list[tuple[dict[str, Any], str, Any]]  # where each is held, its name there, and it
+# The dictionary with the parameter, its name there, and the parameter.
+Parameters = list[tuple[dict[str, Any], str, Any]]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if FSDP2 has been applied to this module itself."""
+    """Return True if FSDP2 was applied to the module itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
@@ -36,17 +37,14 @@ def recorded(name: str, module: Any) -> Iterator[None]:
     """Replace the hooks of one module in a with block.
 
     Raises:
-        ValueError: FSDP does more for the module than gather and scatter.
-
-    Raises:
-        ValueError: FSDP does more for it than to gather and scatter.
+        ValueError: FSDP does more than gather and scatter for the module.
     """
     module.reshard()
     _check(name, module)
     state = module._get_fsdp_state()
     parameters, parts = list(_parameters(module)), _parts(state)
-    kept = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-    for hooks, _ in kept:
+    saved = [(hooks, dict(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    for hooks, _ in saved:
         for key in [k for k, hook in hooks.items() if _belongs_to_fsdp(hook)]:
             del hooks[key]
     handles = (
@@ -62,7 +60,7 @@ def recorded(name: str, module: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for hooks, before in kept:
+        for hooks, before in saved:
             hooks.clear()
             hooks.update(before)
 
@@ -79,11 +77,11 @@ def _check(name: str, module: Any) -> None:
             ),
             "a hook for its all-reduce": getattr(group, "_all_reduce_hook", None) is not None,
         }
-        for what, has in unusual.items():
+        for feature, has in unusual.items():
             if has:
                 raise ValueError(
-                    f"trace_step: {name} is an FSDPModule with {what}. Expected one that averages "
-                    "the gradients of its parameters."
+                    f"trace_step: {name} is an FSDPModule with {feature}. Expected one that "
+                    "averages the gradients of its parameters."
                 )
 
 
@@ -111,8 +109,8 @@ def _gather(
     parameters: Parameters, parts: dict[int, Any], precision: MixedPrecisionPolicy,
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    whole: dict[int, Tensor] = {}  # a parameter may stand in several places
-    # An activation checkpoint around it gathers again too, once for its recompute and the backward.
+    whole: dict[int, Tensor] = {}  # a parameter may be in several places
+    # An activation checkpoint around the module gathers again, once for its recompute and backward.
     with regions.region(_recompute, discards=not regions.inside()):
         for _, _, parameter in parameters:
             if id(parameter) not in whole:
@@ -141,7 +139,7 @@ def _put_back(
 
 
 def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisionPolicy) -> Tensor:
-    """Return a parameter as the module sees it in its forward."""
+    """Return a parameter in the form that the module's forward reads."""
     part = parts.get(id(parameter))
     if part is None:
         return _whole(parameter, precision)
@@ -152,7 +150,7 @@ def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisi
     mine = DTensor.from_local(
         parameter.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride
     )
-    # Its name in torch before 2.12.
+    # Its name before torch 2.12.
     spec = getattr(part, "_unsharded_dtensor_spec", None) or part._tp_spec
     return DTensor.from_local(
         _whole(mine, precision), spec.mesh, spec.placements, run_check=False, shape=spec.shape,
@@ -161,7 +159,7 @@ def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisi
 
 
 def _whole(parameter: Any, precision: MixedPrecisionPolicy) -> Tensor:
-    """Return a whole parameter. Its gradient is the mean over the ranks, in shards."""
+    """Return a full parameter. Its gradient is the mean over the ranks, in shards."""
     from torch.distributed.tensor import Partial, Replicate
 
     if precision.param_dtype is not None:

@@ -1,4 +1,4 @@
-"""Lifts tensors that a traced function closes over to inputs of its graph."""
+"""Turns tensors that a traced function closes over into inputs of its graph."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.walk import is_leaf
 from storage_ops.graph.tracing.slots import Closure, Slot, gradient_slot, plain_parts
 
-# A tensor literal in the traced code is a constant of the graph, not something it closes over.
+# This op makes a tensor literal in the traced code, which is a constant of the graph.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# They hide from a trace that the op in them may work in place.
+# These ops hide from a trace that the op inside them may work in place.
 _REPLAYS = (run_and_save_rng_state, run_with_rng_state)
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
 
 class Lift(TorchDispatchMode):
-    """Replaces every real tensor that an op reads by an input of the graph under trace.
+    """Replaces every real tensor that an op reads by an input of the graph.
 
     The function itself runs on the real tensors. Autograd sees the real parameters. Stand-ins
     replace them only below autograd, where ops are recorded. So all features of autograd work as in
@@ -43,8 +43,8 @@ class Lift(TorchDispatchMode):
         nodes: the nodes of the lifted inputs.
         leaves: each leaf that requires grad and its gradient before the trace, by the leaf's id.
         backward_ran: whether a backward pass was recorded.
-        read: ids of leaves whose gradient was used, or found missing. A gradient from before the
-            step would have made a difference there.
+        read: ids of leaves whose gradient was read, or was missing when the code looked for it. A
+            gradient from before the step would change such a step.
     """
 
     supports_higher_order_operators = True
@@ -74,7 +74,7 @@ class Lift(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func.namespace == "profiler":  # the labels that optimizers put on their methods
+        if func.namespace == "profiler":  # labels that optimizers put on their methods
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         if func in _REPLAYS:
@@ -86,7 +86,7 @@ class Lift(TorchDispatchMode):
         self.saw(flat)
         self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
         if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
-            return NotImplemented  # the subclass comes back with the tensors inside it
+            return NotImplemented  # the subclass calls this again for its inner tensors
         if func not in _LITERALS:
             flat = [self.lift(t) for t in flat]
         args, kwargs = tree_unflatten(flat, spec)
@@ -99,32 +99,33 @@ class Lift(TorchDispatchMode):
         if is_traceable_wrapper_subclass(value):
             return value
         if id(value) not in self._fakes:
-            # Two tensors at one place, such as a parameter and its .data, are one input.
+            # Two tensors with the same storage and layout, such as a parameter and its .data, are
+            # one input.
             place = _place_of(value)
             if place is None or place not in self._by_place:
                 self._by_place[place] = self._add_input(value)
             self._fakes[id(value)] = self._by_place[place]
-            self._held.append(value)  # its id must stay its own
+            self._held.append(value)  # keeps the value alive, so that its id stays valid
             if not value.is_inference():
                 self._versions.append((value, value._version, is_leaf(value)))
         return self._fakes[id(value)]
 
     def name(self, t: Tensor, slot: Slot) -> None:
-        """Set the slot from which a tensor is read at each call."""
+        """Set the slot from which each call reads a tensor."""
         for part, part_slot in plain_parts(t, slot):
             self._slots.setdefault(id(part), part_slot)
             self._slots_by_place.setdefault(_place_of(part), part_slot)
             self._held.append(part)
 
     def slot_of(self, t: Tensor) -> Slot:
-        """Return the slot from which a tensor is read at each call."""
+        """Return the slot from which each call reads a tensor."""
         slot = self._slots.get(id(t))
         if slot is None and _place_of(t) is not None:
             slot = self._slots_by_place.get(_place_of(t))
         return slot or Slot(_describe(t), lambda: t)
 
     def restore(self) -> None:
-        """Undo changes of in-place ops to the real tensors in autograd: graphs and versions."""
+        """Undo the effects of in-place ops on autograd graphs and versions of the real tensors."""
         for t, version, was_leaf in self._versions:
             if was_leaf and not is_leaf(t):
                 t.detach_()
@@ -153,7 +154,7 @@ class Lift(TorchDispatchMode):
         return fake
 
     def saw(self, values: Iterable[Any]) -> None:
-        """Note used values: leaves, and gradients that are watched."""
+        """Record the used values: leaves, and watched gradients."""
         for t in values:
             if id(t) in self._watched:
                 self.read.add(self._watched[id(t)][1])
@@ -163,13 +164,13 @@ class Lift(TorchDispatchMode):
                 self.note(t)
 
     def note(self, t: Tensor) -> None:
-        """Remember the gradient of a leaf, unless it is known."""
+        """Record the gradient of a leaf, unless it is known."""
         if id(t) not in self.leaves:
             with torch._C.DisableTorchFunction():
                 self.leaves[id(t)] = (t, t.grad)
 
     def watch(self, grad: Tensor, t: Tensor) -> None:
-        """Count a later use of `grad`, which fn has looked up, as a read of the gradient of `t`."""
+        """Count a later use of `grad`, which fn has read, as a read of the gradient of `t`."""
         self._watched[id(grad)] = (grad, id(t))
 
 
@@ -188,14 +189,13 @@ def _describe(t: Tensor) -> str:
 class Gradients(TorchFunctionMode):
     """Follows reads and writes of `.grad` while fn is traced.
 
-    A step that drops gradients must do so whether or not there are any during the trace. Code
-    may look at a gradient before a backward pass, to add to it or to drop it. Then a gradient is
-    created.
+    A step that drops gradients must drop them even if none exist during the trace. Code may read a
+    gradient before a backward pass, to add to it or to drop it. Then a gradient is created.
 
     Attributes:
-        made: the gradient that was created for a leaf, by the id of the leaf.
-        dropped: ids of the leaves whose gradient fn has set or deleted. Nothing remains of their
-            gradients from before the step.
+        made: the gradient that was created for a leaf, by the leaf's id.
+        dropped: ids of the leaves whose gradient fn has set or deleted, so that gradients from
+            before the step are lost.
     """
 
     def __init__(self, lift: Lift, closure: Closure, arguments: Iterable[Tensor]) -> None:
@@ -218,7 +218,8 @@ class Gradients(TorchFunctionMode):
             self._lift.note(args[0])
             self.dropped.add(id(args[0]))
         elif func == _GRAD.__get__:
-            drops = sys._getframe(1).f_code.co_name == "zero_grad"  # torch's look before they drop
+            # Torch reads gradients before it drops them.
+            drops = sys._getframe(1).f_code.co_name == "zero_grad"
             self._look(args[0], drops)
         elif func == _DATA.__set__:
             self._check_data(*args)
@@ -240,7 +241,7 @@ class Gradients(TorchFunctionMode):
             self._lift.read.add(id(t))
 
     def _check_data(self, t: Tensor, value: Tensor) -> None:
-        """Raise an error if a tensor that exists at each call gets the memory of another tensor."""
+        """Raise an error if a tensor that exists at each call gets the memory of another one."""
         if value is not t and (_place_of(t) is None or _place_of(t) != _place_of(value)):
             raise RuntimeError(
                 f"trace_step: `fn` sets .data of {self._lift.slot_of(t).name}, whose memory a "
@@ -249,14 +250,14 @@ class Gradients(TorchFunctionMode):
             )
 
     def is_untouched(self, t: Tensor, grad: Tensor | None) -> bool:
-        """Return True if `grad` is the gradient `t` had before fn.
+        """Return True if `grad` is the gradient that `t` had before fn.
 
-        In-place additions do not count.
+        In-place additions do not change this.
         """
         return grad is self.made.get(id(t), self._lift.leaves[id(t)][1])
 
     def restore(self) -> None:
-        """Give every tensor its gradient from before the trace."""
+        """Restore the gradients of all tensors from before the trace."""
         for t, grad in self._lift.leaves.values():
             t.grad = grad
 

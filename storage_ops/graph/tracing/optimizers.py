@@ -18,7 +18,7 @@ Options = list[dict[str, Any]]
 
 
 class Optimizers:
-    """The optimizers that stepped in a trace, and the options the graph assumes of them."""
+    """The optimizers that stepped in a trace, with the options that the graph assumes."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._before = [(optimizer, _options(optimizer)) for optimizer in optimizers]
@@ -26,27 +26,21 @@ class Optimizers:
 
     @contextlib.contextmanager
     def watched(self, name: Callable[[Tensor, Slot], None]) -> Iterator[None]:
-        """Note the optimizers that step in a with block.
+        """Record the optimizers that step in a with block.
 
-        A new optimizer creates its state beforehand.
+        A new optimizer creates its state before its first step.
 
         Args:
-            name: called with each tensor of that state and its slot.
+            name: called with each tensor of a new state and its slot.
 
         Raises:
             RuntimeError: an option that the graph takes as fixed has another value after the block.
-
-        Args:
-            name: told from where each tensor of that state is to be read.
-
-        Raises:
-            RuntimeError: an option that the graph takes as fixed is another after the block.
         """
 
         def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if not any(optimizer is known for known, _ in self.stepped):
                 self.stepped.append((optimizer, _options(optimizer)))
-                # The optimizer's gradients are not gradients that fn sets.
+                # These reads of gradients are not reads by fn.
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     _make_state(optimizer)
                 for parameter, state in optimizer.state.items():
@@ -66,10 +60,10 @@ class Optimizers:
             )
 
     def check(self) -> None:
-        """Raise an error if an option that was fixed in the trace has changed since.
+        """Raise an error if an option that the trace fixed has changed since.
 
         Raises:
-            ValueError: naming the option and both values.
+            ValueError: an option has changed. The error has both values.
         """
         for what, now, then in _differences(self.stepped):
             raise ValueError(
@@ -79,7 +73,7 @@ class Optimizers:
 
 
 def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the options that have changed: name, value now, and value in the trace."""
+    """Yield the changed options: name, current value, and value in the trace."""
     for optimizer, options in optimizers:
         kind, groups = type(optimizer).__name__, _options(optimizer)
         if len(groups) != len(options):
@@ -93,7 +87,7 @@ def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[
 def _options(optimizer: Optimizer) -> Options:
     """Return the options of each parameter group that are not tensors.
 
-    The number of parameters counts as one of them.
+    The number of parameters is included.
     """
     return [
         {name: v for name, v in group.items() if name != "params" and not isinstance(v, Tensor)}
@@ -108,7 +102,7 @@ def _slot(optimizer: Optimizer, parameter: Tensor, key: str) -> Slot:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer create the state that it otherwise creates in its first step."""
+    """Create the state of an optimizer that its first step would create."""
     begin: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
     if begin is None or optimizer.state:
         return

@@ -1,4 +1,4 @@
-"""Refuses, by name and before the step begins, features that a traced step cannot contain."""
+"""Raises errors, before the step begins, for features that a traced step cannot contain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from storage_ops.graph.tracing.slots import Closure
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-# Each function begins a ring of context parallelism. The first runs before buffers are changed.
+# Each function begins a ring of context parallelism. The first one runs before buffers change.
 _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
 
 
@@ -26,8 +26,8 @@ def refused(closure: Closure) -> Iterator[None]:
     """Raise an error in a with block if fn uses a feature that a graph cannot contain.
 
     Raises:
-        ValueError: a ring of torch's context parallelism runs already, or async tensor
-            parallelism is asked for.
+        ValueError: a ring of torch's context parallelism is running, or async tensor parallelism is
+            on.
     """
     _refuse_async(closure)
     with contextlib.ExitStack() as stack:

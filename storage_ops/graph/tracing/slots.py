@@ -1,4 +1,4 @@
-"""Find where a function has the tensors it closes over, to read them again at each call."""
+"""Finds the places of the tensors that a function closes over, to read them at each call."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STATE = (Tensor, list, tuple, collections.deque, dict, type(None))
 
 @dataclass
 class Slot:
-    """A place that holds a tensor.
+    """A place that contains a tensor.
 
     Attributes:
-        name: the place as the user's program writes it.
+        name: the expression of the user's program for the place.
         read: returns the current value of the place.
         write: sets the value of the place. None if it cannot be set.
     """
@@ -44,11 +44,11 @@ class Slot:
 
 @dataclass
 class Closure:
-    """Values that a function can reach: by itself, and from arguments that are not tensors.
+    """Values that a function can reach, by itself and from arguments that are not tensors.
 
     Attributes:
-        slots: the place where a tensor was found first, by the tensor's id.
-        again: tensors that were found again elsewhere, with their second place.
+        slots: the first place of each tensor, by the tensor's id.
+        again: tensors that are also in a second place, with that place.
         tensors: every tensor.
         modules: every module, with its name.
         optimizers: every optimizer.
@@ -99,7 +99,7 @@ def _slot_of(visit: Visit) -> Slot:
 
 
 def _contents_of(visit: Visit) -> list[Any]:
-    """Return the container that a value is, or the namespace of an object."""
+    """Return a value that is a container, or the namespace of an object."""
     value = visit.value
     if isinstance(value, (dict, list, collections.deque)):
         return [value]
@@ -127,7 +127,7 @@ def gradient_slot(of: Slot) -> Slot:
 
 def plain_parts(t: object, slot: Slot) -> Iterator[tuple[Tensor, Slot]]:
     """Yield a tensor, or the plain tensors inside a wrapper subclass, each with its slot."""
-    if not isinstance(t, Tensor):  # a wrapper may hold a mesh among its parts
+    if not isinstance(t, Tensor):  # a wrapper may have a mesh as an inner value
         return
     if not is_traceable_wrapper_subclass(t):
         yield t, slot

@@ -34,7 +34,7 @@ from storage_ops.graph.tracing.lift import Gradients, Lift, is_traced
 from storage_ops.graph.tracing.optimizers import Optimizers
 from storage_ops.graph.tracing.slots import Closure, Slot, closure_of
 
-# Arguments and result of a step. A type without them in brackets is that of the defaults.
+# Arguments and result of a step. An overload without brackets has the default types.
 P = ParamSpec("P", default=...)
 T = TypeVar("T", default=Any)
 
@@ -54,11 +54,12 @@ class _Gradient:
 
 
 class TracedStep(Generic[P, T]):
-    """A function recorded as one graph; made by `trace_step`.
+    """A function recorded as one graph, by `trace_step`.
 
     Attributes:
-        gm: the graph. Its inputs are the tensors among the arguments, then those the function
-            closes over; its outputs are those of the function, then new gradients and buffers.
+        gm: the graph. Its inputs are the tensors among the arguments, then the tensors that the
+            function closes over. Its outputs are those of the function, then new gradients and
+            buffers.
     """
 
     __wrapped__: Callable[P, T]  # the function
@@ -74,7 +75,7 @@ class TracedStep(Generic[P, T]):
         self._training = [(name, m, m.training) for name, m in closure.modules]
         self._sharded: list[Any] = [m for _, m in closure.modules if fully_sharded.is_sharded(m)]
         self._optimizers = Optimizers(closure.optimizers)
-        # This imports sympy, which takes half a second.
+        # This import loads sympy, which takes half a second.
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
         fake_mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -87,7 +88,7 @@ class TracedStep(Generic[P, T]):
             def flat(*_: Tensor) -> list[Any]:
                 mode = get_proxy_mode()
                 assert mode is not None
-                regions.RegionRecorder.of(mode.tracer)  # from here on every node is marked
+                regions.RegionRecorder.of(mode.tracer)  # marks every node from here on
                 with lift, gradients, self._optimizers.watched(lift.name):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
@@ -140,7 +141,7 @@ class TracedStep(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the step. Arguments must be as in the trace, except for the values of tensors."""
-        if get_proxy_mode() is not None:  # part of another trace, which makes one graph of both
+        if get_proxy_mode() is not None:  # inside another trace, which makes one graph of both
             return self.__wrapped__(*args, **kwargs)
         leaves, plain = self._arguments.flatten(args, kwargs)
         for name, module, training in self._training:
@@ -182,13 +183,13 @@ class TracedStep(Generic[P, T]):
         return schedule(self.gm)
 
     def _check_ties(self, inputs: list[Tensor]) -> None:
-        """Raise an error if one tensor of the trace is several tensors now, or several are one."""
-        for first, again in self._again:
-            now = _read(first), _read(again)
+        """Raise an error if one tensor of the trace is now several tensors, or several are one."""
+        for first, second in self._again:
+            now = _read(first), _read(second)
             if now[0] is not now[1] and not any(t is _GONE for t in now):
                 raise ValueError(
-                    f"traced step: {first.name} and {again.name} are two tensors. Expected one, as "
-                    "when traced. Trace the function again with two."
+                    f"traced step: {first.name} and {second.name} are two tensors. Expected one, "
+                    "as when traced. Trace the function again with two."
                 )
         places: dict[int, int] = {}
         for place, t in enumerate(inputs):
@@ -204,7 +205,7 @@ class TracedStep(Generic[P, T]):
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
         """Drop the gradients that the step drops.
 
-        Return every leaf's gradient before the step, or None.
+        Returns every leaf's gradient before the step, or None.
         """
         for gradient in self._gradients:
             if gradient.used and gradient.read(leaves).grad is not None:
@@ -236,18 +237,18 @@ class TracedStep(Generic[P, T]):
 
 
 def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedStep[P, T]:
-    """Record a training step as one graph in which checkpointed regions really are recomputed.
+    """Record a training step as one graph in which checkpointed regions are recomputed.
 
     `fn` runs once, on stand-ins without data, and changes no tensor. Other side effects, such as
-    counting its calls, happen then and not again. `fn` may do everything that a training step does:
+    counting its calls, happen at that time only. `fn` may do everything that a training step does:
     forward, loss, any number of `loss.backward()` or `torch.autograd.grad`, gradient clipping,
     `optimizer.step()`. The modules and tensors that it closes over, or that objects among the
-    arguments contain, become inputs of the graph. They are read again at each call.
+    arguments contain, become inputs of the graph. Each call reads them again.
 
-    Regions are those of `torch.utils.checkpoint`, with or without the contexts of selective
-    checkpointing, and those of `OutputDiscardCheckpoint`. A tensor of a region that backward needs
-    is recomputed just before its first use there, with the random numbers of the forward. Results,
-    gradients and the state of the random-number generators afterwards are those of eager mode.
+    Regions are those of `torch.utils.checkpoint`, with or without selective checkpointing, and
+    those of `OutputDiscardCheckpoint`. A tensor of a region that backward needs is recomputed just
+    before its first use there, with the random numbers of the forward. Results, gradients and the
+    final state of the random-number generators are those of eager mode.
 
     As with every trace, decisions of Python code are fixed: branches, sizes, numbers, and which
     weights are one tensor. Dimensions of an argument marked by `torch._dynamo.mark_dynamic` may
@@ -255,8 +256,9 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
 
     Args:
         fn: the step.
-        args, kwargs: example arguments, pytrees; tensors in them that require grad are leaves. An
-            object in them that holds tensors, such as a module, must be the same at each call.
+        args, kwargs: example arguments, which are pytrees. Tensors in them that require grad must
+            be leaves. An object in them that contains tensors, such as a module, must be the same
+            at each call.
 
     Returns:
         A callable with the signature and the results of `fn`. Its tensors carry no autograd graph.
@@ -265,11 +267,11 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
         ValueError: an argument has a grad_fn. Or a module is data-parallel in a way that cannot be
             recorded, such as with a communication hook. Or `fn` uses torch's context_parallel, or
             Inductor's async tensor parallelism is on.
-        RuntimeError: a value of a tensor decides what `fn` does. Or a tensor of the step stays
-            in an object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of
-            a tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or
-            a region modifies in place the output of another that discards it. In each case no
-            tensor has changed.
+        RuntimeError: `fn` depends on the value of a tensor. Or a tensor of the step stays in an
+            object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of a
+            tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or a
+            region modifies in place the output of another that discards it. In each case no tensor
+            has changed.
 
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
@@ -285,7 +287,7 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
 
 
 def _place_of(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback that belongs neither to torch nor to us."""
+    """Return the innermost line of a traceback outside of torch and this package."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     roots = tuple(f"{package}{os.sep}" for package in packages)
@@ -306,7 +308,7 @@ def _modified(graph: fx.Graph) -> list[bool]:
 
 @contextlib.contextmanager
 def _eager_submodules() -> Iterator[None]:
-    """Run compiled functions inside the traced one uncompiled, because the whole is one graph."""
+    """Run compiled functions inside the traced function uncompiled, so that there is one graph."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -316,7 +318,7 @@ def _eager_submodules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_lstm(closure: Closure) -> Iterator[None]:
-    """Switch off oneDNN's LSTM on a CPU, whose backward needs a workspace that a trace lacks."""
+    """Turn oneDNN's CPU LSTM off, because its backward needs a workspace that a trace lacks."""
     enabled = torch._C._get_mkldnn_enabled()
     if not any(isinstance(module, nn.LSTM) for _, module in closure.modules):
         yield
@@ -334,11 +336,11 @@ def _nothing_left_behind(
 ) -> Iterator[None]:
     """Remove tensors of the trace from the user's objects.
 
-    State that fn replaces (`_replaced`) is expected. Any other tensor that is left is an error.
+    State that fn replaces (`_replaced`) may keep them. Any other remaining tensor is an error.
     """
     containers = [*closure.containers, *((name, m._buffers) for name, m in closure.modules)]
     before = [(name, holder, holder.copy()) for name, holder in containers]
-    left: list[str] = []
+    places: list[str] = []
     names = Namespaces((m for _, m in closure.modules), (value for _, value in roots))
     torch.clear_autocast_cache()
     try:
@@ -350,22 +352,22 @@ def _nothing_left_behind(
                 assert slot.write is not None
                 slot.write(old)
                 if not _is_state(old):
-                    left.append(slot.name)
+                    places.append(slot.name)
         for name, holder, _ in before:
             items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-            left += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
+            places += [f"{name}[{key!r}]" for key, value in items if is_traced(value, fake_mode)]
         kept = closure_of(roots)
-        left += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
-        if left or sys.exc_info()[0] is not None:
+        places += [kept.slots[id(t)].name for t in kept.tensors if is_traced(t, fake_mode)]
+        if places or sys.exc_info()[0] is not None:
             for _, holder, copy in before:
                 holder.clear()
                 holder.update(copy) if isinstance(holder, dict) else holder.extend(copy)
-        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure has
+        names.remove(lambda t: t.fake_mode is fake_mode)  # from caches that no closure contains
         torch.clear_autocast_cache()
         forget_tags()
-    if left:
+    if places:
         raise RuntimeError(
-            f"trace_step: `fn` keeps a tensor of the step in {', '.join(dict.fromkeys(left))}. "
+            f"trace_step: `fn` keeps a tensor of the step in {', '.join(dict.fromkeys(places))}. "
             "Return the tensor instead, or have `fn` replace a tensor that exists before the step. "
             "If this is the state of an optimizer, let it take one step before."
         )
@@ -384,7 +386,7 @@ def _check_constants(values: list[Any], fake_mode: FakeTensorMode) -> None:
 def _replaced(
     closure: Closure, fake_mode: FakeTensorMode
 ) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    """Yield state that fn replaces: a function that sets the place, and the new value."""
+    """Yield the state that fn replaces: a function that sets it, and the new value."""
     for slot, old in closure.places:
         new = _read(slot)
         if _is_another(old, new, fake_mode) and _is_state(old):

@@ -1,8 +1,8 @@
-"""The backward of ops that compute a head: gradients from the forward, or from a second pass.
+"""The backward of ops that compute a head, from gradients of the forward or from a second pass.
 
-Such an op has one upstream number for a loss that is a mean or a sum, so its forward makes the
-gradients, and the backward multiplies them by it. Every other case keeps the state of the rows (a
-few numbers per token), and forms the logits once more in the backward.
+A loss that is a mean or a sum has one upstream number. So its forward computes the gradients, and
+the backward multiplies them by this number. Otherwise the forward keeps the state of the rows (a
+few numbers per token), and the backward computes the logits again.
 
 The last four results of an op are the state, and the gradients of input, weight and bias.
 """
@@ -26,7 +26,7 @@ from storage_ops._autograd import (
 )
 from storage_ops.loss.call import tensors_of, with_tensors
 
-# Gradients of input, weight and bias, and of what else may be differentiated.
+# Gradients of input, weight and bias, and of other differentiable arguments.
 Gradients = Sequence[Tensor | None]
 SecondPass = Callable[[Any, Sequence[Any], list[Tensor | None], list[bool]], Gradients]
 
@@ -48,7 +48,7 @@ class HeadCall(Protocol):
 
     @property
     def in_forward(self) -> bool:
-        """Return True if the gradients are made in the forward."""
+        """Return True if the forward computes the gradients."""
 
     @property
     def grad_mask(self) -> tuple[bool, ...]:
@@ -56,10 +56,10 @@ class HeadCall(Protocol):
 
 
 class HeadFunction(torch.autograd.Function):
-    """An op as a Function, for eager code and for torch.func, which takes nothing else.
+    """An op as a Function, for eager code and for torch.func, which supports no other form.
 
-    With the formula of an op, torch walks through its schema in every call, for longer than a
-    small loss takes.
+    With the autograd formula of an op, torch would walk through its schema in every call. That
+    takes longer than a small loss.
     """
 
     generate_vmap_rule = True
@@ -77,25 +77,26 @@ def set_up(
     """Prepare `ctx` for `backward`.
 
     Args:
-        places: where `Gradients` go among the arguments of the op.
+        places: positions of `Gradients` among the arguments of the op.
         outputs: the results of the op.
-        differentiable: how many of the first can be differentiated by a second pass. Gradients that
-            are made in the forward are those of the first result alone.
-        tile: logits that a second pass may begin with.
+        differentiable: how many of the first results a second pass can differentiate. Gradients
+            from the forward are those of the first result alone.
+        tile: logits from which a second pass may start.
     """
     ctx.places, ctx.call = places, with_tensors(call)
     needs = [ctx.needs_input_grad[place] for place in places]
-    # The mask of a direct caller of the op may promise less than autograd asks for.
+    # If the op was called directly, its mask may ask for fewer gradients than autograd.
     ctx.ready = call.in_forward and all(
         have or not need for have, need in zip(call.grad_mask, needs, strict=False)
     )
     ctx.mark_non_differentiable(*outputs[1 if call.in_forward else differentiable :])
-    ctx.set_materialize_grads(False)  # or torch would allocate zeros for the gradient outputs
+    ctx.set_materialize_grads(False)  # otherwise torch allocates zeros for the gradient outputs
     tensors = tensors_of(call)
     ctx.roots = roots(tensors) if ctx.ready else []
     ctx.sources = sources_of(tensors, outputs[: 1 if ctx.ready else differentiable])
     if ctx.ready:
-        # Detached: then the storage is ours alone exactly when the caller holds no gradient output.
+        # Detached, so that no other tensor shares the storage unless the caller keeps a gradient
+        # output.
         ctx.save_for_backward(*(g.detach() for g in outputs[-3:]))
     else:
         ctx.save_for_backward(tile, outputs[-4].detach(), *tensors)
@@ -108,12 +109,12 @@ def backward(
 
     Args:
         upstream: gradients with respect to the differentiable results.
-        second_pass: returns gradients from `ctx`, what was saved, `upstream`, and which of them are
-            needed.
+        second_pass: returns gradients, from `ctx`, the saved tensors, `upstream`, and which of the
+            gradients are needed.
     """
     needs, keep = [ctx.needs_input_grad[place] for place in ctx.places], retained()
     upstream_grads = connect(upstream, ctx.sources)
-    saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    saved = ctx.saved_tensors  # read once, because a checkpoint returns them only once
     gradients: Gradients
     with torch.no_grad():
         if not ctx.ready:
@@ -131,12 +132,12 @@ def backward(
     return tuple(result)
 
 
-def gradients_like(call: HeadCall, made: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of input, weight and bias without values; empty ones if not `made`."""
+def gradients_like(call: HeadCall, needed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised gradients of input, weight and bias; empty ones if not `needed`."""
     x, bias = call.input, call.bias if call.grad_mask[2] else None
     shapes = (x.shape, call.weight.shape, call.weight.shape[:1])
     masks = zip(shapes, call.grad_mask, strict=True)
     of_input, of_weight, of_bias = (
-        x.new_empty(shape if made and have else (0,)) for shape, have in masks
+        x.new_empty(shape if needed and have else (0,)) for shape, have in masks
     )
     return of_input, of_weight, of_bias if bias is None else of_bias.to(bias.dtype)

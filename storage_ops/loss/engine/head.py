@@ -1,4 +1,4 @@
-"""A head and its tokens as kernels take them: rows, classes of this rank, and what a plan needs."""
+"""A head and its tokens in the form that kernels take: rows, and the classes of this rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Head:
     Attributes:
         call: the arguments.
         ranks: the processes that hold the other classes.
-        tokens: the tokens that are worked on; `tokens.x` has strides that products take.
+        tokens: the tokens to process; `tokens.x` has strides that products accept.
         weight: (classes, D), the classes of this rank without padding, with such strides.
         first_class: the number of this rank's first class.
         vocabulary: the number of classes on all ranks, without padding.
-        problem: what the plan depends on, with the most classes that a rank has. Every rank has
-            the same problem, so that all plan alike.
+        problem: the input of the planner, with the most classes that a rank has. It is the same on
+            every rank, so that all ranks choose the same plan.
     """
 
     call: Call
@@ -42,7 +42,7 @@ class Head:
 
     @staticmethod
     def of(call: Call, compare: bool) -> Head:
-        """Return the operands of a call; `compare`: raise on every rank if their calls differ."""
+        """Return the operands of a call. With `compare`, raise an error if ranks differ."""
         ranks = ranks_of(call.group)
         sizes = ranks.sizes(call, compare)
         first, vocabulary = sum(sizes[: ranks.rank]), _valid_of(sizes, call.valid_classes)
@@ -58,8 +58,8 @@ class Head:
     def targets_within(self, rows: slice, classes: slice) -> Tensor:
         """Return the targets of these rows among the rank's `classes`, with duplicates.
 
-        They count from the first of `classes`. Where their number may not be read, class 0 is added
-        for every other target.
+        Indices count from the first of `classes`. If the number of targets may not be read, all
+        other targets become class 0.
         """
         local = self.tokens.target[rows] - self.first_class - classes.start
         here = (local >= 0) & (local < classes.stop - classes.start)
@@ -70,7 +70,7 @@ class Head:
 
 
 def for_products(matrix: Tensor) -> Tensor:
-    """Return a matrix, copied if products do not take its strides."""
+    """Return a matrix, copied if products do not accept its strides."""
     return matrix if takes(matrix) else matrix.contiguous()
 
 
@@ -94,7 +94,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
     if call.bias is not None:
         dtype = bias_dtype(call)
         copies += copy_elements(call.bias, dtype) * dtype.itemsize
-    # Ranks may have different numbers of threads, and must plan alike.
+    # Ranks may have different numbers of threads, but must choose the same plan.
     threads = 1 if call.group else torch.get_num_threads()
     smooth_cap = bool(call.label_smoothing and call.softcap)
     p = Problem(
@@ -127,7 +127,7 @@ def problem_of(call: Call, tokens: Tokens, classes: int) -> Problem:
 def _valid_of(sizes: list[int], valid: int | None) -> int:
     """Return the number of classes on all ranks that are no padding.
 
-    Raises the same error on every rank if one has padding alone.
+    The error is the same on every rank. A rank that has only padding raises it, too.
     """
     total, before = sum(sizes), sum(sizes[:-1])
     if valid is not None and not before < valid <= total:

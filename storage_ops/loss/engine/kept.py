@@ -1,10 +1,9 @@
-"""Tiles of logits that stay between a forward and its backward: one on each device.
+"""Tiles of logits that stay in memory between a forward and its backward: one on each device.
 
-A later call, which needs memory of its own, takes the place of an earlier one, whose backward then
-forms all of its logits again. So all calls together hold one budget at a time, whatever the order
-of several heads or micro-batches and their backwards. The first to take a tile's token out of the
-table decides what becomes of the tile: its own backward, or a later forward, perhaps in another
-thread.
+A later call, which needs memory for its own tile, frees the tile of an earlier call. The backward
+of that call then computes all of its logits again. So all calls together use one budget at a time,
+in whatever order several heads or micro-batches run. A tile belongs to the first caller that takes
+its token from the table: its own backward, or a later forward, perhaps in another thread.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _kept: dict[object, tuple[tuple[bool, torch.device], TensorWeakRef]] = {}
 
 
 def _place(t: Tensor) -> tuple[bool, torch.device]:
-    """Return whether a tile is simulated, and its device: simulations keep theirs apart."""
+    """Return a key of a tile: its device, and whether it is simulated."""
     return isinstance(t, FakeTensor), t.device
 
 
 def make_room(like: Tensor) -> None:
-    """Free what calls on a tensor's device keep."""
+    """Free the tiles that earlier calls keep on a tensor's device."""
     place = _place(like)
     for token in [token for token, (other, _) in list(_kept.items()) if other == place]:
         entry = _kept.pop(token, None)
@@ -35,9 +34,9 @@ def make_room(like: Tensor) -> None:
 
 
 def free(tile: Tensor) -> None:
-    """Give a tile's memory back; whoever reads it after that gets an error.
+    """Free a tile's memory. Later reads of the tile raise an error.
 
-    Memory that torch cannot resize is given back when nobody holds the tile any more.
+    Memory that torch cannot resize is freed with the last reference to the tile.
     """
     storage = tile.untyped_storage()
     if tile.numel() and storage.nbytes() and is_own(tile):
@@ -45,12 +44,12 @@ def free(tile: Tensor) -> None:
 
 
 def keep(tile: Tensor) -> object:
-    """Remember a tile, and return a token for it."""
+    """Register a tile, and return its token."""
     token = object()
     _kept[token] = _place(tile), TensorWeakRef(tile)
     return token
 
 
 def take(token: object) -> bool:
-    """Return True if a tile is still there; nobody else gets it from now on."""
+    """Remove a token from the table, and return True if it was there."""
     return _kept.pop(token, None) is not None

@@ -1,13 +1,13 @@
 """Linear cross-entropy with a slice of the vocabulary on every rank.
 
-Each rank forms the logits of its own classes. The ranks exchange a few numbers per token, the state
-of the rows, and at the end the gradient of the input, to which every slice contributes.
+Each rank computes the logits of its own classes. The ranks exchange a few numbers per token, the
+state of the rows, and at the end the gradient of the input, to which every slice contributes.
 
-By default a call is one op, whose collectives are inside of it: code that caches or recomputes ops
-shall not see tiles that are overwritten. In a trace of make_fx or trace_step and under
-CommDebugMode the same code runs without the op around it, *in pieces*. Then its products, the row
-kernel and functional collectives are recorded. Each collective begins before the work that hides
-it. In graphs of torch.compile a call stays one op.
+By default a call is one op that contains its collectives. So code that caches or recomputes ops
+never sees tiles that are overwritten. In a trace of make_fx or trace_step and under CommDebugMode
+the same code runs without the op around it, *in pieces*. Then its products, the row kernel and
+functional collectives are recorded. Each collective begins before the work that overlaps it. In
+graphs of torch.compile a call stays one op.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _distributed: Any = dist
 if dist.is_available():
     from torch.distributed import distributed_c10d as _distributed
 
-# Sizes of the slices of a group's ranks, by this rank's; and the calls that all are known to agree
-# in. Asking costs a collective and, on a GPU, a wait for the device.
+# Slice sizes of a group's ranks by the size of this rank's slice, and calls that all ranks are
+# known to agree on. Comparing costs a collective and, on a GPU, a wait for the device.
 _sizes: WeakKeyDictionary[Any, dict[int, list[int]]] = WeakKeyDictionary()
 _agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ _COMPARED = (
     "the targets", "the token weights", "the selected classes", "the divisor",
 )  # fmt: skip
 
-_REFUSED = -1  # in the place of a rank's number of classes
+_REFUSED = -1  # replaces a rank's number of classes
 
 _MODES = torch._C._TorchDispatchModeKey
 _LOOKING = {"ProxyTorchDispatchMode", "CommDebugMode"}
@@ -50,12 +50,12 @@ _HARMLESS = {"FakeTensorMode", "Lift"}
 
 
 def traced() -> bool:
-    """Return True if ops are recorded as those of a graph, so that nothing may depend on values."""
+    """Return True if ops are recorded into a graph, so that no decision may depend on values."""
     return torch._C._get_dispatch_mode(_MODES.PROXY) is not None
 
 
 def in_pieces(call: Call) -> bool:
-    """Return True if a call is run as the ops that it consists of, not as one."""
+    """Return True if a call runs as several ops instead of one."""
     if not call.group or call.accumulate_into is not None or _in_region():
         return False
     modes = {type(mode).__name__ for mode in _get_current_dispatch_mode_stack()}
@@ -65,35 +65,35 @@ def in_pieces(call: Call) -> bool:
 
 
 def _in_region() -> bool:
-    """Return True if a traced step is in a region, of which nothing may be overwritten."""
+    """Return True inside a region of a traced step, where no tensor may be overwritten."""
     return traced() and regions.inside()
 
 
 def run(op: Callable[..., Any], kernel: Callable[..., Any], call: Call, *args: Any) -> Any:
-    """Return the results of an op, by the op or by its kernel."""
+    """Return the results of an op, by calling the op or its kernel."""
     return kernel(*args) if in_pieces(call) else op(*args)
 
 
-def is_group(what: Any) -> bool:
-    """Return True for a process group, or an object that stands for one by its name."""
-    # Dynamo of torch 2.10 knows the class of a group, and not what attributes it has.
-    is_torchs = dist.is_available() and isinstance(what, dist.ProcessGroup)
-    return is_torchs or hasattr(what, "group_name")
+def is_group(value: Any) -> bool:
+    """Return True for a process group, or an object that represents one by its name."""
+    # Dynamo of torch 2.10 knows the class of a group, but not its attributes.
+    is_torchs = dist.is_available() and isinstance(value, dist.ProcessGroup)
+    return is_torchs or hasattr(value, "group_name")
 
 
 def name_of(process_group: Any) -> str:
-    """Return the name by which the op's kernels find a group again; "" for no group."""
+    """Return the name by which the op's kernels find a group; "" for no group."""
     return "" if process_group is None else str(process_group.group_name)
 
 
 class Ranks:
-    """The holders of the vocabulary: here one process has all of it.
+    """The ranks that share the vocabulary. In this class, one process has all classes.
 
-    `Several` are those of a group.
+    `Several` is for the ranks of a group.
     """
 
     several, rank, count = False, 0, 1
-    agree: Tensor | None = None  # in a graph, a zero that is there when calls have been compared
+    agree: Tensor | None = None  # in a graph, a zero that exists after calls have been compared
 
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """Return how many classes each rank has.
@@ -107,27 +107,27 @@ class Ranks:
         return t
 
     def gather(self, t: Tensor) -> Tensor:
-        """Return the tensors of all ranks, one after another along a new first dimension."""
+        """Return the tensors of all ranks, stacked along a new first dimension."""
         return t.unsqueeze(0)
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
-        """Sum rows of (N, D) over the ranks, in place: on all, or each where it belongs.
+        """Sum rows of (N, D) over the ranks, in place.
 
-        `scatter`: on the rank whose N / ranks it is of. Returns what is to be waited for; until
-        then neither rows nor memory may be touched.
+        With `scatter`, each row is summed only on the rank that owns it. Returns handles to wait
+        for. Until then, do not touch the rows or their memory.
         """
         return []
 
     def own(self, t: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that was reduced."""
+        """Return this rank's rows of a reduced tensor."""
         return t
 
     def merge(
         self, state: Tensor, argmax: Tensor | None, ignored: Tensor, call: Call, vocabulary: int
     ) -> Iterator[None]:
-        """Merge the state of rows over the ranks, in place: the sum formulas of row_math.h.
+        """Merge the state of rows over the ranks, in place, by the formulas of row_math.h.
 
-        Stops where the ranks' numbers are under way.
+        A generator that yields while communication is in progress.
         """
         yield from ()
 
@@ -144,29 +144,29 @@ class Several(Ranks):
     def sizes(self, call: Call, compare: bool) -> list[int]:
         """See `Ranks`.
 
-        Else ranks would disagree about where slices begin and about the plan, or each would score
-        other targets. On a GPU a call is compared with those of other ranks if none was like it in
-        shapes and options, or if `check_ranks` asks for it.
+        Without a comparison, ranks could disagree about slices and the plan, or score different
+        targets. On a GPU a call is compared with other ranks only if it has new shapes or options,
+        or with `check_ranks`.
         """
         classes, x = len(call.weight), call.input
         known = _sizes.setdefault(self._group, {})
-        like = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
+        signature = (classes, x.shape[:-1].numel(), x.shape[-1], _options_of(call))
         assumed = known.get(classes) or [classes] * self.count
         agreed = _agreed.setdefault(self._group, set())
-        if not compare or not _compares(x, like, agreed, call.check_ranks):
+        if not compare or not _compares(x, signature, agreed, call.check_ranks):
             return assumed
-        mine = torch.tensor(like, device=x.device)
-        # Where targets are distributions, each rank has those of its own classes.
+        mine = torch.tensor(signature, device=x.device)
+        # If targets are distributions, each rank has the part for its own classes.
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids, call.divisor)
         mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
         every = self.gather(mine)
         if traced():
-            arguments = assumed, self._group.group_name, [*like], call.check_ranks
+            arguments = assumed, self._group.group_name, [*signature], call.check_ranks
             self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
         elif not isinstance(every, FakeTensor):
             assumed = known[classes] = _compared(every)
-            agreed.add(like)
+            agreed.add(signature)
         return assumed
 
     def add_up(self, t: Tensor) -> Tensor:
@@ -179,13 +179,13 @@ class Several(Ranks):
         return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
     def _begin(self, t: Tensor, how: str) -> Tensor:
-        """Return the future result of a reduction over the ranks, to be waited for."""
+        """Begin a reduction over the ranks. Return its future result."""
         begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
         return begun
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
         """See `Ranks`."""
-        if traced():  # whose collectives are not in place; `own` scatters
+        if traced():  # functional collectives are not in place; `own` scatters
             return [] if scatter else [_Copied(t[rows], self._begin(t[rows], "sum"))]
         if not scatter:
             return [dist.all_reduce(t[rows], group=self._group, async_op=True)]
@@ -224,7 +224,7 @@ class Several(Ranks):
         new = torch.where(merged == -torch.inf, 0, merged)
         by = torch.where(total == 0, 0, shift - new)
         factor = by.exp()
-        # Infinite where the distance is large.
+        # Avoids infinities if the distance is large.
         moved = slope + torch.where(total == 0, 0, total * by)
         slope.copy_(torch.where(factor == 0, 0, factor * moved))
         dot.add_(torch.where(mass == 0, 0, mass * (shift - new)))
@@ -241,7 +241,7 @@ class Several(Ranks):
 
 
 class _Copied:
-    """A sum under way that goes to the place of what it is the sum of."""
+    """A pending sum that is copied over its operand when it is complete."""
 
     def __init__(self, place: Tensor, begun: Tensor) -> None:
         self._place, self._begun = place, begun
@@ -258,17 +258,18 @@ def _wait(t: Tensor) -> Tensor:
 def _compares(
     t: Tensor, like: tuple[int, ...], agreed: set[tuple[int, ...]], every_time: bool
 ) -> bool:
-    """Return True if a call is to be compared with those of other ranks.
+    """Return True if a call must be compared with the calls of other ranks.
 
-    On a CPU it always is. On a GPU the first of equal calls is, unless `every_time` asks for all.
+    On a CPU every call is compared. On a GPU only the first of equal calls is, unless `every_time`
+    is true.
     """
-    # Nothing can be read in a capture: its warm-up has compared.
+    # A CUDA graph capture cannot read values. Its warm-up has compared the calls.
     capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (capturing or (t.is_cuda and like in agreed and not every_time))
 
 
 def _compared(every: Tensor) -> list[int]:
-    """Return how many classes each rank has, from the sizes and options that each has sent."""
+    """Return how many classes each rank has, from the sizes and options that all ranks sent."""
     rows = every.tolist()
     refused = [k for k, row in enumerate(rows) if row[0] == _REFUSED]
     if refused:
@@ -276,12 +277,12 @@ def _compared(every: Tensor) -> list[int]:
             f"linear_cross_entropy: rank {refused[0]} of process_group has refused its call. "
             "Expected a correct call on every rank. Read the error of that rank."
         )
-    for index, what in enumerate(_COMPARED, 1):
+    for index, name in enumerate(_COMPARED, 1):
         others = [k for k, row in enumerate(rows) if row[index] != rows[0][index]]
         if others:
             values = f": {rows[0][index]} and {rows[others[0]][index]}" if index < 3 else ""
             raise ValueError(
-                f"linear_cross_entropy: {what} on ranks 0 and {others[0]} of process_group "
+                f"linear_cross_entropy: {name} on ranks 0 and {others[0]} of process_group "
                 f"differ{values}. Expected the same tokens and options on every rank, each with "
                 "its slice of the vocabulary. If the sequence is sharded, gather it first."
             )
@@ -289,14 +290,14 @@ def _compared(every: Tensor) -> list[int]:
 
 
 def tell_of_refusal(process_group: Any, t: Any) -> None:
-    """Let ranks that are about to compare their calls know that this one has raised.
+    """Tell ranks that are about to compare their calls that this rank has raised an error.
 
-    Nothing is waited for. On a GPU ranks do not compare every call, and may not be listening.
+    This does not wait. On a GPU ranks do not compare every call, and may not be listening.
     """
     looked_at = torch.compiler.is_compiling() or traced() or isinstance(t, FakeTensor)
     if not is_group(process_group) or looked_at or t.device.type != "cpu":
         return
-    # The group may be gone, or have no backend for a CPU: the error itself is what is raised.
+    # The group may be gone, or have no backend for a CPU. Then the original error matters more.
     with contextlib.suppress(Exception):
         group = _distributed._resolve_process_group(name_of(process_group))
         said = torch.full((1 + len(_COMPARED),), _REFUSED)
@@ -307,10 +308,10 @@ def tell_of_refusal(process_group: Any, t: Any) -> None:
 def check(
     every: Tensor, assumed: list[int], name: str, like: list[int], every_time: bool
 ) -> Tensor:
-    """Compare what the ranks have said of a call in a graph; a zero that others wait for.
+    """Compare the calls of all ranks in a graph. Return a zero that later ops depend on.
 
     Raises:
-        ValueError: calls differ, or slices are not as large as they were taken for in the trace.
+        ValueError: calls differ, or slices have other sizes than in the trace.
     """
     agreed: set[tuple[int, ...]] = set()
     if every.is_cuda:
@@ -328,7 +329,7 @@ def check(
 
 
 def _rows_used(call: Call) -> list[int]:
-    """Rows of the state, but for the maximum, that a call reads: no others are sent."""
+    """Return the rows of the state, except the maximum, that a call reads. Only these are sent."""
     by_index = not call.target.is_floating_point()
     spread = not by_index or call.label_smoothing != 0
     logit = by_index and not call.adds_losses
@@ -336,27 +337,28 @@ def _rows_used(call: Call) -> list[int]:
 
 
 def _ordered(t: Tensor) -> Tensor:
-    """Integers in the order of floating-point numbers, with nan above infinity.
+    """Return integers in the order of floating-point numbers, with nan above infinity.
 
-    The maximum of numbers over ranks may drop a nan.
+    A maximum of floating-point numbers over ranks may drop a nan.
     """
-    bits = t.masked_fill(t.isnan(), torch.nan).view(_BITS[t.dtype])  # one kind of nan, positive
+    # Make every nan positive, with the same bits.
+    bits = t.masked_fill(t.isnan(), torch.nan).view(_BITS[t.dtype])
     return _turned(bits)
 
 
 def _unordered(order: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of which `_ordered` returned these integers."""
+    """Return the numbers from the integers that `_ordered` returned."""
     return _turned(order).view(dtype)
 
 
 def _turned(bits: Tensor) -> Tensor:
-    """Negative integers in the opposite order, as the bits of negative numbers are."""
+    """Reverse the order of negative integers, because the bits of negative floats are reversed."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def ranks_of(name: str) -> Ranks:
-    """Return the ranks of a group by its name; those of "" are this process alone."""
+    """Return the ranks of a group by its name. The name "" means this process alone."""
     return Several(name) if name else Ranks()
 
 
@@ -369,7 +371,7 @@ def _options_of(call: Call) -> int:
 
 
 def _checksum(t: Tensor | None, device: torch.device) -> Tensor:
-    """Return a number that other values, or the same in another order, are unlikely to have."""
+    """Return a number that depends on the values and their order."""
     if t is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     values = t.reshape(-1)

@@ -1,4 +1,4 @@
-"""The engine of heads: walk a schedule's tiles of logits, with a row function and sums.
+"""The engine of heads: processes a schedule's tiles of logits with a row function and sums.
 
 It generalises this loop, for N tokens, D hidden and V classes, in tiles of R tokens by C classes:
 
@@ -14,9 +14,10 @@ It generalises this loop, for N tokens, D hidden and V classes, in tiles of R to
             dx[rows] += dz @ w[classes]           # (R, D)
             dw[classes] += dz.T @ x[rows]         # (C, D)
 
-`Schedule` yields the steps of such loops: which tiles, in which order, where their logits lie, and
-which need not be formed twice. `Run` forms the logits of each step. A `RowFunction` has `update`
-and `gradient`, those of cross-entropy or of a divergence. `Sums` adds up `dx` and `dw`.
+`Schedule` yields the steps of such loops: which tiles, in which order, where their logits are
+stored, and which logits are computed only once. `Run` computes the logits of each step. A
+`RowFunction` has `update` and `gradient` of cross-entropy or of a divergence. `Sums` adds up `dx`
+and `dw`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class RowFunction(ABC):
 
     Attributes:
         state: (numbers, n) statistics of the rows, kept for the backward.
-        selects_by_gradient: True if the masses that choose classes are those of the gradient with
-            respect to a tile of logits, False if they are probabilities of the logits.
+        selects_by_gradient: True if classes are chosen by the gradient with respect to a tile of
+            logits, False if they are chosen by probabilities.
     """
 
     state: Tensor
@@ -63,40 +64,41 @@ class RowFunction(ABC):
 
     @abstractmethod
     def work(self, step: Step, tile: Tensor) -> Tensor | None:
-        """Work on a tile of logits in the phases of the step.
+        """Process a tile of logits in the phases of the step.
 
-        UPDATE merges the tile into the state of its rows. GRADIENT overwrites it by the gradient
-        with respect to its logits, from the finished state. EXPONENTIALS overwrites it by the
-        exponentials that RUNNING_RESCALE adds up. Returns the change of the rows' maximum then.
+        UPDATE merges the tile into the state of its rows. GRADIENT overwrites the tile by the
+        gradient with respect to its logits, from the finished state. EXPONENTIALS overwrites it by
+        the exponentials that RUNNING_RESCALE adds up, and returns the change of the rows' maximum.
         """
 
     @abstractmethod
     def mass_sums(
         self, step: Step, tile: Tensor, factors: Tensor | None, out: Tensor, buckets: Tensor | None
     ) -> None:
-        """Add up what the classes of a tile weigh for its tokens; see `selection`.
+        """Add up the mass of a tile's classes for its tokens; see `selection`.
 
-        Ignored tokens weigh 0. With `factors`, the sum of a class is that of its absolute gradient.
+        Ignored tokens have mass 0. With `factors`, the sum of a class is its absolute gradient.
 
         Args:
-            step, tile: the tile of logits; with `selects_by_gradient` that of their gradient.
-            factors: those of the rows.
-            out: gets the sum of each class, or with `buckets` those of each token by bucket.
+            step, tile: the tile of logits; with `selects_by_gradient` the tile of their gradient.
+            factors: the factors of the rows.
+            out: receives the sum of each class, or with `buckets` the sum of each token and bucket.
             buckets: (classes,) uint8, the bucket of each class of the tile, or None.
         """
 
     def factors(self, step: Step) -> Tensor | None:
-        """Return what the masses of each token's classes are multiplied with in its gradient.
+        """Return the factor of each token from a class's mass to its gradient.
 
-        The gradient of a class that is no target has the sign of its token's factor. None, as here,
-        if there is no such factor.
+        The gradient of a class that is no target has the sign of its token's factor. Returns None,
+        as here, if there is no such factor.
         """
         return None
 
     def gather_gradient(self, step: Step, tile: Tensor) -> Gather:
-        """Return a function of the gradient with respect to some logits of a tile.
+        """Return a function that computes the gradient with respect to some logits of a tile.
 
-        The tile stays as it is. Only a row function that does not select by gradient has it.
+        The tile stays unchanged. Only a row function that does not select by gradient has this
+        method.
         """
         raise NotImplementedError
 
@@ -105,35 +107,35 @@ class RowFunction(ABC):
         """Return the classes of a tile that are targets of its tokens, with duplicates."""
 
     def merging(self, rows: slice) -> Iterator[None]:
-        """Merge the state of rows over the ranks; stop wherever the ranks' numbers are under way.
+        """Merge the state of rows over the ranks. Yield while communication is in progress.
 
-        By default nothing is left to merge: `work` has done it.
+        By default there is nothing to merge, because `work` has done it.
         """
         yield from ()
 
     def finish_rescaled(self, sums: Sums) -> None:
         """Turn the sums of RUNNING_RESCALE into the gradient of the input.
 
-        Only a row function with EXPONENTIALS has them.
+        Only a row function with EXPONENTIALS has such sums.
         """
         raise NotImplementedError
 
     @abstractmethod
     def free(self) -> None:
-        """Give back the memory that is held beside the tile of logits."""
+        """Free the memory besides the tile of logits."""
 
 
 Rows = TypeVar("Rows", bound=RowFunction)
 
 
 class Run(Generic[Rows]):
-    """A call of a head, and how far it is.
+    """The state of a call of a head while it runs.
 
     Attributes:
         head: the operands.
         rows: the row function.
-        schedule: the way through the logits. With `first` it is that of the gradients.
-        dropped: (n,) the probability that each token leaves out of its gradient, if asked for.
+        schedule: the order of the tiles of logits. With `first`, only for the gradients.
+        dropped: (n,) the probability that each token leaves out of its gradient, if requested.
     """
 
     def __init__(
@@ -148,16 +150,16 @@ class Run(Generic[Rows]):
 
         Args:
             head, rows, schedule: see above.
-            first: a schedule for the statistics alone; None: that of the gradients.
+            first: a schedule for the statistics alone. None: the same as for the gradients.
             kept: the tile that `statistics` returned in the forward, if this is the backward.
         """
         self.head, self.rows, self.schedule = head, rows, schedule
         self._first, self._kept = first, kept
-        self._walked = schedule  # the one whose steps are carried out
+        self._walked = schedule  # the schedule that runs now
         self._tile: Tensor | None = None
-        self._merges: list[tuple[slice, Iterator[None]]] = []  # that are under way, oldest first
+        self._merges: list[tuple[slice, Iterator[None]]] = []  # pending merges, oldest first
         self._chunk, self._x = slice(0, 0), head.tokens.x
-        # Which classes suffice is a question of values, and a graph has the ops of all values.
+        # The choice of classes depends on values, but a graph must be right for all values.
         self._selects = head.problem.selects and not traced()
         self.dropped: Tensor | None = None
         if head.call.want_dropped:
@@ -165,19 +167,19 @@ class Run(Generic[Rows]):
 
     @functools.cached_property
     def every(self) -> bool:
-        """Return True if each tile is worked on; a simulation does with two of a size."""
+        """Return True if every tile is computed. A simulation computes two tiles of each size."""
         several = self.head.ranks.several or self.schedule.strategy == RUNNING_RESCALE
         return several or not _simulated(self.head.call.input)
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Sums of the gradients; they take no memory before they are needed."""
+        """Sums of the gradients. Their memory is allocated at the first use."""
         return Sums(self.head, self.schedule)
 
     def statistics(self) -> Tensor | None:
         """Compute the state of every row.
 
-        Returns the buffer with the last tile, of its rows and columns, if that is to be kept.
+        Returns the buffer with the last tile if it is kept for the backward.
         """
         schedule = self._first or self.schedule
         left = self._walk(schedule, schedule.statistics(self.every))
@@ -186,12 +188,12 @@ class Run(Generic[Rows]):
     def gradients(self) -> list[Tensor]:
         """Return the gradients of input, weight and bias from the finished state.
 
-        The logits are formed again.
+        The logits are computed again.
         """
         there = self._take_over()
         self._walk(self.schedule, self.schedule.gradients(self.every, there))
         if there and self._kept is not None:
-            free(self._kept)  # before sums are rounded
+            free(self._kept)  # free it before sums are rounded
         return self.sums.finish()
 
     def statistics_and_gradients(self) -> list[Tensor]:
@@ -205,12 +207,12 @@ class Run(Generic[Rows]):
         return self.sums.finish()
 
     def tiles(self) -> Iterator[tuple[Step, Tensor]]:
-        """Form every tile of logits in turn, for what needs no gradient of this head."""
+        """Yield every tile of logits in turn, for callers that need no gradient of this head."""
         for step in self.schedule.logits():
             yield step, self._logits(step)
 
     def left(self) -> Tensor:
-        """Return a tensor like the one that `statistics` returns, without values."""
+        """Return an uninitialised tensor like the result of `statistics`."""
         x = self.head.tokens.x
         if not (self.schedule.keeps and self.head.tokens.count):
             return x.new_empty(0)
@@ -221,32 +223,32 @@ class Run(Generic[Rows]):
         return (s.rows, s.columns), (padded(s.columns), 1)
 
     def _take_over(self) -> bool:
-        """Put the tile that was kept into the buffer if it is this schedule's last.
+        """Copy the kept tile into the buffer if it is this schedule's last tile.
 
         Returns:
-            True if it is.
+            True if it is the last tile.
         """
-        kept = self._kept
-        if kept is None:
+        tile = self._kept
+        if tile is None:
             return False
         shape, stride = self._layout()
         size = shape[0] * stride[0]
-        fits = self.schedule.keeps and kept.shape == shape and kept.stride() == stride
-        if fits and kept.untyped_storage().nbytes() >= size * kept.element_size():
-            self._tile = kept.as_strided((1, size), (size, 1))
+        fits = self.schedule.keeps and tile.shape == shape and tile.stride() == stride
+        if fits and tile.untyped_storage().nbytes() >= size * tile.element_size():
+            self._tile = tile.as_strided((1, size), (size, 1))
             return True
-        free(kept)  # of other tiles, or copied, as hooks of what is saved may do
+        free(tile)  # a tile of another schedule, or copied by hooks of saved tensors
         return False
 
     def _walk(self, schedule: Schedule, steps: Iterable[Step]) -> Tensor | None:
-        """Carry out the steps of a schedule; return the buffer of tiles, as they leave it."""
+        """Run the steps of a schedule. Return the tile buffer with its final content."""
         self._walked = schedule
         try:
             for step in carried_out(steps):
                 self._step(step)
             return self._tile
         finally:
-            self._tile, self._x = None, self.head.tokens.x  # before sums are rounded
+            self._tile, self._x = None, self.head.tokens.x  # free both before sums are rounded
             self._merges.clear()
             self.rows.free()
 
@@ -265,7 +267,8 @@ class Run(Generic[Rows]):
                 step = step._replace(phases=GRADIENT)
             selection = self._select(step, tile)
             if selection is not None and not (step.adds & WEIGHT and self.sums.bias is not None):
-                # Only what is multiplied is computed. The bias has a gradient of every class.
+                # Only the part that is multiplied is computed. A bias needs the gradient of every
+                # class.
                 gather = self.rows.gather_gradient(step, tile)
                 step = step._replace(phases=0)
         if step.phases:
@@ -279,7 +282,7 @@ class Run(Generic[Rows]):
             self._advance_merges()
 
     def _select(self, step: Step, tile: Tensor) -> Selection | None:
-        """Choose the classes that the gradient of a tile is multiplied with; None: all of them."""
+        """Choose the classes for the products with a tile's gradient. None means all."""
         head, factors = self.head, self.rows.factors(step)
         selection = select(
             functools.partial(self.rows.mass_sums, step, tile, factors),
@@ -291,15 +294,15 @@ class Run(Generic[Rows]):
             factors,
         )
         if selection is None:
-            # If most of the classes do not pay for one tile, they do for none of the batch. A
-            # narrow tile says nothing of the others: it has other classes.
+            # If leaving out classes does not pay for one tile, try no other tile of the batch. A
+            # narrow tile is no evidence, because it has other classes.
             self._selects = 2 * tile.shape[1] < self.schedule.problem.vocab
         elif self.dropped is not None:
             self.dropped[step.rows] += selection.dropped
         return selection
 
     def _logits(self, step: Step) -> Tensor:
-        """Return the tile of a step, multiplied, copied, or as it was left."""
+        """Return the tile of a step: computed, copied, or already there."""
         tile = self._at(step.place, step)
         if step.source is None:
             products = self.schedule.problem.matmul
@@ -309,7 +312,7 @@ class Run(Generic[Rows]):
         return tile
 
     def _at(self, place: Place, step: Step) -> Tensor:
-        """Return the logits of a step in a place."""
+        """Return the logits of a step at a place in memory."""
         schedule = self._walked
         if place.borrowed is not None:
             memory = self.sums.unwritten(place.borrowed)
@@ -323,19 +326,20 @@ class Run(Generic[Rows]):
         return whole[within(step.rows, place.rows), within(step.classes, place.classes)]
 
     def _gathered(self, step: Step) -> Tensor:
-        """Return the input rows of a step; those of a chunk are gathered once."""
+        """Return the input rows of a step. The rows of a chunk are gathered once."""
         size, tokens = self._walked.rows, self.head.tokens
         start = step.rows.start // size * size
         chunk = slice(start, min(start + size, tokens.count))
         if chunk != self._chunk or self._x is tokens.x:
-            self._x = tokens.x  # before the next rows are gathered
+            self._x = tokens.x  # free the old rows before the next are gathered
             self._chunk, self._x = chunk, tokens.gather(chunk)
         return self._x[within(step.rows, chunk)]
 
     def _merge(self, rows: slice) -> None:
-        """Begin to merge the state of rows with those of the other ranks, if there are any.
+        """Begin to merge the state of rows with other ranks, if there are any.
 
-        On every rank merges begin, go on and end in one order, whatever its number of classes.
+        On every rank merges begin, advance and end in the same order, whatever its number of
+        classes.
         """
         if not self.head.ranks.several:
             return
@@ -348,18 +352,18 @@ class Run(Generic[Rows]):
             self._merges.append((rows, merging))
 
     def _advance_merges(self) -> None:
-        """Let the merges under way, whose data has arrived, send what is next."""
+        """Let pending merges whose data has arrived send their next data."""
         self._merges = [m for m in self._merges if next(m[1], self) is not self]
 
     def _end_merges(self, rows: slice) -> None:
-        """End the merges of some rows, and those that began before."""
+        """End the merges of some rows, and those that began earlier."""
         while any(r.start < rows.stop and rows.start < r.stop for r, _ in self._merges):
             for _ in self._merges.pop(0)[1]:
                 pass
 
 
 def _simulated(t: Tensor) -> bool:
-    """Return True for a tensor that stands for one whose memory is counted."""
+    """Return True for a simulated tensor, whose memory is counted but not allocated."""
     return isinstance(t, FakeTensor) and not traced()
 
 

@@ -1,8 +1,8 @@
-"""Leave classes out of the gradient, with a bound on the probability that each token loses.
+"""Leaves classes out of the gradient, with a bound on the probability that each token loses.
 
 A trained model gives nearly all of its probability to few classes. The gradient dz (tokens,
 classes) of a tile of logits is multiplied by the weight and by the input. Both products can leave
-out classes of which a token has next to nothing:
+out classes that have almost no probability:
 
     classes by their mass -->   targets | bucket | bucket  | rest
                                +--------+--------+---------+-----------------+
@@ -16,21 +16,22 @@ out classes of which a token has next to nothing:
 * The *mass* of a class is the sum of its probabilities over the tokens of a tile. A divergence,
   whose gradient is no probability, takes absolute gradients. Classes are ordered by mass, the
   targets of the tile first, and divided into *buckets* of growing width.
-* A token *needs* the shortest prefix of buckets beyond which it has no more mass than it may leave
-  out. Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of them.
-* Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens,
-  the few that need more than is worth that, are multiplied with all other classes where they are.
-* Of cross-entropy, only the part of the gradient that is multiplied is computed, from the logits.
+* A token *needs* the shortest prefix of buckets such that the mass beyond it may be left out.
+  Tokens are ordered by need, so each bucket is multiplied (#) for a prefix of the tokens.
+* Rows of the weight are gathered for a bucket, which costs as much as some tokens. *Flat* tokens
+  are the few that need more buckets than are worth gathering. They are multiplied with all other
+  classes without a gather.
+* For cross-entropy, only the part of the gradient that is multiplied is computed from the logits.
   It is written class by class, each as a run of tokens by need, for several buckets at a time. A
-  gather of single classes of a row would read a sector of memory for each number.
+  gather of single classes of a row would read a whole memory sector for each number.
 * The part of a bucket that is left out (.) is replaced by the product of its margins: B is about
   r c.T / s, with r = B 1, c = |B|.T 1, s = the sum of |B|. It has the same sums of rows, and of
-  columns where all tokens have one sign, and its products with weight and input are thin. Each
-  token then has one average class for the classes that it leaves out of a bucket, so it loses no
-  probability. A divergence leaves them out for good: a token has gradients of both signs.
+  columns if all factors have one sign, and its products with weight and input are cheap. Each token
+  then has one average class instead of the classes that it leaves out of a bucket, so it loses no
+  probability. A divergence has no such replacement: a token has gradients of both signs.
 * r and c of all tokens need no pass over the gradient. They are the masses times a *factor* for
-  each token, which is what its gradient has of each probability: 1 / tokens for a mean. The part of
-  c that is multiplied is added up when it is gathered.
+  each token, from a probability to its gradient: 1 / tokens for a mean. The part of c that is
+  multiplied is added up during the gather.
 
 If a vocabulary lies in several tiles, or on several ranks, each tile leaves out its share.
 """
@@ -60,14 +61,14 @@ from storage_ops.matmul import Matmul
 
 _OPS = torch.ops.storage_ops
 LEAST = 256  # classes of the first bucket
-PAYS = 0.9  # of the work of a whole tile; with more of it a tile is multiplied whole
-# Tokens whose products take as long as to gather a row of the weight and to add its gradient.
+PAYS = 0.9  # the largest share of the work of a whole tile; above it, a tile is multiplied whole
+# Gathering a row of the weight and adding its gradient takes as long as this many tokens.
 GATHERING = {"cpu": 96, "cuda": 400}
 
-# Adds up the masses of a tile: of each class, or of each token by bucket.
+# Adds up the masses of a tile, for each class, or for each token and bucket.
 MassSums = Callable[[Tensor, Tensor | None], None]
-# Computes the gradient with respect to logits of a tile: out, sums, tokens, start and count, as
-# `reference.gather_gradient` has them.
+# Computes the gradient with respect to logits of a tile. The arguments are out, sums, tokens, start
+# and count, as in `reference.gather_gradient`.
 Gather = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
@@ -76,18 +77,18 @@ class Margins:
     """Sums of the gradient that the tokens of a tile leave out.
 
     Attributes:
-        left: (rows, gathered buckets + 1) what each token leaves out of each gathered bucket and of
-            the rest. Tokens are in the order of `Selection.tokens`.
-        columns: (classes,) the sum of the absolute gradient of each class, of all tokens.
+        left: (rows, gathered buckets + 1) the sum that each token leaves out of each gathered
+            bucket and of the rest. Tokens are in the order of `Selection.tokens`.
+        columns: (classes,) the sum of the absolute gradient of each class, over all tokens.
     """
 
     left: Tensor
     columns: Tensor
 
     def column(self, classes: slice | Tensor, kept: Tensor) -> Tensor:
-        """Return the absolute gradient of classes, without `kept`, which some tokens have.
+        """Return the absolute gradient of classes, minus the part `kept` that is multiplied.
 
-        It is 0 where a token with a nan has all of them in its own.
+        It is 0 if a token has a nan, because that token keeps all classes.
         """
         return (self.columns[classes] - kept[classes]).nan_to_num_(0.0, 0.0, 0.0)
 
@@ -99,13 +100,13 @@ class Selection:
     Attributes:
         classes: (classes,) the classes of the tile by bucket, its targets in the first.
         tokens: (rows,) the tokens of the tile by need.
-        needs: (rows,) how many buckets each token of the tile needs.
+        needs: (rows,) how many buckets each token needs.
         buckets: (classes,) uint8, the bucket of each class of the tile.
-        bounds: where buckets begin among `classes`, and where the last one ends.
-        counts: how many tokens need each of the buckets that are gathered; the others are the rest.
-        flat: how many of `tokens`, the first, are multiplied with the rest as well.
+        bounds: the begin of each bucket in `classes`, and the end of the last.
+        counts: how many tokens need each gathered bucket; the other buckets are the rest.
+        flat: how many of the first `tokens` are multiplied with the rest, too.
         dropped: (rows,) the mass that each token of the tile leaves out.
-        margins: of what is left out; None if nothing replaces it.
+        margins: the margins of the part that is left out. None if it is not replaced.
     """
 
     classes: Tensor
@@ -119,11 +120,11 @@ class Selection:
     margins: Margins | None
 
     def pieces(self, classes: int, numbers: int) -> Iterator[list[Piece]]:
-        """Yield the pieces of the gathered buckets, in lists of what is gathered at a time.
+        """Yield the pieces of the gathered buckets, in lists that are gathered at a time.
 
         Args:
-            classes: the most of a piece.
-            numbers: the most of a list, or one piece.
+            classes: the most classes of a piece.
+            numbers: the most numbers of a list, which has at least one piece.
         """
         together: list[Piece] = []
         for k, count in enumerate(self.counts):
@@ -140,13 +141,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a bucket, and where the gradient of the tokens that need it is written.
+    """A part of a bucket, and the place of its gradient.
 
     Attributes:
         bucket: the number of the bucket.
-        place: where the classes of the piece are in `Selection.classes`.
+        place: the classes of the piece in `Selection.classes`.
         count: how many tokens need the bucket.
-        begin: where the gradient of the piece begins in the memory of a gather.
+        begin: the begin of the piece's gradient in the memory of a gather.
     """
 
     bucket: int
@@ -156,12 +157,12 @@ class Piece:
 
     @property
     def stride(self) -> int:
-        """Return the distance between the gradients of two classes: one token more, aligned."""
+        """Return the distance between the gradients of two classes: count + 1, aligned."""
         return padded_tokens(self.count)
 
     @property
     def end(self) -> int:
-        """Return where the gradient of the piece ends."""
+        """Return the end of the piece's gradient."""
         width: int = self.place.stop - self.place.start
         return self.begin + width * self.stride
 
@@ -179,17 +180,17 @@ def select(
     max_classes: float | None,
     factors: Tensor | None,
 ) -> Selection | None:
-    """Choose what to multiply the gradient of a tile with; None if leaving out does not pay.
+    """Choose the part of a tile's gradient to multiply. None if leaving out classes does not pay.
 
     Args:
-        mass_sums: see above; ignored tokens have none.
+        mass_sums: adds up masses; ignored tokens have mass 0.
         targets: classes of the tile that no token may leave out; with duplicates.
         shape: rows and classes of the tile.
         like: a tensor in the dtype of the arithmetic, on the device.
         may_drop: the mass that a token may leave out.
-        max_classes: the share of the classes that all tokens are multiplied with, whatever they
-            leave out; None: as many as they need, which waits for the device once.
-        factors: (rows,) see `RowFunction.factors`; None: nothing replaces what is left out.
+        max_classes: the share of the classes that is multiplied for all tokens, whatever they leave
+            out. None: as many as they need, which waits for the device once.
+        factors: (rows,) see `RowFunction.factors`; None: the part that is left out is not replaced.
     """
     high, wide = shape
     mass = like.new_empty(wide)
@@ -206,15 +207,16 @@ def select(
     buckets = torch.empty_like(classes, dtype=torch.uint8)
     for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
         buckets[classes[begin:end]] = k
-    classes = buckets.argsort(stable=True)  # in their order within a bucket: gathered faster
+    # Keeps their order within a bucket, which makes gathers faster.
+    classes = buckets.argsort(stable=True)
     bucket_mass = like.new_empty(high, len(bounds) - 1)
     mass_sums(bucket_mass, buckets)
-    # held[:, k:] summed from the last bucket on, where numbers are small.
+    # Sum held[:, k:] from the last bucket on, where numbers are small.
     tails = torch.nn.functional.pad(bucket_mass.flip(1).cumsum(1).flip(1), (0, 1))
     if max_classes is not None:
         needs, counts, flat = torch.ones_like(tails[:, 0], dtype=torch.int64), [high], 0
     else:
-        needs = tails[:, 1:-1].le(may_drop).logical_not_().sum(1) + 1  # of nan all
+        needs = tails[:, 1:-1].le(may_drop).logical_not_().sum(1) + 1  # a nan needs all buckets
         cheapest = _cheapest(_counts(needs, len(bounds) - 1), bounds, high, mass.device.type)
         if cheapest is None:
             return None
@@ -225,12 +227,14 @@ def select(
     margins = None
     if factors is not None:
         used = len(counts)
-        left = torch.cat((bucket_mass[:, :used], tails[:, used : used + 1]), 1) * factors.unsqueeze(
-            1
+        margin_sums = torch.cat(
+            (bucket_mass[:, :used], tails[:, used : used + 1]), 1
+        ) * factors.unsqueeze(1)
+        margin_sums.masked_fill_(
+            torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0
         )
-        left.masked_fill_(torch.arange(used + 1, device=needs.device) < needs.unsqueeze(1), 0)
-        left.nan_to_num_(0.0, 0.0, 0.0)
-        margins = Margins(left[tokens], columns)
+        margin_sums.nan_to_num_(0.0, 0.0, 0.0)
+        margins = Margins(margin_sums[tokens], columns)
     return Selection(classes, tokens, needs, buckets, bounds, counts, flat, dropped, margins)
 
 
@@ -244,23 +248,24 @@ def multiply(
     into_weight: Tensor | None,
     add: bool,
 ) -> None:
-    """Multiply the gradient of a tile with what was chosen.
+    """Multiply the selected part of a tile's gradient by weight and input.
 
     Args:
-        chosen: for this tile.
-        matmul: who multiplies.
+        chosen: the selection for this tile.
+        matmul: the matrix products.
         gather: computes the gradient with respect to some logits.
         x, w: (rows, D) and (classes, D).
-        into_input: (rows, D) zeros in the dtype of the arithmetic, that get the input's gradient in
-            the order of `chosen.tokens`.
-        into_weight: (classes, D) that the weight's gradient is added to, or written to.
-        add: `into_weight` has values.
+        into_input: (rows, D) zeros in the dtype of the arithmetic. They receive the input's
+            gradient in the order of `chosen.tokens`.
+        into_weight: (classes, D) the weight's gradient is added to it, or written to it.
+        add: whether to add to `into_weight` instead of overwriting it.
     """
     count, margins, wide = len(x), chosen.margins, arithmetic(x.dtype)
     ordered = x.new_empty(count + 1, x.shape[1])
     ordered[:count], x = x[chosen.tokens], ordered
     if margins is not None:
-        # Each token's part of what is left out of a bucket, and its average input and weight.
+        # Each token's sum that is left out of a bucket, and the average input and weight of that
+        # sum.
         whole = margins.left.abs().sum(0)
         shares = (margins.left * torch.where(whole == 0, 0, whole.reciprocal())).to(x.dtype)
         inputs, weights = x.new_zeros(2, len(whole), x.shape[1], dtype=wide)
@@ -274,21 +279,23 @@ def multiply(
     del sums
     room = gathered_numbers(matmul.cuda, count, len(w))
     for pieces in chosen.pieces(gathered_classes(matmul.cuda), room):
-        numbers, kept = _gathered(chosen, pieces, gather, x, len(w))
+        numbers, column_sums = _gathered(chosen, pieces, gather, x, len(w))
         for piece in pieces:
             classes, gradient = chosen.classes[piece.place], piece.of(numbers)
             weight, needed = w.index_select(0, classes), piece.count
-            used, average = needed, None
-            if margins is not None and kept is not None and needed < count:
-                # What others leave out is that of one more token. Later buckets have fewer tokens.
-                x[needed], gradient[:, needed] = inputs[piece.bucket], margins.column(classes, kept)
-                used, average = needed + 1, weights[piece.bucket]
+            used, average_weight = needed, None
+            if margins is not None and column_sums is not None and needed < count:
+                # The sum that other tokens leave out acts as one more token. Later buckets have
+                # fewer tokens.
+                x[needed] = inputs[piece.bucket]
+                gradient[:, needed] = margins.column(classes, column_sums)
+                used, average_weight = needed + 1, weights[piece.bucket]
             if into_input is not None:
-                if average is not None:  # in the place of the next token's
-                    _swap(into_input[needed], average)
+                if average_weight is not None:  # summed in the row of the next token
+                    _swap(into_input[needed], average_weight)
                 matmul.input_gradient(gradient[:, :used].t(), weight, into_input[:used], True)
-                if average is not None:
-                    _swap(into_input[needed], average)
+                if average_weight is not None:
+                    _swap(into_input[needed], average_weight)
             del weight
             if into_weight is not None:
                 dtype = wide if add else into_weight.dtype
@@ -335,9 +342,9 @@ def _multiply_rest(
     """Multiply flat tokens with the classes that are not gathered.
 
     Args:
-        chosen, matmul, gather, w, into_weight, add: see `multiply`.
+        chosen, matmul, gather, w, into_weight, add: as in `multiply`.
         x: (rows, D) the tokens' inputs, by need.
-        average: (D,) the input of what the other tokens leave out of these classes, or None.
+        average: (D,) the average input of the part that the other tokens leave out, or None.
 
     Returns:
         (flat tokens, D) their input gradient; with `average` one row more: the weight of what the
@@ -350,19 +357,19 @@ def _multiply_rest(
         if into_weight is not None and not add:
             into_weight.zero_()
         return sums
-    rest, stride = chosen.buckets >= used, padded_tokens(flat)
-    kept = None if margins is None else torch.empty_like(margins.columns)
+    not_gathered, stride = chosen.buckets >= used, padded_tokens(flat)
+    column_sums = None if margins is None else torch.empty_like(margins.columns)
     for part in slices(len(w), flat_classes(matmul.cuda, len(chosen.tokens), flat)):
         width = part.stop - part.start
         start = torch.full((len(w),), -1, device=w.device)
         start[part] = torch.arange(0, width * stride, stride, device=w.device)
-        start.masked_fill_(~rest, -1)
+        start.masked_fill_(~not_gathered, -1)
         numbers = x.new_zeros(width, stride)
-        gather(numbers.view(-1), kept, chosen.tokens, start, torch.full_like(start, flat))
+        gather(numbers.view(-1), column_sums, chosen.tokens, start, torch.full_like(start, flat))
         gradient = numbers[:, : len(rows)]
-        if margins is not None and kept is not None:
-            gradient[:, flat] = margins.column(part, kept)
-            gradient[:, flat].masked_fill_(~rest[part], 0)
+        if margins is not None and column_sums is not None:
+            gradient[:, flat] = margins.column(part, column_sums)
+            gradient[:, flat].masked_fill_(~not_gathered[part], 0)
         matmul.input_gradient(gradient.t(), w[part], sums, True)
         if into_weight is not None:
             matmul.weight_gradient(gradient.t(), rows, into_weight[part], add)
@@ -373,15 +380,15 @@ def _multiply_rest(
 def _cheapest(
     counts: list[int], bounds: list[int], tokens: int, device: str
 ) -> tuple[list[int], int] | None:
-    """Return how many tokens need each bucket that is worth to gather, and the flat tokens.
+    """Return how many tokens need each bucket that is worth gathering, and the flat tokens.
 
     None if all tokens are best multiplied with all classes.
 
     Args:
         counts: how many tokens need each bucket.
         bounds: where buckets begin and the last one ends.
-        tokens: how many there are.
-        device: its type.
+        tokens: the number of tokens.
+        device: the type of the device.
     """
     gathering, classes, best = GATHERING.get(device, GATHERING["cuda"]), bounds[-1], None
     least, before = PAYS * tokens * classes, 0
@@ -394,7 +401,7 @@ def _cheapest(
 
 
 def _bounds(first: int, classes: int) -> list[int]:
-    """Return where buckets begin and the last one ends: `first`, then in geometric ranks."""
+    """Return the begins of buckets and the end of the last: `first`, then a geometric series."""
     first = max(first, min(classes, LEAST), 1)
     growth = classes / first
     ranks = {math.ceil(first * growth ** (k / (BUCKETS - 1))) for k in range(BUCKETS)}
@@ -402,7 +409,7 @@ def _bounds(first: int, classes: int) -> list[int]:
 
 
 def _counts(needs: Tensor, buckets: int) -> list[int]:
-    """Return how many tokens need each bucket; in a simulation, which has no values, all."""
+    """Return how many tokens need each bucket. A simulation, which has no values, returns all."""
     if isinstance(needs, FakeTensor):
         return [len(needs)] * buckets
     bucket = torch.arange(buckets, device=needs.device)

@@ -1,4 +1,4 @@
-"""Sum the gradients of a head over its tiles of logits."""
+"""Sums the gradients of a head over its tiles of logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sums:
 
     Attributes:
         input: (N, D), until `finish_input`; None if it has no gradient.
-        weight: (V, D) where the gradient goes; None if it is rounded from a sum at the end.
+        weight: (V, D) the gradient; None if it is rounded from a sum at the end.
         bias: (V,), or None.
     """
 
@@ -32,7 +32,7 @@ class Sums:
         self._ranks, self._into = head.ranks, call.accumulate_into
         self._bias_dtype = None if call.bias is None else call.bias.dtype
         self._partial = call.input_grad == "partial"
-        # Rows go to their rank as soon as they are complete; where tokens are left out, at the end.
+        # Complete rows go to their rank at once. If tokens are left out, they go at the end.
         self._scatters = call.input_grad == "reduce_scatter"
         self._reduced: list[Any] = []
         self._matmul = schedule.problem.matmul
@@ -43,7 +43,8 @@ class Sums:
         self._input, self._shape = w.new_empty(0), call.input.shape
         self.weight: Tensor | None = None
         self.bias = w.new_zeros(len(w), dtype=wide) if p.grads[2] else None
-        self._wide: Tensor | None = None  # the sum of a slice of the vocabulary, or of all of it
+        # The wide sum of a slice of the vocabulary, or of all classes.
+        self._wide: Tensor | None = None
         if p.grads[1]:
             by_slice = s.by_slice and s.num_slices > 1
             if into is not None:
@@ -54,7 +55,7 @@ class Sums:
                 self.weight = torch.empty_like(w, memory_format=torch.contiguous_format)
             if s.wide_weight and into is None:
                 self._wide = w.new_empty(s.columns if by_slice else len(w), w.shape[1], dtype=wide)
-            for total in (self.weight, self._wide):  # classes that are padding have none
+            for total in (self.weight, self._wide):  # padding classes have no gradient
                 if total is not None and total is not into:
                     total[p.vocab :] = 0
         if p.grads[0]:
@@ -62,18 +63,18 @@ class Sums:
                 self.input = self.unwritten(slice(0, s.borrowed)).view(wide).view(x.shape)
             else:
                 self.input = x.new_empty(x.shape, dtype=wide if s.wide_input else x.dtype)
-            # Rows that are left out, and inputs without a class, keep their 0.
+            # Rows of ignored tokens, and inputs without a class, keep gradient 0.
             if head.tokens.kept is not None or not s.num_slices:
                 self.input.zero_()
             else:
                 self.input[head.tokens.count :] = 0
-        # Classes that are in the sum of the input's gradient, for rows by the first of them, and
-        # rows that are in that of the weight's, for classes by the first.
+        # For rows, by the first row: how many classes were added to the input's gradient. For
+        # classes, by the first class: how many rows were added to the weight's gradient.
         self._added: dict[int, int] = {}
         self._rows_added: dict[int, int] = {}
 
     def unwritten(self, classes: slice) -> Tensor:
-        """Return the memory of the weight's gradient of these classes, before it is written."""
+        """Return the memory of the weight's gradient of classes before it is written."""
         assert self.weight is not None
         return self.weight[classes].view(-1)
 
@@ -85,14 +86,15 @@ class Sums:
         selection: Selection | None = None,
         gather: Gather | None = None,
     ) -> None:
-        """Add what the gradient of a tile of logits gives; the tile may be overwritten.
+        """Add the contribution of a tile's gradient. The tile may be overwritten.
 
         Args:
             step: the tile.
             x: (rows, D) its input rows.
             dz: (rows, classes) the gradient with respect to its logits.
-            selection: what it is multiplied with; None: all classes.
-            gather: what computes the gradient from `dz`, which are logits then; None: nothing.
+            selection: the part of the gradient to multiply; None: all classes.
+            gather: computes the gradient from `dz`, which then has logits. None: `dz` is the
+                gradient.
         """
         if step.adds & WEIGHT and self.bias is not None:
             bias_gradient(dz, self.bias[step.classes])
@@ -104,7 +106,7 @@ class Sums:
             self._add_to_input(step, x, dz)
         if step.adds & WEIGHT:
             if step.classes.start < self._schedule.borrowed:
-                self.finish_input()  # its sums are in the memory that is written now
+                self.finish_input()  # its sums are in the memory that is written next
             self._add_to_weight(step, x, dz)
 
     def _add_selected(
@@ -113,19 +115,19 @@ class Sums:
         w, part = self._weight[step.classes], None
         if step.adds & INPUT and self.input is not None:
             part = x.new_zeros(x.shape, dtype=arithmetic(x.dtype))
-        total, again = self._weight_of(step) if step.adds & WEIGHT else (None, True)
+        total, adds = self._weight_of(step) if step.adds & WEIGHT else (None, True)
 
         def copied(out: Tensor, kept: Tensor | None, *places: Tensor) -> None:
             _OPS._gather_gradient(out, kept, dz, *places, *(None,) * 5, 0.0, 1.0)
 
-        multiply(selection, self._matmul, gather or copied, x, w, part, total, again)
+        multiply(selection, self._matmul, gather or copied, x, w, part, total, adds)
         if part is not None:
             self._put(step, part, selection.tokens)
         if total is not None:
             self._complete(step, total)
 
     def _put(self, step: Step, part: Tensor, tokens: Tensor) -> None:
-        """Add a part of the input's gradient, whose rows are these of the tile's tokens."""
+        """Add a part of the input's gradient to the rows of these tokens of the tile."""
         assert self.input is not None
         rows, kept = step.rows, self._tokens.kept
         places = tokens + rows.start if kept is None else kept[rows][tokens]
@@ -136,14 +138,14 @@ class Sums:
         self._reduce_complete(rows)
 
     def _counted(self, step: Step) -> bool:
-        """Count the classes of a tile; return True if others were added to its rows before."""
+        """Count the classes of a tile. Return True if earlier tiles were added to its rows."""
         first, classes = step.rows.start, step.classes
         added = self._added.get(first, 0)
         self._added[first] = added + classes.stop - classes.start
         return added > 0
 
     def _reduce_complete(self, rows: slice) -> None:
-        """Begin to add up rows over the ranks that all classes were added to."""
+        """Begin to sum complete rows over the ranks."""
         complete = self._added[rows.start] == self._schedule.problem.vocab
         if self._tokens.kept is None and complete and not self._partial:
             assert self.input is not None
@@ -153,14 +155,14 @@ class Sums:
         if self.input is None:
             return
         rows, w = step.rows, self._weight[step.classes]
-        kept, again = self._tokens.kept, self._counted(step)
+        kept, adds = self._tokens.kept, self._counted(step)
         if kept is None:
-            self._matmul.input_gradient(dz, w, self.input[rows], again)
+            self._matmul.input_gradient(dz, w, self.input[rows], adds)
             self._reduce_complete(rows)
             return
         part = x.new_empty(x.shape, dtype=self.input.dtype)
         self._matmul.input_gradient(dz, w, part, False)
-        if again:
+        if adds:
             self.input.index_add_(0, kept[rows], part)
         else:
             self.input.index_copy_(0, kept[rows], part)
@@ -172,7 +174,7 @@ class Sums:
             self._complete(step, part)
 
     def _weight_of(self, step: Step) -> tuple[Tensor | None, bool]:
-        """Return the sum of the weight's gradient of a tile's classes, and whether it has values.
+        """Return the sum of the weight's gradient of a tile's classes, and True if it has values.
 
         It is None if the weight needs no gradient.
         """
@@ -187,7 +189,7 @@ class Sums:
         return part, self._rows_added.get(classes.start, 0) > 0 or total is self._into
 
     def _complete(self, step: Step, part: Tensor) -> None:
-        """Count the rows that were added to a part of the sum; round it when all of them were."""
+        """Count the rows that were added to a part of the sum. Round a complete part."""
         classes, rows = step.classes, step.rows
         added = self._rows_added.get(classes.start, 0) + rows.stop - rows.start
         self._rows_added[classes.start] = added
@@ -196,25 +198,25 @@ class Sums:
             self.weight[classes] = part
 
     def rescale(self, step: Step, change: Tensor) -> None:
-        """Multiply the sums of rows by exp of the change of their maximum, as softmax online does.
+        """Multiply the sums of rows by exp of the change of their maximum, as in online softmax.
 
-        RUNNING_RESCALE sums exp(z_j - max so far) C_j w_j of the classes that were seen.
+        RUNNING_RESCALE sums exp(z_j - max so far) C_j w_j over the classes so far.
         """
         assert self.input is not None
         if not step.classes.start:
             return
         place = self.place(step.rows)
-        # A row of -inf only so far has a sum of zeros, whatever its factor.
+        # A row with only -inf so far has a sum of zeros, so its factor does not matter.
         factor = change.exp_().nan_to_num_(0.0, 0.0).unsqueeze(1)
         self.input[place] = self.input[place].mul_(factor.to(self.input.dtype))
 
     def place(self, rows: slice) -> slice | Tensor:
-        """Return where rows of tokens are among those of the sums."""
+        """Return the position of token rows among the rows of the sums."""
         kept = self._tokens.kept
         return rows if kept is None else kept[rows]
 
     def finish_input(self) -> None:
-        """Round the sums of the input's gradient, which then need their memory no more."""
+        """Round the sums of the input's gradient, and free their memory."""
         if self.input is None:
             return
         total, dtype = self.input, self._weight.dtype
@@ -227,7 +229,7 @@ class Sums:
         self._input, self.input = total.to(dtype).view(self._shape), None
 
     def finish(self) -> list[Tensor]:
-        """Return the gradients of input (..., D), weight and bias; empty if none was asked for."""
+        """Return the gradients of input (..., D), weight and bias; empty ones if not requested."""
         w, bias_dtype = self._weight, self._bias_dtype
         self.finish_input()
         weight = self._wide if self.weight is None else self.weight
@@ -238,7 +240,7 @@ class Sums:
 
 
 def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tile's gradient in the dtype of its product's operands, in its own memory."""
+    """Convert a tile's gradient to the dtype of the product's operands, in its own memory."""
     if tile.dtype == dtype:
         return tile
     narrow = tile.view(dtype)[:, : tile.shape[1]]
@@ -249,7 +251,7 @@ def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bias_gradient(dz: Tensor, out: Tensor) -> None:
     """Add the sum of dz (rows, classes) over its rows to `out` (classes), in the dtype of `out`."""
-    # A GPU widens what it reads, a CPU makes a copy first.
+    # A GPU widens values as it reads them. A CPU would make a wide copy first.
     if dz.dtype == out.dtype or on_gpu(dz):
         out += dz.sum(0, dtype=out.dtype)
         return

@@ -22,15 +22,15 @@ class Tokens:
         x: (N, D), all rows of the input.
         target: (n,) int64 or (N, V) probabilities.
         token_weight: (n,) in the arithmetic dtype, or None.
-        kept: (n,) rows of x that the n tokens are, or None when they are all of them.
-        broken: whether more tokens are valid than was promised, as a device bool, or None.
+        kept: (n,) the rows of x of the n tokens, or None for all rows.
+        broken: whether more tokens are valid than `max_valid`, as a bool on the device, or None.
         class_weight: (V,) in the arithmetic dtype, or None.
         target_weight: (n,) the weight of each token's target, or None.
-        shape: of a per-token output, before flattening.
+        shape: the shape of a per-token output, before flattening.
         ignore_index: the target of tokens that are ignored.
-        sharded: the dimension of `shape` of which each rank has a part, and how many ranks; rows
-            are those of one rank after another then.
-        copied_bytes: of copies of arguments that had to be made.
+        sharded: the dimension of `shape` of which each rank has a part, and the number of ranks.
+            Rows are then ordered by rank.
+        copied_bytes: bytes of copies of arguments.
     """
 
     x: Tensor
@@ -48,7 +48,7 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Tokens that are worked on."""
+        """The number of tokens to process."""
         return self.target.shape[0]
 
     @property
@@ -58,20 +58,20 @@ class Tokens:
 
     @property
     def casts(self) -> bool:
-        """Return True if the row kernel takes a copy of a tile's part of the distributions."""
+        """Return True if a tile's part of the distributions is copied for the row kernel."""
         q = self.target
         fits = q.dtype == arithmetic(self.x.dtype) and (q.stride(-1) == 1 or q.shape[-1] < 2)
         return self.probabilities and not fits
 
     @property
     def masked(self) -> bool:
-        """Return True for distributions whose weight may be 0; their input is not read then."""
+        """Return True for distributions whose weight may be 0. Their input is not read then."""
         return self.probabilities and self.token_weight is not None
 
     def gather(self, rows: slice) -> Tensor:
-        """Input rows of a chunk of tokens; where they are copied, 0 for ignored tokens.
+        """Return the input rows of a chunk of tokens. Copied rows are 0 for ignored tokens.
 
-        An ignored token's gradient is 0, and 0 times its input is not, where that is a nan.
+        An ignored token's gradient is 0, but 0 times a nan of its input is nan.
         """
         if self.masked:
             assert self.token_weight is not None
@@ -80,42 +80,42 @@ class Tokens:
         if self.kept is None:
             return self.x[rows]
         x = self.x.index_select(0, self.kept[rows])
-        if self.broken is None:  # ignored tokens were counted, and none is among these
+        if self.broken is None:  # ignored tokens were counted, so this chunk has none
             return x
         return x.masked_fill_((self.target[rows] == self.ignore_index).unsqueeze(1), 0)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Per-token values (n, ...) as users see them; 0 (-1 for indices) where ignored."""
+        """Return per-token values in the user's shape, with 0 (-1 for indices) if ignored."""
         total, fill = self.shape.numel(), 0 if values.is_floating_point() else -1
-        rest = values.shape[1:]
+        inner = values.shape[1:]
         values = self._without_weightless(values, fill)
         if self.kept is not None:
-            values = values.new_full((total, *rest), fill).index_copy_(0, self.kept, values)
+            values = values.new_full((total, *inner), fill).index_copy_(0, self.kept, values)
         elif len(values) < total:
-            values = _padded(values, total - len(values), len(rest))
+            values = _padded(values, total - len(values), len(inner))
         if self.sharded is not None:
             dim, ranks = self.sharded
             sizes = [n // ranks if d == dim else n for d, n in enumerate(self.shape)]
-            values = values.view((ranks, *sizes, *rest)).movedim(0, dim).flatten(dim, dim + 1)
-        values = values.view((*self.shape, *rest))
+            values = values.view((ranks, *sizes, *inner)).movedim(0, dim).flatten(dim, dim + 1)
+        values = values.view((*self.shape, *inner))
         if self.shift:
             left = max(self.shape[-1] - self.shift, 0)
             values = values.narrow(len(self.shape) - 1, 0, left).contiguous()
         return values
 
     def spread_state(self, state: Tensor) -> Tensor:
-        """Return the state with one column for every token, as it is kept for the backward."""
+        """Return the state with one column for every token, as the backward needs it."""
         total = self.shape.numel()
         if self.kept is None:
             return torch.nn.functional.pad(state, (0, total - self.count))
         return state.new_zeros(len(state), total).index_copy_(1, self.kept, state)
 
     def collect_state(self, state: Tensor) -> Tensor:
-        """Return the state of which `spread_state` returned this."""
+        """Return the state from the result of `spread_state`."""
         return state[:, : self.count] if self.kept is None else state.index_select(1, self.kept)
 
     def collect(self, values: Tensor, rest: int = 0) -> Tensor:
-        """Return upstream gradients without the places that `spread` adds.
+        """Return upstream gradients without the elements that `spread` adds.
 
         `rest`: dimensions after the tokens'.
         """
@@ -128,7 +128,7 @@ class Tokens:
     def _without_weightless(self, values: Tensor, fill: int) -> Tensor:
         """Return values with `fill` where a token with a distribution has weight 0.
 
-        With class indices, the target of such a token is ignored already.
+        With class indices, such a token already has an ignored target.
         """
         if not self.probabilities or self.token_weight is None:
             return values
@@ -137,12 +137,12 @@ class Tokens:
 
 
 def _padded(values: Tensor, more: int, rest: int) -> Tensor:
-    """Return values with `more` zeros at the end of the dimension before the last `rest`."""
+    """Return values with `more` zeros at the end of the token dimension, before the last `rest`."""
     return torch.nn.functional.pad(values, (0, 0) * rest + (0, more))
 
 
 def _rows_of(values: Tensor, sharded: tuple[int, int] | None, rest: int = 0) -> Tensor:
-    """Values per token as rows, those of one rank after another where a dimension is sharded.
+    """Return per-token values as rows, ordered by rank if a dimension is sharded.
 
     `rest`: dimensions after the tokens'.
     """
@@ -154,12 +154,12 @@ def _rows_of(values: Tensor, sharded: tuple[int, int] | None, rest: int = 0) -> 
 
 
 def _sharded_dim(input: Sequence[Any], whole: Sequence[Any]) -> int:
-    """Return the dimension in which the input's tokens are a part of the whole, else the first."""
+    """Return the dimension in which the input has a part of the tokens, else the first."""
     return next((d for d, (n, m) in enumerate(zip(input, whole, strict=True)) if n != m), 0)
 
 
 def _shifted(values: Tensor, by: int, last: float) -> Tensor:
-    """Return values[..., by:], with `last` in the places that this leaves free."""
+    """Return values[..., by:], with `last` in the places that become free."""
     result = torch.full_like(values, last, memory_format=torch.contiguous_format)
     rest = values[..., by:]
     result[..., : rest.shape[-1]] = rest
@@ -167,21 +167,21 @@ def _shifted(values: Tensor, by: int, last: float) -> Tensor:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors are views of one memory."""
+    """Return True if two tensors share their storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def copy_elements(t: Tensor | None, dtype: torch.dtype) -> int:
-    """Return how many elements are copied for a tensor to be contiguous, and of this dtype."""
+    """Return how many elements must be copied to make a tensor contiguous and of this dtype."""
     if t is None or (t.dtype == dtype and t.is_contiguous()):
         return 0
     return t.numel()
 
 
 def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
-    """Flatten the arguments; leave ignored tokens out on a CPU or where `max_valid` allows it.
+    """Flatten the arguments. Leave ignored tokens out on a CPU, or if `max_valid` allows it.
 
-    `first`, `classes`: those of the vocabulary that are here.
+    `first`, `classes`: the slice of the vocabulary on this rank.
     """
     input, target = call.input, call.target
     token_weight, class_weight = call.token_weight, call.class_weight
@@ -200,7 +200,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         input = ranks.gather(input)
     total = shape.numel()
     x = input.reshape(total, input.shape[-1])
-    # The gradient of gathered tokens is scratch memory too, but for this rank's.
+    # The gradient of gathered tokens is scratch memory too, except for this rank's part.
     copied = 0 if same_storage(x, call.input) else x.nbytes
     copied += x.nbytes - call.input.nbytes
     if token_weight is not None:
@@ -213,7 +213,7 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
         copied += 0 if same_storage(flat, target) else flat.nbytes
         flat = flat[:, :classes]
         if call.shift:
-            # Row i has the target of row i + shift; the last of each sequence have none.
+            # Row i has the target of row i + shift. The last rows of each sequence have none.
             weight = torch.ones_like(target[..., 0], dtype=dtype)
             weight = weight if token_weight is None else token_weight
             token_weight, flat = _shifted(weight, call.shift, 0), flat[call.shift :]
@@ -244,10 +244,10 @@ def tokens_of(call: Call, ranks: Ranks, first: int, classes: int) -> Tokens:
 
 
 def may_count(target: Tensor) -> bool:
-    """Return True if values can be counted for free: a GPU would have to be waited for.
+    """Return True if counting values needs no wait for a GPU.
 
-    Fake and traced tensors have none, so they do as on a GPU. An exception are those of a simulated
-    CPU, whose mode has `reads`, which says which values are known.
+    Fake and traced tensors have no values, so they count as on a GPU. The exception is a simulated
+    CPU. Its mode has `reads`, which says which values are known.
     """
     if isinstance(target, FakeTensor):
         reads = getattr(target.fake_mode, "reads", None)
@@ -256,20 +256,20 @@ def may_count(target: Tensor) -> bool:
 
 
 def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tokens to work on (None: all of them), and whether `max_valid` was too small."""
+    """Return the tokens to process (None for all), and whether `max_valid` was too small."""
     counts = may_count(target)
     if call.max_valid is None and not counts:
         return None, None
     valid = target != call.ignore_index
     if counts or call.max_valid == -1:
-        count = int(valid.count_nonzero())  # sum() would make an integer of each first
+        count = int(valid.count_nonzero())  # sum() would convert each element to an integer first
         if call.max_valid is not None and 0 <= call.max_valid < count:
             raise RuntimeError(
                 f"linear_cross_entropy or linear_kl_div: `max_valid` is {call.max_valid}. Expected "
                 f"at least {count}, the number of tokens that are not ignored."
             )
         return (None if count == len(target) else valid.nonzero().squeeze(1)), None
-    # Valid tokens first, in order; no host sync. Ignored ones may fill the rest.
+    # Put valid tokens first, in order, without a host sync. Ignored tokens may fill the rest.
     order = valid.logical_not().to(torch.uint8).argsort(stable=True)
     return order[: call.max_valid], valid.sum() > int(call.max_valid or 0)
 
@@ -277,7 +277,7 @@ def _kept(target: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
 def _target_weight(
     target: Tensor, class_weight: Tensor | None, ranks: Ranks, first: int
 ) -> Tensor | None:
-    """Return the class weight of each token's target; anything for targets that are no class."""
+    """Return the class weight of each token's target. For ignored targets it is arbitrary."""
     if class_weight is None:
         return None
     local = target - first

@@ -22,24 +22,26 @@ class Rates:
     """Sustained rates of a device.
 
     Attributes:
-        name: as users know it.
+        name: the name that users know.
         flops16, flops32, flops64: floating-point operations per second of matrix products.
         bandwidth: bytes per second to and from memory.
         cache_bytes: a slice of the weight up to this size is read from memory once.
         launch_seconds: fixed cost of one operation.
-        overlaps: products hide the shorter of arithmetic and traffic.
+        overlaps: whether arithmetic and memory traffic of a product overlap.
         few_rows16: 16-bit products of n rows take 1 + few_rows16 / n times as long.
-        copying: multiplications that copying an operand's number takes as long as, where products
-            are the package's own.
-        merge_seconds: assumed of ranks that merge some rows, two collectives of a few numbers each.
-        asking: seconds that Python takes to ask a policy about an op, or whether it was saved; 0
-            where the device works meanwhile.
-        link: bytes per second to and from host memory, in each direction at the same time; 0 where
-            the device has no other memory.
-        fuses: code is compiled: ops of single elements and of rows move no bytes of their own.
-        threads: that a GPU runs at a time.
-        memory: bytes of a GPU that programs can use, about, in whole GiB; 0 for a CPU. An H200's is
-            measured. docs/make-it-fit.md has the sources of the others.
+        copying: with the package's own products, copying a number of an operand takes as long as
+            this many multiplications.
+        merge_seconds: assumed time for ranks to merge some rows, in two collectives of a few
+            numbers each.
+        asking: seconds that Python takes to ask a policy about an op, or whether it was saved. 0 if
+            the device works meanwhile.
+        link: bytes per second to and from host memory, in each direction at the same time. 0 if the
+            device has no other memory.
+        fuses: whether code is compiled. Then elementwise ops and ops on rows move no bytes of their
+            own.
+        threads: threads that a GPU runs at a time.
+        memory: usable bytes of a GPU, about, in whole GiB; 0 for a CPU. An H200's is measured.
+            docs/make-it-fit.md has the sources of the others.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Rates:
     memory: int = 0
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
-        """Rate of products of elements of this size."""
+        """Return the rate of products of elements of this size, in operations per second."""
         if itemsize == 8:
             return self.flops64
         return self.flops32 if itemsize == 4 or upcast else self.flops16
@@ -74,27 +76,27 @@ def _gpu(
 
     Args:
         gib: its memory in GiB.
-        fewer64: how many times slower products in 64 bits are than in 32 bits.
+        fewer64: the slowdown of float64 products relative to float32.
     """
     return Rates(name, flops16, flops32, flops32 / fewer64, bandwidth, cache, 5e-6, True,
                  merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
 
-# Two cores, torch 2.13: of an AMD EPYC with AVX-512, fitted to the times of the products alone, in
-# chunks and in slices; of an Intel Xeon with AMX, to which plans were the fastest. Processors of
-# one kind differ in all of these alike, and plans depend on ratios.
+# Both CPUs: two cores, torch 2.13. The rates of an AMD EPYC with AVX-512 are fitted to the times of
+# the products alone, in chunks and in slices. On an Intel Xeon with AMX, plans by its rates were
+# the fastest. Processors of one kind have similar ratios of rates, and plans depend on ratios only.
 _AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, asking=1e-5)
 _AMX = Rates(
     "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, asking=1e-5
 )
 
-# Dense peaks of NVIDIA's data sheets times 0.8, which is what large bf16 products reach; fp32 runs
-# on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. The H200's two
-# figures were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation that the data
-# sheet names, half of its figure for both directions together (Gen6 256 GB/s, Gen5 128, Gen4 64),
-# times 0.8. A GH200, GB200 or GB300 has NVLink-C2C to its Grace CPU (900 GB/s for both directions),
-# which two GPUs of the latter share; rates are of one GPU, of the GH200 with HBM3. Threads:
-# multiprocessors of the data sheet, times what one holds.
+# Matrix products: NVIDIA's data sheets (dense peaks) times 0.8, which large bf16 products reach.
+# fp32 runs on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. Both rates
+# of the H200 were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation in the data
+# sheet, half of its figure for both directions together (Gen6 256 GB/s, Gen5 128, Gen4 64), times
+# 0.8. A GH200, GB200 or GB300 has NVLink-C2C to its Grace CPU (900 GB/s for both directions). Two
+# GPUs of a GB200 or GB300 share the link. Rates are for one GPU, and for the GH200 with HBM3.
+# Threads: multiprocessors of the data sheet, times the threads of one.
 _GEN6, _GEN5, _GEN4, _C2C = 0.8 * 128e9, 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
     "h200": _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
@@ -110,13 +112,13 @@ GPUS = {
     "rtx5090": _gpu("RTX 5090", 31, 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
-# The cheapest first, by rents of 2026. docs/make-it-fit.md has the lists. None orders a GH200, a
-# GB200 and a GB300 with the others; their places are the usual ones.
+# Ordered by rent in 2026, the cheapest first. docs/make-it-fit.md has the lists. No list has a
+# GH200, a GB200 or a GB300 with the others; their places are the usual ones.
 BY_PRICE = (
     "rtx4090", "rtx5090", "l40s", "a100", "h100", "gh200", "h200", "b200", "gb200", "b300", "gb300"
 )  # fmt: skip
-CONTEXT_BYTES = 512 << 20  # that CUDA and its libraries take besides tensors, about
-DEFAULT_GPU = "h100"  # for predictions where no device is named and no GPU is used
+CONTEXT_BYTES = 512 << 20  # what CUDA and its libraries take besides tensors, about
+DEFAULT_GPU = "h100"  # for predictions without a named device or a GPU in use
 
 
 def named(name: str) -> Rates:
@@ -127,9 +129,10 @@ def named(name: str) -> Rates:
 
 
 def of_gpu(name: str) -> Rates | None:
-    """Return the rates of a GPU by its driver's name, as in "NVIDIA H100 80GB HBM3"."""
+    """Return the rates of a GPU from its driver's name, such as "NVIDIA H100 80GB HBM3"."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
-    longest = max((key for key in GPUS if key in letters), key=len, default=None)  # not H200
+    # "GH200" also contains "H200".
+    longest = max((key for key in GPUS if key in letters), key=len, default=None)
     return None if longest is None else GPUS[longest]
 
 
@@ -138,7 +141,7 @@ _stands_for: ContextVar[Rates | None] = ContextVar("_stands_for", default=None)
 
 @contextlib.contextmanager
 def standing_for(gpu: Rates | None) -> Iterator[None]:
-    """Plan for this GPU, wherever tensors are, in a with block in which memory is simulated."""
+    """Plan for this GPU, wherever tensors are, in a with block. For simulations."""
     before = _stands_for.set(gpu)
     try:
         yield
@@ -147,25 +150,25 @@ def standing_for(gpu: Rates | None) -> Iterator[None]:
 
 
 def device_kind(t: Tensor) -> str:
-    """Return the kind of device that a tensor is on or stands for, such as "cpu"."""
+    """Return the kind of device that a tensor is on or represents, such as "cpu"."""
     return t.device.type if _stands_for.get() is None else "cuda"
 
 
 def on_gpu(t: Tensor) -> bool:
-    """Return True if a tensor is on a CUDA device, or stands for one that is."""
+    """Return True if a tensor is on a CUDA device, or represents one that is."""
     return device_kind(t) == "cuda"
 
 
 def rates_of(device: torch.device) -> Rates:
-    """Return the rates that plans for a device are made with.
+    """Return the rates for plans on a device.
 
-    An unknown GPU has an A100's ratios.
+    An unknown GPU has the rates of an A100.
     """
     return _stands_for.get() or _rates_at(device)
 
 
 def threads_of(device: torch.device) -> int:
-    """Return how many threads a GPU runs at a time; one that is not known, as the default one."""
+    """Return how many threads a GPU runs at a time. An unknown GPU counts as the default one."""
     stand_in = _stands_for.get()
     if stand_in is not None:
         return stand_in.threads
@@ -190,9 +193,9 @@ def _rates_at(device: torch.device) -> Rates:
 
 
 def has_row_kernel_for(t: Tensor) -> bool:
-    """Return True if the row kernel is native where a tensor is, or on the GPU that it stands for.
+    """Return True if the row kernel is native on a tensor's device, or on the GPU it represents.
 
-    A GPU for which memory is planned elsewhere is taken to have the kernels.
+    If the plan is for a GPU of another machine, it is assumed to have the kernels.
     """
     return _stands_for.get() is not None or has_row_kernel(t.device.type)
 

@@ -1,4 +1,4 @@
-"""Plans for linear cross-entropy before there is a tensor: `storage_ops.plan`."""
+"""`storage_ops.plan`: plans for linear cross-entropy, before any tensor exists."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHORT = {
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:
-    """Return the name of a dtype of torch, given as itself or as text such as "bf16"."""
-    # The text of a dtype is read, since plans are made without torch, too.
+    """Return the name of a dtype of torch, or of a text such as "bf16"."""
+    # The dtype is read from its text, because plans also work without torch.
     name = str(dtype).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in ITEMSIZE:
@@ -42,7 +42,7 @@ def _check_count(argument: str, value: int, least: int, most: int | None = None)
 
 
 def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
-    """Return the name of a dtype: None, the arguments' own, or float32 where that is narrow."""
+    """Return the name of a dtype: `own` for None, or float32 if `own` is 16-bit."""
     if dtype is None:
         return None
     name = dtype_name(dtype, argument)
@@ -52,7 +52,7 @@ def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
 
 
 def default_device() -> str:
-    """Return the GPU at hand by the name of its rates, or "cpu"."""
+    """Return the name of the current GPU's rates, or "cpu"."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -75,7 +75,7 @@ def problem_of(
     gradient_tolerance: float = 0.0,
     share: float | None = None,
 ) -> Problem:
-    """Return the problem that a plan is made for, from the checked arguments of `plan`."""
+    """Return the problem for the planner, from the checked arguments of `plan`."""
     for argument, value, least in (
         ("tokens", tokens, 0),
         ("hidden", hidden, 1),
@@ -118,7 +118,7 @@ def problem_of(
 
 
 def _expected(gradient_tolerance: float, share: float | None) -> float:
-    """Return the share of classes that gradients are expected to be multiplied with, checked."""
+    """Return the expected share of classes that gradients are multiplied with, after checks."""
     for argument, value in (("gradient_tolerance", gradient_tolerance), ("share", share)):
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
             raise TypeError(f"`{argument}` is {value!r}. Expected a number.")
@@ -140,7 +140,7 @@ def pick(
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
-    """Return the best plan for a problem, or the one that strategy and num_chunks insist on."""
+    """Return the best plan for a problem, or the one with this strategy and num_chunks."""
     names = planner.allowed(p)
     if strategy is not None and strategy not in names:
         raise ValueError(
@@ -154,14 +154,14 @@ def pick(
 
 
 def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
-    """Return a few lines on a plan, the budget it keeps to, and where its figures come from."""
+    """Return a few lines about a plan, its budget, and the source of its rates."""
     default = planner.default_budget(p)
     if memory_budget is not None:
         budget = readable(memory_budget)
     elif chosen.peak_bytes <= default:
         budget = f"{readable(default)}, the default"
     else:
-        budget = "none"  # the plan is one that was insisted on
+        budget = "none"  # strategy or num_chunks choose the plan
     least = readable(planner.smallest_budget(p), up=True)
     rate = metric(p.matmul.rate(rates), "FLOP/s")
     return (
@@ -189,30 +189,30 @@ def plan(
     strategy: Strategy | None = None,
     num_chunks: int | None = None,
 ) -> Plan:
-    """Print and return how `linear_cross_entropy` will run, before anything is allocated.
+    """Print and return how `linear_cross_entropy` will run, before it allocates memory.
 
     Args:
         tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
-        dtype: of input and weight: a torch.dtype, or text such as "bfloat16" or "bf16".
+        dtype: the dtype of input and weight: a torch.dtype, or text such as "bfloat16" or "bf16".
         memory_budget: scratch memory beyond inputs, outputs and returned gradients: bytes, or text
             such as "400MiB", "0.5GiB" or "2e8". None: the default of `linear_cross_entropy`.
-        grads: which of "input", "weight" and "bias" need gradients. Empty: none does.
+        grads: which of "input", "weight" and "bias" need gradients. Empty if none does.
         reduction: "mean", "sum" or "none".
         accumulate_dtype, logits_dtype: as in `linear_cross_entropy`, as a dtype or text.
-        max_valid: the most tokens that are not ignored; no others are worked on.
+        max_valid: the most tokens that are not ignored; ignored tokens then cost no work.
         gradient_tolerance: as in `linear_cross_entropy`.
         share: with gradient_tolerance: the part of the classes that a token's gradient is expected
             to be multiplied with. None: 0.4, which a trained model of 49,152 classes needs for
             3e-3.
-        device: whose rates predict the time: "h200", "h100", "gh200", "b200", "gb200", "b300",
-            "gb300", "a100", "l40s", "rtx4090", "rtx5090" or "cpu". None: the GPU that is present
-            (by the rates of an A100 if it is none of these), else the CPU with the current number
-            of threads. Times for a GPU come from its data sheet, except an H200's; times for a CPU
-            are those of two cores with AVX-512.
-        strategy: insist on "token-chunked", "vocab-sliced" or "running-rescale".
-        num_chunks: insist on about this many equal chunks of tokens; without a strategy they are
-            token-chunked where that is possible. The budget is then only checked, or decides how
-            wide the slices of the vocabulary are.
+        device: the device that the time is predicted for: "h200", "h100", "gh200", "b200", "gb200",
+            "b300", "gb300", "a100", "l40s", "rtx4090", "rtx5090" or "cpu". None: the GPU that is
+            present (by the rates of an A100 if it is none of these), or the CPU with the current
+            number of threads. Times for a GPU come from its data sheet, except an H200's; times for
+            a CPU are those of two cores with AVX-512.
+        strategy: require "token-chunked", "vocab-sliced" or "running-rescale".
+        num_chunks: require about this many equal chunks of tokens. Without a strategy they are
+            token-chunked if possible. The budget is then only checked, or limits the width of the
+            slices of the vocabulary.
 
     Returns:
         The plan, which `linear_cross_entropy` takes as its argument `plan`. Its fields are those of
@@ -221,8 +221,8 @@ def plan(
         and keeps.
 
     Raises:
-        TypeError, ValueError: an argument that is wrong, with its value and what was expected; a
-            memory_budget that no plan can keep, with the smallest that one can.
+        TypeError, ValueError: an argument is wrong, or no plan keeps to memory_budget. The error
+            has the value, what was expected, and the smallest possible budget.
 
     Example:
         >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")

@@ -1,7 +1,7 @@
-"""From shapes and a memory budget to a plan for linear cross-entropy, in pure Python.
+"""Chooses a plan for linear cross-entropy from shapes and a memory budget, in pure Python.
 
-The loss is computed in tiles of `rows` tokens by `columns` classes. The memory and the time of a
-tile are written down here once. `choose` then takes the fastest tiling that fits.
+The loss is computed in tiles of `rows` tokens by `columns` classes. `cost` has the memory and time
+of a tile. `choose` returns the fastest tiling that fits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from storage_ops.loss.planning.schedule import (
 from storage_ops.quantities import InLines, metric, readable
 
 MIB, GIB = 1 << 20, 1 << 30
-KEPT = 16  # no plan keeps less than this part of the logits of its rows and forms others twice
-WIDEST = 4096  # of parts of waiting logits, where products do not say what suits them
-FEWER = 8  # of chunks that fit whole, those of an eighth of the tokens are the smallest looked at
+# A plan that computes logits twice keeps at least 1 / KEPT of its rows' logits.
+KEPT = 16
+WIDEST = 4096  # most columns of parts of waiting logits, if the products have no preferred width
+FEWER = 8  # smallest chunks to consider: 1 / FEWER of the tokens whose logits fit whole
 TILE_BYTES = 8 * MIB  # vocabulary slices no larger than this stay in a processor's cache
-KEEPS = "keeps"  # the last word of the key of a plan that does
+KEEPS = "keeps"  # the last word in the key of a plan that keeps its last tile
 
 
 Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, borrowed
@@ -39,33 +40,32 @@ Tile = tuple[str, int, int, int, int]  # strategy, rows, columns, widest, borrow
 
 @dataclass(frozen=True)
 class Plan(InLines):
-    """The way in which linear cross-entropy will run, and its cost.
+    """The strategy and tiles of linear cross-entropy, and the cost.
 
     Attributes:
-        strategy: "token-chunked": whole rows of logits, turned into their gradient at once. Where
-            `columns` is less than the vocabulary, that many are kept. If there is one chunk, the
-            others wait in the memory of the weight's gradient. That has room for all of them where
-            there are no more tokens than the hidden size, else for as many rows. Logits that fit
-            nowhere are formed twice.
-            "vocab-sliced": one pass for the statistics of the rows, one more product to form the
-            logits again for the gradient. "running-rescale": slices of the vocabulary with a frozen
-            weight, in one pass; the sum is rescaled whenever a row's maximum grows.
+        strategy: "token-chunked": whole rows of logits, turned into their gradient at once. If
+            `columns` is less than the vocabulary, that many classes are kept. With one chunk, the
+            others wait in the memory of the weight's gradient. It has room for all of them if there
+            are no more tokens than the hidden size, otherwise for as many rows. Logits without room
+            are computed twice. "vocab-sliced": one pass for the statistics of the rows, then logits
+            are computed again for the gradient. "running-rescale": slices of the vocabulary with a
+            frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
         rows, columns: tokens and classes of the tile of logits in scratch memory.
-        widest: classes that are worked on at a time: `columns`, unless all logits wait.
-        threads: how many threads of a CPU have scratch memory to form products in. A budget may
-            have no room for all of them.
-        borrowed: how many classes, the first, have their rows of the weight's gradient used for the
-            input's, which 16-bit arguments sum in float32; their logits are formed three times.
+        widest: classes that are processed at a time: `columns`, unless all logits wait.
+        threads: how many CPU threads have scratch memory for products. A budget may not have room
+            for all threads.
+        borrowed: for how many first classes the weight's gradient first holds fp32 sums of the
+            input's gradient, with 16-bit arguments. Their logits are computed three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
-        products: matrix products of size N x D x V, forward and backward together. It is not a
-            whole number where a part of the logits is formed more often than the rest.
+        products: matrix products of size N x D x V, forward and backward together. It is not an
+            integer if some logits are computed more often than others.
         peak_bytes: scratch memory beyond inputs, outputs and returned gradients.
         flops: floating-point operations of the matrix products.
-        bytes_moved: what the tiles read from and write to memory.
+        bytes_moved: bytes that the tiles read from and write to memory.
         seconds: predicted time on `rates`.
-        mode: the strategy and what is skipped, in words.
-        keeps: the last tile of the forward stays in memory until the backward, which begins with
-            it. It does so only in eager code, and where the gradients are not made in the forward.
+        mode: a text with the strategy and the skipped products.
+        keeps: whether the last tile of the forward stays in memory for the backward, which begins
+            with it. Only in eager code, and if the backward computes the gradients.
     """
 
     strategy: str
@@ -106,7 +106,7 @@ class Plan(InLines):
 def keeping(key: str, keeps: bool) -> str:
     """Return the key of a plan with or without its last word.
 
-    "" with that word is any plan that may keep its last tile.
+    The key "" with that word means any plan that may keep its last tile.
     """
     bare = key.removesuffix(KEEPS).rstrip()
     return f"{bare} {KEEPS}".lstrip() if keeps else bare
@@ -124,22 +124,22 @@ def _mode(p: Problem, strategy: str, products: float) -> str:
 def schedule(
     p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, borrows: bool = False
 ) -> Schedule:
-    """Return the schedule with tiles up to these, made equal.
+    """Return the schedule with equal tiles, at most of this size.
 
-    It borrows classes where it can if `borrows` is True.
+    With `borrows`, it borrows classes if it can.
     """
     borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
-    rest = p.vocab - borrowed
-    columns, rows = max(1, min(columns, rest)), max(1, min(rows, p.tokens))
+    classes = p.vocab - borrowed
+    columns, rows = max(1, min(columns, classes)), max(1, min(rows, p.tokens))
     if strategy == TOKEN_CHUNKED and not any(p.grads):
-        columns = max(1, p.vocab)  # nothing is formed again
-    slices = parts(rest, columns)
-    # Products of 16 rows at a time have no remainder: up to a tenth faster, measured on a CPU.
+        columns = max(1, p.vocab)  # no logits are computed again
+    slices = parts(classes, columns)
+    # Products of multiples of 16 rows have no remainder. Up to a tenth faster, measured on a CPU.
     equal = max(1, parts(p.tokens, parts(p.tokens, rows) or 1))
     rows = min(rows, -(-equal // ROWS) * ROWS)
     if slices > 1:
         if strategy != TOKEN_CHUNKED:
-            columns = min(columns, padded(parts(rest, slices)))
+            columns = min(columns, padded(parts(classes, slices)))
         elif columns > 64:
             columns = unpadded(columns)
     widths = waiting_widths(p, strategy, rows, columns, borrowed)
@@ -148,9 +148,9 @@ def schedule(
 
 
 def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Plan:
-    """Return a plan: a schedule and its cost, by default on this processor.
+    """Return a plan, which is a schedule and its cost, by default for this processor.
 
-    `peak`: its peak of memory, if that is known.
+    `peak`: the peak memory, if it is known.
     """
     p = s.problem
     flops, moved, seconds = cost.predict(s, rates or named("cpu"))
@@ -165,9 +165,9 @@ def make(s: Schedule, rates: Rates | None = None, peak: int | None = None) -> Pl
 
 @functools.lru_cache(maxsize=256)
 def schedule_of(p: Problem, key: str) -> Schedule:
-    """Return the schedule that `Plan.key` stands for; words after the third may be left out.
+    """Return the schedule of `Plan.key`. Words after the third may be left out.
 
-    Where its strategy would be wrong for the problem, it is that of slices of the vocabulary.
+    If the key's strategy would be wrong for the problem, the schedule is vocab-sliced.
     """
     bare = keeping(key, False)
     p = replace(p, keeps=bare != key)
@@ -183,9 +183,9 @@ def schedule_of(p: Problem, key: str) -> Schedule:
 def resumed(
     p: Problem, tile: tuple[int, int], memory_budget: int | None, rates: Rates | None = None
 ) -> str:
-    """Return the key of the plan that goes on with a tile of so many rows and columns.
+    """Return the key of the plan that continues with a tile of this size.
 
-    Where a budget has no room for it, it is the key of any other.
+    If the budget has no room for such a plan, it is the key of another plan.
     """
     budget = default_budget(p) if memory_budget is None else memory_budget
     for fewer in _with_fewer_threads(p):
@@ -196,33 +196,33 @@ def resumed(
 
 
 def parse(p: Problem, key: str, rates: Rates | None = None) -> Plan:
-    """Return the plan that `Plan.key` stands for: see `schedule_of`."""
+    """Return the plan of `Plan.key`: see `schedule_of`."""
     return _slowed(p, make(schedule_of(p, key), rates))
 
 
 def with_threads(p: Problem, threads: int) -> Problem:
-    """Return the problem with scratch for so many threads."""
+    """Return the problem with scratch memory for this many threads."""
     return replace(p, matmul=replace(p.matmul, threads=threads))
 
 
 def largest(
     limit: int, peak: Callable[[int], int], budget: int, step: int = 1, least: int = 1
 ) -> int:
-    """Return the largest multiple of step, `least` to limit, whose peak is in the budget, or 0.
+    """Return the largest multiple of step, from `least` to limit, that fits the budget, or 0.
 
-    The whole may fit where a part does not: it needs no sums over parts. The peak of a part grows
-    in proportion but for steps, so that a line through two of them tells where to look.
+    The whole may fit if a part does not, because it needs no sums over parts. The peak grows almost
+    in proportion to the size, so a line through two points gives a good guess.
     """
     above = peak(limit)
     if above <= budget:
         return limit
-    low, high = parts(least, step), -(-limit // step)  # the first fits, the last does not
+    low, high = parts(least, step), -(-limit // step)  # the first always fits, the last does not
     if low >= high or (below := peak(low * step)) > budget:
         return 0
     while high - low > 1:
         line = low + (high - low) * (budget - below) // (above - below)
         line = max(low + 1, min(line, high - 1))
-        for guess in (line, line + 1, None):  # None: the middle of what is left then
+        for guess in (line, line + 1, None):  # None: the middle of the remaining range
             guess = (low + high) // 2 if guess is None else guess
             if low < guess < high:
                 peak_bytes = peak(guess * step)
@@ -234,7 +234,7 @@ def largest(
 
 
 def _tallest(p: Problem, name: str, budget: int) -> int:
-    """Return the most tokens whose logits fit whole."""
+    """Return the most tokens for which whole rows of logits fit."""
     vocab = max(p.vocab, 1)
     return largest(max(p.tokens, 1), lambda rows: peak_bytes(p, name, rows, vocab), budget)
 
@@ -242,7 +242,7 @@ def _tallest(p: Problem, name: str, budget: int) -> int:
 def _widest(
     p: Problem, name: str, rows: int, budget: int, borrowed: int, widest: int = 0, least: int = 1
 ) -> int:
-    """Return the most classes that fit with so many tokens."""
+    """Return the most classes that fit with this many tokens."""
 
     def peak(columns: int) -> int:
         return peak_bytes(p, name, rows, columns, widest, borrowed)
@@ -251,7 +251,7 @@ def _widest(
 
 
 def allowed(p: Problem) -> list[str]:
-    """Return the strategies that give the right result for a problem."""
+    """Return the strategies that are right for a problem."""
     result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
@@ -263,7 +263,7 @@ def allowed(p: Problem) -> list[str]:
 def peak_bytes(
     p: Problem, strategy: str, rows: int, columns: int, widest: int = 0, borrowed: int = 0
 ) -> int:
-    """Peak scratch memory with tiles of exactly this size."""
+    """Return the peak scratch memory with tiles of exactly this size."""
     return cost.peak(Schedule(p, strategy, rows, columns, widest or columns, borrowed))
 
 
@@ -274,34 +274,34 @@ def candidates(
     strategy: str | None = None,
     num_chunks: int | None = None,
 ) -> Iterator[Plan]:
-    """Yield every plan worth a look that keeps to the budget, with this strategy and chunk count.
+    """Yield every promising plan within the budget, with this strategy and number of chunks.
 
-    A larger budget loses no plans except for larger tiles of the same kind, so it gives no slower
-    plans. There are two exceptions. One is the fixed cost of a slice: where all logits wait, a
-    wider last one may divide the others into one more. The other is some percent where larger tiles
-    leave a remainder that is slow for its size.
+    A larger budget only adds plans, except that tiles of the same kind become larger. So it gives
+    no slower plans, with two exceptions. If all logits wait, a wider last slice may divide the
+    others into one more slice. Larger tiles may also leave a slow remainder, which costs some
+    percent.
     """
-    if p.keeps:  # the budget may have no room for a wide tile and for that
+    if p.keeps:  # the budget may have no room for both a wide tile and the kept one
         yield from candidates(replace(p, keeps=False), budget, rates, strategy, num_chunks)
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
     in_cache = max(rates.cache_bytes // (max(p.hidden, 1) * p.itemsize), 64)
-    # The widest slices that stay there when they are made equal.
+    # The widest equal slices that stay in the cache.
     cached = largest(vocab, lambda columns: parts(vocab, parts(vocab, columns)), in_cache, 64)
-    # Halves, and below a 32nd quarters, down to one token.
+    # Heights halve, below 1/32 they divide by four, down to one token.
     last = (tokens - 1).bit_length()
     halved = {parts(tokens, 1 << k) for k in range(last + 1) if k < 6 or (last - k) % 2 == 0}
     heights = halved if num_chunks is None else {parts(tokens, num_chunks)}
     tiles: set[Tile] = set()
     names = allowed(p) if strategy is None else [strategy]
     for name in names:
-        most = 0  # tokens whose logits fit whole
+        whole_rows = 0  # tokens whose logits fit whole
         if name != RUNNING_RESCALE:
-            most = _tallest(p, name, budget) if num_chunks is None else 0
-            whole = {n for n in heights | {most} if n and FEWER * n >= most}
+            whole_rows = _tallest(p, name, budget) if num_chunks is None else 0
+            whole = {n for n in heights | {whole_rows} if n and FEWER * n >= whole_rows}
             tiles |= {(name, rows, vocab, 0, 0) for rows in whole}
         for borrowed in {0, borrowed_classes(p, name, tokens)}:
             if name == TOKEN_CHUNKED:
-                tiles |= set(_chunked(p, heights, most, borrowed, budget))
+                tiles |= set(_chunked(p, heights, whole_rows, borrowed, budget))
             else:
                 tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
     schedules = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
@@ -311,18 +311,19 @@ def candidates(
 
 
 def _chunked(
-    p: Problem, heights: set[int], most: int, borrowed: int, budget: int
+    p: Problem, heights: set[int], whole_rows: int, borrowed: int, budget: int
 ) -> Iterator[Tile]:
-    """Chunks of tokens with room for a part of their logits: the others are formed twice, or wait.
+    """Yield chunks of tokens that keep some of their logits, and compute the others twice.
 
-    They are worth it for fewer chunks than those whose logits fit whole, `most` tokens.
+    They pay only if there are fewer chunks than with whole rows of logits, which fit for
+    `whole_rows` tokens.
     """
-    name, whole = TOKEN_CHUNKED, parts(p.tokens, most) if most else 0
+    name, whole = TOKEN_CHUNKED, parts(p.tokens, whole_rows) if whole_rows else 0
     heights = heights | {parts(p.tokens, whole - k) for k in (1, 2) if k < whole}
-    for rows in {n for n in heights if n > most} if any(p.grads) else ():
+    for rows in {n for n in heights if n > whole_rows} if any(p.grads) else ():
         if borrowed and not borrowed_classes(p, name, rows):
             continue
-        # Waiting logits can be worked on in wider slices than kept ones, with more scratch.
+        # Waiting logits can be processed in wider slices than kept ones, with more scratch memory.
         pass_width = p.matmul.one_pass or WIDEST
         for widest in (0, *(unpadded(pass_width >> k) for k in range(4)), p.vocab - borrowed):
             columns = _widest(p, name, rows, budget, borrowed, widest, _least_kept(p, rows))
@@ -335,7 +336,7 @@ def _chunked(
 def _sliced(
     p: Problem, name: str, heights: set[int], borrowed: int, budget: int, cached: int
 ) -> Iterator[Tile]:
-    """Slices of the vocabulary: as wide as fits, and some that stay in the cache."""
+    """Yield slices of the vocabulary: the widest that fit, and some that stay in the cache."""
     for rows in heights:
         columns = _widest(p, name, rows, budget, borrowed)
         for size in (columns, cached, padded(TILE_BYTES // (rows * p.logit_bytes) + 1)):
@@ -344,15 +345,15 @@ def _sliced(
 
 
 def _least_kept(p: Problem, rows: int) -> int:
-    """Return the fewest classes whose logits are worth keeping, of chunks of so many tokens."""
+    """Return the fewest classes whose logits are worth keeping, for chunks of this many tokens."""
     return 1 if parks(p, rows) else parts(p.vocab, KEPT)
 
 
 def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | None = None) -> int:
     """Return the least scratch memory of any plan, with this strategy and number of chunks.
 
-    Threads share a limit that is rounded down to a multiple of their number. Three threads can
-    therefore take a few bytes less than one.
+    Threads share a limit that is rounded down to a multiple of their number. So three threads can
+    take a few bytes less than one.
     """
     return min(
         _smallest_budget(replace(fewer, keeps=False), strategy, num_chunks)
@@ -362,7 +363,7 @@ def smallest_budget(p: Problem, strategy: str | None = None, num_chunks: int | N
 
 def _smallest_budget(p: Problem, strategy: str | None, num_chunks: int | None) -> int:
     tokens, vocab = max(p.tokens, 1), max(p.vocab, 1)
-    # One token, or all of them: a single product needs no sum.
+    # Try one token, and all tokens, because a single product needs no sum.
     heights = {1, tokens} if num_chunks is None else {parts(tokens, num_chunks)}
     return min(
         peak_bytes(p, name, rows, columns, borrowed=borrowed)
@@ -377,7 +378,7 @@ def _smallest_budget(p: Problem, strategy: str | None, num_chunks: int | None) -
 
 
 def _with_fewer_threads(p: Problem) -> list[Problem]:
-    """Return the problem as it is, then with scratch for half of the threads, and so on to one."""
+    """Yield the problem, then with scratch memory for half as many threads, down to one."""
     threads = p.matmul.threads
     if not p.matmul.limits_threads:
         return [p]
@@ -385,23 +386,22 @@ def _with_fewer_threads(p: Problem) -> list[Problem]:
 
 
 def _slowed(p: Problem, plan: Plan) -> Plan:
-    """Return the plan for a problem with fewer threads, with the time that it takes with those."""
+    """Return the plan for fewer threads, with the time of its products on fewer threads."""
     return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
 def bounded(part: int) -> int:
-    """Return the bytes that a default budget has for a part of the logits: 32 MiB to 1 GiB."""
+    """Return the default budget for a part of the logits, clamped to 32 MiB to 1 GiB."""
     return min(max(part, 32 * MIB), GIB)
 
 
 def default_budget(p: Problem) -> int:
     """Return a part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
 
-    The part is a quarter on a CPU. On a GPU, whose products are slow with few rows or columns, it
-    is all of them. The sum serves chunks of tokens, which need a product less than other plans. It
-    is left out if there are no more tokens than the hidden size: then all logits wait in the
-    gradient of the weight. Where classes may be left out of the gradient, the memory to select them
-    is added.
+    The part is a quarter on a CPU, and all logits on a GPU, whose products are slow with few rows
+    or columns. The sum allows chunks of tokens, which need one product less than other plans. It is
+    left out if there are no more tokens than the hidden size, because then all logits wait in the
+    gradient of the weight. With gradient_tolerance, the memory of the selection is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
@@ -422,10 +422,10 @@ def choose(
 ) -> Plan:
     """Return the fastest plan that keeps to the budget, with this strategy and number of chunks.
 
-    It is one for this processor unless rates are given.
+    The plan is for this processor unless `rates` is given.
 
     Raises:
-        ValueError: no plan does; names the smallest budget that one does.
+        ValueError: no plan keeps to the budget. The error has the smallest possible budget.
     """
     rates = rates or named("cpu")
     budget = default_budget(p) if memory_budget is None else memory_budget

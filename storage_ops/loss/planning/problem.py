@@ -1,4 +1,4 @@
-"""The problem that a plan of linear cross-entropy is made for. Needs no torch."""
+"""The problem that the planner of linear cross-entropy solves. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ GRADS: tuple[Grad, ...] = get_args(Grad)
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a plan depends on: sizes, options, and who multiplies.
+    """All that a plan depends on: sizes, options, and the matrix products.
 
     Attributes:
         tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
         matmul: the products, with the size of an element of input and weight.
-        left_out: rows of the input, beyond those tokens, that are ignored.
+        left_out: ignored rows of the input, which `tokens` does not count.
         grads: whether input, weight and bias need gradients.
-        sums_fp32: gradients of 16-bit arguments are summed in fp32.
-        in_forward: the gradients are made in the forward: one upstream number scales them.
-        rescales: a row's gradient is its probabilities times one number, less its target's part.
-        into: the gradient of the weight is added to a given fp32 buffer, not returned.
-        gathers: rows of ignored tokens are left out; `tokens` counts the others.
-        masks: rows of the input are copied, for those of weight 0 to be 0.
-        plain: the row kernel is plain torch, which makes copies of some rows of a tile.
-        wide_logits: tiles of logits are in fp32, of 16-bit arguments.
-        picks: classes of each token whose log-probabilities are asked for.
-        top: so many of them are those of the largest logits.
+        sums_fp32: whether gradients of 16-bit arguments are summed in fp32.
+        in_forward: whether the forward computes the gradients, because one upstream number scales
+            them.
+        rescales: whether a row's gradient is its probabilities times one number, minus the target's
+            part.
+        into: whether the weight's gradient is added to the caller's fp32 buffer, not returned.
+        gathers: whether rows of ignored tokens are left out; `tokens` counts the others.
+        masks: whether rows of the input are copied, to set those of weight 0 to 0.
+        plain: whether the row kernel is plain torch, which copies some rows of a tile.
+        wide_logits: whether tiles of logits are in fp32 for 16-bit arguments.
+        picks: how many log-probabilities are requested for each token.
+        top: how many of them belong to the largest logits.
         cast_bytes: bytes per element of a tile that the target, given as probabilities, is cast to.
-        fixed_bytes: copies of arguments whose strides or dtype no kernel takes.
-        several: other ranks have classes too: the state of rows is merged with theirs.
-        alike: every rank has as many, and so the same steps: the state of a chunk is merged while
-            the next is multiplied, in a second tile.
-        keeps: the last tile of the forward may stay until the backward, which begins with it.
-        multiplied: the share of the classes that gradients are expected to be multiplied with;
-            below 1: the others are left out, for which tiles have scratch memory.
-        selects_late: classes are selected by the gradient, which overwrites the logits of a tile.
+        fixed_bytes: copies of arguments whose strides or dtype kernels do not accept.
+        several: whether other ranks have classes, too. Then the state of rows is merged with
+            theirs.
+        alike: whether every rank has as many classes, and so the same steps. Then the state of a
+            chunk is merged while the next chunk is multiplied, in a second tile.
+        keeps: whether the last tile of the forward may stay until the backward, which begins with
+            it.
+        multiplied: the share of the classes that gradients are expected to be multiplied with.
+            Below 1, tiles have scratch memory to select classes.
+        selects_late: whether classes are selected by the gradient, after it has overwritten the
+            logits of a tile.
     """
 
     tokens: int
@@ -75,9 +80,9 @@ class Problem:
 
     @property
     def gathers_gradient(self) -> bool:
-        """Return True if only the part of a tile's gradient that is multiplied is computed.
+        """Return True if only the multiplied part of a tile's gradient is computed.
 
-        A bias has a gradient of every class.
+        A bias needs the gradient of every class.
         """
         return self.selects and not (self.selects_late or self.grads[2])
 
@@ -110,8 +115,8 @@ def parts(total: int, size: int) -> int:
 def padded(columns: int) -> int:
     """Return the number of elements from one row of a tile to the next.
 
-    Rows start on 64 elements: odd sizes stay on the fast paths of products. Never a multiple of
-    512: rows a power of two apart share their places in a cache.
+    Rows start at multiples of 64 elements, because odd sizes make products slow. The distance is
+    never a multiple of 512, because rows a power of two apart compete for the same cache sets.
     """
     width = -(-columns // 64) * 64
     return width + 64 if width % 512 == 0 else width

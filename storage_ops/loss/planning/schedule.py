@@ -1,14 +1,13 @@
-"""The steps in which linear cross-entropy goes through its logits, made from a plan.
+"""The steps in which linear cross-entropy processes its tiles of logits.
 
-A `Step` covers the work on one tile of logits, rows (tokens) by classes. The tile is multiplied,
-the row kernel works on it, and the gradients of input and weight take in its products.
-`Schedule.steps` yields them in order. `run` carries them out, and `cost` adds up their bytes and
-their time.
+A `Step` covers the work on one tile of logits, rows (tokens) by classes. The tile is computed, the
+row kernel processes it, and its products are added to the gradients of input and weight.
+`Schedule.steps` yields the steps in order. `run` runs them, and `cost` adds up their bytes and
+time.
 
-Where logits lie
-----------------
-A tile is formed in a buffer of its own size, unless its logits have to be kept while others are
-formed. The gradient of the weight, (V, D) and allocated in any case, has room until it is written:
+Where logits are stored ----------------------- A tile is computed in the tile buffer, unless its
+logits must be kept while others are computed. The gradient of the weight, (V, D), is allocated in
+any case. Until it is written, it has room:
 
     classes:  |  borrowed for  | other slices ...          | last slice |
               |  input's sums  |                           |            |
@@ -18,20 +17,21 @@ formed. The gradient of the weight, (V, D) and allocated in any case, has room u
               | gradient       | own logits) | before      | before     |     | last slice  |
               +----------------+-------------+-------------+------------+     +-------------+
 
-* Logits wait: with one chunk of tokens, those of a slice lie in the rows of the slice after it,
-  which are written later. A slice's rows have room for D x classes numbers, so that all logits find
-  a place if there are no more tokens than the hidden size. See `waiting_widths`.
-* Logits are parked: with more tokens, as many rows of a slice as have room lie in its own rows, and
-  go back into the tile buffer for their gradient. The other rows are formed a second time.
+* Logits wait: with one chunk of tokens, the logits of a slice are stored in the rows of the next
+  slice, which are written later. A slice's rows have room for D x classes numbers. So all logits
+  have room if there are no more tokens than the hidden size. See `waiting_widths`.
+* Logits are parked: with more tokens, as many rows of a slice as fit are stored in the slice's own
+  rows. They are copied back into the tile buffer for their gradient. The other rows are computed
+  twice.
 * Classes are borrowed: 16-bit arguments sum the input's gradient in fp32, and the rows of the first
-  classes hold that sum. Their own gradient is written at the end, from logits formed once more for
-  the input and once for the weight.
+  classes hold that sum. The gradient of these classes is written at the end. Their logits are
+  computed twice more: for the input's gradient, and for the weight's.
 
-Where gradients are made in a backward of their own, the forward leaves its last tile to it. Its
-logits are not formed a second time, and they are all of them if there is one tile. The backward
-goes through the tiles from the last to the first.
+If gradients are computed in a separate backward, the forward keeps its last tile for it. The logits
+of this tile are not computed again, and with one tile these are all logits. The backward processes
+the tiles from the last to the first.
 
-Nothing is written to a place before its content was read for the last time.
+No place is overwritten before its content was read for the last time.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Strategy = Literal["token-chunked", "vocab-sliced", "running-rescale"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE = STRATEGIES
 
-# Phases of the row kernel (csrc/rows/row_math.h). MERGE is one among ranks: whole rows begin to be
-# merged, and are when they are read; without rows, all that began are.
+# Phases of the row kernel (csrc/rows/row_math.h). MERGE is a phase among ranks: it begins the merge
+# of whole rows, which ends when they are read. Without rows, it ends all merges.
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE, MERGE = 1, 2, 4, 8, 16
-INPUT, WEIGHT = 1, 2  # what a tile's gradient is added to
+INPUT, WEIGHT = 1, 2  # the gradients that a tile contributes to
 
 ROWS = 16  # chunks of tokens and parked rows are multiples of this
 
@@ -60,8 +60,8 @@ class Place(NamedTuple):
     """A matrix of logits in memory.
 
     Attributes:
-        rows, classes: the logits that are there.
-        borrowed: the classes in whose rows of the weight's gradient it lies; None: the tile buffer.
+        rows, classes: the stored logits.
+        borrowed: the classes whose rows of the weight's gradient store them. None: the tile buffer.
     """
 
     rows: slice
@@ -70,14 +70,15 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A tile of logits and what is done with it, in this order.
+    """A tile of logits and the work on it, in this order.
 
     Attributes:
         rows, classes: the tile.
-        place: where it lies.
-        source: where its logits are copied from; `place` if they are there; None: multiplied.
-        phases: of the row kernel; 0: it is not called.
-        adds: which of INPUT and WEIGHT take in what the tile gives.
+        place: where it is stored.
+        source: where its logits are copied from; `place` if they are already there. None: they are
+            computed.
+        phases: phases of the row kernel; 0: it is not called.
+        adds: the gradients, INPUT and WEIGHT, that the tile contributes to.
         times: how many tiles of this size the step stands for.
     """
 
@@ -90,21 +91,22 @@ class Step(NamedTuple):
     times: int
 
 
-# What the cost of a step depends on: how many rows and classes, where their logits come from,
-# phases of the row kernel, what takes in the gradient.
+# The cost of a step depends on: the numbers of rows and classes, the source of the logits, the
+# phases of the row kernel, and the gradients it adds to.
 Work = tuple[int, int, int, int, int]
 MULTIPLIED, THERE, COPIED = 0, 1, 2
 
-Pieces = list[tuple[slice, int]]  # slices, and how many of this size each stands for
+# slices, and the number of slices of this size that each represents.
+Pieces = list[tuple[slice, int]]
 
 
 def within(part: slice, whole: slice) -> slice:
-    """Return a part of a slice, counted from where that begins."""
+    """Return a part of a slice, relative to the begin of the slice."""
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
 def slices(stop: int, size: int, start: int = 0) -> list[slice]:
-    """Pieces of up to this size."""
+    """Yield pieces of up to this size."""
     return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
@@ -113,16 +115,16 @@ def _each(start: int, stop: int, size: int) -> Pieces:
 
 
 def _by_size(start: int, stop: int, size: int) -> Pieces:
-    """Return the first of the pieces of full size, with their number, and the rest."""
+    """Return the first full-size piece with the number of such pieces, and the remainder."""
     count, left = divmod(stop - start, size)
     pieces = [(slice(start, start + size), count)] if count else []
     return [*pieces, (slice(stop - left, stop), 1)] if left else pieces
 
 
 def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield steps as they are run.
+    """Yield the steps that a simulation runs.
 
-    A step that stands for several is run twice, since they add to the tile that it writes.
+    A step that represents several is run twice, because the second adds to the tile's results.
     """
     for step in steps:
         yield step
@@ -131,7 +133,7 @@ def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
 
 
 def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:
-    """Tiles in reverse, of which the last is there already."""
+    """Return the tiles in reverse order. The last tile is already computed."""
     backwards = list(tiles)[::-1]
     for last in backwards[:1]:
         yield last._replace(source=last.place, times=1)
@@ -142,14 +144,15 @@ def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way to go through the logits of a problem.
+    """An order in which the logits of a problem are processed.
 
     Attributes:
-        problem: what it is made for.
+        problem: the problem of the schedule.
         strategy: TOKEN_CHUNKED, VOCAB_SLICED or RUNNING_RESCALE.
         rows, columns: tokens and classes of the tile buffer.
         widest: classes that are multiplied at a time: `columns`, unless all logits wait.
-        borrowed: how many classes, the first, hold the sums of the input's gradient in their rows.
+        borrowed: for how many first classes the weight's gradient holds sums of the input's
+            gradient.
     """
 
     problem: Problem
@@ -161,17 +164,17 @@ class Schedule:
 
     @property
     def by_slice(self) -> bool:
-        """Return True if all tokens pass a slice of the vocabulary before the next."""
+        """Return True if all tokens are processed for a slice of the vocabulary before the next."""
         return self.strategy != TOKEN_CHUNKED
 
     @property
     def num_chunks(self) -> int:
-        """Tiles along the tokens."""
+        """The number of tiles along the tokens."""
         return parts(self.problem.tokens, self.rows)
 
     @property
     def num_slices(self) -> int:
-        """Tiles along the vocabulary."""
+        """The number of tiles along the vocabulary."""
         p = self.problem
         widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
         others = sum(parts(width, self.widest) for width in widths)
@@ -180,7 +183,7 @@ class Schedule:
 
     @property
     def tiles(self) -> int:
-        """Tile buffers: a second one where a chunk of tokens waits for the state of its rows."""
+        """The number of tile buffers: 2 if a chunk waits for the merged state of its rows."""
         p = self.problem
         whole = self.strategy == TOKEN_CHUNKED and self.columns >= p.vocab and p.in_forward
         waits = p.several and p.alike and any(p.grads) and self.num_chunks > 1
@@ -188,12 +191,12 @@ class Schedule:
 
     @property
     def keeps(self) -> bool:
-        """Return True if the last tile of the statistics stays for the gradients to begin with."""
+        """Return True if the last tile of the statistics stays in memory for the gradients."""
         return self.problem.keeps and not self.borrowed
 
     @property
     def exposed_merges(self) -> int:
-        """Merges among ranks that no product hides: the last, or each that a gradient waits for."""
+        """The number of merges that no product overlaps: the last, or one for each gradient."""
         if not self.problem.several:
             return 0
         ahead = self.tiles > 1 or self.strategy != TOKEN_CHUNKED
@@ -201,21 +204,21 @@ class Schedule:
 
     @property
     def wide_input(self) -> bool:
-        """Return True if the input's gradient is summed in a wider dtype than it is returned in."""
+        """Return True if the input's gradient is summed in a wider dtype than is returned."""
         p = self.problem
         parts_of_rows = self.columns < p.vocab or self.strategy == RUNNING_RESCALE
         return p.grads[0] and p.mixed and parts_of_rows
 
     @property
     def wide_weight(self) -> bool:
-        """Return True if the weight's gradient is summed in a wider dtype than it is returned."""
+        """Return True if the weight's gradient is summed in a wider dtype than is returned."""
         p = self.problem
         return p.grads[1] and p.mixed and (self.rows < p.tokens or p.into)
 
     def steps(self, every: bool = True) -> Iterator[Step]:
-        """Statistics of the rows, and gradients where any are asked for.
+        """Yield the steps for statistics of the rows, and for gradients if requested.
 
-        `every`: each tile; else one for all of a size, for costs.
+        `every`: yield each tile. Otherwise one tile represents all of its size, for costs.
         """
         if not any(self.problem.grads):
             return self.statistics(every)
@@ -223,7 +226,7 @@ class Schedule:
 
     @functools.cached_property
     def work(self) -> dict[Work, int]:
-        """Return how often each kind of work is done."""
+        """Count the steps by kind of work."""
         amounts: dict[Work, int] = {}
         for rows, classes, place, source, phases, adds, times in self.steps(every=False):
             size = rows.stop - rows.start, classes.stop - classes.start
@@ -236,25 +239,25 @@ class Schedule:
         """Yield the steps for the state of every row."""
         for step in self._tiles(0, self.problem.vocab, UPDATE, 0, every):
             yield step
-            if step.classes.stop == self.problem.vocab:  # while the next chunk is multiplied
+            if step.classes.stop == self.problem.vocab:  # merge while the next chunk is multiplied
                 yield self._merge(step.rows)
         yield self._merge(slice(0, 0))
 
     def gradients(self, every: bool = True, kept: bool = False) -> Iterator[Step]:
-        """Gradients from the finished state of the rows: all logits are formed again.
+        """Yield the steps for gradients from the finished state. All logits are computed again.
 
-        `kept`: but for the last tile, which is in the buffer.
+        `kept`: the last tile is in the buffer, and not computed again.
         """
         tiles = self._tiles(self.borrowed, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
         yield from _from_the_last(tiles) if kept else tiles
         yield from self._borrowed_last(every)
 
     def logits(self) -> Iterator[Step]:
-        """Yield every tile as it is multiplied, for callers that need no gradient of this loss."""
+        """Yield every tile of logits, for callers that need no gradient of this loss."""
         return self._tiles(0, self.problem.vocab, 0, 0, True)
 
     def statistics_and_gradients(self, every: bool = True) -> Iterator[Step]:
-        """Yield the steps for both, in as few products as the strategy allows."""
+        """Yield the steps for statistics and gradients, in as few products as possible."""
         p, both = self.problem, INPUT | WEIGHT
         if self.strategy == RUNNING_RESCALE:
             yield from self._tiles(0, p.vocab, UPDATE | EXPONENTIALS, INPUT, every)
@@ -281,7 +284,7 @@ class Schedule:
                 yield Step(rows, classes, tile, None, phases, adds, count * times)
 
     def _merged(self, every: bool) -> Iterator[Step]:
-        """Chunks whose state is merged with that of other ranks, while the next is multiplied."""
+        """Yield chunks whose state is merged with other ranks while the next is multiplied."""
         p, pieces, waiting = self.problem, _each if every else _by_size, list[Step]()
         for rows, times in pieces(0, p.tokens, self.rows):
             tile = Place(rows, slice(0, p.vocab))
@@ -293,10 +296,10 @@ class Schedule:
         yield from waiting
 
     def _borrowed_last(self, every: bool) -> Iterator[Step]:
-        """Gradients of the borrowed classes, when those of all others are there.
+        """Yield the gradients of the borrowed classes, after those of all other classes.
 
-        They complete the sums of the input's gradient, which lie in their own gradient's memory.
-        Then they are formed once more for that.
+        They complete the sums of the input's gradient in borrowed memory. Then the logits are
+        computed again, for the weight's gradient in the same memory.
         """
         for adds in (INPUT, WEIGHT):
             yield from self._tiles(0, self.borrowed, GRADIENT, adds, every)
@@ -307,7 +310,7 @@ class Schedule:
         return Step(rows, nothing, place, place, MERGE, 0, times)
 
     def _waiting(self, widths: list[int], every: bool) -> Iterator[Step]:
-        """Statistics and then gradients of all tokens, whose logits wait meanwhile."""
+        """Yield statistics and then gradients of all tokens. The logits wait in between."""
         p, pieces = self.problem, _each if every else _by_size
         rows, start, places = slice(0, p.tokens), self.borrowed, []
         for width, following in zip(widths, [*widths[1:], 0], strict=True):
@@ -315,14 +318,14 @@ class Schedule:
             borrowed = slice(stop, stop + following) if following else None
             places.append(Place(rows, slice(start, stop), borrowed))
             start = stop
-        # Products take scratch memory for a part at a time; the native row kernel takes none.
+        # Products need scratch memory for one part at a time. The native row kernel needs none.
         at_once = self.widest if p.plain or p.cast_bytes else max(widths)
 
         def each(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
             for classes, times in pieces(place.classes.start, place.classes.stop, size):
                 yield Step(rows, classes, place, source, phases, adds, times)
 
-        # Where both take as much at a time, what is multiplied meets the row kernel in one step.
+        # If both process the same width at a time, one step does both.
         joint = at_once == self.widest
         for place in places:
             yield from each(place, self.widest, None, UPDATE * joint, 0)
@@ -335,36 +338,36 @@ class Schedule:
             yield from each(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
 
     def _keeping(self, every: bool) -> Iterator[Step]:
-        """Statistics and gradients of a chunk after the other, with room for some of the classes.
+        """Yield statistics and gradients chunk by chunk, with room for some of the classes.
 
-        The logits of the last classes are kept until their statistics are known. Those of the
-        others, as few as the plan could make them, are parked or formed a second time.
+        The logits of the last classes are kept until the statistics are known. The other classes,
+        as few as the plan allows, are parked or computed twice.
         """
         p, pieces, both = self.problem, _each if every else _by_size, INPUT | WEIGHT
         last = slice(p.vocab - self.columns, p.vocab)
         others = pieces(self.borrowed, last.start, self.columns)
         for rows, times in pieces(0, p.tokens, self.rows):
-            kept = Place(rows, last)
+            kept_place = Place(rows, last)
             for classes, count in others:
-                parked, rest = self._parking(rows, classes)
-                for place in (parked, rest):
+                parked, unparked = self._parking(rows, classes)
+                for place in (parked, unparked):
                     if place is not None:
                         yield Step(place.rows, classes, place, None, UPDATE, 0, times * count)
-            yield Step(rows, last, kept, None, UPDATE, 0, times)
+            yield Step(rows, last, kept_place, None, UPDATE, 0, times)
             yield self._merge(rows, times)
-            yield Step(rows, last, kept, kept, GRADIENT, both, times)
+            yield Step(rows, last, kept_place, kept_place, GRADIENT, both, times)
             for classes, count in others:
-                parked, rest = self._parking(rows, classes)
+                parked, unparked = self._parking(rows, classes)
                 tile = Place(rows, classes)
                 source = None if parked is None else tile
                 if parked is not None:
                     yield Step(parked.rows, classes, tile, parked, 0, 0, times * count)
-                    if rest is not None:
-                        yield Step(rest.rows, classes, tile, None, 0, 0, times * count)
+                    if unparked is not None:
+                        yield Step(unparked.rows, classes, tile, None, 0, 0, times * count)
                 yield Step(rows, classes, tile, source, GRADIENT, both, times * count)
 
     def _parking(self, rows: slice, classes: slice) -> tuple[Place | None, Place | None]:
-        """Return where the logits of a slice of the vocabulary are parked, and the other rows."""
+        """Return the place of the parked logits of a slice of classes, and the other rows."""
         if not parks(self.problem, self.rows):
             return None, Place(rows, classes)
         count = rows.start + parked_rows(
@@ -376,10 +379,10 @@ class Schedule:
 
 
 def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
-    """Return how many classes lend their part of the weight's gradient to fp32 sums of the input's.
+    """Return how many classes lend their part of the weight's gradient to fp32 sums.
 
-    There are none where they cannot wait for their gradient, there are no such sums, or few classes
-    are left: no tile is wider than those.
+    The sums are those of the input's gradient. The number is 0 if the classes cannot wait for their
+    gradient, if there are no such sums, or if too few other classes would remain for a tile.
     """
     if not (p.mixed and p.grads[0] and p.grads[1] and p.tokens) or p.into or p.selects:
         return 0
@@ -390,10 +393,11 @@ def borrowed_classes(p: Problem, strategy: str, rows: int) -> int:
 
 
 def parks(p: Problem, rows: int) -> bool:
-    """Return True if logits may lie in the weight's gradient, where nothing was written."""
-    if p.wide_logits:  # it has room for half as many, which may not be aligned
+    """Return True if logits may be stored in the unwritten gradient of the weight."""
+    if p.wide_logits:  # there would be room for half as many, and they might not be aligned
         return False
-    if p.selects:  # a tile adds to the classes that it selects, of a gradient that begins as 0
+    # A tile adds to the gradient of the classes that it selects, so the gradient must start as 0.
+    if p.selects:
         return False
     return p.in_forward and p.grads[1] and not p.into and rows >= p.tokens
 
@@ -407,34 +411,34 @@ def parked_rows(rows: int, columns: int, hidden: int) -> int:
 def waiting_widths(
     p: Problem, strategy: str, rows: int, columns: int, borrowed: int = 0
 ) -> list[int]:
-    """Widths of slices of the vocabulary whose logits all wait, in order; empty if they cannot.
+    """Return the widths of slices of the vocabulary whose logits all wait, in order.
 
-    Those of a slice wait in the rows that the gradient of the next slice is written to afterwards.
-    Those of the last, `columns` wide, have memory of their own. With fewer tokens than the hidden
-    size the rows of a slice have room for more logits than its own, so that slices grow from the
-    last on. There are none where they would shrink instead.
+    The logits of a slice wait in the rows of the weight's gradient of the next slice. The last
+    slice, `columns` wide, has memory of its own. With fewer tokens than the hidden size, the rows
+    of a slice have room for more logits than its own, so slices grow from the last to the first.
+    Empty if logits cannot wait, or if slices would shrink instead.
     """
-    left = p.vocab - borrowed - columns
-    if strategy != TOKEN_CHUNKED or not parks(p, rows) or left <= 0:
+    remaining = p.vocab - borrowed - columns
+    if strategy != TOKEN_CHUNKED or not parks(p, rows) or remaining <= 0:
         return []
     sizes = [columns]
-    while left > 0:
-        width = width_before(sizes[-1], left, p.tokens, p.hidden)
+    while remaining > 0:
+        width = width_before(sizes[-1], remaining, p.tokens, p.hidden)
         if not width:
             return []
         sizes.append(width)
-        left -= width
+        remaining -= width
     return sizes[::-1]
 
 
-def width_before(columns: int, left: int, rows: int, hidden: int) -> int:
-    """Return the width of the slice before one, of so many classes left; 0 if it were narrower.
+def width_before(columns: int, remaining: int, rows: int, hidden: int) -> int:
+    """Return the width of the slice before the last one, or 0 if it would be narrower.
 
-    If the last slice has one before it, then that has one too, and so on.
+    If the last slice has a slice before it, the same is true for that slice, and so on.
     """
     room = hidden * columns // max(rows, 1)
-    width = min(unpadded(room), left) if room >= 64 else 0
-    return width if width >= min(columns, left) else 0
+    width = min(unpadded(room), remaining) if room >= 64 else 0
+    return width if width >= min(columns, remaining) else 0
 
 
 def unpadded(columns: int) -> int:

@@ -1,12 +1,12 @@
 """Temporary memory that large CPU kernels allocate while they run.
 
-With Arm's Compute Library oneDNN multiplies a copy of a float32 weight. This was observed with
-torch 2.13 by allocation events on an emulated aarch64. Copies for 16-bit products on Arm do not
-count.
+On Arm, oneDNN multiplies a copy of a float32 weight by Arm's Compute Library. This was observed
+with torch 2.13 by allocation events on an emulated aarch64. Copies for 16-bit products on Arm do
+not count.
 
 oneDNN runs each layer and direction of an LSTM in float32. Training keeps a workspace for the
-backward. The workspace also has room for the gradients of all states. Observed on AVX2. oneDNN of
-torch 2.10 takes up to twice the temporary memory that is counted here.
+backward, with room for the gradients of all states. This was observed on AVX2. oneDNN of torch 2.10
+takes up to twice the temporary memory that is counted here.
 """
 
 from __future__ import annotations
@@ -44,55 +44,55 @@ def _is_packed(left: Tensor, right: Tensor) -> bool:
 def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     """Allocate the gradient of the input twice if all operands have one memory format."""
     of_x = out[0]
-    again = []
+    copies = []
     if of_x is not None:
         input_format = memory_format_of(args[1])
         if all(t.is_contiguous(memory_format=input_format) for t in args[:2]):
-            again = scratch.take(of_x)
+            copies = scratch.take(of_x)
     for t in out:
         if t is not None:
             see(t)
-    scratch.give_back(again)
+    scratch.give_back(copies)
 
 
 def _ctc_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Allocate backward variables of CTC, which are as large as the forward ones."""
+    """Allocate the backward variables of CTC, which are as large as the forward variables."""
     see(out)
     log_alpha: Tensor = args[6]
     scratch.use(log_alpha, log_alpha.nbytes)
 
 
 def _padded(size: int) -> int:
-    """Return the length of an LSTM's matrix rows: whole 64 bytes, no multiple of 256 numbers."""
+    """Return the row length of an LSTM's matrices: whole 64 bytes, no multiple of 256 numbers."""
     length = -(-size // 16) * 16
     return length + 16 if length % 256 == 0 else length
 
 
 def _pages(*numbers: int) -> int:
-    """Return the bytes of matrices of float32, each in whole pages."""
+    """Return the bytes of float32 matrices, each in whole pages."""
     return sum(-(-4 * n // _PAGE) * _PAGE for n in numbers)
 
 
 def _lstm_states(x: Tensor, hidden: int) -> tuple[int, int]:
-    """Return how many numbers the hidden states and the cell states of all time steps have."""
+    """Return the number of elements of the hidden and cell states of all time steps."""
     tokens, batch, features = x.shape
     rows = 2 * (tokens + 1) * batch
     return rows * _padded(max(features, hidden)), rows * hidden
 
 
 def _lstm_step(rows: int, batch: int, hidden: int) -> tuple[int, int]:
-    """Return how many numbers the gates of `rows` rows and the hidden state of a step have."""
+    """Return the number of elements of the gates of `rows` rows and the hidden state of a step."""
     return rows * _padded(4 * hidden), batch * _padded(hidden)
 
 
 def _lstm_result(*args: Any) -> tuple[Tensor, ...]:
-    """Return the results of a layer with its workspace, which torch's fake leaves empty."""
+    """Return the results of a layer with its workspace, which is empty in torch's fake."""
     output, hy, cy, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*args)
     if torch.is_grad_enabled():
         (tokens, batch, _), hidden = args[0].shape, args[10]
         gates, state = _lstm_step(tokens * batch, tokens * batch, hidden)
         states, cells = _lstm_states(args[0], hidden)
-        # The states with their gradients: those of the layer, of the hidden and of the cell state.
+        # States and their gradients: the output, the hidden state and the cell state.
         nbytes = _pages(gates, state, *_STATES * [states], cells, cells)
         workspace = args[0].new_empty(nbytes, dtype=torch.uint8)
     return output, hy, cy, workspace
@@ -126,7 +126,7 @@ def _lstm_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: S
     nbytes = 0
     for weight in weights:
         rows, columns = weight.shape
-        nbytes += 4 * columns * _padded(rows)  # of the gradient
+        nbytes += 4 * columns * _padded(rows)  # the gradient
         nbytes += 0 if columns == _padded(columns) else 4 * rows * _padded(columns)
     gates, state = _lstm_step(tokens * batch, batch, hidden)
     scratch.use(x, nbytes + _pages(gates, state, state) + _PAGE + 16 * hidden)

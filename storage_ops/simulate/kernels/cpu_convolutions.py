@@ -1,23 +1,23 @@
-"""Copies of images and weights that oneDNN convolves on a CPU.
+"""Copies of images and weights in oneDNN's convolutions on a CPU.
 
-oneDNN stores the channels of an image in blocks and fills up the last block. It computes a
-transposed convolution as the gradient of an untransposed one, so `_Call` describes both. Observed
-with torch 2.13 by allocation events and `ONEDNN_VERBOSE=1`, on AVX2 and AVX-512:
+oneDNN stores the channels of an image in blocks and pads the last block. It computes a transposed
+convolution as the gradient of an untransposed one. So `_Call` describes both, with the *inner*
+image as the input of the untransposed one. Observed with torch 2.13 by allocation events and
+`ONEDNN_VERBOSE=1`, on AVX2 and AVX-512:
 
 | computed | images |
 |---|---|
-| result | in blocks; an inner image with less channels than a block is read as it is |
-| gradient of the inner image | in blocks; with strides, channels are last |
-| gradient of the weight | in blocks; those of an inner image with few channels are smaller |
+| result | in blocks; an inner image with fewer channels than a block is not copied |
+| gradient of the inner image | in blocks; in channels_last with strides |
+| gradient of the weight | in blocks; in smaller ones for an inner image with few channels |
 
-Images of 32 bits whose memory format is channels_last are read and written as they are, if the
-convolution is not transposed. Their weights are copied to that format and from it into blocks.
-torch copies a gradient whose format is not that of the image. Some gradients of weights are
-computed in another way: those of groups, and of kernels of more than three elements for each
-channel. They are columns and a matrix product for contiguous images, and wide blocks for
-channels_last (AVX-512 only).
+Float32 images in channels_last format are read and written without a copy, if the convolution is
+not transposed. Their weights are copied to that format, and from it into blocks. torch copies a
+gradient whose format is not that of the image. Some gradients of weights are computed differently:
+those of groups, and of kernels of more than three elements for each channel. They use a matrix
+product of columns for contiguous images, and wide blocks for channels_last (AVX-512 only).
 
-The buffers of a single thread, and convolutions of 16 bits on AVX2, do not count.
+The buffers of a single thread, and 16-bit convolutions on AVX2, do not count.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
 from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
 
-# Channels of a block. With AVX2 a vector has eight numbers of 32 bits.
+# Channels of a block. An AVX2 vector has eight float32 numbers.
 _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
-_SMALL = 8  # channels of a block that is not a whole vector of AVX-512
-_SMALLEST = 8 if _CHANNELS == 8 else 4  # of a group of channels
-_COLORS = 3  # up to so many channels, the gradient of a weight reads an image as it is
-_AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images that are not copied, and not filled up
-_WIDEST_OF_CHANNEL = 3  # kernels of one channel for which oneDNN has code of its own
-_WIDEST = 14  # kernels that are wider are matrix products, with copies for each thread
+_SMALL = 8  # channels of a block that is smaller than an AVX-512 vector
+_SMALLEST = 8 if _CHANNELS == 8 else 4  # smallest block for a group of channels
+# With up to this many channels, the gradient of a weight reads the image without a copy.
+_COLORS = 3
+_AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images without a copy and without padding
+_WIDEST_OF_CHANNEL = 3  # widest kernels of one channel for which oneDNN has special code
+_WIDEST = 14  # wider kernels become matrix products, with copies for each thread
 
 
 class _Blocks(NamedTuple):
-    """The channels of a block in the copies of the operands of a convolution.
+    """The block sizes in the copies of a convolution's operands, in channels.
 
     Attributes:
-        inner: channels of the image that an untransposed convolution reads.
-        outer: channels of the image that it writes.
-        weight: channels of the weight, along those of the outer and of the inner image.
+        inner: for the image that an untransposed convolution reads.
+        outer: for the image that an untransposed convolution writes.
+        weight: for the weight, along the outer and the inner channels.
     """
 
     inner: int
@@ -58,7 +59,7 @@ class _Blocks(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A convolution. The weight of a transposed one has its inner channels second, too."""
+    """A convolution. The weight's second dimension has the inner channels, even if transposed."""
 
     weight: Tensor
     strides: Sequence[int]
@@ -66,7 +67,7 @@ class _Call(NamedTuple):
 
     @property
     def is_of_channels(self) -> bool:
-        """Return True if each channel is convolved by itself."""
+        """Return True if each channel is convolved separately."""
         outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
         return self.groups > 1 and outer == inner == 1
 
@@ -76,7 +77,7 @@ class _Call(NamedTuple):
         return self.groups == 1 and max(self.strides) > 1
 
     def of_result(self) -> _Blocks:
-        """Return the blocks of the convolution itself."""
+        """Return the blocks for the convolution itself."""
         if self.groups > 1:
             return self._of_groups(_SMALLEST)
         if self._is_pointwise() or self.weight.shape[1] >= _CHANNELS:
@@ -84,7 +85,7 @@ class _Call(NamedTuple):
         return _Blocks(_AS_IT_IS, _CHANNELS, (_CHANNELS, 1))
 
     def of_gradient(self) -> _Blocks:
-        """Return the blocks of the gradient of the inner image."""
+        """Return the blocks for the gradient of the inner image."""
         if self.groups > 1:
             return self._of_groups(_SMALLEST)
         if self.is_channels_last:
@@ -92,7 +93,7 @@ class _Call(NamedTuple):
         return _all(_CHANNELS)
 
     def of_weight(self, transposed: bool) -> _Blocks:
-        """Return the blocks of the gradient of the weight."""
+        """Return the blocks for the gradient of the weight."""
         if self.groups > 1:
             return self._of_groups(_SMALL, transposed)
         channels = self.weight.shape[1]
@@ -104,7 +105,7 @@ class _Call(NamedTuple):
         return self.weight[0, 0].numel() == 1
 
     def _of_groups(self, smallest: int, is_product: bool = False) -> _Blocks:
-        """Return the blocks of groups, which are as large as the channels of a group allow."""
+        """Return the blocks for groups, which are as large as the channels of a group allow."""
         outer, inner = self.weight.shape[0] // self.groups, self.weight.shape[1]
         if self.is_of_channels and not is_product:
             return _Blocks(_CHANNELS, _CHANNELS, (_CHANNELS, 1))
@@ -136,9 +137,9 @@ def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> l
 
 
 def _is_on_onednn(weight: Tensor, strides: Sequence[int]) -> bool:
-    """Return True if oneDNN convolves.
+    """Return True if oneDNN computes the convolution.
 
-    With one thread, a kernel of one element is a product of matrices instead.
+    With one thread, a kernel of one element is a matrix product instead.
     """
     several = torch.get_num_threads() > 1 or max(strides) > 1
     return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
@@ -159,13 +160,13 @@ def _is_product(args: Args) -> bool:
 
 
 def _is_channels_last(image: Tensor, weight: Tensor) -> bool:
-    """Return True if torch gives oneDNN an image with channels last."""
+    """Return True if torch passes an image to oneDNN in channels_last format."""
     formats = (memory_format_of(image), memory_format_of(weight))
     return weight.dtype == torch.float32 and torch.channels_last in formats
 
 
 def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -> list[Block]:
-    """Record a weight copied to channels last, unless it has that format, and copied to blocks."""
+    """Record copies of the weight in blocks and, unless it has this format, in channels_last."""
     weight, blocks = call.weight, (1, 1) if call.groups > 1 else blocks
     is_last = weight.is_contiguous(memory_format=torch.channels_last)
     blocks = (_CHANNELS, 1) if call.is_of_channels else blocks
@@ -173,7 +174,7 @@ def _take_weight_twice(scratch: Scratch, call: _Call, blocks: tuple[int, int]) -
 
 
 def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
-    """Record the gradient of a weight of channels-last images, in blocks and out of them."""
+    """Record the gradient of a weight of channels_last images, in blocks and in plain format."""
     weight = call.weight
     if call.groups == 1:
         blocks = call.of_weight(False).weight
@@ -190,9 +191,9 @@ def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight, strides, transposed, groups = args[0], args[1], args[3], args[6], args[8]
     if not _is_on_onednn(weight, strides):
-        again = scratch.take(out) if transposed else []
+        copies = scratch.take(out) if transposed else []
         see(out)
-        scratch.give_back(again)
+        scratch.give_back(copies)
         return
     call = _Call(weight, strides, groups)
     if not transposed and _is_channels_last(x, weight):
@@ -205,11 +206,11 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     operands = _take_image(scratch, x, read) + _take_weight(scratch, weight, blocks.weight)
     result = _take_image(scratch, out, written)
     if transposed and args[2] is not None and not call.is_channels_last:
-        operands += _take_image(scratch, out, written)  # before the bias is added
+        operands += _take_image(scratch, out, written)  # the bias is added later
     scratch.give_back(operands)
-    again = scratch.take(out) if transposed and call.is_channels_last else []
+    copies = scratch.take(out) if transposed and call.is_channels_last else []
     see(out)
-    scratch.give_back(again + result)
+    scratch.give_back(copies + result)
 
 
 def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
@@ -217,7 +218,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
     of_x, of_weight, of_bias = out
     is_last = _is_channels_last(x, weight) and not transposed
     kept = torch.channels_last if is_last else torch.contiguous_format
-    # Such as that of a mean over an image, which is one number for all of it.
+    # For example the gradient of a mean over an image, which is one expanded number.
     dense = [] if grad.is_contiguous(memory_format=kept) else scratch.take(grad)
     if not _is_on_onednn(weight, strides):
         for t in [t for t in out if t is not None]:
@@ -255,7 +256,8 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         operands = _take_image(scratch, outer, blocks.outer)
         operands += _take_image(scratch, inner, blocks.inner)
         result = _take_weight(scratch, weight, blocks.weight)
-        if weight.itemsize == 2:  # sums are in float32, and each thread turns an image of both
+        # Sums are in float32, and each thread transposes one image of both operands.
+        if weight.itemsize == 2:
             turned = (x[:1], grad[:1]) if weight[0, 0].numel() > 1 else ()
             sums = scratch.take(weight, times=2)
             for image in turned * torch.get_num_threads():

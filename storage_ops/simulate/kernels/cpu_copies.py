@@ -1,17 +1,17 @@
-"""Copies that CPU kernels make of their operands, as large as the operands.
+"""Copies that CPU kernels make of their operands.
 
 Observed by allocation events with torch 2.13.
 
-* An op of single elements computes in one dtype. Operands of another dtype are copied first, and
-  the result of an in-place op is written back from a copy.
-* A sum in another dtype than that of its operand adds up a copy of the operand. So does a mean of
+* An elementwise op computes in one dtype. Operands of another dtype are copied first. The result of
+  an in-place op is copied back.
+* A sum whose dtype differs from the operand's adds up a copy of the operand. So does a mean of
   16-bit numbers, in float32.
 * A softmax reads contiguous copies of its operands, and so does a reduced `nll_loss`.
-* Gathering and scattering 16-bit numbers work on float32.
-* `all` and `any` read booleans, and `sort` numbers the elements of a row.
-* MKL transforms rows one after the other, and copies an input whose rows are not.
-* LAPACK factors a matrix into QR in place of one of the results, and makes Q in blocks of columns,
-  where several threads need a copy of a block.
+* Gathering and scattering of 16-bit numbers use float32 copies.
+* `all` and `any` read booleans. `sort` creates the indices of a row's elements.
+* MKL transforms rows that are adjacent in memory. Other inputs are copied.
+* LAPACK computes a QR factorization in place of one of the results, and Q in blocks of columns.
+  Several threads need a copy of a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def _promoted(first: int) -> Kernel:
-    """Return the kernel of an op of single elements whose operands begin at argument `first`."""
+    """Return the kernel of an elementwise op whose operands begin at argument `first`."""
 
     def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
         tensors = [t for t in args[first:] if isinstance(t, Tensor) and t.dim()]
@@ -55,7 +55,7 @@ def _promoted(first: int) -> Kernel:
 
 
 def _masked(scratch: Scratch, args: Args, out: Any, see: See) -> None:
-    """Read the mask as it is, not in the dtype of the result."""
+    """Do not convert the mask to the dtype of the result."""
     see(out)
 
 
@@ -67,24 +67,25 @@ def _summed(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _mean(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Add up a copy in float32 of 16-bit numbers."""
+    """Add up a float32 copy of 16-bit numbers."""
     _summed(scratch, args, out, see)
     if args[0].dtype == out.dtype and out.dtype in _LOW:
         scratch.use(args[0], 4 * args[0].numel())
 
 
-def _mean_of_losses(at: int, made: int) -> Kernel:
-    """Return the kernel of the mean of 16-bit losses, which are copied in float32.
+def _mean_of_losses(at: int, count: int) -> Kernel:
+    """Return the kernel of the mean of 16-bit losses, which makes a float32 copy.
 
     Args:
         at: the position of the reduction among the arguments.
-        made: how many tensors as large as all losses exist then, besides what other rows count.
+        count: how many tensors of the size of all losses exist then, besides those of other rows of
+            the table.
     """
 
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
         see(out)
         if out.dtype in _LOW and (len(args) <= at or args[at] == 1):
-            scratch.use(out, count_losses(args) * (made * out.itemsize + 4))
+            scratch.use(out, count_losses(args) * (count * out.itemsize + 4))
 
     return kernel
 
@@ -99,14 +100,14 @@ def _scatter_reduce(scratch: Scratch, args: Args, out: Tensor, see: See) -> None
     source, reduction = args[3], args[4]
     see(out)
     wide = 4 * out.numel() if out.dtype in _LOW else 0
-    if reduction == "mean":  # a one for each element, how many there are, and where there is none
+    if reduction == "mean":  # a one for each element, their counts, and a mask of empty places
         scratch.use(out, source.nbytes + out.nbytes + max(wide, out.numel()))
     elif wide:
         scratch.use(out, wide)
 
 
 def _kthvalue(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
-    """Select in a copy of all numbers and of their indices."""
+    """Select in a copy of all numbers and their indices."""
     for result in out:
         see(result)
     scratch.use(args[0], args[0].numel() * (args[0].itemsize + out[1].itemsize))
@@ -116,7 +117,7 @@ def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) ->
     """Copy the indices of a row to all rows."""
     for result in out:
         see(result)
-    x, dim = args[0], args[1] if len(args) > 1 else -1  # `stable` has its own by name
+    x, dim = args[0], args[1] if len(args) > 1 else -1  # `stable` has its own, by keyword
     if x.dim():
         scratch.use(x, x.shape[dim] * out[1].itemsize)
 
@@ -124,15 +125,15 @@ def _sort(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) ->
 def _unique(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
     """Sort a copy with its indices. Counts are differences of positions."""
     x, counts = args[0], out[2]
-    taken = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
+    blocks = scratch.take(x) + scratch.take_bytes(x, x.numel() * counts.itemsize)
     scratch.use(x, x.numel() * counts.itemsize)
     for result in out:
         see(result)
-    scratch.give_back(taken + scratch.take(counts))
+    scratch.give_back(blocks + scratch.take(counts))
 
 
 def _unique_consecutive(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
-    """Return the first elements of a tensor that is as large as the input."""
+    """Return the first elements of a buffer that is as large as the input."""
     x, values = args[0], out[0]
     if values.dim() == 1:
         whole = scratch.ledger.block(values, x.nbytes, scratch.name)
@@ -148,7 +149,7 @@ def _as_booleans(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _count_nonzero(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Add up booleans along dimensions, which `sum` copies."""
+    """Add up booleans along dimensions. `sum` makes a copy for that."""
     x = args[0]
     if len(args) == 1 or args[1] is None:
         return see(out)
@@ -165,7 +166,7 @@ def _median(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 class _Rows:
-    """The dimensions of a tensor outside of those that a Fourier transform takes."""
+    """The dimensions of a tensor that a Fourier transform does not transform."""
 
     def __init__(self, sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> None:
         self.sizes, self.strides = sizes, strides
@@ -174,12 +175,12 @@ class _Rows:
         self.others.sort(key=lambda dim: strides[dim], reverse=True)
 
     def are_copied(self) -> bool:
-        """Return True if rows do not lie in memory one after the other."""
+        """Return True if rows are not adjacent in memory, so that they are copied."""
         pairs = itertools.pairwise([dim for dim in self.others if self.sizes[dim] > 1])
         return any(self.strides[a] != self.strides[b] * self.sizes[b] for a, b in pairs)
 
     def transformed(self, dim: int) -> _Rows:
-        """Return the rows of `dim` in the result of a transform, where rows follow one another.
+        """Return the rows for a transform of `dim` in a result whose rows are adjacent.
 
         The result has the sizes of the input.
         """
@@ -197,7 +198,7 @@ def _fft(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _fft_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Transform all dimensions but the last into a complex tensor first."""
+    """Transform all dimensions except the last into a complex tensor first."""
     x, (*first, last) = args[:2]
     has_mkl, between = torch.backends.mkl.is_available(), list[Block]()
     rows = _Rows(x.shape, x.stride(), first or [last])
@@ -222,13 +223,13 @@ def _group_norm_backward(scratch: Scratch, args: Args, out: Any, see: See) -> No
 
 
 def _matrix_exp(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Take powers and sums of a Taylor polynomial of the degree that usual matrices need."""
+    """Allocate powers and sums of a Taylor polynomial, of the degree for typical matrices."""
     see(out)
     scratch.use(out, 10 * out.nbytes)
 
 
 def _columns_at_once(rows: int, columns: int, is_complex: bool) -> int:
-    """Return how many columns of Q MKL makes at once, as observed."""
+    """Return how many columns of Q MKL computes at a time, as observed."""
     if is_complex:
         return 32
     if rows > 1 << 13:
@@ -239,7 +240,7 @@ def _columns_at_once(rows: int, columns: int, is_complex: bool) -> int:
 
 
 def _q(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Make Q from the vectors that a QR factorization leaves."""
+    """Compute Q from the vectors of a QR factorization."""
     see(out)
     rows, columns = out.shape[-2:]
     work = columns if torch.get_num_threads() == 1 else rows + 2 * columns
@@ -248,11 +249,11 @@ def _q(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _qr(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See) -> None:
-    """Factor the matrix in place of Q, or of R, or in a copy if there is neither."""
+    """Factor the matrix in place of Q or R, or in a copy if neither is a result."""
     x, (q, r) = args[0], out
     see(r)
     copies = scratch.take(x) if not q.numel() and x.shape != r.shape else []
-    scratch.use(x, 17 * x.shape[-1] * x.itemsize)  # for blocks of 16 rows
+    scratch.use(x, 17 * x.shape[-1] * x.itemsize)  # blocks of 16 rows
     if q.numel():
         _q(scratch, args, q, see)
     else:
@@ -267,16 +268,16 @@ def _renorm(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _euclidean_distance(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Multiply both sides with their norms and ones as two more columns."""
+    """Extend both operands by two columns, their norms and ones, and multiply them."""
     left, right = args[:2]
     rows = [math.prod(t.shape[:-1]) * t.itemsize for t in (left, right)]
-    taken = scratch.take_bytes(left, 2 * sum(rows))
+    blocks = scratch.take_bytes(left, 2 * sum(rows))
     doubled = scratch.take(left)
-    taken += scratch.take_bytes(left, left.nbytes + 2 * rows[0])
+    blocks += scratch.take_bytes(left, left.nbytes + 2 * rows[0])
     scratch.give_back(doubled)
-    taken += scratch.take_bytes(right, right.nbytes + 2 * rows[1])
+    blocks += scratch.take_bytes(right, right.nbytes + 2 * rows[1])
     see(out)
-    scratch.give_back(taken)
+    scratch.give_back(blocks)
 
 
 def _complex_to_real(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -292,7 +293,7 @@ def _nll_loss(scratch: Scratch, args: Args, out: tuple[Tensor, Tensor], see: See
 
 
 def _roll(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Roll one dimension after the other, each into a new tensor."""
+    """Roll one dimension at a time, each into a new tensor."""
     dims = args[2] if len(args) > 2 else []
     taken = scratch.take(*[out] * (len(dims) - 1)) if dims else scratch.contiguous(args[0])
     see(out)

@@ -25,9 +25,9 @@ from storage_ops.foundation.ops import Args, describe
 from storage_ops.loss.planning.devices import GPUS, threads_of
 from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
-_PARTIAL = 8 << 20  # bytes of partial sums of the gradient of a weight
-_PARTS = 13  # number of partial sums
-_FEW_ROWS = 3072  # indices of an embedding whose gradient is summed without sorting them
+_PARTIAL = 8 << 20  # bytes of the partial sums of a weight's gradient
+_PARTS = 13  # the number of partial sums
+_FEW_ROWS = 3072  # up to this many indices, an embedding's gradient is summed without sorting
 _BLOCK, _WARP = 512, 32  # threads
 _HOPPER = 32 << 20
 _OTHER = 2 * (4 << 20) + 8 * (16 << 10)
@@ -44,7 +44,7 @@ def _attention(rows: int, rows_of_wide: int, width: int) -> Kernel:
     """Return the kernel of an attention backward that pads queries to `rows` and heads to `width`.
 
     Blocks of keys add to a float32 gradient of the queries, which has one more number per query.
-    Heads that share keys have separate gradients at first.
+    Heads with shared keys have separate gradients of the keys at first.
     """
 
     def kernel(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
@@ -77,7 +77,7 @@ def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> 
 
 
 def _reduction(numbers: int) -> Kernel:
-    """Return the kernel of an op that has this many 32-bit numbers for each result."""
+    """Return the kernel of an op with `numbers` 32-bit numbers for each result."""
 
     def kernel(scratch: Scratch, args: Args, out: Tensor | tuple[Tensor, ...], see: See) -> None:
         results = out if isinstance(out, tuple) else (out,)
@@ -90,7 +90,7 @@ def _reduction(numbers: int) -> Kernel:
 
 
 def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
-    """Return the bytes of a sum over rows, such as a bias's gradient: partial sums of blocks.
+    """Return the temporary bytes of a sum over rows, such as a bias's gradient: partial sums.
 
     Work is divided as in torch's aten/src/ATen/native/cuda/Reduce.cuh.
     """
@@ -98,26 +98,26 @@ def _bytes_of_sum(t: Tensor, dims: list[int]) -> int:
     reduced = {d % t.dim() for d in dims} if order else set()
     if not t.numel() or not order or order[0] in reduced or t.itemsize > 4:
         return 0
-    width = 1  # contiguous elements that are not reduced
+    width = 1  # the number of contiguous elements that are not reduced
     for d in order:
         if d in reduced or t.stride(d) != width:
             break
         width *= t.shape[d]
     rows = math.prod(t.shape[d] for d in reduced)
     outputs = t.numel() // rows
-    of_thread = next(n for n in (4, 2, 1) if width % n == 0)  # outputs
+    of_thread = next(n for n in (4, 2, 1) if width % n == 0)  # outputs per thread
     across, most = _power_of_two(width // of_thread), _BLOCK // of_thread
     down = min(_power_of_two(rows), most // min(across, _WARP))
     across = min(across, most // down)
-    each = -(-rows // down)  # rows of a thread
-    if each < 256:
+    rows_per_thread = -(-rows // down)
+    if rows_per_thread < 256:
         return 0
     columns = across * of_thread
-    blocks = threads_of(t.device) // (across * down)  # at a time
+    blocks = threads_of(t.device) // (across * down)  # blocks that run at a time
     beside = -(-outputs // columns)
     if beside > blocks:
         return 0
-    parts = max(min(-(-blocks // beside), -(-each // 16)), -(-each // 256))
+    parts = max(min(-(-blocks // beside), -(-rows_per_thread // 16)), -(-rows_per_thread // 256))
     return 4 * outputs * parts * columns if parts > 1 else 0
 
 
@@ -146,14 +146,14 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
 
 
 def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
-    """Return the bytes of copies for cuDNN's fast kernels: channels last, in groups of 16 bytes."""
+    """Return the bytes of copies for cuDNN's fast kernels: channels_last, padded to 16 bytes."""
     if not _is_for_cudnn(x, weight, groups):
         return 0
     last = _has_channels_last(x) or _has_channels_last(weight)
     if x.dtype == torch.float32 and not _has_tf32():
         return x.nbytes + weight.nbytes + y.nbytes if last else 0
     if not last and weight[0, 0].numel() == 1 and x.shape[2:] == y.shape[2:]:
-        return 0  # a product
+        return 0  # a matrix product
     copies = x.nbytes if last and not _has_channels_last(x) else 0
     for t, dims in ((x, [1]), (weight, [0, 1]), (y, [1])):
         filled = t.nbytes
@@ -165,7 +165,7 @@ def _bytes_of_convolution(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> 
 
 
 def _has_tf32() -> bool:
-    """Return True if float32 convolutions may use TF32, by the new settings of torch.
+    """Return True if float32 convolutions may use TF32, by torch's new settings.
 
     Reading the older `allow_tf32` raises an error if a new setting is in use.
     """
@@ -176,7 +176,7 @@ def _has_tf32() -> bool:
 
 
 def _is_for_cudnn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return True if cuDNN's fast kernels convolve. Depthwise kernels take any layout."""
+    """Return True if a convolution uses cuDNN's fast kernels. Depthwise ones take any layout."""
     is_depthwise = groups > 1 and weight.shape[1] == 1
     by_cudnn = torch.backends.cudnn.enabled and x.dtype != torch.float64
     return by_cudnn and not is_depthwise and x.numel() > 0 and weight.numel() > 0
@@ -196,7 +196,7 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
     """Return the workspace bytes of one thread on a simulated device, or 0 if the GPU is unknown.
 
     Args:
-        device: "cpu" or a GPU. None: where the parameters of the model are.
+        device: "cpu" or a GPU. None: the device of the model's parameters.
         model: the model.
     """
     name = str(device).lower()
@@ -211,7 +211,7 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
 
 
 def keep_workspaces(ledger: Ledger, nbytes: int, threads: int = THREADS) -> list[Block]:
-    """Record the workspaces of threads that multiply, from the beginning."""
+    """Record the workspaces of `threads` threads that multiply matrices, from the start."""
     blocks = [
         Block(nbytes, (nbytes,), torch.uint8, "cuBLAS", asked=nbytes)
         for _ in range(threads)

@@ -1,18 +1,18 @@
-"""Behaviour of torch for real tensors that differs for fake ones, on every device.
+"""Differences between real and fake tensors in memory behaviour, on every device.
 
-* The gradient of a choice (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in place.
-  For a subclass of Tensor, such as a fake one, it is a copy of the zeros. It is also a copy for
-  real ones under torch.func and inside DTensors, where this module changes nothing.
-* Autograd adds a gradient to the one that arrived before it in place, if nothing else holds that.
-  Under a dispatch mode it makes a new tensor.
-* Some formulas of gradients write into a tensor that they have made, and for fake tensors do not.
-* The mean or sum of `mse_loss` and its kin is a number in memory as large as all losses, for as
-  long as the number lives.
-* `logsumexp` has the exponentials in memory, and `isinf` the absolute numbers.
-* `im2col` and `col2im` resize a tensor as large as their input, which does not become smaller.
+* The gradient of an indexing op (`gather`, `x[i]`, `max`, `topk`, ...) is written into zeros in
+  place. For a subclass of Tensor, such as a fake one, it is a copy of the zeros. It is also a copy
+  for real tensors under torch.func and inside DTensors. There this module changes nothing.
+* Autograd adds a gradient to an earlier one in place, if it has the only reference to the earlier
+  one. Under a dispatch mode it allocates a new tensor.
+* Some gradient formulas write into a tensor that they have allocated, but not for fake tensors.
+* The mean or sum of `mse_loss` and similar losses is a number whose storage is as large as all
+  losses, as long as the number exists.
+* `logsumexp` allocates the exponentials, and `isinf` the absolute values.
+* `im2col` and `col2im` resize a tensor as large as their input, which does not shrink.
 * Batch norm, `roll` and `channel_shuffle` on a CPU return the memory format of their input. Fakes
-  have other strides, so that later calls of `contiguous` and `reshape` would copy or not.
-* Some fakes refuse what kernels compute.
+  have other strides, which would change whether `contiguous` and `reshape` copy.
+* Some fakes raise errors for arguments that kernels accept.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from storage_ops.simulate.kernels.scratch import Kernel, Scratch, See
 
 _aten = torch.ops.aten
 _ZEROS = set(map(str, (_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default)))
-# The names of nodes of torch's own end in a number, those of Functions in Python do not.
+# Names of torch's own autograd nodes end in a number, those of Python Functions do not.
 _CHOICES = re.compile(
     "(Gather|Index|IndexSelect|Take|Max|Min|Cummax|Cummin|Kthvalue|Median|Nanmedian|Mode|Sort|Topk"
     r"|Trace)Backward\d+"
 )
-# Formulas that write into their own tensors, by the op that is another for fake ones.
+# Formulas that write into their own tensors. The keys are the ops that fake tensors run instead.
 _FORMULAS = {
     _aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
     _aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
     _aten.logical_and.default: "ClampBackward0",
 }
-# Whose frames are between an op and who calls it in a simulation.
+# Frames of these files lie between an op and its caller in a simulation.
 _SIMULATES = ("mode", "kernels", "values", "patches", "ranks")
 _OURS = (
     *(f"storage_ops.simulate.{part}" for part in _SIMULATES),
     "storage_ops.fitting.step",
     "torch._ops",
-    # torch wraps a dispatch mode so that it is not compiled.
+    # torch wraps a dispatch mode so that the mode is not compiled.
     "torch._dynamo.eval_frame",
     "torch._compile",
 )
 
 
 def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
-    """Return the op that real tensors run: `func`, or the op of its row that works in place.
+    """Return the op that real tensors run: `func`, or the in-place op of its table row.
 
     Args:
-        func: an op that has such a row.
-        in_place: the op of the row.
+        func: an op with such a row.
+        in_place: the in-place op of the row.
         block: the memory of the first argument.
         args: the arguments.
     """
@@ -86,17 +86,18 @@ def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
 def _adds_up(node: Any, block: Block) -> bool:
     """Return True if a node has run, and autograd adds its result to an earlier gradient.
 
-    The formula of a node may add, too, but to a tensor that it has allocated itself.
+    The formula of a node may add too, but to a tensor that it has allocated.
     """
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
 
 
 def _is_lent_to_nobody(old: object, new: object) -> bool:
-    """Return True if autograd alone holds an earlier gradient, and may write to it."""
+    """Return True if only autograd references an earlier gradient, so it may write to it."""
     if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False
-    # Python refers to a storage that it looks at. Autograd holds the new gradient once.
+    # Reading a storage adds a reference from Python. Autograd has one reference to the new
+    # gradient.
     storages = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
     alone = storages == 2 and old._use_count() <= new._use_count()  # type: ignore[attr-defined]
     alone = alone and sys.getrefcount(old) <= sys.getrefcount(new)
@@ -104,7 +105,7 @@ def _is_lent_to_nobody(old: object, new: object) -> bool:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return True if a tensor of this layout fills its memory, each element once."""
+    """Return True if a tensor of this layout covers its memory, each element once."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1 and step != expected:
@@ -114,13 +115,13 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _is_called_by_autograd() -> bool:
-    """Return True if no Python is in between: no hook, recompute or Function."""
+    """Return True if autograd calls the op directly, not a hook, recompute or Function."""
     caller = next((f for f in _frames() if not _module_of(f).startswith(_OURS)), None)
     return caller is None or caller.f_code is _engine_run_backward.__code__  # None: its own thread
 
 
 def _is_transformed() -> bool:
-    """Return True if torch.func is the caller. Its own flag is off while it runs an op."""
+    """Return True if torch.func is the caller. Its own flag is off while an op runs."""
     return any(_module_of(frame).startswith("torch._functorch") for frame in _frames())
 
 
@@ -147,12 +148,12 @@ def count_losses(args: Args) -> int:
 
 
 def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
-    """Return the scratch of a loss.
+    """Return the scratch function of a loss.
 
     Args:
         at: the position of the reduction among the arguments.
-        is_kept: whether the reduced loss lies in memory as large as all losses.
-        is_made: whether another tensor has all losses in the forward.
+        is_kept: whether the storage of the reduced loss is as large as all losses.
+        is_made: whether the forward allocates another tensor for all losses.
     """
 
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -170,19 +171,19 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
 def _logit_losses(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Compute log sigmoids, and losses from them."""
     losses = count_losses(args) * out.itemsize
-    taken = scratch.take_bytes(out, losses)
+    blocks = scratch.take_bytes(out, losses)
     if len(args) <= 4 or args[4] != 0:  # reduced
         scratch.use(out, losses)
     see(out)
-    scratch.give_back(taken)
+    scratch.give_back(blocks)
 
 
 def _soft_margin_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Compute the gradient of a soft margin out of three tensors, and multiply the last."""
-    taken = scratch.take(out, out, out)
-    scratch.give_back(taken[1:])
+    """Compute the gradient of a soft margin from three tensors, and multiply the last one."""
+    blocks = scratch.take(out, out, out)
+    scratch.give_back(blocks[1:])
     see(out)
-    scratch.give_back(taken[:1])
+    scratch.give_back(blocks[:1])
 
 
 def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -193,7 +194,7 @@ def _isinf(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 def _safe_softmax(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
-    """Compare every score with -inf, for rows that are masked as a whole."""
+    """Compare every score with -inf, to find rows that are masked entirely."""
     see(out)
     scratch.use(out, out.numel())
 
@@ -214,18 +215,18 @@ def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
 
 
 def _given(*_: object, out: Tensor, **__: object) -> Tensor:
-    """Return `out`: before torch 2.13 the fake of the op raises."""
+    """Return `out`, because before torch 2.13 the fake of the op raises an error."""
     return out
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Return nothing: the op writes to its arguments, and tiles of a loss call it often."""
+    """Return nothing. The op writes to its arguments, and tiles of a loss call it often."""
 
 
 def _grouped_product(
     left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: object, **__: object
 ) -> Tensor:
-    """Return products of groups in rows, columns or matrices. torch's fake needs bfloat16."""
+    """Return grouped products in rows, columns or matrices. torch's fake needs bfloat16."""
     if left.dtype == torch.bfloat16:
         return NotImplemented  # type: ignore[no-any-return]
     shape = (left.shape[-2], right.shape[-1])
@@ -235,14 +236,14 @@ def _grouped_product(
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return the memory format of a tensor. A tensor that has several is contiguous."""
+    """Return the memory format of a tensor, contiguous if it has several."""
     return torch.contiguous_format if x.is_contiguous() else suggest_memory_format(x)
 
 
 def _in_format_of(op: Op, place: int) -> Callable[..., object]:
     """Return the fake of `op` whose first result has the memory format of the argument `place`.
 
-    The real kernel knows contiguous tensors and channels last, and no other order of dimensions.
+    The real kernel only has contiguous and channels_last results.
     """
 
     def result(*args: Any, **kwargs: Any) -> object:

@@ -18,10 +18,10 @@ class Scratch:
     """Records the temporary memory of one call of an op.
 
     A kernel is a function `kernel(scratch, args, out, see)` in the table of facts. It calls `see`
-    for each result when the op allocates the result, and gives back all that it takes.
+    for each result when the op allocates the result. It frees everything that it allocates.
 
     Attributes:
-        ledger: where the memory is recorded.
+        ledger: the ledger that records the memory.
         name: the op.
     """
 
@@ -29,29 +29,29 @@ class Scratch:
         self.ledger, self.name = ledger, str(op)
 
     def take(self, *tensors: Tensor, times: int = 1) -> list[Block]:
-        """Take a block for each tensor, `times` as large."""
+        """Allocate a block for each tensor, `times` as large."""
         return [b for t in tensors for b in self.take_bytes(t, t.nbytes * times)]
 
     def take_bytes(self, like: Tensor, nbytes: int) -> list[Block]:
-        """Take a block of `nbytes` bytes for work on the tensor `like`."""
+        """Allocate a block of `nbytes` bytes for work on the tensor `like`."""
         return [self.ledger.take(self.ledger.block(like, nbytes, self.name))]
 
     def give_back(self, blocks: list[Block]) -> None:
-        """End blocks that `take` and `take_bytes` returned."""
+        """Free blocks of `take` and `take_bytes`."""
         for block in blocks:
             self.ledger.give_back(block)
 
     def use(self, like: Tensor, nbytes: int) -> None:
-        """Take `nbytes` bytes and give them back."""
+        """Allocate `nbytes` bytes and free them."""
         self.ledger.temporary(like, self.name, nbytes)
 
     def contiguous(self, *tensors: Tensor) -> list[Block]:
-        """Take a contiguous copy of each tensor that is not contiguous."""
+        """Allocate a contiguous copy of each tensor that is not contiguous."""
         strided = [t for t in tensors if not t.is_contiguous()]
         return [b for t in strided for b in self.take_bytes(t, t.numel() * t.itemsize)]
 
 
-# Of the input, the weight and the bias.
+# For the input, the weight and the bias.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Kernel = Callable[[Scratch, Args, Any, See], None]
 
@@ -73,8 +73,8 @@ def book(ledger: Ledger, op: Op, args: Args, out: object, on_gpu: bool, is_wrapp
     Args:
         ledger: the ledger to record them in.
         op, args, out: the call and its result.
-        on_gpu: whether the kernel of a GPU runs.
-        is_wrapped: whether a tensor subclass called the op for the tensors inside of it.
+        on_gpu: whether the op's GPU kernel runs.
+        is_wrapped: whether a tensor subclass called the op for its inner tensors.
     """
     facts = facts_of(op)
     for kernel in (

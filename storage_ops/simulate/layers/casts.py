@@ -1,8 +1,8 @@
 """Autocast in recordings of layers.
 
 Autocast casts a parameter once, and keeps the cast until its outermost block ends. A recording must
-not change that cache, since modules outside of the layer use it too. So a layer is recorded without
-the cache, and only if that makes no difference. Each parameter must be cast at most once, and
+not change that cache, because modules outside of the layer use it, too. So a layer is recorded
+without the cache, but only if the result is the same. Each parameter must be cast at most once, and
 autograd must keep the cast for the backward anyway.
 """
 
@@ -22,7 +22,7 @@ _KINDS = "cpu", "cuda"
 
 
 def dtypes_of_autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the kinds of devices for which autocast is on, with its dtypes."""
+    """Return the kinds of devices for which autocast is on, with the dtypes."""
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)
     )
@@ -41,7 +41,7 @@ def casts_uncached() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
-    """Turn autocast off in a with block, as in a backward, and leave its cache alone."""
+    """Turn autocast off in a with block, as in a backward, without clearing its cache."""
     on = [kind for kind, _ in dtypes_of_autocast()]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
@@ -55,22 +55,22 @@ def autocast_off() -> Iterator[None]:
 def check_casts(
     events: Iterable[tuple[object, Block, bool]], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Check that the casts of parameters in a forward are those that a cache would make.
+    """Check that the casts of parameters in a forward equal those with a cache.
 
     Args:
         events: the allocations and releases of the forward.
-        parameters: those of the layer.
+        parameters: the parameters of the layer.
 
     Raises:
         NotComparable: a cast was freed in the forward, or a parameter may have been cast twice.
     """
     if not dtypes_of_autocast():
         return
-    left = Counter(tuple(p.shape) for p in parameters)
-    shapes = set(left)
-    for _, block, taken in events:
+    uncast = Counter(tuple(p.shape) for p in parameters)
+    shapes = set(uncast)
+    for _, block, is_allocation in events:
         if block.made_by != "aten._to_copy.default" or block.shape not in shapes:
             continue
-        left[block.shape] -= 1
-        if not taken or left[block.shape] < 0:
+        uncast[block.shape] -= 1
+        if not is_allocation or uncast[block.shape] < 0:
             raise NotComparable

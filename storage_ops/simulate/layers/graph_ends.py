@@ -1,7 +1,7 @@
-"""Separates the autograd graph of one call, so that the call can run by itself.
+"""Separates the autograd graph of one call, so that the call can run alone.
 
-`enter` makes the inputs of the call and takes their gradients. `leave` makes the gradients of its
-outputs. Between them lie the nodes of the call and, as `reads_history` checks, no others.
+`enter` creates the inputs of the call and receives their gradients. `leave` creates the gradients
+of its outputs. The nodes of the call are in between, and no others. `reads_history` checks this.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Gradients = Sequence[Tensor | None]
 
 
 class _Enter(torch.autograd.Function):
-    """Makes given tensors the inputs of a call.
+    """Makes tensors the inputs of a call.
 
-    They are not leaves, whose gradients autograd would hold to the end.
+    They are not leaves, because autograd would keep the gradients of leaves to the end.
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Takes the outputs of a call, and makes their gradients."""
+    """Takes the outputs of a call, and creates their gradients."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Gradients], *outputs: Tensor) -> Tensor:
@@ -52,11 +52,11 @@ class _Leave(torch.autograd.Function):
 def enter(
     inputs: list[Tensor], anchor: Tensor, arrive: Callable[[Gradients], None]
 ) -> list[Tensor]:
-    """Return tensors without a history as inputs that need gradients.
+    """Return tensors without a history as inputs that require gradients.
 
     Args:
         inputs: the tensors.
-        anchor: a tensor of no elements without a history.
+        anchor: an empty tensor without a history.
         arrive: called with the gradients of the inputs in the backward of the call.
     """
     with torch.enable_grad():
@@ -65,11 +65,11 @@ def enter(
 
 
 def leave(outputs: Sequence[Tensor], make: Callable[[], Gradients]) -> Tensor:
-    """Return a tensor of no elements from which `run_backward` runs the backward of a call.
+    """Return an empty tensor from which `run_backward` runs the backward of a call.
 
     Args:
-        outputs: those that need gradients, one at least.
-        make: makes the gradient of each when the backward begins.
+        outputs: the outputs that require gradients, at least one.
+        make: creates their gradients when the backward begins.
     """
     with torch.enable_grad():
         last: Tensor = _Leave.apply(make, *outputs)  # type: ignore[no-untyped-call]
@@ -77,12 +77,12 @@ def leave(outputs: Sequence[Tensor], make: Callable[[], Gradients]) -> Tensor:
 
 
 def run_backward(last: Tensor) -> None:
-    """Run the backward of the call whose outputs `leave` took."""
+    """Run the backward of the call from the result of `leave`."""
     last.backward(torch.empty_like(last))
 
 
 def next_node() -> int:
-    """Return the number of the next node of autograd that this thread makes."""
+    """Return the number of the next autograd node that this thread creates."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -90,19 +90,19 @@ def next_node() -> int:
 def reads_history(
     outputs: list[Tensor], entries: set[Any], leaves: Iterable[Tensor], since: int
 ) -> bool:
-    """Return True if the backward of a call goes through more than its arguments.
+    """Return True if the backward of a call goes beyond its arguments.
 
     Args:
         outputs: the outputs of the call.
-        entries: the nodes of autograd that made the arguments.
-        leaves: the parameters and arguments whose gradients it may make.
-        since: the number of the first node that the call could make.
+        entries: the autograd nodes of the arguments.
+        leaves: the parameters and arguments whose gradients the backward may compute.
+        since: the number of the first node that the call could create.
     """
     own = {id(t) for t in leaves}
-    left = [t.grad_fn for t in outputs]
+    queue = [t.grad_fn for t in outputs]
     seen = set(entries)
-    while left:
-        node: Any = left.pop()
+    while queue:
+        node: Any = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -111,20 +111,20 @@ def reads_history(
             return True
         if variable is None and node._sequence_nr() < since:
             return True
-        left += [following for following, _ in node.next_functions]
+        queue += [following for following, _ in node.next_functions]
     return False
 
 
 def edges_behind(last: Tensor) -> tuple[Counter[Any], set[Any]]:
-    """Return how many edges lead to each input of the nodes behind a tensor, and the nodes."""
+    """Return the number of edges to each input of the nodes behind a tensor, and the nodes."""
     counts: Counter[Any] = Counter()
     nodes: set[Any] = set()
-    left = [last.grad_fn]
-    while left:
-        node = left.pop()
+    queue = [last.grad_fn]
+    while queue:
+        node = queue.pop()
         if node is None or node in nodes:
             continue
         nodes.add(node)
         counts.update(edge for edge in node.next_functions if edge[0] is not None)
-        left += [following for following, _ in node.next_functions]
+        queue += [following for following, _ in node.next_functions]
     return counts, nodes

@@ -1,8 +1,8 @@
-"""Records the effect of a module's call on the ledger, from one run of the call by itself.
+"""Records the effect of a module's call on the ledger, from a separate run of the call.
 
 Forward and backward run with their own ledger. A *recording* is a list of allocations and releases,
-by *slot*. A slot is a block that is allocated inside, or one that the call shares with its
-surroundings: inputs, outputs, their gradients and those of parameters.
+by *slot*. A slot is a block of the call. It is allocated inside, or shared with other code: inputs,
+outputs, their gradients and those of parameters.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class BlockSlot:
     """A block of a recording.
 
     Attributes:
-        role: its owner.
+        role: the owner of the block.
         number: the number of the input, output or parameter.
         block: the block in the first call.
-        call: the name, below the module's, of the call that allocated it and that it outlived, or
-            None.
+        call: the name, below the module's name, of the innermost call that allocated the block and
+            returned before it was freed, or None.
     """
 
     role: str
@@ -58,7 +58,7 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that leaves the call: its place in the storage of a slot."""
+    """A tensor that leaves the call, as a view of the storage of a slot."""
 
     slot: int
     shape: tuple[int, ...]
@@ -69,13 +69,13 @@ class View:
 
     @staticmethod
     def of(t: Tensor, slot: int) -> View:
-        """Return the view that a tensor is."""
+        """Return the view for a tensor."""
         shape, offset = tuple(t.shape), int(t.storage_offset())
         return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad)
 
     def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
-        """Return a tensor with a new storage for this view: the view itself, if it fills it."""
-        # A view that a node of autograd made could not be written to in place.
+        """Return a tensor with a new storage for this view, or the whole tensor if it fills it."""
+        # A view that an autograd node returned could not be written to in place.
         fills = is_dense(self.shape, self.stride)
         if fills and self.offset == 0 and math.prod(self.shape) * self.dtype.itemsize == nbytes:
             make, like = torch.empty_strided, {"dtype": self.dtype, "device": device}
@@ -92,14 +92,14 @@ class View:
         return self.anew(simulation, t)
 
     def anew(self, simulation: Simulation, t: Tensor) -> Tensor:
-        """Return this view of the storage of a tensor, as a new tensor."""
+        """Return this view of the storage of a tensor, as a tensor with a new history."""
         return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
 
 
 def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) -> list[Tensor]:
     """Return views of storages, by slot.
 
-    No two are one tensor, because each has its own history.
+    All are different tensors, because each has its own history.
     """
     tensors: list[Tensor] = []
     for view in views:
@@ -114,17 +114,18 @@ class Recording:
     """The effect of a call on the ledger.
 
     Attributes:
-        slots: its blocks.
-        forward, backward: the numbers of slots, and whether each is taken or given back.
-        outputs: for each leaf of the result a View, the number of the input tensor that it is, or
+        slots: the blocks of the call.
+        forward, backward: numbers of slots, each with True if it is allocated, or False if it is
+            freed.
+        outputs: for each leaf of the result: a View, the number of the input tensor that it is, or
             ("value", leaf).
         form: the tree structure of the result.
-        held: slots of inputs and outputs that its nodes hold until backward.
-        edges: how often a gradient arrives at the input.
-        gradients: the View of the gradient of each input that needs one, by number, or None.
+        held: slots of inputs and outputs that its autograd nodes keep until backward.
+        edges: how many gradients arrive at each input.
+        gradients: the View of the gradient of each input that needs one, by number; or None.
         parameters: views of the parameters' gradients, or None.
-        sent: bytes to other ranks in forward and in backward, by collective.
-        written: the numbers of outputs to whose gradients autograd adds other gradients in place.
+        sent: bytes sent to other ranks in forward and in backward, by collective.
+        written: the numbers of outputs whose gradients autograd adds to in place.
     """
 
     slots: list[BlockSlot]
@@ -145,7 +146,7 @@ class Recording:
         return any(isinstance(o, View) and o.needs_grad for o in self.outputs)
 
     def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
-        """Return a tensor with a new storage like that of a slot, from the first view in it."""
+        """Return a tensor with a new storage like that of a slot, by the first view of the slot."""
         views = (*self.outputs, *self.gradients.values(), *self.parameters)
         first = next(v for v in views if isinstance(v, View) and v.slot == number)
         return first.storage(simulation, self.slots[number].block.asked, device)
@@ -155,14 +156,14 @@ def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
     kwargs: Kwargs, accumulate: bool,
 ) -> Recording:  # fmt: skip
-    """Run a call by itself and record its effect on the ledger.
+    """Run a call separately and record its effect on the ledger.
 
     Args:
-        accumulate: keep the existing gradients of its parameters, and let it add to them. Otherwise
-            it creates all of them.
+        accumulate: whether gradients of its parameters exist, and it adds to them. Otherwise it
+            creates all of them.
 
     Raises:
-        NotComparable: the call has another effect, such as keeping a tensor.
+        NotComparable: the call has other effects, such as keeping a tensor.
     """
     before = [(p, p.grad) for p in module.parameters()]
     if not accumulate:
@@ -181,14 +182,14 @@ def record(
 
 
 class _Recorder:
-    """One call that runs by itself, with its own ledger."""
+    """Runs one call separately, with its own ledger."""
 
     def __init__(self, simulation: Simulation, side: Ledger, module: nn.Module, name: str) -> None:
         self._simulation, self._side = simulation, side
         self._module, self._name = module, name
         self._roles: dict[Block, tuple[str, int]] = {}
-        self._numbers: dict[Block, int] = {}  # of slots
-        self._grads_there = 0  # the moment when the gradients of the outputs were there
+        self._numbers: dict[Block, int] = {}  # the numbers of slots
+        self._grads_there = 0  # the number of events when the gradients of the outputs existed
 
     def run(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Recording:
         """Run the call and record its effect."""
@@ -214,9 +215,9 @@ class _Recorder:
         last = leave(leaving, self._gradients_of(leaving)) if leaving else None
         if last is not None and needing:
             edges = edges_behind(last)[0][inputs[needing[0]].grad_fn, 0]
-        # From here on only the nodes of autograd hold inputs and outputs.
+        # From here on only autograd nodes keep inputs and outputs.
         del inputs, args, kwargs, result, leaves, pairs, leaving, entries
-        dropped = {block for _, block, taken in events[stop:] if not taken}
+        dropped = {block for _, block, is_allocation in events[stop:] if not is_allocation}
         gradients: dict[int, View | None] = {}
         parameters: list[View | None] = []
         begin = end = len(events)
@@ -236,10 +237,12 @@ class _Recorder:
         arrived.clear()
         last = None
         self._check_nothing_is_kept(dropped)
-        theirs = {block for _, block, taken in events[stop:begin] if taken} - self._roles.keys()
+        theirs = {
+            block for _, block, is_allocation in events[stop:begin] if is_allocation
+        } - self._roles.keys()
         forward = self._numbered(events[start:stop], theirs)
         backward = self._numbered(events[begin:end], theirs)
-        held = {
+        kept_slots = {
             self._number(block)
             for block, (role, _) in self._roles.items()
             if role in (INPUT, OUTPUT) and block not in dropped
@@ -247,20 +250,21 @@ class _Recorder:
         slots = [self._slot(block) for block in self._numbers]
         roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
         return Recording(
-            slots, forward, outputs, form, held, edges, backward, gradients, parameters,
+            slots, forward, outputs, form, kept_slots, edges, backward, gradients, parameters,
             (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
         )  # fmt: skip
 
     def _inputs(
         self, args: Args, kwargs: Kwargs, arrived: list[Any]
     ) -> tuple[list[Tensor], list[int], Any, Any]:
-        """Return copies for the call, the numbers of those that need gradients, and arguments."""
+        """Return copies of inputs, numbers of those that need gradients, and the arguments."""
         leaves, form = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         copies = self._copies([leaves[i] for i in places])
         needing = [k for k, i in enumerate(places) if leaves[i].requires_grad]
         if len(needing) > 1:
-            raise NotComparable  # their gradients leave at different moments, and a node has one
+            # Their gradients leave at different moments, but a replay has one node.
+            raise NotComparable
         if needing:
             anchor = self._simulation.unseen(torch.empty, 0, device=copies[0].device)
             entered = enter([copies[k] for k in needing], anchor, arrived.extend)
@@ -271,9 +275,9 @@ class _Recorder:
         return copies, needing, *tree_unflatten(leaves, form)
 
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors like these, with the same values and new storages."""
+        """Return copies of tensors with the same values and new storages."""
         bases: dict[int, Tensor] = {}
-        views: dict[int, View] = {}  # by tensor: one that is given twice is one in the call too
+        views: dict[int, View] = {}  # by tensor, because one that is passed twice must stay one
         for number, t in enumerate(tensors):
             storage = t.untyped_storage()
             view = views.setdefault(id(t), View.of(t, storage._cdata))
@@ -289,13 +293,13 @@ class _Recorder:
             self._simulation.imitate(copies[id(t)], t)
         return [copies[id(t)] for t in tensors]
 
-    def _output(self, leaf: object, given: list[Tensor]) -> Any:
+    def _output(self, leaf: object, inputs: list[Tensor]) -> Any:
         """Return the entry of a result's leaf for `Recording.outputs`."""
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, SIMPLE):
                 raise NotComparable
             return ("value", leaf)
-        for number, t in enumerate(given):
+        for number, t in enumerate(inputs):
             if leaf is t:
                 return number
         block = self._side.block_of(leaf) if leaf.layout == torch.strided else None
@@ -305,7 +309,7 @@ class _Recorder:
         return View.of(leaf, self._number(block))
 
     def _gradients_of(self, leaving: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Return a function that creates the gradients of outputs and notes when they exist."""
+        """Return a function that creates the gradients of outputs and records when they exist."""
         specs = [TensorSpec.of(t) for t in leaving]
 
         def make() -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Replays the effect of a recorded call on the ledger, without running its ops.
 
-Each replay is one node of autograd. It records the inner blocks, creates the tensors that leave the
-call, and holds inputs and outputs for as long as the call's own nodes would.
+Each replay is one autograd node. It records the inner blocks, creates the tensors that leave the
+call, and keeps inputs and outputs alive as long as the call's own nodes would.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from storage_ops.simulate.module_kinds import NotComparable
 
 
 class Replay:
-    """One call of a kind that is recorded."""
+    """One replayed call of a recorded kind."""
 
     def __init__(
         self, simulation: Simulation, recording: Recording, module: nn.Module, name: str,
@@ -41,19 +41,20 @@ class Replay:
         self._simulation, self.recording = simulation, recording
         self._parameters, self._name = list(module.parameters()), name
         self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
-        self._live: dict[int, Block] = {}  # by slot, the inner blocks
+        self._live: dict[int, Block] = {}  # the inner blocks, by slot
         self._held: dict[int, torch.UntypedStorage] = {}
         for number, slot in enumerate(recording.slots):
             if slot.role == INPUT and number in recording.held:
                 self._held[number] = inputs[slot.number].untyped_storage()
 
     def __del__(self) -> None:
-        # Its node is gone, and all that its own nodes would have held goes with them.
+        # The replay's node is gone, and so are the blocks that the call's own nodes would have
+        # kept.
         for block in self._live.values():
             self._simulation.ledger.give_back(block)
 
     def forward(self) -> dict[int, Tensor]:
-        """Replay the forward. Return the tensors that have storages of slots."""
+        """Replay the forward. Return the tensors with storages of slots."""
         self._simulation.sent += self.recording.sent[0]
         results = self._carry_out(self.recording.forward, ())
         held = self.recording.held
@@ -61,14 +62,14 @@ class Replay:
         return results
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Replay the backward. Return the gradients of inputs, and assign those of parameters."""
+        """Replay the backward. Return the gradients of inputs, and set those of parameters."""
         recording = self.recording
         for number in recording.written:
             gradient = gradients[number]
             if gradient is None or _uses(gradient) > _uses_of_the_last():
                 raise NotComparable
             if not is_dense(gradient.shape, gradient.stride()):
-                raise NotComparable  # autograd adds to it out of place
+                raise NotComparable  # autograd would add to it out of place
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
@@ -85,14 +86,14 @@ class Replay:
     ) -> dict[int, Tensor]:
         ledger, recording = self._simulation.ledger, self.recording
         tensors: dict[int, Tensor] = {}
-        for number, taken in events:
+        for number, is_allocation in events:
             slot = recording.slots[number]
             if slot.role == INSIDE:
-                if taken:
+                if is_allocation:
                     self._live[number] = ledger.take(self._block(slot))
                 else:
                     ledger.give_back(self._live.pop(number))
-            elif taken:
+            elif is_allocation:
                 tensors[number] = t = recording.storage_of(number, self._simulation, self._device)
                 ledger.see_as(t, self._block(slot))
                 del t
@@ -109,21 +110,21 @@ class Replay:
         return replace(slot.block, call=call, _storages=0)
 
     def _view(
-        self, view: View, made: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
+        self, view: View, tensors: dict[int, Tensor], gradients: tuple[Tensor | None, ...]
     ) -> Tensor | None:
         slot = self.recording.slots[view.slot]
         if slot.role == GRAD_OUT:
             return gradients[slot.number]
-        return view.on(self._simulation, made[view.slot])
+        return view.on(self._simulation, tensors[view.slot])
 
-    def outputs(self, made: dict[int, Tensor]) -> list[Tensor]:
-        """Return the tensors among the results that the call created."""
+    def outputs(self, tensors: dict[int, Tensor]) -> list[Tensor]:
+        """Return the created tensors among the results."""
         views = [view for view in self.recording.outputs if isinstance(view, View)]
-        return laid(self._simulation, views, made)
+        return laid(self._simulation, views, tensors)
 
 
 class _Replayed(torch.autograd.Function):
-    """The autograd node of a call that is replayed."""
+    """The autograd node of a replayed call."""
 
     @staticmethod
     def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Any:
@@ -149,7 +150,7 @@ def check_edges(last: Tensor) -> None:
     """Check that gradients are added up in the order of the recordings.
 
     Raises:
-        NotComparable: an input gets several gradients from within a call and others from outside.
+        NotComparable: an input gets several gradients from inside a call and others from outside.
     """
     counts, nodes = edges_behind(last)
     for node in nodes:
@@ -160,13 +161,13 @@ def check_edges(last: Tensor) -> None:
 
 
 def _uses(t: Any) -> int:
-    """Return the number of references to a node's gradient and to its storage."""
+    """Return the numbers of references to a node's gradient and to its storage."""
     storage: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
     return int(t._use_count()) + storage
 
 
 class _Counting(torch.autograd.Function):
-    """A node that notes how many references there are if no other code has the gradient."""
+    """A node that counts the references to a gradient that no other code keeps."""
 
     @staticmethod
     def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def replayed(
     """Replay a call from its recording, and return its result."""
     replay = Replay(simulation, recording, module, name, inputs)
     if recording.needs_grad:
-        # Where no input needs a gradient, a parameter makes the node part of the graph.
+        # If no input needs a gradient, a parameter makes the node part of the graph.
         entering = [inputs[i] for i in recording.gradients] or [
             next(p for p in module.parameters() if p.requires_grad)
         ]
@@ -204,9 +205,9 @@ def replayed(
     else:
         results = iter(replay.outputs(replay.forward()))
     leaves = []
-    for what in recording.outputs:
-        if isinstance(what, View):
+    for output in recording.outputs:
+        if isinstance(output, View):
             leaves.append(next(results))
         else:
-            leaves.append(inputs[what] if isinstance(what, int) else what[1])
+            leaves.append(inputs[output] if isinstance(output, int) else output[1])
     return tree_unflatten(leaves, recording.form)

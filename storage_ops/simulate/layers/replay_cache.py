@@ -1,4 +1,4 @@
-"""Simulates the first call of each kind of modules, and replays the others from recordings."""
+"""Simulates the first call of each kind of module, and replays the other calls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from storage_ops.simulate.module_kinds import Kinds, ModuleKind, NotComparable, 
 
 
 class Quick:
-    """Surrounds the calls of a model's modules in a simulation.
+    """Wraps the calls of a model's modules in a simulation.
 
     Attributes:
         count: how many calls were replayed.
-        is_spoiled: whether a failed recording left tensors behind, so that this run is useless.
+        is_spoiled: whether a failed recording left tensors behind, which makes this run useless.
     """
 
     def __init__(self, model: nn.Module, accumulate: bool) -> None:
         """Start without recordings.
 
-        `accumulate`: parameters have gradients, to which backwards add.
+        `accumulate`: whether parameters have gradients, to which backwards add.
         """
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
         self._kinds = Kinds(model)
@@ -42,7 +42,7 @@ class Quick:
         self, simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any],
         args: Args, kwargs: Kwargs,
     ) -> tuple[bool, Any]:  # fmt: skip
-        """Replay a call if it has a recording. Return whether it has one, and the result."""
+        """Replay a call if it has a recording. Return whether it does, and the result."""
         kind = self._kinds.of.get(id(module))
         if self._records or kind is None or not kind.can_be_replayed:
             return False, None
@@ -55,7 +55,7 @@ class Quick:
         plain = module.forward
 
         def forward(*args: object, **kwargs: object) -> Any:
-            """Run the forward below the hooks of FSDP, which gathers parameters."""
+            """Run the forward inside the hooks of FSDP, which gathers parameters."""
             how = (simulation, module, kind, name, plain, args, kwargs)
             done, result = self._carry_out(*how)
             return result if done else plain(*args, **kwargs)
@@ -97,7 +97,7 @@ class Quick:
         return True, replayed(simulation, recording, module, name, tensors)
 
     def check(self, loss: Tensor) -> None:
-        """Raise an error before the backward if it would differ from that of the calls' nodes."""
+        """Raise an error before a backward that would differ from that of the calls' own nodes."""
         if self.count:
             check_edges(loss)
 
@@ -113,8 +113,8 @@ class Quick:
             for each in undo:
                 each()
             if kind.group.watched:
-                raise  # perhaps of a watched value
-            raise NotComparable from error  # an error of the layer's own will come again
+                raise  # perhaps an error about a watched value
+            raise NotComparable from error  # an error of the layer itself will be raised again
         finally:
             self._records = False
 

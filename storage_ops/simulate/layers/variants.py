@@ -1,8 +1,8 @@
-"""Results of running one of several layers that differ in numbers and strings only.
+"""Shares results among layers that differ only in numbers and strings.
 
-The layer runs with these values watched. Its result is right for all layers whose values answer its
-code's questions in the same way. If the code uses a value in a way that has no answer for other
-values, only layers with equal values share a result.
+One layer runs with these values watched. Its result is right for all layers whose values give the
+same answers to the code's questions. If the code uses a value in a way that cannot be answered for
+other values, only layers with equal values share a result.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from storage_ops.simulate.plain_values import (
 )
 
 T = TypeVar("T")
-Variant = frozenset[tuple[Expression, object]]  # the answers that its layers give
+Variant = frozenset[tuple[Expression, object]]  # the answers that the layers with this result give
 
 
 class Variants(Generic[T]):
-    """Results by the kind of a layer, by other conditions, and by the questions of its code."""
+    """Results by kind of layer, other conditions, and the questions of the layer's code."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[tuple[Answers, T | None]]] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all results."""
         self._known.clear()
 
     def find(self, kind: ModuleKind, key: Hashable) -> tuple[Variant, T | None] | None:
@@ -47,14 +47,14 @@ class Variants(Generic[T]):
         return None
 
     def is_alone(self, kind: ModuleKind, key: Hashable) -> bool:
-        """Return True if no other layer is known to do the same, from the questions so far."""
+        """Return True if, by the questions so far, no other layer has the same result."""
         known = self._known.get((kind.group, key), ())
-        asked: list[Expression] = [e for answers, _ in known for e in answers]
+        questions: list[Expression] = [e for answers, _ in known for e in answers]
         if kind.group.is_by_value:
-            asked += exactly(kind.values, kind.group.differing)
-        ours = [learned(expression, kind.values) for expression in asked]
+            questions += exactly(kind.values, kind.group.differing)
+        ours = [learned(expression, kind.values) for expression in questions]
         return not any(
-            [learned(expression, other.values) for expression in asked] == ours
+            [learned(expression, other.values) for expression in questions] == ours
             for other in kind.group.members
             if other is not kind
         )
@@ -62,7 +62,7 @@ class Variants(Generic[T]):
     def run(
         self, kind: ModuleKind, key: Hashable, run: Callable[[list[object]], T]
     ) -> tuple[Variant, T | None]:
-        """Run a layer and remember its result.
+        """Run a layer and store its result.
 
         Args:
             kind, key: as in `find`, which has no result for them.

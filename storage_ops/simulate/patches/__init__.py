@@ -1,6 +1,6 @@
 """Functions that run differently in a simulation.
 
 `gpu.py` replaces CPU kernels by the memory behaviour of GPU kernels. `functions.py` replaces
-functions of torch that are not ops, `prods.py` the backward of products and extrema, and `hf.py`
-what models of transformers ask of masks and token ids.
+functions of torch that are not ops. `prods.py` replaces the backward of products and extrema, and
+`hf.py` functions of transformers that read masks and token ids.
 """

@@ -1,7 +1,7 @@
-"""Autocast of a GPU in a simulation, where tensors of the CPU stand for those of the GPU.
+"""GPU autocast in a simulation, where CPU tensors represent GPU tensors.
 
-Autocast casts the arguments of ops by lists. The lists of a CPU and of a GPU differ. Softmax and
-norms run in float32 on a GPU, and in the dtype of their input on a CPU.
+Autocast casts the arguments of ops by lists, which differ between CPU and GPU. For example, softmax
+and norms run in float32 on a GPU, and in the dtype of their input on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from storage_ops._op_arguments import tensors_in
 from storage_ops.foundation.op_names import Overload
 
-# Policies of the GPU, by the ops that have them there and another one on the CPU.
+# Ops whose policy on a GPU differs from the one on a CPU, by their GPU policy.
 _FLOAT32 = (
     "_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d"
     " _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin cosh cosine_similarity dist"
@@ -31,7 +31,7 @@ _FLOAT32 = (
     " upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d"
     " upsample_nearest3d upsample_trilinear3d"
 )
-_RESULT_IN_FLOAT32 = (  # by their argument dtype, unless the caller gives one
+_RESULT_IN_FLOAT32 = (  # cast by their `dtype` argument, unless the caller passes one
     "cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm"
     " log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList"
 )
@@ -45,7 +45,7 @@ _KEY = "AutocastCPU"
 
 @contextlib.contextmanager
 def autocast_of_gpu() -> Iterator[None]:
-    """Let autocast of the CPU follow the lists of a GPU inside a with block, for all threads."""
+    """Let CPU autocast use the lists of a GPU in a with block, for all threads."""
     library = Library("aten", "IMPL")
     own = {
         name: _kernel(name, change)
@@ -60,7 +60,7 @@ def autocast_of_gpu() -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch reports an overridden kernel
+            warnings.simplefilter("ignore")  # torch warns about an overridden kernel
             for name, kernel in own.items():
                 library.impl(name, kernel, _KEY)
             for name in _cast_on_a_cpu_alone():
@@ -76,14 +76,14 @@ def _has_kernel(name: str, key: str) -> bool:
 
 @functools.cache
 def _cast_on_a_cpu_alone() -> list[str]:
-    """Return the ops whose arguments autocast casts on a CPU, and not on a GPU."""
+    """Return the ops whose arguments autocast casts on a CPU but not on a GPU."""
     names = [
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if re.match(r"aten::\w", name)
     ]
     own = [n for n in names if _has_kernel(n, _KEY) and not _has_kernel(n, "AutocastCUDA")]
-    # Convolutions with padding by name call others, which both cast.
+    # Convolutions with padding as a string call other convolutions, which are cast on both.
     return [name for name in own if not name.endswith(".padding")]
 
 

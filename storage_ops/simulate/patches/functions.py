@@ -22,25 +22,25 @@ from storage_ops.simulate.values.wrappers import is_wrapper
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _GRAD: Any = Tensor.grad
-# What changes a tensor from outside without an op.
+# Functions that change a tensor from outside without an op.
 _OF_LEAVES = {
     Tensor.requires_grad_, _REQUIRES_GRAD.__set__, _GRAD.__set__, Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
 }  # fmt: skip
 
 
-# On the meta device they drop the numbers that they are given.
+# On the meta device these functions drop their numbers.
 _OF_NUMBERS: set[object] = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
-# They read lengths that are no tensors without an op.
+# These functions read lengths that are no tensors, without an op.
 _CTC: set[object] = {F.ctc_loss, torch.ctc_loss}
 
 
 class Functions(TorchFunctionMode):
-    """Exchanges the memory of twins, and not of the tensors themselves, at `t.data = value`.
+    """Lets `t.data = value` replace the memory of twins, not of the tensors themselves.
 
-    It also notes the state of tensors before their flags, gradients or hooks change, and lists the
-    values of tensors. For tensors on the meta device it raises if autocast would have no effect,
-    and creates the sparse tensors of SparseAdam.
+    It also records the state of tensors before their flags, gradients or hooks change, and provides
+    the values for `tolist`. For tensors on the meta device it raises an error if autocast would
+    have no effect, and creates the sparse tensors of SparseAdam.
     """
 
     def __init__(self, simulation: Simulation, on_meta: bool) -> None:
@@ -90,13 +90,13 @@ class Functions(TorchFunctionMode):
         return result
 
 
-def _offer_numbers(simulation: Simulation, made: Tensor, data: Any) -> None:
-    """Let the simulation read the numbers that a tensor on the meta device was made of."""
+def _offer_numbers(simulation: Simulation, t: Tensor, data: Any) -> None:
+    """Let the simulation read the numbers from which a meta tensor was created."""
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
         return
     with no_dispatch(), torch._C.DisableTorchFunction():
-        numbers = torch.tensor(data, dtype=made.dtype, device="cpu")
-    simulation.values.offer(simulation.twin(made), numbers)
+        numbers = torch.tensor(data, dtype=t.dtype, device="cpu")
+    simulation.values.offer(simulation.twin(t), numbers)
 
 
 def _with_tensors_of_lengths(
@@ -114,9 +114,10 @@ def _with_tensors_of_lengths(
 
 @contextlib.contextmanager
 def autocast_off_on_meta() -> Iterator[None]:
-    """Let `torch.autocast("meta", enabled=False)` do nothing in a with block, where torch raises.
+    """Let `torch.autocast("meta", enabled=False)` do nothing in a with block.
 
-    Rotary embeddings of transformers 4 turn autocast off for the device of their input.
+    Without this, torch raises an error. Rotary embeddings of transformers 4 turn autocast off for
+    the device of their input.
     """
     kind: Any = torch.autocast
     plain = kind.__init__
@@ -140,7 +141,7 @@ def autocast_off_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Stop `torch.distributions` from checking the values of arguments in a with block."""
+    """Turn off the checks of `torch.distributions` for argument values in a with block."""
     kind: Any = torch.distributions.Distribution
     before = kind._validate_args
     kind._validate_args = False

@@ -1,7 +1,7 @@
-"""GPU kernels with other memory than the CPU's, for fake tensors of the CPU.
+"""Memory behaviour of GPU kernels that differ from the CPU's, for fake CPU tensors.
 
 torch chooses these kernels inside functions that it decomposes before any mode sees them. So the
-functions themselves are replaced while a run is simulated, and only for its tensors.
+functions themselves are replaced during a simulation, for tensors of the simulation only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage_ops.simulate.mode import Simulation
 
 @contextlib.contextmanager
 def following_resizes() -> Iterator[None]:
-    """Let modes with a ledger notice `untyped_storage().resize_`, inside a with block."""
+    """Let modes with a ledger see `untyped_storage().resize_` inside a with block."""
     plain = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -60,7 +60,7 @@ def _replaced(module: object, name: str, kernel: Callable[..., Any]) -> Iterator
     original = getattr(module, name)
 
     def function(*args: object, **kwargs: object) -> Any:
-        # Dynamo takes a call of the original into its graph, but cannot look at modes.
+        # Dynamo can trace a call of the original, but cannot read modes.
         if torch.compiler.is_compiling() or not _is_simulated():
             return original(*args, **kwargs)
         return kernel(*args, **kwargs)
@@ -82,7 +82,7 @@ def _replaced_ops() -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch reports an overridden kernel
+            warnings.simplefilter("ignore")  # torch warns about an overridden kernel
             for name, kernel in replaced.items():
                 for key in ("AutogradCPU", "AutogradMeta"):
                     library.impl(name, kernel, key)
@@ -92,7 +92,7 @@ def _replaced_ops() -> Iterator[None]:
 
 
 def _simulation() -> Simulation | None:
-    """Return the simulation of this thread. A replacement affects the whole process."""
+    """Return the simulation of this thread, because a replacement affects the whole process."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Simulation)), None)
 
@@ -108,7 +108,7 @@ def _original(name: str, *args: object, **kwargs: object) -> Any:
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:
-    """Keep a mask of bytes. On the CPU it has the dtype of the input."""
+    """Keep a byte mask. On the CPU the mask has the dtype of the input."""
     if not _is_simulated() or not train or not 0 < p < 1:
         return _original("dropout", input, p, train)
     return torch.native_dropout(input, p, True)[0]
@@ -117,7 +117,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
 class _Context(Protocol):
     """The context of a `torch.autograd.Function`.
 
-    torch's own class is not used, because its annotations refuse to save None in place of a tensor.
+    torch's own class is not used, because its annotations do not allow to save None.
     """
 
     saved_tensors: tuple[Any, ...]
@@ -131,7 +131,7 @@ class _Context(Protocol):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """One kernel that keeps the input and a number per row. On the CPU it consists of several."""
+    """One kernel that keeps the input and a number per row. On the CPU it is several ops."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
@@ -162,8 +162,8 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        # By an op of a GPU, so that policies of checkpoints see it; its output has heads after
-        # tokens in memory, as the layer that follows wants them.
+        # Call the GPU op, so that policies of checkpoints see it. In memory, its output has heads
+        # after tokens, as the next layer needs it.
         keys, values = _for_each_batch(q, k, v)
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return _output_of(ctx, (q, k, v, mask), op(q, keys, values))
@@ -171,7 +171,8 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, out, lse = ctx.saved_tensors
-        # By an op as well, so that its arithmetic counts; what it is told of sequences is not read.
+        # Call the GPU op, so that its arithmetic counts. Its arguments about sequences are not
+        # read.
         lengths = (lse, lse, q.shape[2], k.shape[2])
         gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, False, lse, lse
@@ -180,7 +181,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class _EfficientAttention(torch.autograd.Function):
-    """Like `_FlashAttention`, but takes masks, float32, and values with another head size."""
+    """Like `_FlashAttention`, but supports masks, float32, and values with another head size."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -199,14 +200,14 @@ class _EfficientAttention(torch.autograd.Function):
 
 
 def _output_of(ctx: _Context, inputs: Sequence[Tensor | None], results: Any) -> Tensor:
-    """Keep the inputs of a kernel, its output and its number per query. Return the output."""
+    """Save the inputs of a kernel, its output and its number per query. Return the output."""
     out: Tensor = results[0]
     ctx.save_for_backward(*inputs, out, results[1])
     return out
 
 
 def _for_each_batch(q: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return keys and values that all batches may share, expanded to the batches of the queries."""
+    """Return keys and values, which batches may share, expanded to the batches of the queries."""
     return [t.detach().expand(len(q), *t.shape[1:]) for t in tensors]
 
 
@@ -216,13 +217,14 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     rest = attn_mask, dropout_p, is_causal
-    # torch 2.10 divides by the number of heads of the keys, which may be 0.
+    # torch 2.10 divides by the number of key heads, which may be 0.
     enable_gqa = enable_gqa and query.shape[-3:-2] != key.shape[-3:-2]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if not _is_simulated() or query.dim() != 4 or not query.numel():
         return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to scores
+        # The float mask that is added to scores.
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         rest = attn_mask, dropout_p, is_causal
     kernel = _fused_kernel(query, key, value, attn_mask, is_causal)
     if kernel is None:
@@ -240,11 +242,11 @@ def _attention(
 def _fused_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 ) -> type[torch.autograd.Function] | None:
-    """Return the fused kernel that torch chooses on a GPU, or None if it computes the scores.
+    """Return the fused kernel that torch chooses on a GPU. None if torch computes the scores.
 
     The conditions are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11.
-    cuDNN's kernel, which Hoppers may choose first, keeps the same tensors. It alone takes heads
-    that share keys together with a mask.
+    cuDNN's kernel, which torch may prefer on Hopper, keeps the same tensors. Only cuDNN's kernel
+    supports shared key heads together with a mask.
     """
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     if not is_half and q.dtype != torch.float32:
@@ -258,34 +260,34 @@ def _fused_kernel(
         return None
     if not shared:
         return _EfficientAttention
-    by_cudnn = is_half and same_sizes and size <= 128  # sizes that all its versions take
+    by_cudnn = is_half and same_sizes and size <= 128  # sizes that all versions of cuDNN support
     return _FlashAttention if by_cudnn and not (mask is not None and mask.requires_grad) else None
 
 
 def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the mask as the kernel reads it: with rows of 8, expanded to heads and batches."""
+    """Return the mask as the kernel reads it: rows padded to 8, expanded to heads and batches."""
     if mask.shape[-1] % 8:
         mask = _filled_up(mask, 8)[..., : mask.shape[-1]]
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
 def _filled_up(t: Tensor, to: int) -> Tensor:
-    """Return a copy whose last dimension is a multiple of `to`."""
+    """Return a copy whose last dimension is padded to a multiple of `to`."""
     return torch.nn.functional.pad(t, (0, -t.shape[-1] % to))
 
 
 class _FlexAttention(torch.autograd.Function):
     """The compiled kernel of flex_attention, which computes neither scores nor a mask.
 
-    The forward has the output, and two numbers per query and head: the logarithm of the sum, which
-    is kept, and the maximum. The backward has a number per query and head, the gradients, and those
-    of tensors that score_mod captures, added up in float32.
+    The forward allocates the output, and two numbers per query and head: the log-sum-exp, which is
+    kept, and the maximum. The backward allocates a number per query and head, the gradients, and
+    the float32 gradients of tensors that score_mod captures.
     """
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> Any:
         strides = q.stride()
-        order = sorted(range(4), key=lambda dim: -strides[dim])  # that of the queries in memory
+        order = sorted(range(4), key=lambda dim: -strides[dim])  # the memory order of the queries
         shape = (*q.shape[:3], v.shape[3])
         out = q.new_empty([shape[dim] for dim in order]).permute([order.index(d) for d in range(4)])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -300,7 +302,7 @@ class _FlexAttention(torch.autograd.Function):
         q, k, v, _, lse, *captured = ctx.saved_tensors
         delta = torch.empty_like(lse)
         of_q = torch.empty_like(q)
-        # One of keys that several batches share is added up afterwards.
+        # The gradient of keys that batches share is summed afterwards.
         of_k, of_v = (t.new_empty((len(q), *t.shape[1:])) for t in (k, v))
         sums = [
             torch.empty_like(t, dtype=torch.float32) if t.requires_grad else None for t in captured
@@ -323,7 +325,7 @@ def _flex_attention(
     assert simulation is not None
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
-            simulation.twin(t)  # it is in memory, though no op reads it
+            simulation.twin(t)  # in memory, although no op reads it
     if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -351,7 +353,7 @@ _is_enabled: Callable[..., bool] = torch.is_autocast_enabled
 
 
 def _is_autocast_enabled(*kind: str) -> bool:
-    """Return True in a block of a CPU as well, where a caller asks about a GPU without a name."""
+    """Return True in a CPU autocast block, too, for callers that ask about the GPU."""
     return _is_enabled(*kind) if kind else _is_enabled() or _is_enabled("cpu")
 
 
@@ -361,16 +363,15 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[object],
 ) -> Any:
-    """Run the branch that the condition chooses. The condition must be known."""
+    """Run the branch of a known condition."""
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 
-# Functions of torch for which a kernel is compiled, that trace their arguments, or that ask which
-# device computes.
+# Functions of torch that compile a kernel, trace their arguments, or ask for the device.
 _REPLACED_FUNCTIONS = (
     ("torch.nn.attention.flex_attention", "flex_attention_hop", _flex_attention),
     ("torch.nn.attention.flex_attention", "_validate_device", lambda *_: None),
-    # That it is not compiled is no news here, and torch tells it once only.
+    # Hides a warning that the kernel is not compiled, which torch shows only once.
     ("torch.nn.attention.flex_attention", "_warn_once", lambda *_, **__: None),
     ("torch._higher_order_ops.cond", "cond_op", _cond),
     ("torch", "is_autocast_enabled", _is_autocast_enabled),

@@ -1,6 +1,6 @@
-"""Lets transformers take the branches of a run in a simulation, and not those of a trace.
+"""Lets models of transformers take the same branches in a simulation as in a real run.
 
-Its models ask for values of masks and token ids, which a simulation may not know.
+The models read values of masks and token ids, which a simulation may not know.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from storage_ops.simulate.values.known import Values
 
 @contextlib.contextmanager
 def branches_of_a_run(values: Values) -> Iterator[None]:
-    """Let transformers read known values in a with block, and warn of no padding tokens.
+    """Let transformers read known values in a with block, without warnings about padding.
 
-    In a run it checks whether a mask is necessary, because sequences are packed or tokens are
-    padding. Otherwise it creates none, attention is causal by itself, and keys and values are not
-    repeated for their heads. It takes every fake tensor for one of a trace, whose values are
-    unknown.
+    In a real run transformers checks whether a mask is necessary, because of packed sequences or
+    padding. If not, it creates no mask, uses causal attention, and does not repeat keys and values
+    for their heads. It treats every fake tensor as a tensor of a trace, whose values are unknown.
     """
     module: Any = sys.modules.get("transformers.masking_utils")
     if hasattr(module, "is_tracing"):
         names, replacement = ["is_tracing"], _is_tracing
-    else:  # transformers 4 looks at every mask, whose values a simulation may not know
+    else:  # transformers 4 reads every mask, whose values a simulation may not know
         names = ["_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"]
         replacement = _ignores_mask
     new: dict[tuple[Any, str], Callable[..., Any]] = {
@@ -49,7 +48,7 @@ def branches_of_a_run(values: Values) -> Iterator[None]:
 
 
 def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
-    """Return `is_tracing` of transformers 5, false for fake tensors whose values are known."""
+    """Return transformers 5's `is_tracing`, changed to False for fake tensors with known values."""
 
     def is_tracing(tensor: object = None) -> bool:
         if isinstance(tensor, FakeTensor) and values.read(tensor) is not None:
@@ -60,7 +59,7 @@ def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool
 
 
 def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bool]:
-    """Return a function of transformers 4, false for masks whose values are not known."""
+    """Return a function of transformers 4, changed to False for masks with unknown values."""
 
     def ignores_mask(padding_mask: object, *args: object, **kwargs: object) -> bool:
         if isinstance(padding_mask, FakeTensor) and values.read(padding_mask) is None:
@@ -71,4 +70,4 @@ def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bo
 
 
 def _without_warning(model: object, ids: object, mask: object) -> None:
-    """Replace a method of models that looks for padding in token ids, only to warn of it."""
+    """Replace a method of models that reads token ids only to warn about padding."""

@@ -1,4 +1,4 @@
-"""Packed sequences, whose batch sizes torch reads in C++ and without an op."""
+"""Packed sequences, whose batch sizes torch reads in C++ without an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_PACKED: set[object] = {*_RECURRENT, _VF._pack_padded_sequence, _VF._pad_packe
 def call_packed(simulation: Simulation, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a function of `OF_PACKED` in a simulation, with the values of the batch sizes.
 
-    A recurrent layer of a packed sequence has its parameters after batch sizes and hidden states.
+    The parameters of a recurrent layer come after batch sizes and hidden states.
     """
     if func is _VF._pack_padded_sequence:
         return _Pack.apply(simulation, *args)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Gradients of products and extrema, which autograd computes in another way for fake tensors.
+"""Gradients of products and extrema, which autograd computes differently for fake tensors.
 
-If no element is zero, autograd divides the result by the input. It looks for zeros in plain tensors
-only, and uses more memory for fake tensors. Training steps seldom have an exact zero in a product,
-so the functions here divide.
+If no element is zero, autograd divides the result by the input. It looks for zeros only in plain
+tensors, and uses more memory for fake ones. Training steps rarely have an exact zero in a product,
+so these functions divide.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _divides(x: Any, dim: object) -> bool:
 
 
 def _reads_values(x: Any) -> bool:
-    """Return True if autograd reads values of the real tensor that `x` stands for."""
+    """Return True if autograd reads values of the real tensor that `x` represents."""
     if not isinstance(x, Tensor) or is_wrapper(x):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or x.dim() == 0 or x.numel() <= 1:
@@ -77,7 +77,7 @@ class _Prod(torch.autograd.Function):
         if dim is None:
             del zeros
             return gradient * (out / x).conj(), None, None, None
-        counts = zeros.sum(dim, keepdim=True)  # autograd holds both until it returns
+        counts = zeros.sum(dim, keepdim=True)  # autograd keeps both until it returns
         if not ctx.keepdim:
             gradient, out = gradient.unsqueeze(dim), out.unsqueeze(dim)
         result = gradient * (out / x).conj()
@@ -114,7 +114,7 @@ class _Cumprod(torch.autograd.Function):
         if x.shape[ctx.dim] == 1:
             return gradient, None, None
         products = out.conj() * gradient
-        zeros = x == 0  # autograd holds it until it returns
+        zeros = x == 0  # autograd keeps it until it returns
         result = _summed_from_the_end(products, ctx.dim).div(x.conj())
         del products, zeros
         return result, None, None
@@ -122,5 +122,5 @@ class _Cumprod(torch.autograd.Function):
 
 def _summed_from_the_end(x: Tensor, dim: int) -> Tensor:
     reversed_ = x.flip(dim)
-    sums = reversed_.cumsum(dim)  # `reversed_` is alive until all are returned
+    sums = reversed_.cumsum(dim)  # `reversed_` stays alive until the results are returned
     return sums.flip(dim)

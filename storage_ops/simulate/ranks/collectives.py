@@ -1,8 +1,8 @@
-"""One rank of many: DTensors, and collectives that do not run.
+"""One rank of several: DTensors, and collectives that are recorded without running.
 
-A DTensor is a wrapper (`values/wrappers.py`). A collective is recorded and never runs, so the other
-ranks need not exist: a process group of torch's backend "fake" is enough. `fsdp.py` and `ddp.py`
-have the parts for FSDP2 and DDP.
+A DTensor is a wrapper (`values/wrappers.py`). Collectives do not run, so the other ranks need not
+exist: a process group of torch's backend "fake" is enough. `fsdp.py` and `ddp.py` have the parts
+for FSDP2 and DDP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELEMENTWISE = {
     torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 }  # fmt: skip
-# What a ring sends from each of R ranks, of n bytes in all: so many times n (R - 1) / R.
+# The factor of n (R - 1) / R in the bytes that each of R ranks sends in a ring, of n bytes in all.
 _ROUNDS = {
     "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1,
     "all_to_all": 1, "gather": 1, "scatter": 1,
@@ -52,14 +52,14 @@ def is_spread(t: object) -> bool:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Return True if a model is a part of a model on several ranks."""
+    """Return True if parts of a model are on other ranks."""
     modules = list(model.modules())
     spread = any(map(is_spread, model.parameters()))
     return spread or bool(ddp_in(modules)) or bool(states_in(modules))
 
 
 def is_sharded_alone(model: nn.Module) -> bool:
-    """Return True if only FSDP2's parameters are on several ranks, so that ops are those of one."""
+    """Return True if only FSDP2 distributes parameters, so that ops are those of one rank."""
     known = sharded_parameters(model)
     others = any(is_spread(p) and id(p) not in known for p in model.parameters())
     return not others and not ddp_in(list(model.modules()))
@@ -67,11 +67,11 @@ def is_sharded_alone(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def updated_locally(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer work on this rank's parts of DTensors if the result is the same.
+    """Let an optimizer update this rank's parts of DTensors if the result is the same.
 
-    It is the same if each number is updated by itself and gradients have the placements of their
-    parameters. DTensor checks that for every list of parameters, which takes a third of the time of
-    a large model's estimate.
+    It is the same if each number is updated separately, and gradients have the placements of their
+    parameters. DTensor checks placements for every list of parameters, which takes a third of the
+    time of a large model's estimate.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     every = [p for params in groups for p in params]
@@ -139,7 +139,7 @@ def pretended(simulation: Simulation, func: Overload, args: Args) -> Any:
 
     op = func._schema.name.split("::")[1]
     if simulation.on_gpu and op in ("allgather_", "reduce_scatter_"):
-        # NCCL works on one tensor; a list of them is copied into one.
+        # NCCL needs one tensor, so a list is copied into one.
         many = tensors_in(args[0] if op == "allgather_" else args[1])
         if len({t.shape for t in many}) == 1:
             flat = simulation.unseen(many[0].new_empty, (len(many), *many[0].shape))

@@ -1,6 +1,6 @@
-"""DDP on one rank of many. This module repeats the memory behaviour of its native reducer.
+"""DDP on one rank of several. This module imitates the memory behaviour of its native reducer.
 
-Gradients exist a second time in buckets, or with `gradient_as_bucket_view` only there.
+Gradients exist twice, the second time in buckets. With `gradient_as_bucket_view`, only there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def ddp_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the modules that are DDP's."""
+    """Return the DDP modules among `modules`."""
     return [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
 
 
 @contextlib.contextmanager
 def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
-    """Repeat the memory behaviour of DDP's reducer, which would communicate."""
+    """Imitate the memory behaviour of DDP's reducer without communication."""
     wrappers = ddp_in(modules)
     if not wrappers:
         yield
@@ -44,7 +44,7 @@ def ddp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[
 def _ddp_forward(self: nn.parallel.DistributedDataParallel, *args: object, **kwargs: object) -> Any:
     if self.will_sync_module_buffers() and torch.is_grad_enabled():
         for alike in _by_dtype(self.modules_buffers):
-            # They are sent as one tensor, which a single one is already.
+            # Buffers are sent as one tensor; a single buffer needs no copy.
             _flatten_dense_tensors([b.detach() for b in alike])
     output = self.module(*args, **kwargs)
     if self.find_unused_parameters and not self.static_graph and torch.is_grad_enabled():
@@ -61,14 +61,14 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 @contextlib.contextmanager
 def _buckets(ddp: nn.parallel.DistributedDataParallel, simulation: Simulation) -> Iterator[None]:
-    """Create the buckets of a DDP module, and the hooks that put gradients into them."""
+    """Create the buckets of a DDP module, and the hooks that copy gradients into them."""
     dist: Any = importlib.import_module("torch.distributed")
 
-    what = "a communication hook" if ddp._comm_hooks else None
-    what = "mixed_precision" if ddp.mixed_precision is not None else what
-    if what is not None:
+    feature = "a communication hook" if ddp._comm_hooks else None
+    feature = "mixed_precision" if ddp.mixed_precision is not None else feature
+    if feature is not None:
         raise RuntimeError(
-            f"estimate: a DistributedDataParallel has {what}, which is not simulated. Expected "
+            f"estimate: a DistributedDataParallel has {feature}, which is not simulated. Expected "
             "one without it."
         )
     parameters = [p for p in ddp._module_parameters if p.requires_grad]

@@ -1,4 +1,4 @@
-"""FSDP2 on one rank of many. It runs its own code, and is restored afterwards."""
+"""FSDP2 on one rank of several. FSDP2's own code runs, and is restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CODE = "torch.distributed.fsdp._fully_shard."
 _MODULES = ("_fsdp_param_group", "_fsdp_collectives")
-# What parts of FSDP make.
+# The results of parts of FSDP.
 GATHERED, REDUCED = "gathered parameters", "gradients to reduce"
 _PARTS = {
     "foreach_all_gather": GATHERED,
@@ -30,10 +30,10 @@ _PARTS = {
 
 @contextlib.contextmanager
 def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator[None]:
-    """Let FSDP2 train parameters on the meta device, and undo its changes.
+    """Let FSDP2 train parameters on the meta device. Undo the changes afterwards.
 
-    It asks the device of its mesh for memory and for streams. Here memory is on the parameters'
-    device, and the streams are those of the mesh.
+    FSDP2 asks the device of its mesh for memory and streams. In a simulation, memory is on the
+    device of the parameters, and streams are those of the mesh.
     """
     if any(isinstance(m, _fsdp1()) for m in modules):
         raise RuntimeError(
@@ -45,12 +45,12 @@ def fsdp_simulated(modules: list[nn.Module], simulation: Simulation) -> Iterator
         yield
         return
     groups = [group for state in states for group in fsdp.groups(state)]
-    kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
-    kept += [p for group in groups for p in (group, *group.fsdp_params)]
+    objects = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
+    objects += [p for group in groups for p in (group, *group.fsdp_params)]
     with contextlib.ExitStack() as stack:
         for group in groups:
             _refuse_fsdp(group)
-        stack.enter_context(unchanged(*map(vars, dict.fromkeys(kept))))
+        stack.enter_context(unchanged(*map(vars, dict.fromkeys(objects))))
         stack.enter_context(_named(simulation))
         meta = [g for g in groups if any(p.sharded_param.is_meta for p in g.fsdp_params)]
         if meta:
@@ -65,22 +65,22 @@ def _fsdp1() -> tuple[type, ...]:
 
 
 def _refuse_fsdp(group: Any) -> None:
-    """Refuse features that take memory off the device, or take it in another way."""
+    """Raise an error for features that move memory off the device, or allocate it differently."""
     makers = (getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm"))
     own = [type(m).__name__ for m in makers if m is not None]
     own = [name for name in own if not name.startswith("Default")]
-    what = "CPUOffloadPolicy" if any(p.offload_to_cpu for p in group.fsdp_params) else None
-    what = f"the collective {own[0]}" if own else what
-    if what is not None:
+    feature = "CPUOffloadPolicy" if any(p.offload_to_cpu for p in group.fsdp_params) else None
+    feature = f"the collective {own[0]}" if own else feature
+    if feature is not None:
         raise RuntimeError(
-            f"estimate: a module of fully_shard has {what}, which is not simulated. Expected "
+            f"estimate: a module of fully_shard has {feature}, which is not simulated. Expected "
             "parameters on the device and torch's own collectives."
         )
 
 
 @contextlib.contextmanager
 def _named(simulation: Simulation) -> Iterator[None]:
-    """Assign blocks that FSDP allocates to FSDP's own work."""
+    """Assign blocks that FSDP allocates to their own owners."""
     module = importlib.import_module(_CODE + _MODULES[0])
 
     def under(plain: Callable[..., Any], name: str) -> Any:
@@ -109,7 +109,8 @@ def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
     sharded: dict[int, set[int]] = {}
     for state in states_in(list(model.modules())):
         handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-        numbers = {h.id for h in handles if hasattr(h, "id")}  # those on several modules have none
+        # Handles for several modules have no id.
+        numbers = {h.id for h in handles if hasattr(h, "id")}
         sharded |= {id(module): numbers for module in state._modules}
     return sharded
 
@@ -117,7 +118,7 @@ def sharded_modules(model: nn.Module) -> dict[int, set[int]]:
 def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
     """Return the memory properties of FSDP2 parameters that are plain when gathered, by id.
 
-    A parameter of tensor parallelism is not among them: gathered, it is a DTensor.
+    A parameter of tensor parallelism is not included, because it is a DTensor when gathered.
     """
     every = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
     return {
@@ -130,7 +131,7 @@ def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
 
 
 class _Root(nn.Module):
-    """A root of FSDP around a layer. FSDP frees what a root gathers after the backward only."""
+    """An FSDP root around a layer. FSDP frees the root's parameters only after the backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -142,18 +143,18 @@ class _Root(nn.Module):
 
 @contextlib.contextmanager
 def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Let a layer run by itself, below the hooks of FSDP that its model has around it.
+    """Let a layer run alone, inside the FSDP hooks that its model has around it.
 
-    Yield the module to call. Modules of FSDP inside the layer gather their parameters, and reduce
-    gradients, as they do in the model.
+    Yield the module to call. FSDP modules inside the layer gather their parameters and reduce
+    gradients as in the model.
 
     Args:
         layer: the layer.
-        gathered: a whole tensor for each parameter that FSDP gathers before the layer runs, by
-            name. These are the parameters of the layer inside the block.
+        gathered: a full tensor for each parameter that FSDP gathers before the layer runs, by name.
+            In the block, the layer has these as parameters.
     """
-    around = [state for state in states_in([layer]) if state._modules == (layer,)]
-    inner = [state for state in states_in(list(layer.modules())) if state not in around]
+    outer = [state for state in states_in([layer]) if state._modules == (layer,)]
+    inner = [state for state in states_in(list(layer.modules())) if state not in outer]
     meshes = [group.mesh_info.mesh for state in inner for group in fsdp.groups(state)]
     called: nn.Module = layer
     if meshes:
@@ -172,7 +173,7 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
                 if id(p) in whole:
                     module._parameters[name] = whole[id(p)]
                     stack.callback(module._parameters.__setitem__, name, p)
-        for state in around:
+        for state in outer:
             numbers = (state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id)
             hooks: Any = (layer._forward_pre_hooks, layer._forward_hooks)
             for known, number in zip(hooks, numbers, strict=True):
@@ -182,13 +183,13 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Restore hooks in their order."""
+    """Restore hooks in their former order."""
     hooks.clear()
     hooks.update(before)
 
 
 def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP modules of a layer have gathered, whole ones."""
+    """Return the full parameters that FSDP modules of a layer have gathered."""
     every = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
     gathered = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
     return [p for p in gathered if p is not None]
@@ -196,9 +197,9 @@ def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def forwards_forgotten(layer: nn.Module) -> Iterator[None]:
-    """Let the FSDP modules of a layer forget the forwards that they run inside a with block.
+    """Let the FSDP modules of a layer forget the forwards inside a with block.
 
-    FSDP gathers parameters in the backward in the order of the forwards that it remembers.
+    In backward, FSDP gathers parameters in the order of the forwards that it has recorded.
     """
     states = states_in(list(layer.modules()))
     kept = [s for state in states for s in (state, state._state_ctx, state._comm_ctx)]
@@ -220,7 +221,7 @@ def _on_meta(groups: list[Any]) -> Iterator[None]:
     kind: Any = param_group.FSDPParamGroup
     refuse, stream = kind._validate_no_meta_params, vars(torch.cpu)["Stream"]
     kind._validate_no_meta_params = lambda _: None
-    # Replicas of what is sharded expect one of any device but a CPU, whose streams record none.
+    # HSDP expects a device other than the CPU, whose streams record no events.
     record, stream.record_event = stream.record_event, lambda _: torch.cpu.Event()
     for module, _ in before:
         module._get_device_handle = handle_of
@@ -228,7 +229,7 @@ def _on_meta(groups: list[Any]) -> Iterator[None]:
         for holder in (group, *group.fsdp_params):
             holder.device = torch.device("meta")
     try:
-        yield  # the devices are put back with everything else
+        yield  # the caller restores the devices with everything else
     finally:
         kind._validate_no_meta_params, stream.record_event = refuse, record
         for module, plain in before:

@@ -1,4 +1,4 @@
-"""The caller's assumptions about unknown values, and the lines of fn that ask for these values."""
+"""The caller's assumptions about unknown values, and the lines of code that need these values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from storage_ops._callers import users_place
 
-# Ops by the names under which people call them.
+# Ops by their usual names.
 _NAMES = {
     "_local_scalar_dense": "item",
     "_unique2": "unique",
@@ -20,7 +20,7 @@ _NAMES = {
     "unique_consecutive": "unique",
     "_coalesce": "coalesce",
 }
-# What has to be said of an op's outcome, by its kind.
+# The assumption that the caller must make, by the kind of op.
 _EXPECTED = {
     "condition": "the share of its elements that is True, as a float, or their number, as an int",
     "choice": "the share of its choices that the fullest option gets, as a float, or their number",
@@ -36,8 +36,8 @@ class Source:
 
     Attributes:
         name: its usual name, such as "topk".
-        kind: "condition", "choice", "size", "length" or "value", by the possible assumption, or
-            "nothing".
+        kind: the kind of assumption: "condition", "choice", "size", "length" or "value", or
+            "nothing" if none is possible.
         line: the line of the caller's code.
     """
 
@@ -47,15 +47,15 @@ class Source:
 
     @staticmethod
     def here(func: object, kind: str) -> Source:
-        """Return the op that runs now."""
+        """Return a source for the op that runs now."""
         return Source(name_of(func), kind, users_line(sys._getframe(1)))
 
 
 class Assumption:
-    """The argument `assume` of `estimate`, checked."""
+    """The argument `assume` of `estimate`, after checks."""
 
     def __init__(self, assume: float | Mapping[str, float] | None) -> None:
-        """Raise ValueError or TypeError if `assume` is not an assumption."""
+        """Check the argument. Raise a ValueError or TypeError if it is not an assumption."""
         self._of: dict[str, float] = {}
         self._default: float | None = None
         if isinstance(assume, Mapping):
@@ -65,10 +65,10 @@ class Assumption:
                         f"estimate: `assume` has the key {name!r}. Expected the name of an op of "
                         "torch, such as 'topk', 'gt', 'unique' or 'item'."
                     )
-                what = f"`assume[{name!r}]`"
+                argument = f"`assume[{name!r}]`"
                 if name == "item" and not isinstance(number, (bool, int, float)):
-                    raise TypeError(f"estimate: {what} is {number!r}. Expected a number.")
-                self._of[name] = number if name == "item" else _share(what, number)
+                    raise TypeError(f"estimate: {argument} is {number!r}. Expected a number.")
+                self._of[name] = number if name == "item" else _share(argument, number)
         elif assume is not None:
             self._default = _share("`assume`", assume)
 
@@ -78,21 +78,21 @@ class Assumption:
         return not self._of and self._default is None
 
     def count(self, source: Source, total: int) -> int | None:
-        """Return how many of `total` elements an op takes, or None without an assumption."""
-        said = self._of.get(source.name, self._default)
-        if said is None:
+        """Return how many of `total` elements an op takes. None without an assumption."""
+        assumed = self._of.get(source.name, self._default)
+        if assumed is None:
             return None
-        if isinstance(said, float):
-            return round(said * total)
-        if said > total:
+        if isinstance(assumed, float):
+            return round(assumed * total)
+        if assumed > total:
             raise ValueError(
-                f"estimate: `assume` says {said} elements for {source.name} at {source.line}. "
+                f"estimate: `assume` says {assumed} elements for {source.name} at {source.line}. "
                 f"Expected at most the {total} that it has there."
             )
-        return said
+        return assumed
 
     def length(self, source: Source) -> int | None:
-        """Return how many elements an op without a largest size returns, or None."""
+        """Return how many elements an op returns that has no largest size. None if unknown."""
         said = self._of.get(source.name)
         return said if isinstance(said, int) else None
 
@@ -101,30 +101,32 @@ class Assumption:
         return self._of.get("item")
 
 
-def _share(what: str, number: object) -> float:
+def _share(argument: str, number: object) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(
-            f"estimate: {what} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
+            f"estimate: {argument} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
             "count (an int)."
         )
     if not number >= 0 or (isinstance(number, float) and not number <= 1):
         raise ValueError(
-            f"estimate: {what} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
+            f"estimate: {argument} is {number!r}. Expected a share (a float from 0.0 to 1.0) or a "
             "count (an int of 0 or more)."
         )
     return number
 
 
-def unanswered(asked: Source, cause: Source | None) -> RuntimeError:
+def unanswered(source: Source, cause: Source | None) -> RuntimeError:
     """Return the error for an op that needs unknown values without an assumption."""
-    told = cause if cause is not None and cause.kind in ("condition", "choice") else asked
-    origin = "" if told is asked else f", which depend on {told.name} at {told.line}"
-    key = "item" if told.kind == "value" else told.name
+    reported = cause if cause is not None and cause.kind in ("condition", "choice") else source
+    origin = "" if reported is source else f", which depend on {reported.name} at {reported.line}"
+    key = "item" if reported.kind == "value" else reported.name
     remedy = "Leave that part out of `fn`."
-    if told.kind != "nothing":
-        remedy = f"Pass assume={{{key!r}: {_EXPECTED[told.kind]}}}, or leave that part out of `fn`."
+    if reported.kind != "nothing":
+        remedy = (
+            f"Pass assume={{{key!r}: {_EXPECTED[reported.kind]}}}, or leave that part out of `fn`."
+        )
     return RuntimeError(
-        f"estimate: `fn` needs the values of a tensor{origin}: {asked.name} at {asked.line}. A "
+        f"estimate: `fn` needs the values of a tensor{origin}: {source.name} at {source.line}. A "
         f"simulation does not have them. {remedy}"
     )
 

@@ -1,8 +1,8 @@
-"""The values that a simulated run knows: small tensors on which sizes depend.
+"""The values that a simulation knows: those of small tensors that determine sizes.
 
-The values of integers, booleans and single floating-point numbers are followed, from real tensors,
-constants and factories on. So are short floating-point tensors such as masks, except for
-parameters. Values that are computed from known values alone are computed, and so known.
+The values of integers, booleans and single floating-point numbers are followed if they come from
+real tensors, constants and factories. So are short floating-point tensors such as masks, except for
+parameters. Results of known values alone are computed, so they are known, too.
 
 Activations, and values computed from them, are unknown unless the caller makes an assumption. Then
 conditions (`x > 0`) and choices (`topk`) get values that match it. Values that follow from these,
@@ -33,11 +33,11 @@ from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import Assumption, Source, name_of
 
 _aten = torch.ops.aten
-# Elements and bytes above which a tensor is not followed. The one-hot choices of 8 among 128
-# experts for 32768 tokens still are.
+# Tensors with more elements or bytes are not followed. The limit allows one-hot choices of 8 among
+# 128 experts for 32768 tokens.
 _LIMIT = 256 << 20
-_SHORT = 16 << 20  # bytes of floating-point data and constants up to which they are followed
-# Ops that return indices along a dimension: where that is among their arguments.
+_SHORT = 16 << 20  # most bytes of floating-point data and constants that are followed
+# Ops that return indices along a dimension, with the position of that argument.
 _CHOICES = {
     "topk": 2,
     "argmax": 1,
@@ -57,11 +57,11 @@ _UNINITIALISED = {
 
 @dataclass(frozen=True)
 class Known:
-    """The values of a tensor, separate from it. Equal for equal values.
+    """The values of a tensor, without the tensor. Objects with equal values are equal.
 
     Attributes:
-        digest: digest of the values, or "" if they are unknown.
-        elements: elements in the order of memory, from the first to the last, or None if unknown.
+        digest: a digest of the values, or "" if they are unknown.
+        elements: the elements in memory order, from the first to the last, or None if unknown.
         source: the op that made them unknown.
     """
 
@@ -83,28 +83,28 @@ class Known:
         return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
-# Whose integer results depend on integers alone.
+# Ops whose integer results depend only on integers.
 _PACKS = _aten._pack_padded_sequence.default
 
 
 class Values:
-    """The known bytes of each storage, and for other storages the op that made them unknown."""
+    """The known bytes of each storage. For other storages, the op that made them unknown."""
 
     def __init__(self, assumption: Assumption) -> None:
         self._assumption = assumption
         self._bytes: dict[int, Tensor] = {}
-        # Those that nobody asked for yet: what makes the bytes.
+        # Functions that compute bytes that were not needed yet.
         self._later: dict[int, Callable[[], Tensor]] = {}
         self._sources: dict[int, Source] = {}
         self._known: dict[int, dict[Any, Known]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
-        """Use the values of a real tensor for its twin, if they are asked for."""
+        """Use the values of a real tensor for its twin if they are needed."""
         if real.is_meta or isinstance(real, FakeTensor):
             return
         is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
-        # The caller's assumption comes before data.
+        # The caller's assumption overrides data.
         if not _is_followed(real) and not (is_data and self._assumption.is_empty):
             return
 
@@ -118,7 +118,7 @@ class Values:
             self._later[key] = copied
 
     def imitate(self, new: Tensor, t: Tensor) -> None:
-        """Give a fake tensor with a new storage the values of another that is followed."""
+        """Copy the values of a followed tensor to a fake tensor with a new storage."""
         if not _is_followed(t):
             return
         real = self.read(t)
@@ -128,7 +128,7 @@ class Values:
             self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
 
     def read(self, t: Tensor) -> Tensor | None:
-        """Return the values of a fake tensor, or None. Later writes to them are seen."""
+        """Return the values of a fake tensor, or None. Later writes change the result."""
         if not self._is_known(t):
             return None
         key = _key_of(t)
@@ -144,7 +144,7 @@ class Values:
         return key in self._bytes or key in self._later
 
     def known(self, t: Tensor) -> Known | None:
-        """Return the values of a fake tensor to give to others, or None if not followed."""
+        """Return the values of a fake tensor for use by others. None if it is not followed."""
         is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
         if not is_followed or t.numel() == 0:
             return None
@@ -156,9 +156,9 @@ class Values:
         return numbers[place]
 
     def assign(self, new: Tensor, known: Known) -> None:
-        """Give a fake tensor at the start of a new storage the values of another.
+        """Assign the values of another tensor to a fake tensor at the start of a new storage.
 
-        Values that were unknown are unknown here, too.
+        Unknown values stay unknown.
         """
         key, elements = self._key(new), known.elements
         self._bytes.pop(key, None)
@@ -177,18 +177,18 @@ class Values:
         self._later[key] = made
 
     def source(self, args: object) -> Source | None:
-        """Return the op that made a value among these unknown."""
+        """Return the op that made one of these values unknown."""
         for t in tensors_in(args):
             if _is_strided(t) and not self._is_known(t):
                 return self._sources.get(_key_of(t))
         return None
 
     def compute(self, func: Overload, args: Args, kwargs: Kwargs, any_numbers: bool = False) -> Any:
-        """Run an op on known values, or return None if not all are known.
+        """Run an op on known values. Return None if some values are unknown.
 
         Args:
             func, args, kwargs: the op and its arguments.
-            any_numbers: whether unknown floating-point numbers may be any.
+            any_numbers: whether unknown floating-point numbers may have arbitrary values.
         """
         inputs = tensors_in((args, kwargs))
         known = {}
@@ -196,8 +196,8 @@ class Values:
             known[id(t)] = self.read(t)
             if known[id(t)] is None and any_numbers and t.is_floating_point():
                 with no_dispatch():
-                    # Different numbers in a matrix, so that it has full rank, and a generator of
-                    # their own, so that the program's draws stay the same.
+                    # Different numbers give a matrix full rank. A separate generator leaves the
+                    # program's random numbers unchanged.
                     some = torch.rand(t.shape[-2:], dtype=t.dtype, generator=torch.Generator())
                     known[id(t)] = some.expand(t.shape)
             if known[id(t)] is None:
@@ -206,7 +206,8 @@ class Values:
         with no_dispatch(), torch.no_grad(), _private_random_numbers(func):
             args, kwargs = with_tensors(lambda t: known[id(t)], (args, kwargs))
             args, kwargs = tree_map_only(torch.device, lambda _: cpu, (args, kwargs))
-            if name_of(func) == "histc" and not args[0].is_floating_point():  # GPUs have it
+            # GPUs support integers.
+            if name_of(func) == "histc" and not args[0].is_floating_point():
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             try:
                 out = func(*args, **kwargs)
@@ -214,30 +215,30 @@ class Values:
                 if name_of(func) in _UNINITIALISED:
                     out.untyped_storage().fill_(0)
                 return out
-            except (RuntimeError, IndexError):  # a kernel that the CPU does not have
+            except (RuntimeError, IndexError):  # the CPU has no such kernel
                 return None
 
     def follow(self, func: Overload, args: Args, kwargs: Kwargs, out: object) -> None:
-        """Note the effect of an op on values, once it ran on fake tensors."""
+        """Record the effect of an op on values after it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return  # found_inf stays 0.0: numbers are finite
+            return  # found_inf stays 0.0, because numbers are finite
         written = list(_written(func, args, kwargs))
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
         if not results and not any(map(_is_followed, written)):
             self._follow_numbers(func, args, kwargs, out, written)
             return
         input_keys = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
-        made = [
+        outputs = [
             (i, leaf)
             for i, leaf in enumerate(tree_leaves(out))
             if _is_strided(leaf) and _key_of(leaf) not in input_keys and _is_followed(leaf)
         ]
-        if not made and not any(map(_is_followed, written)):
+        if not outputs and not any(map(_is_followed, written)):
             return  # a view
         real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
         if real is not None:
             computed = tree_leaves(real)
-            for i, leaf in made:
+            for i, leaf in outputs:
                 self._know(leaf, partial(_same, computed[i]))
             return
         for t in written:
@@ -245,13 +246,13 @@ class Values:
                 self._is_unknown(func, args, kwargs, t, "value")
             self._bytes.pop(_key_of(t), None)
             self._later.pop(_key_of(t), None)
-        for _, leaf in made:
+        for _, leaf in outputs:
             self._suppose(func, args, kwargs, leaf)
 
     def _follow_numbers(
         self, func: Overload, args: Args, kwargs: Kwargs, out: object, written: list[Tensor]
     ) -> None:  # fmt: skip
-        """Note the effect of an op on short data and constants, such as one that creates a mask."""
+        """Record the effect of an op on short data and constants, such as one that makes a mask."""
         inputs = tensors_in((args, kwargs))
         real = None
         if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, inputs)):
@@ -272,7 +273,7 @@ class Values:
                 self._later.pop(_key_of(t), None)
 
     def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
-        """Use these values, when they are asked for, for a fake tensor with a new storage."""
+        """Compute the values of a fake tensor with a new storage when they are needed."""
         size = t.untyped_storage().nbytes()
         dtype, shape, stride, offset = t.dtype, t.shape, t.stride(), t.storage_offset()
 
@@ -280,7 +281,7 @@ class Values:
             whole = torch.zeros(size, dtype=torch.uint8)
             numbers = value()
             for dim, (n, step) in enumerate(zip(shape, stride, strict=True)):
-                once = 1 if step == 0 else n  # what is expanded is there once
+                once = 1 if step == 0 else n  # expanded elements exist once
                 numbers = numbers.narrow(dim, 0, min(once, numbers.shape[dim]))
             _view(whole, dtype, numbers.shape, stride, offset).copy_(numbers)
             return whole
@@ -288,7 +289,7 @@ class Values:
         self._later[self._key(t)] = made
 
     def _suppose(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor) -> None:
-        """Give a tensor that depends on unknown values the values of the assumption."""
+        """Assume values of a tensor that depends on unknown values."""
         name = name_of(func)
         is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
         if t.dtype == torch.bool:
@@ -312,7 +313,7 @@ class Values:
             self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
 
     def _is_unknown(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, kind: str) -> None:
-        """Note the op to report if the values of a tensor are asked for."""
+        """Record the op to name in an error if the values of a tensor are needed."""
         cause = self.source((args, kwargs))
         if cause is None or cause.kind == "value":
             cause = Source.here(func, kind)
@@ -346,7 +347,7 @@ def _is_followed(t: Tensor) -> bool:
 
 
 def _is_short(t: Tensor) -> bool:
-    """Return True for floating-point tensors as long as masks and small data."""
+    """Return True for floating-point tensors of the size of masks and small data."""
     return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
 
 
@@ -365,7 +366,7 @@ def _places_written(func: Overload) -> list[tuple[int, str]]:
 
 @contextlib.contextmanager
 def _private_random_numbers(func: Overload) -> Iterator[None]:
-    """Let an op draw the same numbers every time, and leave the generator unchanged."""
+    """Let an op draw the same random numbers every time. Restore the generator afterwards."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
         return
@@ -375,7 +376,7 @@ def _private_random_numbers(func: Overload) -> Iterator[None]:
 
 
 def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
-    """Return a condition's value for every finite number, or None if it depends on the number."""
+    """Return a condition's value for all finite numbers. None if it depends on the number."""
     name = name_of(func)
     if name in ("isnan", "isinf"):
         return False
@@ -389,7 +390,7 @@ def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
 
 
 def _some_true(shape: torch.Size, count: int) -> Tensor:
-    """Return a mask with `count` True elements, in no order that could match a shape."""
+    """Return a mask with `count` True elements, in an order that matches no regular pattern."""
     numel = shape.numel()
     value = torch.zeros(numel, dtype=torch.bool)
     if count in (0, numel):
@@ -400,7 +401,7 @@ def _some_true(shape: torch.Size, count: int) -> Tensor:
 
 
 def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
-    """Return the dimension along which an op chooses. None is all of them."""
+    """Return the dimension along which an op chooses. None means all dimensions."""
     at = _CHOICES[name]
     if at is None:
         return -1
@@ -410,12 +411,12 @@ def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
 
 
 def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
-    """Return indices: `count` are 0, if that is more than an even part, and the others are even.
+    """Return indices of which `count` are 0, or an even share if that is more. The others are even.
 
-    Those of one row differ, as those of topk do.
+    Indices in a row are different, as in topk.
     """
     options = among.numel() if dim is None else among[dim]
-    # A dimension with the choices of a row, unless there is one choice for each.
+    # The dimension with the choices of a row, unless there is one choice for each row.
     along = dim if dim is not None and len(shape) == len(among) else None
     moved = list(shape)
     if along is not None:
@@ -425,7 +426,8 @@ def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) 
         value = position % options
     else:
         total = shape.numel()
-        count = min(count, total // (moved[-1] if along is not None else 1))  # one in each row
+        # At most one in each row.
+        count = min(count, total // (moved[-1] if along is not None else 1))
         fullest = (position + 1) * count // total > position * count // total
         value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
         value[fullest] = 0
@@ -444,6 +446,6 @@ def _view(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> Tensor:
-    """Return elements at a place in bytes."""
+    """Return a view of bytes."""
     elements = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
     return elements.as_strided(shape, stride, offset)

@@ -12,7 +12,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass
 class Leaf:
-    """A tensor that is not a result of autograd, and its state before a simulation."""
+    """A leaf tensor, and its state before a simulation."""
 
     tensor: Any
     gradient: Tensor | None
@@ -21,13 +21,13 @@ class Leaf:
 
     @staticmethod
     def of(t: Tensor) -> Leaf:
-        """Return the state that a tensor has now."""
+        """Return the current state of a tensor."""
         hooks = [(name, getattr(t, name, None)) for name in _HOOKS]
         copies = [(name, None if found is None else dict(found)) for name, found in hooks]
         return Leaf(t, t.grad, t.requires_grad, copies)
 
     def restore(self) -> None:
-        """Give the tensor its state back."""
+        """Restore the state of the tensor."""
         t = self.tensor
         if t.requires_grad != self.requires_grad:
             t.requires_grad_(self.requires_grad)
@@ -35,5 +35,6 @@ class Leaf:
         for name, before in self.hooks:
             now = getattr(t, name, None)
             if now is not None and dict(now) != (before or {}):
-                now.clear()  # to set another dictionary would not reach the hooks of autograd
+                # Autograd keeps this dictionary of hooks, so a new one would not reach it.
+                now.clear()
                 now.update(before or {})

@@ -15,13 +15,13 @@ _aten = torch.ops.aten
 
 
 class Sizes:
-    """Creates results with sizes from values or from an assumption."""
+    """Creates results whose sizes follow from values or from an assumption."""
 
     def __init__(self, values: Values, assumption: Assumption) -> None:
         self._values, self._assumption = values, assumption
 
     def distinct(self, func: Op, indices: Tensor) -> int:
-        """Return how many columns of `indices` differ."""
+        """Return the number of different columns of `indices`."""
         real = self._values.read(indices)
         if real is None:
             return self._count(func, indices, indices.shape[-1])
@@ -79,12 +79,12 @@ class Sizes:
         return t[mask]
 
     def _index(self, func: Op, t: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Index with a mask as the CUDA kernel does: by an index for every True."""
-        found: list[Tensor | None] = []
+        """Index with a mask as the CUDA kernel does, with an index for every True."""
+        positions: list[Tensor | None] = []
         for i in indices:
             is_mask = i is not None and i.dtype in (torch.bool, torch.uint8)
-            found += i.nonzero().unbind(1) if is_mask and i is not None else [i]
-        result: Tensor = _aten.index.Tensor(t, found)
+            positions += i.nonzero().unbind(1) if is_mask and i is not None else [i]
+        result: Tensor = _aten.index.Tensor(t, positions)
         return result
 
     def _repeat_interleave(self, func: Op, repeats: Tensor, output_size: object = None) -> Tensor:
@@ -105,7 +105,7 @@ describe("masked_select.default", sized=Sizes._masked_select)
 describe("index.Tensor", sized=Sizes._index)
 describe("repeat_interleave.Tensor", sized=Sizes._repeat_interleave)
 describe("bincount.default", sized=Sizes._bincount)
-# Fakes of these ops cannot tell sizes, which depend on shapes and on integers alone.
+# torch's fakes of these ops do not know sizes that depend only on shapes and integers.
 describe(
     "_ctc_loss.default _ctc_loss.Tensor _pack_padded_sequence.default linalg_lstsq.default",
     sized_by_integers=True,

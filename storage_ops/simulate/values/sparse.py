@@ -1,7 +1,7 @@
-"""Sparse tensors of a simulated run: a pair of fake tensors, indices and values, behind a shell.
+"""Sparse tensors in a simulation: a pair of fake tensors, indices and values, in a wrapper.
 
-Fake tensors of torch forget how many elements a sparse tensor has. So ops on sparse tensors are
-simulated here, as the CUDA kernels do them, without the kernels' temporary memory.
+torch's fake tensors do not store how many elements a sparse tensor has. So this module simulates
+ops on sparse tensors like the CUDA kernels, without the kernels' temporary memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import name_of, users_line
 
 _aten = torch.ops.aten
-# Ops that act on the values alone, out of place and in place; all take one sparse tensor.
+# Ops on values alone, out of place and in place. Each takes one sparse tensor.
 _ON_VALUES = {"mul", "div", "neg", "clone", "abs", "sqrt", "pow", "square", "to_copy"}
 
 _METADATA = {_aten.sparse_dim.default, _aten.dense_dim.default}
@@ -54,14 +54,14 @@ class Sparse:
     ) -> None:  # fmt: skip
         """Start without sparse tensors.
 
-        `paused` runs an op without recording it, `distinct` counts different columns, and
-        `temporary` records temporary memory.
+        `paused` runs an op without recording it. `distinct` counts different columns. `temporary`
+        records temporary memory.
         """
         self._paused, self._distinct, self._temporary = paused, distinct, temporary
         self._parts = WeakTensorKeyDictionary()
 
     def new(self, indices: Tensor, values: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
-        """Return a sparse tensor of these parts."""
+        """Return a sparse tensor with these parts."""
         shell: Tensor = self._paused(
             _aten._sparse_coo_tensor_with_dims.default, len(indices), values.dim() - 1, size,
             dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
@@ -74,19 +74,19 @@ class Sparse:
         return parts
 
     def parts(self, t: Tensor) -> list[Tensor]:
-        """Return the tensors that hold a sparse tensor's bytes."""
+        """Return the tensors with a sparse tensor's bytes."""
         return [self._of(t).indices, self._of(t).values]
 
-    def takes(self, func: Overload, args: Args, given: list[Tensor]) -> bool:
-        """Return True if an op, with these tensors, reads or creates elements of sparse tensors."""
+    def takes(self, func: Overload, args: Args, tensors: list[Tensor]) -> bool:
+        """Return True if an op on these tensors reads or creates elements of sparse tensors."""
         if func.namespace == "prim" or func in _METADATA:
             return False
         if func is _aten._embedding_bag_backward.default:
             return bool(args[9])
-        return func in _CONSTRUCTORS or any(map(_is_sparse, given))
+        return func in _CONSTRUCTORS or any(map(_is_sparse, tensors))
 
     def __call__(self, func: Overload, args: Args, kwargs: Kwargs) -> Any:
-        """Run such an op."""
+        """Run an op on sparse tensors."""
         if func in _CONSTRUCTORS:
             return self._construct(func, args, kwargs)
         name = func._schema.name.removeprefix("aten::").strip("_")
@@ -103,7 +103,7 @@ class Sparse:
         if name == "clone" and own.indices.is_contiguous() and own.values.is_contiguous():
             node = torch._C._current_autograd_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-                # Without a mode, autograd takes such a gradient as it is.
+                # Without a mode, autograd takes such a gradient unchanged.
                 return self.new(own.indices, own.values, args[0].shape, own.coalesced)
         values = func(own.values, *args[1:], **kwargs)
         if func._schema.is_mutable:
@@ -163,7 +163,7 @@ class Sparse:
     def _sparse_mask_of(self, func: Overload, t: Tensor, mask: Tensor) -> Tensor:
         own = self._of(mask)
         values = torch.empty_like(own.values, dtype=t.dtype)
-        self._temporary(values, str(func))  # the rows, before they are multiplied by the mask
+        self._temporary(values, str(func))  # the rows before they are multiplied by the mask
         return self.new(own.indices.clone(), values, t.shape, own.coalesced)
 
     def _to_dense_of(

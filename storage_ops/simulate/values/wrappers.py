@@ -1,4 +1,4 @@
-"""Wrappers of tensors: subclasses made of plain tensors, which torch.compile decomposes.
+"""Tensor subclasses that wrap plain tensors, and that torch.compile decomposes.
 
 Examples are DTensors, the states of 8-bit optimizers, quantized weights of torchao, and nested
 tensors. A wrapper's own class decomposes it. The ops that it calls on the inner tensors come back
@@ -27,7 +27,7 @@ def is_wrapper(t: object) -> bool:
 
 
 def inside(t: Any) -> list[Tensor]:
-    """Return the plain tensors in a wrapper. A plain tensor is its own only one."""
+    """Return the plain tensors in a wrapper. A plain tensor is returned itself."""
     if not is_wrapper(t):
         return [t]
     names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
@@ -36,7 +36,7 @@ def inside(t: Any) -> list[Tensor]:
 
 
 def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a wrapper like this one around changed tensors, or a plain tensor changed."""
+    """Return a wrapper like this one around changed tensors. A plain tensor is changed itself."""
     if not is_wrapper(t):
         return change(t)
     names, context = t.__tensor_flatten__()
