@@ -1,4 +1,4 @@
-"""What configs accept, mean and refuse, and how they are read."""
+"""Values that configs accept and refuse, which layers they match, and formats they load."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def custom_op():
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "overloads"),
     [
         ("aten.mm", {"aten::mm", "aten::mm.dtype"}),
         ("aten.mm.default", {"aten::mm"}),
@@ -46,8 +46,8 @@ def custom_op():
         (torch.ops.higher_order.cond, {"higher_order::cond"}),
     ],
 )
-def test_op_names(name, found):
-    assert resolve([name], "ops") == found
+def test_op_names(name, overloads):
+    assert resolve([name], "ops") == overloads
     Config(["Block"], ops_to_save=[name])
 
 
@@ -70,7 +70,7 @@ def test_op_names(name, found):
     ],
 )
 @pytest.mark.parametrize("field", ["ops_to_save", "ops_to_recompute"])
-def test_op_names_that_mean_nothing(name, message, field):
+def test_unknown_op_names_are_errors(name, message, field):
     with pytest.raises(ValueError, match=message.replace("ops_to_save", field)):
         Config(["Block"], **{field: [name]})
 
@@ -189,24 +189,24 @@ def test_wrong_values(options, error, message):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "classes",
     [
         Block, [Block], (Block,), {Block}, frozenset({Block}), "Block", {"Block"},
         [Block, "Block"],
     ],
 )  # fmt: skip
-def test_classes_stand_for_their_names(given):
-    cfg = Config(given)
+def test_classes_stand_for_their_names(classes):
+    cfg = Config(classes)
     named = Config(["Block"])
     assert set(cfg.layer_classes) == {"Block"}
     if len(cfg.layer_classes) == 1:
         assert dataclasses.replace(cfg, layer_classes=list(cfg.layer_classes)) == named
-        assert Config(given) == cfg == copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg))
+        assert Config(classes) == cfg == copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg))
         assert repr(dataclasses.replace(cfg, layer_classes=["Block"])) == repr(named)
     assert Config.from_json(json.dumps(dataclasses.asdict(cfg))) == dataclasses.replace(
         cfg, layer_classes=list(cfg.layer_classes)
     )
-    for way in (cfg, {"layer_classes": given}):
+    for way in (cfg, {"layer_classes": classes}):
         model = so.apply_activation_checkpoint(Model(), way)
         assert all(isinstance(layer, so.CheckpointWrapper) for layer in model.layers)
 
@@ -221,7 +221,7 @@ def test_subclasses_of_a_class_do_not_match():
     assert [isinstance(m, so.CheckpointWrapper) for m in model.layers][:3] == [True, False, True]
 
 
-def test_one_name_or_op_will_do_as_a_list():
+def test_a_single_name_or_op_needs_no_list():
     mm = torch.ops.aten.mm
     for field, one in (
         ("layer_names", "layers.*"), ("ops_to_save", "aten.mm"), ("ops_to_save", mm),
@@ -233,7 +233,7 @@ def test_one_name_or_op_will_do_as_a_list():
         assert getattr(Config(["Block"], **{field: (one,)}), field) == (one,)
 
 
-def test_the_mode_follows_from_the_rules():
+def test_the_default_mode_depends_on_the_rules():
     assert Config(["Block"]).effective_mode == "full"
     assert Config(["Block"], ops_to_save=[]).effective_mode == "full"
     for rule in (
@@ -287,7 +287,7 @@ def test_unknown_keys_name_the_nearest(key, near):
         (Path("nowhere"), FileNotFoundError, None),
     ],
 )
-def test_sources_that_are_no_config(source, error, message):
+def test_invalid_sources_of_a_config_are_errors(source, error, message):
     with pytest.raises(error, match=message):
         Config.from_json(source)
     pytest.importorskip("yaml")
@@ -295,7 +295,7 @@ def test_sources_that_are_no_config(source, error, message):
         Config.from_yaml("nowhere.yaml" if source == "nowhere.json" else source)
 
 
-def test_yaml_never_makes_objects():
+def test_yaml_never_creates_objects():
     pytest.importorskip("yaml")
     with pytest.raises(ValueError, match="The config is not YAML"):
         Config.from_yaml("policy: !!python/object/apply:os.getcwd []")
@@ -354,12 +354,12 @@ def test_one_of_several_names_without_a_match_warns():
         (torch.jit.script(nn.Linear(2, 2)), Config(layer_names=[""]), "is a ScriptModule"),
     ],
 )
-def test_what_is_no_model_or_no_config(model, cfg, message):
+def test_wrong_types_of_model_and_config_are_errors(model, cfg, message):
     with pytest.raises(TypeError, match=message):
         so.apply_activation_checkpoint(model, cfg)
 
 
-def test_a_mapping_will_do_as_config():
+def test_a_mapping_is_accepted_as_config():
     model = so.apply_activation_checkpoint(Model(), {"layer_classes": ["Block"]})
     assert isinstance(model.layers[0], so.CheckpointWrapper)
     with pytest.raises(ValueError, match="unknown key 'layer_clases'"):
@@ -370,7 +370,7 @@ def test_a_mapping_will_do_as_config():
     "how", [{}, {"mode": "output_discard"}, {"policy": "matmuls"}, {"use_reentrant": True}]
 )
 def test_a_forward_that_was_set_on_the_instance_is_checkpointed_and_put_back(how):
-    """As `parallelize` of torchtitan sets it, whose checkpoints come later."""
+    """torchtitan's `parallelize` sets such a forward, and applies checkpoints later."""
 
     def model():
         torch.manual_seed(0)
@@ -398,7 +398,7 @@ def test_a_forward_that_was_set_on_the_instance_is_checkpointed_and_put_back(how
     assert "_own_forward" not in vars(ours.layers[0])
 
 
-def test_a_forward_that_accelerate_puts_back_is_refused_and_nothing_changes():
+def test_a_forward_that_accelerate_restores_is_refused_and_nothing_changes():
     model = Model()
     hooks = pytest.importorskip("accelerate.hooks")
     hooks.add_hook_to_module(model.layers[2], hooks.ModelHook())
