@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.memory import explain_oom, limit, simulate_step
-from tests.simulate.models import MODELS, made, run
+from tests.simulate.models import MODELS, build, run
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("name", MODELS)
 def test_the_limit_is_the_peak(name):
     """A second step fits into what is simulated, and not into one per cent less."""
-    model, batch, loss = made(name)
+    model, batch, loss = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_what_is_no_number_of_bytes():
 def test_who_held_it(name, order, share, monkeypatch):
     module = importlib.import_module("storage_ops.oom.explain_oom")
     monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time; tested below
-    model, batch, loss = made(name)
+    model, batch, loss = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What kernels take while they run, against allocation events of an H200 (torch 2.11, cuDNN 9)."""
+"""Temporary memory of CUDA kernels agrees with allocations on an H200 (torch 2.11, cuDNN 9)."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from storage_ops.memory import estimate
 
 MIB = 1 << 20
 aten = torch.ops.aten
-ROUNDING = 1.0  # MiB, by the allocator
+ROUNDING = 1.0  # MiB by which the allocator rounds
 
 
 def scratch(fn):
-    """MiB beyond inputs and results."""
+    """Return the peak beyond inputs and results, in MiB."""
     e = estimate(fn)
     return (e.peak_bytes - e.kept_bytes) / MIB
 
@@ -25,7 +25,7 @@ def empty(*size, dtype=torch.bfloat16, last=False):
     return t.to(memory_format=torch.channels_last) if last else t
 
 
-# Image, weight, stride, dtype, channels last; MiB of the forward and of the weight's gradient.
+# Image, weight, stride, dtype, channels last, and MiB of the forward and of the weight's gradient.
 CONVOLUTIONS = [
     ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, False, 128.07, 129.90),
     ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, True, 0.0, 1.83),
@@ -41,7 +41,7 @@ CONVOLUTIONS = [
     ((8, 96, 56, 56), (96, 1, 7, 7), 1, torch.bfloat16, False, 0.0, 0.0),
     ((8, 256, 56, 56), (256, 8, 3, 3), 1, torch.float32, False, 49.07, 50.20),
 ]
-PARTIAL = 8.0  # MiB that partial sums of a weight's gradient may be off by
+PARTIAL = 8.0  # tolerance in MiB for the partial sums of a weight's gradient
 
 
 @pytest.mark.parametrize(("image", "weight", "stride", "dtype", "last", "forward", "sums"),
@@ -55,12 +55,12 @@ def test_convolutions(image, weight, stride, dtype, last, forward, sums):
     assert scratch(lambda: aten.convolution(x, w, None, *how)) == pytest.approx(
         forward, abs=ROUNDING
     )
-    found = scratch(
+    measured = scratch(
         lambda: aten.convolution_backward(y, x, w, [weight[0]], *how, [False, True, False])
     )
-    assert sums - PARTIAL <= found <= sums + PARTIAL
+    assert sums - PARTIAL <= measured <= sums + PARTIAL
     if forward:
-        assert found >= forward - ROUNDING
+        assert measured >= forward - ROUNDING
 
 
 def test_a_convolution_of_images_in_another_layout_copies_them():
@@ -69,18 +69,18 @@ def test_a_convolution_of_images_in_another_layout_copies_them():
 
 
 def test_convolutions_without_tf32_copy_images_with_channels_last(monkeypatch):
-    """Into the other layout, and the rest is not known; however it was turned off."""
+    """Such images are copied to the other layout. Other temporary memory is unknown."""
     sizes = (8, 64, 256, 256), (64, 64, 3, 3)
     for said in ("ieee", "none"):
         settings = SimpleNamespace(fp32_precision=said)
         monkeypatch.setattr(torch.backends.cudnn, "conv", settings)
         for last, expected in ((False, 0.0), (True, 256.14)):
             x, w = (empty(*size, dtype=torch.float32, last=last) for size in sizes)
-            found = scratch(lambda x=x, w=w: F.conv2d(x, w, padding=1))
-            assert found == pytest.approx(expected, abs=ROUNDING)
+            measured = scratch(lambda x=x, w=w: F.conv2d(x, w, padding=1))
+            assert measured == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_cudnn_that_is_turned_off_takes_nothing():
+def test_convolutions_without_cudnn_take_no_scratch_memory():
     x, w = empty(8, 64, 128, 128), empty(64, 64, 3, 3)
     how = [64], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
     with torch.backends.cudnn.flags(enabled=False):
@@ -88,7 +88,7 @@ def test_cudnn_that_is_turned_off_takes_nothing():
         assert scratch(lambda: aten.convolution_backward(x, x, w, *how)) == 0
 
 
-# Tensor, dims, dtype; MiB of partial sums.
+# Shape, summed dimensions, dtype, and MiB of partial sums.
 SUMS = [
     ((131072, 128), [0], torch.bfloat16, 128.0), ((262144, 128), [0], torch.float32, 132.0),
     ((524288, 64), [0], torch.bfloat16, 33.0), ((131072, 64), [0], torch.bfloat16, 16.0),
@@ -114,18 +114,18 @@ def test_sums_over_images_with_channels_last():
 
 @pytest.mark.parametrize("name", ["sum", "mean", "std", "var"])
 @pytest.mark.parametrize("size", [(), (0,), (1,), (3, 0)])
-def test_sums_of_nothing_take_nothing(name, size):
+def test_sums_of_empty_tensors_take_no_scratch_memory(name, size):
     t = empty(*size, dtype=torch.float32)
     assert scratch(lambda: getattr(t, name)(0)) == 0
 
 
-def test_convolutions_of_nothing_take_nothing():
+def test_convolutions_of_empty_tensors_take_no_scratch_memory():
     for images, channels in ((0, 64), (2, 0)):
         x, w = empty(images, channels, 64, 64), empty(128, channels, 3, 3)
         assert scratch(lambda x=x, w=w: F.conv2d(x, w)) == 0
 
 
-def test_deviations_take_four_numbers_each():
+def test_a_standard_deviation_takes_four_numbers_per_partial_sum():
     t = empty(8192, 6144, dtype=torch.float32)
     assert scratch(lambda: t.std(0)) == 528
 
@@ -151,7 +151,7 @@ def efficient(q, k, lse, grad):
     return aten._scaled_dot_product_efficient_attention_backward(grad, q, k, k, None, q, lse, *more)
 
 
-# Kernel, queries, heads and tokens of keys; MiB.
+# Kernel, shape of queries, heads and tokens of keys, and MiB.
 ATTENTION = [
     (flash, (8, 16, 257, 64), 16, 257, 12.19), (cudnn, (8, 16, 257, 64), 16, 257, 8.16),
     (efficient, (8, 16, 257, 64), 16, 257, 10.13), (cudnn, (4, 16, 2048, 128), 16, 2048, 64.5),
@@ -165,12 +165,12 @@ ATTENTION = [
 def test_gradients_of_attention(kernel, queries, heads, tokens, expected):
     q, k = empty(*queries), empty(queries[0], heads, tokens, queries[3])
     lse, grad = empty(*queries[:3], dtype=torch.float32), empty(*queries)
-    found = scratch(lambda: kernel(q, k, lse, grad))
-    assert found == pytest.approx(expected, abs=ROUNDING)
+    measured = scratch(lambda: kernel(q, k, lse, grad))
+    assert measured == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_attention_that_no_fused_kernel_takes_has_scores():
-    """Of heads that share keys in float32, as was observed, and of float64."""
+def test_attention_without_a_fused_kernel_has_scores():
+    """These calls have heads that share keys in float32, as observed, or are in float64."""
     grad = empty(2, 8, 1000, 128, dtype=torch.float32)
     q, k = (empty(2, n, 1000, 128, dtype=torch.float32).requires_grad_() for n in (8, 2))
 
@@ -189,7 +189,7 @@ def test_attention_that_no_fused_kernel_takes_has_scores():
     assert masked.peak_bytes - e.peak_bytes >= 8 * mask.numel()
 
 
-def test_attention_without_heads_is_nothing():
+def test_attention_without_heads_takes_no_scratch_memory():
     q = empty(2, 0, 64, 32, dtype=torch.float64)
     e = estimate(lambda: F.scaled_dot_product_attention(q, q, q, enable_gqa=True))
     assert e.peak_bytes < 16 << 10
@@ -200,11 +200,11 @@ def test_the_gradient_of_an_embedding(tokens, expected):
     weight = empty(32768, 2048).requires_grad_()
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     grad = empty(tokens, 2048)
-    found = scratch(lambda: aten.embedding_dense_backward(grad, ids, len(weight), -1, False))
-    assert found == pytest.approx(expected, abs=ROUNDING)
+    measured = scratch(lambda: aten.embedding_dense_backward(grad, ids, len(weight), -1, False))
+    assert measured == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_boolean_masks_become_ones_that_are_added():
+def test_boolean_masks_become_additive_masks():
     q = empty(2, 4, 1024, 64).requires_grad_()
     mask = torch.empty(2, 1, 1024, 1024, dtype=torch.bool, device="meta")
     plain = estimate(lambda: F.scaled_dot_product_attention(q, q, q))
