@@ -94,8 +94,8 @@ def test_a_model_and_a_batch(file, capsys):
     assert owners["batch"] == 512 * 64 * 2
 
 
-def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
-    """torch.Tensor(size) does not ask for the meta device."""
+def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
+    """torch.Tensor(size) ignores the meta device."""
     alone, partly = (
         answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
     )
@@ -109,8 +109,8 @@ def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
         ("empty", "device=torch.device"),
     ],
 )
-def test_an_error_of_the_model_is_one_line_in_its_own_words(function, said, file):
-    """In a process of its own, whose logs are seen."""
+def test_an_error_of_the_model_is_one_line_with_its_message(function, said, file):
+    """Run the command in a separate process to read its logs."""
     command = [sys.executable, "-m", "storage_ops", "will-it-fit", "--model", f"{file}:{function}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
@@ -132,7 +132,7 @@ def test_fit_takes_the_loss(file, capsys):
 
 @pytest.mark.parametrize("size", ["batch", "seq"])
 def test_find_calls_the_function_for_each_size(size, file, capsys):
-    """Its loss has labels of the same size."""
+    """The loss has labels of the same size."""
     command = ["fit", "--model", f"{file}:sized", "--budget", "66MiB"]
     facts = answer([*command, "--find", size], capsys)
     assert facts["found"] >= facts["kept"]["size"] > 1
@@ -185,7 +185,7 @@ def test_find_needs_an_argument_of_that_name(file, capsys):
 
 
 @pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])
-def test_one_of_both_is_given(which, capsys):
+def test_exactly_one_model_option_is_required(which, capsys):
     with pytest.raises(SystemExit):
         main(["will-it-fit", *which])
     assert "--hf-config" in capsys.readouterr().err

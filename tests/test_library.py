@@ -1,4 +1,4 @@
-"""Which libraries are chosen, and what happens when they are missing."""
+"""The choice of libraries, and the behavior without them."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_select(torch, cuda, loaded, reasons):
         assert reason in plan.skipped[name]
 
 
-def test_select_names_what_is_missing():
+def test_select_names_missing_libraries():
     plan = select("2.14.0+cu130", "13.0", [ALIAS])
     of_minor = {f"libstorage_ops_{kind}_2_14.so" for kind in ("binding", "saved")}
     assert set(plan.missing) == {CPU, CU13, *of_minor}
@@ -103,7 +103,7 @@ def test_everything_works_without_native_libraries():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["binding", "alias", "cpu", "saved"])
-def test_a_library_that_does_not_load_is_reported_and_survived(broken, tmp_path):
+def test_a_library_that_does_not_load_is_reported_but_no_error(broken, tmp_path):
     code = """
 import pathlib, shutil
 from storage_ops import _library
@@ -113,7 +113,7 @@ from storage_ops import _library
     for name in names:
         content = b"not a library" if name in victims else (_library.FOLDER / name).read_bytes()
         (tmp_path / name).write_bytes(content)
-    # The package is loaded from a copy whose libraries lie elsewhere.
+    # The package is loaded from a copy with libraries in another folder.
     code = f"""
 import importlib.util, pathlib, sys
 source = {str(_library.__file__)!r}
@@ -124,14 +124,14 @@ module.FOLDER = pathlib.Path({str(tmp_path)!r})
 {USE_EVERYTHING}
 """
     info = json.loads(python(code))
-    in_use = storage_ops.info()["loaded"]  # not those for other versions of torch
+    in_use = storage_ops.info()["loaded"]  # without those for other versions of torch
     assert all("loading failed" in info["skipped"][name] for name in victims if name in in_use)
     left = [path for path in ("binding", "alias") if path != broken]
     able = [path for path in left if any(path in name for name in in_use)]
     assert info["storage_path"] == (able[0] if able else "copy")
 
 
-def test_a_torch_that_does_not_import_is_explained(tmp_path):
+def test_a_failed_import_of_torch_is_explained(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: no such file')")
     paths = os.pathsep.join([str(tmp_path), str(_library.FOLDER.parents[1])])
     result = subprocess.run(

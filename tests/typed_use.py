@@ -187,10 +187,10 @@ def graphs(gm: fx.GraphModule, x: Tensor) -> int:
     assert_type(so.graph.trace_step(mlp, x, scale=2.0)(x), Tensor)
     assert_type(so.graph.regions.mark(halves, (x,)), tuple[Tensor, Tensor])
     assert_type(so.autochunk.chunk(gm), fx.GraphModule)
-    found: so.graph.Schedule = so.graph.schedule(so.graph.remat(gm))
+    ordered: so.graph.Schedule = so.graph.schedule(so.graph.remat(gm))
     captured, generators = so.graph.capturable(gm)
     print(step, so.graph.regions, captured, len(generators))
-    return found.peak_bytes
+    return ordered.peak_bytes
 
 
 def memory(model: nn.Module, x: Tensor, path: Path) -> int:
