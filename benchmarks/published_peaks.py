@@ -12,8 +12,8 @@ memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FS
 SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack), and so are
 the fine-tuning steps in `published_finetuning.py`.
 
-`estimate` does not know the GPU, so it does not count the workspaces of cuBLAS in each thread that
-multiplies, mostly two. They are counted here, as in `simulate_step`.
+`estimate` does not know the GPU. So it does not count the workspaces of cuBLAS in each thread that
+multiplies, mostly two. They are added here, as in `simulate_step`.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def one_rank(world: int) -> int:
 
 
 class SantaCoder(nn.Module):
-    """The model of transformers 4.48, whose outputs hold keys and values if `use_cache` is on."""
+    """The model of transformers 4.48, whose outputs include keys and values with `use_cache`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class SantaCoder(nn.Module):
                 module.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        if self.cache is not None:  # not when a checkpoint runs again
+        if self.cache is not None:  # not in a recompute
             self.cache.append(output.detach())
 
     def forward(self, ids: Tensor) -> Tensor:
