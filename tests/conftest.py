@@ -22,7 +22,7 @@ ONE_IN = {"slow": 16, "in_turn": 6}
 # The summary names each test without a mark that takes more processor seconds than this.
 NAMED_ABOVE = 3
 LONG = "{:.1f} processor seconds without the mark in_turn or slow: {}"
-# CI draws the same examples at every run; elsewhere they are new ones each time.
+# CI draws the same examples in every run. Elsewhere, each run draws new ones.
 # No example has a deadline: the first one imports, and other work on the machine slows the rest.
 settings.register_profile("ci", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("anywhere", deadline=None)

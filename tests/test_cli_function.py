@@ -143,17 +143,54 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
 @pytest.mark.parametrize(
     ("function", "options", "said"),
     [
-        ("nothing", [], "has no function nothing: its functions are alone, sized, needs,"),
-        ("number", [], "which returned int. Expected (model, batch) or (model, batch, loss)"),
-        ("without_batch", [], "which returned tuple (Sequential)"),
-        ("text", [], "which returned a batch that is a str. Expected a tensor"),
-        ("no_loss", [], "which returned a loss that is a int. Expected a function"),
-        ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
-        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1}."),
-        ("other", [], "which needs an argument width. Expected a function without arguments"),
-        ("needs", [], "--batch is missing, and"),
-        ("alone", ["--batch", "2"], "--batch is 2, but"),
-        ("alone", ["--batch", "0"], "--batch is 0. Expected 1 or more"),
+        pytest.param(
+            "nothing",
+            [],
+            "has no function nothing: its functions are alone, sized, needs,",
+            id="missing function",
+        ),
+        pytest.param(
+            "number",
+            [],
+            "which returned int. Expected (model, batch) or (model, batch, loss)",
+            id="number",
+        ),
+        pytest.param("without_batch", [], "which returned tuple (Sequential)", id="no batch"),
+        pytest.param(
+            "text",
+            [],
+            "which returned a batch that is a str. Expected a tensor",
+            id="text as batch",
+        ),
+        pytest.param(
+            "no_loss",
+            [],
+            "which returned a loss that is a int. Expected a function",
+            id="number as loss",
+        ),
+        pytest.param(
+            "fails",
+            [],
+            "which raised TypeError: alone() takes 0 positional arguments",
+            id="TypeError",
+        ),
+        pytest.param(
+            "fails",
+            [],
+            f"at line {FILE.splitlines().index('    return alone(1)') + 1}.",
+            id="line of the error",
+        ),
+        pytest.param(
+            "other",
+            [],
+            "which needs an argument width. Expected a function without arguments",
+            id="unknown argument",
+        ),
+        pytest.param("needs", [], "--batch is missing, and", id="missing batch size"),
+        pytest.param("alone", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
+        pytest.param(
+            "alone", ["--batch", "0"], "--batch is 0. Expected 1 or more", id="batch size of 0"
+        ),
     ],
 )
 def test_complaints(function, options, said, file, capsys):

@@ -108,10 +108,16 @@ def test_the_version_equals_that_of_the_project(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arch, archs, runs",
     [
-        ("8.0", "8.0", True), ("8.9", "8.0;9.0", True), ("8.0", "8.6", False),
-        ("9.0", "8.0", False), ("9.0", "8.0+PTX", True), ("12.1", "8.0 12.0", True),
-        ("9.0", "9.0a", True), ("9.1", "9.0a", False), ("10.0", "Ampere", False),
-    ],
+pytest.param("8.0", "8.0", True, id="same"),
+pytest.param("8.9", "8.0;9.0", True, id="same major"),
+pytest.param("8.0", "8.6", False, id="older minor"),
+pytest.param("9.0", "8.0", False, id="older major"),
+pytest.param("9.0", "8.0+PTX", True, id="PTX"),
+pytest.param("12.1", "8.0 12.0", True, id="listed by spaces"),
+pytest.param("9.0", "9.0a", True, id="sm_90a"),
+pytest.param("9.1", "9.0a", False, id="not forward compatible"),
+pytest.param("10.0", "Ampere", False, id="unknown name"),
+],
 )  # fmt: skip
 def test_gpus_that_the_kernels_run_on(arch, archs, runs):
     assert _info.runs_on(arch, archs) == runs

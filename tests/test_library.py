@@ -22,17 +22,67 @@ ALL = [CPU, ALIAS, CU12, CU13, *sorted(FOR_210), *sorted(FOR_213)]
 @pytest.mark.parametrize(
     "torch, cuda, loaded, reasons",
     [
-        ("2.13.0+cpu", None, {CPU, ALIAS, *FOR_213}, {CU13: "no CUDA", B210: "for torch 2.10"}),
-        ("2.13.1", "13.0", {CPU, ALIAS, CU13, *FOR_213}, {CU12: "another CUDA than torch's"}),
-        ("2.10.0+cu128", "12.8", {CPU, CU12, *FOR_210}, {ALIAS: "cannot swap", CU13: "another"}),
-        ("2.11.0+cpu", None, {CPU}, {ALIAS: "cannot swap", B210: "this is 2.11.0"}),
-        ("2.12.0a0+git1234", None, {CPU, ALIAS}, {B213: "built for torch 2.13"}),
-        ("2.13.0a0+git1234", None, {CPU, ALIAS}, dict.fromkeys(FOR_213, "not a release")),
-        ("2.13.0.dev20260701+cu130", "13.0", {CPU, ALIAS, CU13}, {B213: "not a release"}),
-        ("2.15.0+cu132", "13.2", {CPU, ALIAS, CU13}, {B213: "this is 2.15.0+cu132"}),
-        ("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}),
-        ("2.9.1", "12.8", set(), {CPU: "older than 2.10", CU12: "older than 2.10"}),
-        ("unknown", None, set(), {CPU: "older than 2.10"}),
+        pytest.param(
+            "2.13.0+cpu",
+            None,
+            {CPU, ALIAS, *FOR_213},
+            {CU13: "no CUDA", B210: "for torch 2.10"},
+            id="CPU build",
+        ),
+        pytest.param(
+            "2.13.1",
+            "13.0",
+            {CPU, ALIAS, CU13, *FOR_213},
+            {CU12: "another CUDA than torch's"},
+            id="CUDA 13",
+        ),
+        pytest.param(
+            "2.10.0+cu128",
+            "12.8",
+            {CPU, CU12, *FOR_210},
+            {ALIAS: "cannot swap", CU13: "another"},
+            id="CUDA 12",
+        ),
+        pytest.param(
+            "2.11.0+cpu",
+            None,
+            {CPU},
+            {ALIAS: "cannot swap", B210: "this is 2.11.0"},
+            id="CPU build without a binding",
+        ),
+        pytest.param(
+            "2.12.0a0+git1234",
+            None,
+            {CPU, ALIAS},
+            {B213: "built for torch 2.13"},
+            id="prerelease of 2.12",
+        ),
+        pytest.param(
+            "2.13.0a0+git1234",
+            None,
+            {CPU, ALIAS},
+            dict.fromkeys(FOR_213, "not a release"),
+            id="prerelease of 2.13",
+        ),
+        pytest.param(
+            "2.13.0.dev20260701+cu130",
+            "13.0",
+            {CPU, ALIAS, CU13},
+            {B213: "not a release"},
+            id="nightly",
+        ),
+        pytest.param(
+            "2.15.0+cu132",
+            "13.2",
+            {CPU, ALIAS, CU13},
+            {B213: "this is 2.15.0+cu132"},
+            id="unknown minor",
+        ),
+        pytest.param("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}, id="unknown major"),
+        pytest.param(
+            "2.9.1", "12.8", set(), {CPU: "older than 2.10", CU12: "older than 2.10"}, id="too old"
+        ),
+        pytest.param("unknown", None, set(), {CPU: "older than 2.10"}, id="unknown version"),
     ],
 )
 def test_select(torch, cuda, loaded, reasons):

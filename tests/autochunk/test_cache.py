@@ -53,7 +53,7 @@ def test_a_warm_cache(tmp_path):
         (first, second), quiet, loud = messages(tmp_path / name, name)
         assert (
             first == 0 and second <= 1
-        )  # a graph without logged messages is compiled again; its chunk is cached
+        )  # a graph without logged messages is compiled again, with its chunk from the cache
         assert ["not chunked" in line for line in quiet] == [True] * (name == "declined")
         assert len(loud) > len(quiet) + 2
         cached, *again = messages(tmp_path / name, name)

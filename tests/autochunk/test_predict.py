@@ -54,7 +54,7 @@ def masked(x, w, t):
 
 
 ISSUE = [linear_sum, weighed, with_z_loss, per_token, top_entropy, kl_to_reference, masked]
-# Inductor chooses other buffers: up to a third more; stacked_0 6 % on a processor with only AVX2.
+# Inductor chooses other buffers, up to a third more (stacked_0: 6 % on a processor with only AVX2).
 MISSED = {"stacked_0", "stacked_1", "frozen_head"}
 RANGES = [f for f in test_ranges.LOSSES if f.__name__ not in MISSED]
 

@@ -128,56 +128,51 @@ def test_a_composite_op_warns():
 
 
 BAD = [
-    ({"layer_classes": [int]}, TypeError, "<class 'int'>, a type. Expected subclasses of torch.nn"),
-    ({"layer_classes": nn.Linear(1, 1)}, TypeError, "their names, such as 'Linear'"),
-    (
-        {"layer_classes": ["Block", 3]},
-        TypeError,
-        "`layer_classes` contains 3, a int. Expected subc",
+    refused(
+        TypeError, "<class 'int'>, a type. Expected subclasses of torch.nn", layer_classes=[int]
     ),
-    ({"layer_names": 3}, TypeError, "`layer_names` contains 3, a int. Expected names"),
-    ({"layer_names": [Block]}, TypeError, "Expected names; layer_classes takes classes"),
-    (
-        {"layer_names": {"a": 1}},
-        TypeError,
-        "`layer_names` contains {'a': 1}, a dict. Expected names",
+    refused(TypeError, "their names, such as 'Linear'", layer_classes=nn.Linear(1, 1)),
+    refused(
+        TypeError, "`layer_classes` contains 3, a int. Expected subc", layer_classes=["Block", 3]
     ),
-    ({"ops_to_save": 3}, TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op"),
-    (
-        {"ops_to_save": [3]},
-        TypeError,
-        "`ops_to_save` contains 3, a int. Expected the name of an op",
+    refused(TypeError, "`layer_names` contains 3, a int. Expected names", layer_names=3),
+    refused(TypeError, "Expected names; layer_classes takes classes", layer_names=[Block]),
+    refused(
+        TypeError, "`layer_names` contains {'a': 1}, a dict. Expected names", layer_names={"a": 1}
     ),
-    ({"ops_to_save": [torch.mm]}, TypeError, "Expected the name of an op"),
-    ({"mm_shapes_to_save": [(3, 4)]}, TypeError, r"`mm_shapes_to_save` contains \(3, 4\)"),
-    ({"use_reentrant": "no"}, TypeError, "`use_reentrant` is 'no'. Expected True or False"),
-    ({"preserve_rng_state": 1}, TypeError, "`preserve_rng_state` is 1"),
-    ({"allow_no_match": None}, TypeError, "`allow_no_match` is None"),
-    ({"every_k": 0}, ValueError, "`every_k` is 0. Expected a whole number of at least 1"),
-    ({"every_k": 2.0}, ValueError, "`every_k` is 2.0"),
-    ({"every_k": True}, ValueError, "`every_k` is True"),
-    ({"mode": "ful"}, ValueError, "`mode` is 'ful'. Expected .*. Did you mean 'full'?"),
-    (
-        {"determinism_check": "on"},
-        ValueError,
-        "`determinism_check` is 'on'. Expected one of default",
+    refused(
+        TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op", ops_to_save=3
     ),
-    ({"policy": "matmul"}, ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?"),
-    ({"policy": ["matmuls", 3]}, TypeError, "`policy` is 3, a int. Expected one of matmuls"),
-    ({"mode": "selective"}, ValueError, "no option says what to save"),
-    ({"mode": "selective", "ops_to_save": []}, ValueError, "no option says what to save"),
-    ({"mode": "full", "policy": "matmuls"}, ValueError, "but policy is given. Set `mode`"),
-    ({"mode": "output_discard", "ops_to_save": ["aten.mm"]}, ValueError, "ops_to_save is given"),
-    (
-        {"use_reentrant": True, "ops_to_save": ["aten.mm"]},
-        ValueError,
-        "`use_reentrant` is True with",
+    refused(
+        TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op", ops_to_save=[3]
     ),
-    ({"use_reentrant": True, "mode": "output_discard"}, ValueError, "`use_reentrant` is True with"),
-    (
-        {"ops_to_save": ["aten.mm.default"], "ops_to_recompute": ["aten.mm"]},
+    refused(TypeError, "Expected the name of an op", ops_to_save=[torch.mm]),
+    refused(TypeError, r"`mm_shapes_to_save` contains \(3, 4\)", mm_shapes_to_save=[(3, 4)]),
+    refused(TypeError, "`use_reentrant` is 'no'. Expected True or False", use_reentrant="no"),
+    refused(TypeError, "`preserve_rng_state` is 1", preserve_rng_state=1),
+    refused(TypeError, "`allow_no_match` is None", allow_no_match=None),
+    refused(ValueError, "`every_k` is 0. Expected a whole number of at least 1", every_k=0),
+    refused(ValueError, "`every_k` is 2.0", every_k=2.0),
+    refused(ValueError, "`every_k` is True", every_k=True),
+    refused(ValueError, "`mode` is 'ful'. Expected .*. Did you mean 'full'?", mode="ful"),
+    refused(
+        ValueError, "`determinism_check` is 'on'. Expected one of default", determinism_check="on"
+    ),
+    refused(ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?", policy="matmul"),
+    refused(TypeError, "`policy` is 3, a int. Expected one of matmuls", policy=["matmuls", 3]),
+    refused(ValueError, "no option says what to save", mode="selective"),
+    refused(ValueError, "no option says what to save", mode="selective", ops_to_save=[]),
+    refused(ValueError, "but policy is given. Set `mode`", mode="full", policy="matmuls"),
+    refused(ValueError, "ops_to_save is given", mode="output_discard", ops_to_save=["aten.mm"]),
+    refused(
+        ValueError, "`use_reentrant` is True with", use_reentrant=True, ops_to_save=["aten.mm"]
+    ),
+    refused(ValueError, "`use_reentrant` is True with", use_reentrant=True, mode="output_discard"),
+    refused(
         ValueError,
         "`ops_to_recompute` has every op of `ops_to_save`",
+        ops_to_save=["aten.mm.default"],
+        ops_to_recompute=["aten.mm"],
     ),
 ]
 
@@ -280,11 +275,11 @@ def test_unknown_keys_name_the_nearest(key, near):
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("[1, 2]", TypeError, "Expected a mapping"),
-        ("3", TypeError, "The config is 3"),
-        ("{", ValueError, None),
-        ("nowhere.json", FileNotFoundError, None),
-        (Path("nowhere"), FileNotFoundError, None),
+        pytest.param("[1, 2]", TypeError, "Expected a mapping", id="list"),
+        pytest.param("3", TypeError, "The config is 3", id="number"),
+        pytest.param("{", ValueError, None, id="unclosed brace"),
+        pytest.param("nowhere.json", FileNotFoundError, None, id="missing file"),
+        pytest.param(Path("nowhere"), FileNotFoundError, None, id="missing path"),
     ],
 )
 def test_invalid_sources_of_a_config_are_errors(source, error, message):
@@ -349,9 +344,24 @@ def test_one_of_several_names_without_a_match_warns():
 @pytest.mark.parametrize(
     ("model", "cfg", "message"),
     [
-        (3, Config(["Block"]), "`model` is 3, a int. Expected a torch.nn.Module"),
-        (nn.Linear(2, 2), 3, "`cfg` is 3. Expected an ActivationCheckpointConfig"),
-        (torch.jit.script(nn.Linear(2, 2)), Config(layer_names=[""]), "is a ScriptModule"),
+        pytest.param(
+            3,
+            Config(["Block"]),
+            "`model` is 3, a int. Expected a torch.nn.Module",
+            id="number as model",
+        ),
+        pytest.param(
+            nn.Linear(2, 2),
+            3,
+            "`cfg` is 3. Expected an ActivationCheckpointConfig",
+            id="number as config",
+        ),
+        pytest.param(
+            torch.jit.script(nn.Linear(2, 2)),
+            Config(layer_names=[""]),
+            "is a ScriptModule",
+            id="ScriptModule",
+        ),
     ],
 )
 def test_wrong_types_of_model_and_config_are_errors(model, cfg, message):

@@ -193,7 +193,7 @@ def test_disabled_checkpoints_are_plain_calls(mode):
     h.sum().backward()
     assert calls == [1, 2]
     y = module(x)
-    with so.disable_checkpointing():  # what was checkpointed is recomputed, inside and out
+    with so.disable_checkpointing():  # both the inner and the outer checkpoint recompute
         y.sum().backward()
     assert calls == [1, 2, 1, 1]
 

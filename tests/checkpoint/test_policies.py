@@ -96,7 +96,7 @@ def test_every_kth_counts_within_a_region():
         y = region(layer, policy)(x).sum()
         with Ops() as ops:
             y.backward()
-        # Of five products the first and fourth are saved; the backward has ten of its own.
+        # Of five products, the first and fourth are saved. The backward itself has ten.
         assert ops.count["mm"] == 10 + 3
 
 

@@ -47,7 +47,14 @@ def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
 
 
 @each_device
-@pytest.mark.parametrize("tokens, hidden, vocab", [(512, 256, 5003), (1, 8, 2), (33, 64, 50257)])
+@pytest.mark.parametrize(
+    "tokens, hidden, vocab",
+    [
+        pytest.param(512, 256, 5003, id="odd vocabulary"),
+        pytest.param(1, 8, 2, id="one token"),
+        pytest.param(33, 64, 50257, id="odd tokens"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
     x, w, target, _ = problem(tokens, hidden, vocab, dtype, bias=False, ignored=0.0)

@@ -183,7 +183,7 @@ def test_the_logits_are_never_allocated(device):
     target = torch.randint(vocab, (tokens,), device=device)
     so.linear_cross_entropy(x[:8], w, target[:8]).backward()
     x.grad = w.grad = None
-    budget = tokens * vocab  # a quarter of the logits; a GPU's default is all of them
+    budget = tokens * vocab  # a quarter of the logits, while a GPU's default is all of them
     with requested(device) as m:
         so.linear_cross_entropy(x, w, target, memory_budget=budget).backward()
     assert m.peak_bytes < tokens * vocab * 4 / 3

@@ -80,7 +80,7 @@ def bias_gradient(dz, out):
 
 
 class Products:
-    """Stands for `torch` in products. As on a GPU, 16-bit products take no memory of torch."""
+    """Replaces `torch` in products. As on a GPU, 16-bit products use no memory of torch."""
 
     def __getattr__(self, name):
         return getattr(torch, name)

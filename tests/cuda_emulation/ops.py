@@ -10,7 +10,7 @@ import torch
 from . import build
 from .memory import call_fenced
 
-# "thread" or "address" if Python runs under this sanitizer; see `make sanitize`.
+# "thread" or "address" if Python runs under this sanitizer, as in `make sanitize`.
 SANITIZER = os.environ.get("STORAGE_OPS_EMULATION_SANITIZER", "")
 
 

@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
 
 def over_a_sequence(rank):
-    """Context parallelism by gathered keys and values is traced; torch's ring is refused."""
+    """Context parallelism by gathered keys and values is traced. Torch's ring is refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 

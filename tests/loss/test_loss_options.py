@@ -146,8 +146,10 @@ def test_rescaled_sums_in_the_dtype_of_a_frozen_weight(dtype):
 
 @pytest.mark.parametrize(
     "key, dtype, tolerance",
-    [("token-chunked 12 64 0 1 1", torch.bfloat16, 0.05),
-     ("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2)],
+    [
+pytest.param("token-chunked 12 64 0 1 1", torch.bfloat16, 0.05, id="tokens in bf16"),
+pytest.param("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2, id="classes in fp16"),
+],
 )  # fmt: skip
 @pytest.mark.parametrize("hidden", [11, 20])
 @pytest.mark.parametrize("choice", OTHERS, ids=lambda c: f"{c[0]}{c[1]}")

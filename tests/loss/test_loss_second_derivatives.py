@@ -145,7 +145,7 @@ def test_with_accumulate_into():
 
 
 def test_the_graph_does_not_keep_the_input():
-    """Until the backward, a placeholder without memory stands for the input."""
+    """Until the backward, a placeholder without memory replaces the input."""
     leaf, w = torch.randn(64, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
     hidden = leaf * 1.0
     storage = hidden.untyped_storage()

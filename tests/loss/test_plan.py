@@ -27,15 +27,33 @@ BOTH, INPUT, WEIGHT, NONE = ("input", "weight"), ("input",), ("weight",), ()
 @pytest.mark.parametrize(
     "options, mode, chunks, slices",
     [
-        ({"memory_budget": "400MiB"}, "token-chunked 3.42-GEMM", 1, 7),
-        ({"memory_budget": "3GiB"}, "token-chunked 3-GEMM", 1, 1),
-        ({"memory_budget": "600MiB", "grads": INPUT}, "frozen-weight token-chunked 2-GEMM", 4, 1),
-        ({"memory_budget": "3GiB", "grads": WEIGHT}, "frozen-input token-chunked 2-GEMM", 1, 1),
-        ({"grads": NONE}, "no-grad 1-GEMM", 2, 1),
-        ({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2),
-        ({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2),
-        ({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1),
-        ({"accumulate_dtype": "bf16", "memory_budget": "600MiB"}, "token-chunked 3-GEMM", 4, 1),
+        pytest.param({"memory_budget": "400MiB"}, "token-chunked 3.42-GEMM", 1, 7, id="400 MiB"),
+        pytest.param({"memory_budget": "3GiB"}, "token-chunked 3-GEMM", 1, 1, id="3 GiB"),
+        pytest.param(
+            {"memory_budget": "600MiB", "grads": INPUT},
+            "frozen-weight token-chunked 2-GEMM",
+            4,
+            1,
+            id="frozen weight",
+        ),
+        pytest.param(
+            {"memory_budget": "3GiB", "grads": WEIGHT},
+            "frozen-input token-chunked 2-GEMM",
+            1,
+            1,
+            id="frozen input",
+        ),
+        pytest.param({"grads": NONE}, "no-grad 1-GEMM", 2, 1, id="no gradients"),
+        pytest.param({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2, id="no reduction"),
+        pytest.param({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2, id="fp16"),
+        pytest.param({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1, id="fp32"),
+        pytest.param(
+            {"accumulate_dtype": "bf16", "memory_budget": "600MiB"},
+            "token-chunked 3-GEMM",
+            4,
+            1,
+            id="bf16 sums",
+        ),
     ],
 )
 def test_choices_for_a_large_head_on_an_h200(options, mode, chunks, slices):

@@ -329,7 +329,7 @@ def check_argmax(problem, expected):
     if problem.case.columns == 0 or not problem.case.argmax:
         return
     z = expected.z.detach()
-    best = z.argmax(1)  # the first of equal logits; the first nan if there is one
+    best = z.argmax(1)  # the first of equal logits, or the first nan
     values = z.gather(1, problem.argmax.clamp_min(0).unsqueeze(1)).squeeze(1)
     right = problem.argmax == best
     top = z.gather(1, best.unsqueeze(1)).squeeze(1)

@@ -25,7 +25,7 @@ WRITTEN, SUMS = -2, -3  # in the weight's buffer: its own gradient, and sums of 
 
 
 class Memory:
-    """The tile buffer and the weight gradient's buffer, which hold the numbers of logits."""
+    """The tile buffer and the weight gradient's buffer, which store the numbers of logits."""
 
     def __init__(self, s):
         self.s, p = s, s.problem
@@ -124,7 +124,7 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
 @settings(max_examples=300)
 @given(schedules())
 @example(whole(20, 25, 400))  # all logits are stored in the weight gradient
-@example(whole(20, 25, 400, item=2))  # the rows of the first classes also hold sums
+@example(whole(20, 25, 400, item=2))  # the rows of the first classes also store sums
 @example(whole(30, 18, 390))  # the logits of some rows are stored
 @example(whole(30, 18, 390, item=2))
 @example(whole(30, 2, 390, item=2, columns=70))  # the weight gradient has no room

@@ -33,7 +33,10 @@ def call(name, x, w, tensors, target):
         arguments = (x, w, tensors["ref"], tensors["ref_w"], target)
     elif name in ("grpo", "dapo", "dr_grpo", "gspo"):
         arguments, options = (*arguments, tensors["a"].float()), options | reference | sampled
-        options |= {"clip_low": 1.0, "clip_high": 1e3}  # rounding does not decide what is clipped
+        options |= {
+            "clip_low": 1.0,
+            "clip_high": 1e3,
+        }  # rounding does not decide whether a value is clipped
     return getattr(losses, name)(*arguments, **options)
 
 

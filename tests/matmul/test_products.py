@@ -172,7 +172,9 @@ def test_a_matrix_with_other_strides():
     torch.testing.assert_close(out, left.float() @ right.float())
 
 
-@pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    "m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)], ids=["m", "n", "k", "all"]
+)
 def test_nothing_to_multiply(m, n, k):
     for add in (False, True):
         out, memory = torch.full((m, n), 5.0), torch.empty(scratch.packed_slots(m, n, k, 2))

@@ -26,26 +26,29 @@ def empty(*size, dtype=torch.bfloat16, last=False):
 
 
 # Image, weight, stride, dtype, channels last, and MiB of the forward and of the weight's gradient.
-CONVOLUTIONS = [
-    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, False, 128.07, 129.90),
-    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, True, 0.0, 1.83),
-    ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.float32, False, 256.14, 258.11),
-    ((8, 128, 128, 128), (128, 128, 3, 3), 1, torch.float16, False, 64.28, 71.59),
-    ((8, 320, 64, 64), (320, 320, 3, 3), 1, torch.bfloat16, False, 41.76, 45.51),
-    ((2, 640, 32, 32), (640, 640, 3, 3), 1, torch.bfloat16, False, 12.03, 12.03),
-    ((8, 64, 128, 128), (128, 64, 3, 3), 2, torch.bfloat16, False, 23.89, 27.55),
-    ((8, 100, 64, 64), (100, 100, 3, 3), 1, torch.bfloat16, True, 13.19, 18.76),
-    ((16, 3, 512, 512), (64, 3, 3, 3), 1, torch.bfloat16, True, 64.01, 68.54),
-    ((8, 3, 256, 256), (1024, 3, 16, 16), 16, torch.bfloat16, False, 16.0, 16.0),
-    ((8, 256, 56, 56), (64, 256, 1, 1), 1, torch.bfloat16, False, 0.0, 0.50),
-    ((8, 96, 56, 56), (96, 1, 7, 7), 1, torch.bfloat16, False, 0.0, 0.0),
-    ((8, 256, 56, 56), (256, 8, 3, 3), 1, torch.float32, False, 49.07, 50.20),
-]
+CONVOLUTIONS = {
+    "3x3 bf16": ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, False, 128.07, 129.90),
+    "3x3 channels last": ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.bfloat16, True, 0.0, 1.83),
+    "3x3 fp32": ((8, 64, 256, 256), (64, 64, 3, 3), 1, torch.float32, False, 256.14, 258.11),
+    "3x3 fp16": ((8, 128, 128, 128), (128, 128, 3, 3), 1, torch.float16, False, 64.28, 71.59),
+    "320 channels": ((8, 320, 64, 64), (320, 320, 3, 3), 1, torch.bfloat16, False, 41.76, 45.51),
+    "640 channels": ((2, 640, 32, 32), (640, 640, 3, 3), 1, torch.bfloat16, False, 12.03, 12.03),
+    "stride 2": ((8, 64, 128, 128), (128, 64, 3, 3), 2, torch.bfloat16, False, 23.89, 27.55),
+    "100 channels": ((8, 100, 64, 64), (100, 100, 3, 3), 1, torch.bfloat16, True, 13.19, 18.76),
+    "3 channels": ((16, 3, 512, 512), (64, 3, 3, 3), 1, torch.bfloat16, True, 64.01, 68.54),
+    "patches": ((8, 3, 256, 256), (1024, 3, 16, 16), 16, torch.bfloat16, False, 16.0, 16.0),
+    "1x1": ((8, 256, 56, 56), (64, 256, 1, 1), 1, torch.bfloat16, False, 0.0, 0.50),
+    "depthwise": ((8, 96, 56, 56), (96, 1, 7, 7), 1, torch.bfloat16, False, 0.0, 0.0),
+    "grouped fp32": ((8, 256, 56, 56), (256, 8, 3, 3), 1, torch.float32, False, 49.07, 50.20),
+}
 PARTIAL = 8.0  # tolerance in MiB for the partial sums of a weight's gradient
 
 
-@pytest.mark.parametrize(("image", "weight", "stride", "dtype", "last", "forward", "sums"),
-                         CONVOLUTIONS)  # fmt: skip
+@pytest.mark.parametrize(
+    ("image", "weight", "stride", "dtype", "last", "forward", "sums"),
+    CONVOLUTIONS.values(),
+    ids=CONVOLUTIONS,
+)
 def test_convolutions(image, weight, stride, dtype, last, forward, sums):
     x, w = empty(*image, dtype=dtype, last=last), empty(*weight, dtype=dtype, last=last)
     groups = image[1] // weight[1]
@@ -89,19 +92,27 @@ def test_convolutions_without_cudnn_take_no_scratch_memory():
 
 
 # Shape, summed dimensions, dtype, and MiB of partial sums.
-SUMS = [
-    ((131072, 128), [0], torch.bfloat16, 128.0), ((262144, 128), [0], torch.float32, 132.0),
-    ((524288, 64), [0], torch.bfloat16, 33.0), ((131072, 64), [0], torch.bfloat16, 16.0),
-    ((32768, 320), [0], torch.float32, 80.0), ((2048, 640), [0], torch.bfloat16, 10.0),
-    ((512, 1280), [0], torch.bfloat16, 0.0), ((16384, 2048), [0], torch.bfloat16, 132.0),
-    ((32768, 65), [0], torch.bfloat16, 1.02), ((8, 784, 512), [0, 1], torch.bfloat16, 24.5),
-    ((1568, 768), [0], torch.float32, 9.38), ((8192, 6144), [0], torch.bfloat16, 132.0),
-    ((221184, 32), [0], torch.bfloat16, 3.38), ((8192, 4096), [1], torch.bfloat16, 0.0),
-    ((4, 4096), [0], torch.bfloat16, 0.0), ((0, 64), [0], torch.bfloat16, 0.0),
-]  # fmt: skip
+SUMS = {
+    "128 columns": ((131072, 128), [0], torch.bfloat16, 128.0),
+    "128 columns fp32": ((262144, 128), [0], torch.float32, 132.0),
+    "64 columns": ((524288, 64), [0], torch.bfloat16, 33.0),
+    "few of 64 columns": ((131072, 64), [0], torch.bfloat16, 16.0),
+    "320 columns fp32": ((32768, 320), [0], torch.float32, 80.0),
+    "640 columns": ((2048, 640), [0], torch.bfloat16, 10.0),
+    "few rows": ((512, 1280), [0], torch.bfloat16, 0.0),
+    "2048 columns": ((16384, 2048), [0], torch.bfloat16, 132.0),
+    "65 columns": ((32768, 65), [0], torch.bfloat16, 1.02),
+    "two dims": ((8, 784, 512), [0, 1], torch.bfloat16, 24.5),
+    "768 columns fp32": ((1568, 768), [0], torch.float32, 9.38),
+    "6144 columns": ((8192, 6144), [0], torch.bfloat16, 132.0),
+    "32 columns": ((221184, 32), [0], torch.bfloat16, 3.38),
+    "over columns": ((8192, 4096), [1], torch.bfloat16, 0.0),
+    "four rows": ((4, 4096), [0], torch.bfloat16, 0.0),
+    "no rows": ((0, 64), [0], torch.bfloat16, 0.0),
+}
 
 
-@pytest.mark.parametrize(("size", "dims", "dtype", "expected"), SUMS)
+@pytest.mark.parametrize(("size", "dims", "dtype", "expected"), SUMS.values(), ids=SUMS)
 def test_sums_over_rows(size, dims, dtype, expected):
     t = empty(*size, dtype=dtype)
     assert scratch(lambda: t.sum(dims)) == pytest.approx(expected, abs=ROUNDING if expected else 0)
@@ -152,16 +163,23 @@ def efficient(q, k, lse, grad):
 
 
 # Kernel, shape of queries, heads and tokens of keys, and MiB.
-ATTENTION = [
-    (flash, (8, 16, 257, 64), 16, 257, 12.19), (cudnn, (8, 16, 257, 64), 16, 257, 8.16),
-    (efficient, (8, 16, 257, 64), 16, 257, 10.13), (cudnn, (4, 16, 2048, 128), 16, 2048, 64.5),
-    (flash, (2, 8, 1000, 128), 2, 1000, 15.88), (cudnn, (2, 8, 1000, 128), 2, 1000, 15.69),
-    (cudnn, (2, 10, 4096, 64), 10, 77, 20.31), (flash, (2, 8, 4096, 40), 8, 4096, 16.25),
-    (efficient, (2, 8, 1024, 80), 8, 1024, 8.06), (efficient, (16, 16, 1025, 128), 16, 1025, 145.1),
-]  # fmt: skip
+ATTENTION = {
+    "flash": (flash, (8, 16, 257, 64), 16, 257, 12.19),
+    "cuDNN": (cudnn, (8, 16, 257, 64), 16, 257, 8.16),
+    "efficient": (efficient, (8, 16, 257, 64), 16, 257, 10.13),
+    "cuDNN, long": (cudnn, (4, 16, 2048, 128), 16, 2048, 64.5),
+    "flash, grouped": (flash, (2, 8, 1000, 128), 2, 1000, 15.88),
+    "cuDNN, grouped": (cudnn, (2, 8, 1000, 128), 2, 1000, 15.69),
+    "cuDNN, cross": (cudnn, (2, 10, 4096, 64), 10, 77, 20.31),
+    "flash, size 40": (flash, (2, 8, 4096, 40), 8, 4096, 16.25),
+    "efficient, size 80": (efficient, (2, 8, 1024, 80), 8, 1024, 8.06),
+    "efficient, size 128": (efficient, (16, 16, 1025, 128), 16, 1025, 145.1),
+}
 
 
-@pytest.mark.parametrize(("kernel", "queries", "heads", "tokens", "expected"), ATTENTION)
+@pytest.mark.parametrize(
+    ("kernel", "queries", "heads", "tokens", "expected"), ATTENTION.values(), ids=ATTENTION
+)
 def test_gradients_of_attention(kernel, queries, heads, tokens, expected):
     q, k = empty(*queries), empty(queries[0], heads, tokens, queries[3])
     lse, grad = empty(*queries[:3], dtype=torch.float32), empty(*queries)

@@ -9,7 +9,7 @@ from torch import nn
 
 from storage_ops.memory import estimate
 
-NAMES = {}  # objects that helper functions read; each test fills it
+NAMES = {}  # objects that helper functions read, set by each test
 EVERY_OPTIMIZER = []
 KEPT = {}
 

@@ -12,7 +12,13 @@ mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="wi
 @mkldnn
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride"),
-    [(3, 16, 16), (3, 16, 8), (1, 32, 32), (16, 16, 16), (3, 8, 8)],
+    [
+        pytest.param(3, 16, 16, id="disjoint patches of 16"),
+        pytest.param(3, 16, 8, id="overlapping patches"),
+        pytest.param(1, 32, 32, id="one channel"),
+        pytest.param(16, 16, 16, id="16 channels"),
+        pytest.param(3, 8, 8, id="patches of 8"),
+    ],
 )
 def test_simulated_and_measured_peaks_agree(channels, kernel, stride):
     model, x = nn.Conv2d(channels, 64, kernel, stride), torch.randn(4, channels, 96, 96)

@@ -276,15 +276,30 @@ def test_errors_of_unsupported_ops_name_the_line(fn, does):
 @pytest.mark.parametrize(
     ("assume", "error", "message"),
     [
-        (True, TypeError, "`assume` is True. Expected a share"),
-        ("x", TypeError, "`assume` is 'x'. Expected a share"),
-        (1.5, ValueError, "`assume` is 1.5. Expected a share"),
-        (-1, ValueError, "`assume` is -1. Expected a share"),
-        (float("nan"), ValueError, "`assume` is nan"),
-        ({"topk": 2.0}, ValueError, r"`assume\['topk'\]` is 2.0"),
-        ({"item": "x"}, TypeError, r"`assume\['item'\]` is 'x'. Expected a number"),
-        ({"top_k": 0.5}, ValueError, "`assume` has the key 'top_k'. Expected the name of an op"),
-        ({"gt": 65}, ValueError, "`assume` says 65 elements for gt at .*. Expected at most the 64"),
+        pytest.param(True, TypeError, "`assume` is True. Expected a share", id="bool"),
+        pytest.param("x", TypeError, "`assume` is 'x'. Expected a share", id="text"),
+        pytest.param(1.5, ValueError, "`assume` is 1.5. Expected a share", id="above 1"),
+        pytest.param(-1, ValueError, "`assume` is -1. Expected a share", id="negative"),
+        pytest.param(float("nan"), ValueError, "`assume` is nan", id="nan"),
+        pytest.param({"topk": 2.0}, ValueError, r"`assume\['topk'\]` is 2.0", id="share above 1"),
+        pytest.param(
+            {"item": "x"},
+            TypeError,
+            r"`assume\['item'\]` is 'x'. Expected a number",
+            id="text for item",
+        ),
+        pytest.param(
+            {"top_k": 0.5},
+            ValueError,
+            "`assume` has the key 'top_k'. Expected the name of an op",
+            id="unknown op",
+        ),
+        pytest.param(
+            {"gt": 65},
+            ValueError,
+            "`assume` says 65 elements for gt at .*. Expected at most the 64",
+            id="more than all elements",
+        ),
     ],
 )
 def test_wrong_assumptions(assume, error, message):

@@ -192,7 +192,7 @@ def test_replaced_memory_counts_once():
 
     def fn():
         t.data = torch.ones(1024)
-        t.data.add_(1)  # writes to the new memory; the old memory is free
+        t.data.add_(1)  # writes to the new memory, and the old memory is free
         return t.data + t
 
     e = estimate(fn)

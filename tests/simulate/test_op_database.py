@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .cpu_peaks import measured_peak, simulated_peak
 
 SAMPLES = 4  # the most samples of an op
-ENOUGH = 1 << 18  # bytes; in smaller peaks, numbers that no row counts matter too much
-LARGEST = 1 << 26  # bytes of an input; the peaks of some ops do not grow with it
-SMALL = 1 << 14  # bytes; a copy of a transposed matrix has a buffer of 60 rows and columns
+ENOUGH = 1 << 18  # bytes, because in smaller peaks, uncounted numbers matter too much
+LARGEST = 1 << 26  # bytes of an input, because the peaks of some ops do not grow with it
+SMALL = 1 << 14  # bytes, because a copy of a transposed matrix has a buffer of 60 rows and columns
 STEP = 8  # times as many rows, to see how the peak grows with them
 WITHIN = 0.05
 # Ops with samples that deviate by more, with the reason.

@@ -78,7 +78,7 @@ def storages(things):
 
 @torch.no_grad()
 def generated(model, inputs):
-    """Process a prompt and the next token; return the peaks of both and the bytes of the cache."""
+    """Process a prompt and the next token. Return the peaks of both and the bytes of the cache."""
     there = storages([*model.parameters(), *model.buffers(), *inputs.values()])
     options = {"use_cache": True}
     if not hasattr(model, "encoder"):
