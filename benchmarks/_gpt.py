@@ -114,7 +114,7 @@ class Norm(nn.Module):
         self.liger = liger
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width)."""
+        """Normalize x (..., width)."""
         if self.liger:
             from liger_kernel.transformers import functional as liger
 

@@ -40,7 +40,7 @@ class Call:
     """Stages for one question.
 
     Attributes:
-        decides: what to do with the numbers.
+        decides: the decision that needs the numbers.
         paths: the code whose change makes the results stale, besides the benchmarks of the stages.
     """
 
@@ -62,7 +62,7 @@ CHUNKER = ("storage_ops/autochunk", "storage_ops/graph", *LOSS)
 CHECKPOINTS = ("storage_ops/checkpoint", "storage_ops/storage")
 PLANS = ("storage_ops/fitting", "storage_ops/simulate", *CHECKPOINTS)
 WAYS = ("plain", "compile", "compile+linear_cross_entropy", "compile+all", "autochunk")
-FILE = "FILE"  # stands for the file of --real-logits
+FILE = "FILE"  # placeholder for the file of --real-logits
 REAL = ("--real-logits", FILE, "--parts", "selected", "dpo")
 SANITIZED = ("tests/cuda/test_row_kernel.py", "tests/cuda/test_divergence_rows.py",
              "-k", "(plain or all) and not 50257 and not 128256")  # fmt: skip

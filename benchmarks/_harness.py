@@ -209,7 +209,7 @@ def milliseconds(runs: Runs) -> float:
 
 
 def peak(run: Case, device: str = "cpu") -> float:
-    """Return the peak MiB of a run above what was allocated before it."""
+    """Return the peak MiB of a run above the memory allocated before it."""
     if device == "cpu":
         with storage_ops.memory.measure() as m:
             run()
@@ -322,7 +322,7 @@ def real_logits(
     Args:
         path: an .npz file with `weight` (vocab, D) and its `scale` (vocab,), `hidden` (tokens, D)
             and `target` (tokens,).
-        hidden: at least D; 0 for D.
+        hidden: at least D, or 0 for D.
         device: of the results.
         dtype: of input and weight.
         quick: return only a few tokens and classes.

@@ -18,7 +18,7 @@ from benchmarks.report import markdown
 from benchmarks.report.rows import head
 
 ROOT = Path(__file__).parents[1]
-INTERRUPTED = 130  # what a shell says of a process that was
+INTERRUPTED = 130  # exit status of an interrupted process in a shell
 
 
 @dataclass(frozen=True)

@@ -126,13 +126,13 @@ def steps(x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object
         losses["storage_ops, sums in bf16"] = ours(**narrow), x
         losses["storage_ops, sharded, sums in bf16"] = ours(**narrow, **scattered), part
 
-    def step(loss: Callable[..., Tensor], given: Tensor) -> Callable[[], object]:
+    def step(loss: Callable[..., Tensor], tokens: Tensor) -> Callable[[], object]:
         def run() -> object:
-            given.grad = w.grad = None
-            result = loss(given, w, target)
+            tokens.grad = w.grad = None
+            result = loss(tokens, w, target)
             if result.dim() == 0:
                 result.backward()  # type: ignore[no-untyped-call]
-            return given.grad, w.grad
+            return tokens.grad, w.grad
 
         return run
 

@@ -49,7 +49,7 @@ COPY = "discard, copy"
 PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
 CPU_SIZE = {"d_model": 256, "d_ff": 1024, "batch": 2, "tokens": 256}
 ROUNDS_OF_A_REGION, CALLS_OF_A_REGION = 21, 100
-HOST = "host_overhead"  # of `--only`: what regions cost the host
+HOST = "host_overhead"  # of `--only`: the host time of regions
 
 
 def path_of(way: str) -> contextlib.AbstractContextManager[None]:

@@ -86,7 +86,7 @@ class Stack(nn.Module):
 
 
 def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) -> dict[str, Stack]:
-    """Return stacks that are checkpointed in each way, by name. All have the same parameters."""
+    """Return by name a stack for each kind of checkpoint. All have the same parameters."""
 
     def stack(way: Callable[..., Tensor] | None = None, discard: Discard | None = None) -> Stack:
         torch.manual_seed(0)

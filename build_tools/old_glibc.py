@@ -21,7 +21,7 @@ POLICY = "manylinux_2_28"
 SYMBOL = re.compile(
     r"\s+\d+: \w+\s+(\w+) (\w+)\s+(GLOBAL|WEAK|UNIQUE)\s+\w+\s+(?!UND)\w+ ([^\s@]+)@+(\S+)"
 )
-PARTS = {"pthread": 0, "dl": 2, "rt": 1}  # of libc by now, libraries of their own in the policy's
+PARTS = {"pthread": 0, "dl": 2, "rt": 1}  # now in libc, separate libraries in the policy
 LOADER = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}[MACHINE]
 # The header of libstdc++ reads this variable of glibc 2.32. False means that there may be threads.
 COMPAT = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;'

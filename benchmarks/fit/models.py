@@ -161,7 +161,7 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
 
 
 def _above(step: Step, device: torch.device) -> int:
-    """Return the peak bytes of a step above what was allocated before it."""
+    """Return the peak bytes of a step above the memory allocated before it."""
     if device.type == "cpu":
         with storage_ops.memory.measure() as m:
             step()

@@ -45,7 +45,7 @@ from storage_ops.memory import Measurement, Sample
 
 NONE, FULL, SELECTIVE = "none", "torch full checkpoint", "torch selective, torchtitan's rules"
 # Bytes of a budget above a measured peak. A simulated peak differs from it by some bytes, on a GPU
-# by what the allocator rounds sizes up.
+# by the allocator's rounding of sizes.
 SLACK = {"cpu": 1 << 10, "cuda": 1 << 20}
 BETWEEN = (0.2, 0.4, 0.6, 0.8)  # from 0, the peak of full checkpoints, to 1, that of none
 Facts = dict[str, Any]
@@ -93,7 +93,7 @@ def selective_contexts() -> Any:
 
 
 def checkpointed(layers: list[nn.Module], selective: bool) -> None:
-    """Let torch checkpoint these layers."""
+    """Checkpoint these layers with torch."""
     options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
     for layer in layers:
         forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
@@ -302,7 +302,7 @@ def alone(model: nn.Module, batch: Any, loss: Any) -> tuple[float, int]:
 
 
 def workspaces() -> int:
-    """Free what cuBLAS has allocated for a case, and return how many bytes it was."""
+    """Free the workspaces of cuBLAS for a case, and return their bytes."""
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated()
