@@ -33,11 +33,11 @@ from storage_ops.memory import Measurement
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-REPORT = Path("bench-report")  # where results go that are not kept
+REPORT = Path("bench-report")  # folder of results that are not stored
 MIB = 1 << 20
 Case = Callable[[], object]
 Runs = list[tuple[float, float]]  # results of Clock, of which the second is compared
-POINTS = 400  # of a curve of memory that is kept
+POINTS = 400  # maximum in a stored memory curve
 WARM_RUNS = {"cpu": 1, "cuda": 3}
 HEAD_START = 20_000_000  # cycles that a GPU waits for the host: about 10 ms
 PEER_PACKAGES = ("triton", "liger-kernel", "liger-cute-kernels", "cut-cross-entropy",
@@ -224,7 +224,7 @@ def peak(run: Case, device: str = "cpu") -> float:
 
 
 def curve(m: Measurement) -> list[list[float]]:
-    """Return seconds and MiB of the highest and the last point in each stretch of the timeline."""
+    """Return seconds and MiB of the highest and the last point in each interval of the timeline."""
     samples = m.timeline
     length = -(-len(samples) // (POINTS // 2))
     kept = []

@@ -62,7 +62,7 @@ SOFTCAPS = {"R5": 30.0}
 SHARES = (2, 4, 8, 16, 64)
 FLOOR = "floor (three products)"
 REAL = "real "  # shapes of --real-logits, before the hidden size
-SLOW = 1.25  # --all-plans omits plans with a predicted time above the chosen one's times this
+SLOW = 1.25  # times the predicted time of the chosen plan; --all-plans omits slower plans
 VARIANTS = ("mean", "none", "half ignored")
 
 

@@ -43,7 +43,7 @@ NARROW = "-narrow"  # suffix of pictures that the site shows on a phone
 
 
 class Page(NamedTuple):
-    """Colours of a picture for a light or a dark page."""
+    """Colors of a picture for a light or a dark page."""
 
     paper: str
     ink: str

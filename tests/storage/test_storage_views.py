@@ -10,7 +10,7 @@ import storage_ops as so
 
 
 def assert_unreadable(path, t):
-    """A read raises, by torch's guard if there is one, otherwise by the debug mode."""
+    """Assert that a read raises, by torch's guard or else by the debug mode."""
     guarded = path == "binding" and so.info()["guard"]
     check = contextlib.nullcontext() if guarded else so.check_discarded()
     with check, pytest.raises(RuntimeError, match="discarded"):
