@@ -12,17 +12,17 @@ NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* 
 demo: $(READY)  ## train a small GPT with and without storage_ops
 	$(BIN)/python -m storage_ops demo
 
-# In two processes, whose threads share the processors: waiting ones leave them to the others. Each
-# has half of the files, so that what a file's tests share is made once.
+# Two processes share the processors, so waiting threads sleep. Each process runs half of the files,
+# so that shared fixtures are created once.
 PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(READY)  ## run the tests; where CI is set, a share of those that come in hundreds
+test: $(READY)  ## run the tests; with CI set, a part of those with hundreds of cases
 	$(PYTEST)
 
-test-all: $(READY)  ## run all tests, as `make test` does where CI is not set
+test-all: $(READY)  ## run all tests, as `make test` does without CI
 	CI= $(PYTEST)
 
-# timm, torchvision, diffusers and torch-geometric are needed for these pages alone.
+# Only these pages need timm, torchvision, diffusers and torch-geometric.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
 	$(PIP) diffusers timm torchvision torch-geometric
 	$(BIN)/python -m benchmarks.measured_programs
@@ -32,13 +32,13 @@ model-types: $(READY)  ## write docs/model-types.md, the answers of will-it-fit,
 	$(BIN)/python -m benchmarks.model_types --json build/model_types.json; code=$$?; \
 	  $(BIN)/python -m benchmarks.report build/model_types.json && exit $$code
 
-# transformers 4 needs an older huggingface_hub, so pip looks for the datasets and tokenizers of that.
+# transformers 4 needs an older huggingface_hub, so pip installs matching datasets and tokenizers.
 test-transformers-4: $(READY)  ## run the tests of models with the last transformers 4, in .venv
 	$(PIP) "transformers>=4.57,<5" "trl>=1.16" datasets tokenizers
 	$(PYTEST) tests/integrations tests/simulate tests/fitting tests/test_cli.py
 
-# Versions that no lock names, in environments of their own. lowest-direct: the oldest version of each
-# dependency in pyproject.toml, the newest of theirs.
+# Unlocked versions in separate environments. lowest-direct installs the oldest version of each
+# dependency in pyproject.toml and the newest of their dependencies.
 test-oldest: RESOLUTION = lowest-direct  ## run the tests with the oldest dependencies
 test-newest: RESOLUTION = highest  ## run the tests with the newest dependencies
 test-oldest test-newest: test-%:
@@ -50,20 +50,21 @@ test-oldest test-newest: test-%:
 	STORAGE_OPS_NO_NATIVE=0 build/$*/bin/pip install --quiet --no-build-isolation --no-deps --editable .
 	OMP_WAIT_POLICY=passive build/$*/bin/python -m pytest -n 2 --dist worksteal
 
-# A second build of the package, beside a copy of the tests, which import what lies beside them. The
-# runtime is preloaded since python lacks it, and libstdc++ since the runtime looks up its functions
-# at the start. Leaks are not looked for: python and torch keep memory until they exit. pytest leaves
-# the file descriptors alone, so that a report is seen. Left out: tests that measure resident memory
-# or time, which the sanitizers increase, and those of compilers, whose code they do not see. A thread
-# that waits for others sleeps: one that spins takes most of the time.
-SANITIZE_NOT = not memory_flat and not microseconds and not compile and not inductor and not make_fx
+# A second build of the package, in one folder with a copy of the tests, which import it from there.
+# Python does not link to the runtime of the sanitizer, so it is preloaded. libstdc++ is preloaded too,
+# because the runtime searches for its functions at the start. Python and torch keep memory until they
+# exit, so there is no check for leaks. pytest does not capture file descriptors, so that reports are
+# visible. The sanitizers increase memory and time, so tests that measure them are left out. They do
+# not check compiled graphs, so tests of compilers are left out too. Waiting threads sleep, because
+# spinning would take most of the time.
+SANITIZE_NOT = not ten_thousand_calls and not microseconds and not compile and not inductor and not make_fx
 SANITIZE_ENV = OMP_WAIT_POLICY=passive LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) \
   $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
   UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=.
 SANITIZE_LOADED = from storage_ops import info; i = info(); \
   assert 'libstorage_ops_cpu.so' in i['loaded'] and i['storage_path'] == 'binding', i
 
-# With the thread sanitizer only what the package does itself is watched, and a race ends the run.
+# The thread sanitizer checks only the package's own code, and a race ends the run.
 THREADS_ENV = LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) OMP_NUM_THREADS=1 PYTHONPATH=. \
   TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"
 SANITIZED = cd build/sanitize-$(1) && $(2) $(abspath $(BIN))/python -c "$(SANITIZE_LOADED)" && \
@@ -83,7 +84,7 @@ sanitize: build/sanitize-address build/sanitize-thread  ## run the tests of the 
 	$(EMULATED_IN_THREADS)
 	$(EMULATED_IN_MEMORY)
 
-# The kernels for a GPU, compiled for the CPU. In a report of threads, each is one of CUDA's.
+# The kernels for a GPU, compiled for the CPU. Threads in a report are CUDA threads.
 EMULATED = $(BIN)/python -m pytest --capture=sys -k "not 50257" \
   tests/cuda_emulation/test_row_kernel.py tests/cuda_emulation/test_scale.py
 EMULATED_IN_THREADS = $(THREADS_ENV) STORAGE_OPS_EMULATION_SANITIZER=thread $(EMULATED)
@@ -102,7 +103,7 @@ lint: $(VENV)/installed  ## ruff, mypy, import-linter, codespell and clang-forma
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
-# A user's file lies outside of the checkout, so the installation must lead a type checker here.
+# A user's file is outside the checkout, so a type checker must find the package by its installation.
 types: $(READY)  ## pyright on a user's file with every public name; mypy is a part of lint
 	$(PYTHON) -m venv build/pyright
 	build/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright==1.40.2
@@ -118,13 +119,13 @@ format: $(VENV)/installed  ## apply ruff and clang-format
 bench: $(READY)  ## measure everything, for hours, into bench-report/
 	$(BIN)/python -m storage_ops bench
 
-results: $(READY)  ## take FROM=files into benchmarks/results; reports, README and docs from all there
+results: $(READY)  ## merge FROM=files into benchmarks/results; write reports, README and docs from all results
 	$(BIN)/python -m benchmarks.report $(FROM)
 
 docs: $(VENV)/installed  ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-wheel: $(VENV)/installed  ## an sdist, and from it one wheel for every CPython here, into dist/
+wheel: $(VENV)/installed  ## build an sdist, and from it one wheel for every CPython here, into dist/
 	$(BIN)/python -m build_tools.wheel all
 
 TORCHES ?=
@@ -133,10 +134,10 @@ test-wheel: $(VENV)/installed  ## test the wheel of `make wheel` under every tor
 	$(BIN)/python -m build_tools.measure_build
 	$(BIN)/python -m build_tools.test_wheel --fallbacks $(TORCHES)
 
-# One lock for every Python and platform. That of the builds is a part of the other.
+# One lock for every Python and platform. The lock of the builds is a part of the other.
 LOCK = cd requirements && ../$(BIN)/uv pip compile --quiet --config-file uv.toml --universal \
   --python-version 3.10 --generate-hashes --no-annotate --no-header --no-emit-package torch
-lock: $(VENV)/installed  ## renew the versions and hashes that `make` and the workflows install
+lock: $(VENV)/installed  ## update the versions and hashes that `make` and the workflows install
 	$(PIP) uv==0.13.9
 	$(LOCK) --upgrade dev.txt -o dev.lock
 	$(LOCK) --constraint dev.lock build.txt -o build.lock
@@ -145,9 +146,9 @@ clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info storage_ops/lib storage_ops/_build_info*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# First what a build needs: it asks torch for headers alone, so compilers work (with `make -j2`) while
-# pip installs the rest. torch itself has no hash; it finds what it needs installed, but for what its
-# CUDA builds add.
+# First install the requirements of a build. It needs only torch's headers, so with `make -j2` it
+# compiles while pip installs the rest. torch has no hash in the lock. Its dependencies are installed
+# before, except those of CUDA builds.
 $(VENV)/torch: requirements/build.lock requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes -r requirements/build.lock

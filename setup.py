@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # setuptools runs this file without its folder on the path
+sys.path.insert(0, str(ROOT))  # setuptools runs this file without its folder in the path
 
 from build_tools import ninja_file, toolchain  # noqa: E402
 from build_tools.toolchain import minor_of, stop  # noqa: E402
@@ -42,7 +42,7 @@ def kernels() -> list[Native]:
     """Return the libraries that use no Python or its stable ABI, which every CPython can load."""
     minors = toolchain.binding_torches()
     if PREBUILT or not minors:
-        return []  # without torch an sdist can be made; a build stops, below
+        return []  # an sdist needs no torch, and a build stops below
     newest, cpu = (
         minors[-1],
         " ".join(
@@ -50,7 +50,7 @@ def kernels() -> list[Native]:
             for name in ("linear_cross_entropy", "divergence", "tile_selection")
         ),
     )
-    if (ROOT / "csrc/products").is_dir():  # or torch's products are used
+    if (ROOT / "csrc/products").is_dir():  # otherwise torch's products are used
         cpu += " csrc/products/products.cpp"
     libs = [Native("lib.libstorage_ops_cpu", cpu, newest, [ninja_file.STABLE], ["torch_cpu"])]
     for minor in minors:
@@ -61,7 +61,7 @@ def kernels() -> list[Native]:
             for name in ("saved_tensors", "saved_results", "state", "walk")
         )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
-        if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # which has no stable ABI
+        if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no stable ABI
             needs = ["torch_python", *needs]
             libs.append(Native(f"lib.libstorage_ops_saved_{end}", saved, minor, [], needs))
     if minor_of(newest) >= ninja_file.ALIAS_TARGET:
@@ -122,7 +122,7 @@ def write_build_info(base: Path, info: dict[str, str]) -> None:
 
 class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        if "libstorage_ops" in fullname:  # holds no Python symbols: no CPython tag
+        if "libstorage_ops" in fullname:  # without Python symbols, so without a CPython tag
             return f"{fullname.replace('.', os.sep)}.so"
         return super().get_ext_filename(fullname)
 

@@ -1,4 +1,4 @@
-"""The blocks that output discarding is measured on, and the ways to run them.
+"""The blocks of the benchmarks of output discarding, and the ways to run them.
 
 Six of them come from OLMo-core's benchmark of its OutputDiscardCheckpoint (allenai/OLMo-core, pull
 request 682), which publishes their peaks. The other three are our own.
@@ -124,7 +124,7 @@ class SwiGLUAct(SwiGLU):
 
 
 class SwiGLUChain(SwiGLUAct):
-    """SwiGLU with every step a region of a chain, so that each is freed when its user is done."""
+    """SwiGLU with each step as a region of a chain, so that each is freed after its use."""
 
     def checkpointed(self, x: Tensor) -> Tensor:
         return SwiGLU.checkpointed(self, x)
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
 
 
 class SwiGLUOneOp(SwiGLU):
-    """SwiGLU with the activation and the product as one function of autograd."""
+    """SwiGLU with the activation and the product as one autograd function."""
 
     def producer(self, x: Tensor) -> Tensor:
         return _Product.apply(self.gate(x), self.up(x))

@@ -30,9 +30,9 @@ def by_hook(make: Make, producer: Any, consumer: Any, x: Tensor) -> Tensor:
 
 
 def peers(device: str) -> dict[str, Make]:
-    """Return the classes that are installed and work on this device.
+    """Return the installed classes that work on this device.
 
-    Name the others as left out.
+    Note the others as skipped.
     """
     return dict(_tried(device))
 
@@ -43,7 +43,7 @@ def _tried(device: str) -> Iterator[tuple[str, Make]]:
             make = getattr(importlib.import_module(module), attribute)
             x = torch.ones(2, 2, device=device, requires_grad=True)
             by_hook(make, torch.sin, lambda h: h @ h, x).sum().backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # a package without its own needs can fail in any way
+        except Exception as error:  # a package without its dependencies can fail in any way
             skip(f"{name} {attribute}", f"not usable here ({type(error).__name__}: {error})")
         else:
             yield name, make

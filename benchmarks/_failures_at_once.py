@@ -1,4 +1,4 @@
-"""A pytest plugin that prints each failure when it happens, so that a stopped run shows it.
+"""A pytest plugin that prints each failure when it happens, also if the run is stopped later.
 
 `python -m pytest -p benchmarks._failures_at_once --no-summary`
 """
@@ -11,7 +11,7 @@ import pytest
 
 
 class FailuresAtOnce:
-    """Prints each failure at once, in the words that pytest prints at its end."""
+    """Prints each failure at once, in the form that pytest prints at its end."""
 
     def __init__(self, terminal: Any) -> None:
         self.terminal = terminal
@@ -37,7 +37,7 @@ class FailuresAtOnce:
         self.terminal.flush()
 
 
-@pytest.hookimpl(trylast=True)  # after the one that makes the reporter; workers of xdist have none
+@pytest.hookimpl(trylast=True)  # after the one that creates the reporter, which xdist workers lack
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugin if there is a terminal."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")

@@ -1,4 +1,4 @@
-"""Decoders like GPT-2 and like Llama, in plain PyTorch or with parts of storage_ops turned on."""
+"""Decoders like GPT-2 and Llama, in plain PyTorch or with parts of storage_ops."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Config:
     """Sizes of a model and of one batch.
 
     Args:
-        kv_heads: heads of keys and values, each of which serves several of queries. None makes the
-            model one like GPT-2: layer norms with biases, learned positions, GELU, as many of these
-            heads as of queries, and an embedding tied to the head. A number makes it one like
-            Llama: RMS norms, rotary positions, SwiGLU, and a head of its own.
+        kv_heads: heads of keys and values, each for several heads of queries. With None, the model
+            is like GPT-2: layer norms with biases, learned positions, GELU, as many of these heads
+            as of queries, and an embedding tied to the head. With a number, it is like Llama: RMS
+            norms, rotary positions, SwiGLU, and a separate head.
     """
 
     layers: int
@@ -50,11 +50,11 @@ SIZES = {
     "llama-1b": Config(16, 2048, 32, 8192, 2048, 8, 128256, kv_heads=8, learning_rate=3e-4),
 }
 
-# What can be turned on, and what it does to the step.
+# Features and their effect on the step.
 FEATURES = {
     "linear_cross_entropy": "the loss without logits",
-    "output_discard": "what is cheap to make again is freed between its making and its users",
-    "selective_checkpoint": "layers keep their QKV products and attention, and repeat the rest",
+    "output_discard": "cheap intermediate results are freed and recomputed in the backward",
+    "selective_checkpoint": "layers save their QKV products and attention, and recompute the rest",
     "traced": "the step as one graph of storage_ops.graph.trace_step",
     "autochunk": "torch.compile with the backend storage_ops",
     "compile": "torch.compile (Inductor)",
@@ -67,7 +67,7 @@ FEATURES = {
 EVERYTHING = ("linear_cross_entropy", "output_discard", "selective_checkpoint")
 COMPILERS = ("traced", "autochunk", "compile", "auto_chunker")
 CHECKPOINTS = ("selective_checkpoint", "full_checkpoint", "checkpoint", "torch_selective")
-# Pairs that ask for the same thing twice.
+# Features that exclude each other.
 _EXCLUSIVE = (COMPILERS, ("linear_cross_entropy", "liger"), CHECKPOINTS)
 
 
@@ -76,21 +76,18 @@ def features_of(case: str) -> Features:
 
     Raises:
         ValueError: a feature is unknown, or two exclude each other.
-
-    Raises:
-        ValueError: an unknown feature, or two that exclude each other.
     """
     names = [] if case == "plain" else case.split("+")
-    found = frozenset(n for name in names for n in (EVERYTHING if name == "all" else (name,)))
-    unknown = sorted(found - set(FEATURES))
+    features = frozenset(n for name in names for n in (EVERYTHING if name == "all" else (name,)))
+    unknown = sorted(features - set(FEATURES))
     if unknown:
         known = ", ".join(("plain", "all", *FEATURES))
         raise ValueError(f"--features names {unknown[0]!r}. Expected {known}, joined by +.")
     for group in _EXCLUSIVE:
-        both = [name for name in group if name in found]
+        both = [name for name in group if name in features]
         if len(both) > 1:
             raise ValueError(f"--features has {'+'.join(both)}. Expected at most one of these.")
-    return found
+    return features
 
 
 def missing(features: Features, device: torch.device) -> str | None:
@@ -117,7 +114,7 @@ class Norm(nn.Module):
         self.liger = liger
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width)."""
+        """Normalize x (..., width)."""
         if self.liger:
             from liger_kernel.transformers import functional as liger
 
@@ -130,7 +127,7 @@ class Norm(nn.Module):
 
 
 class Part(nn.Module):
-    """A producer and a consumer. The tensor between them is freed or kept."""
+    """A producer and a consumer. The tensor between them is freed or saved."""
 
     discard: bool
 
@@ -145,7 +142,7 @@ class Part(nn.Module):
 
 
 class Attention(Part):
-    """Causal attention behind a norm, with rotary positions (Su et al. 2021) in a Llama."""
+    """Causal attention after a norm, with rotary positions (Su et al. 2021) in a Llama."""
 
     def __init__(self, config: Config, features: Features) -> None:
         super().__init__()
@@ -167,7 +164,7 @@ class Attention(Part):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
         qkv = self.join(self.norm, self.qkv, x)
-        # What lies between the attention and its projection is a copy in another order.
+        # Between the attention and its projection is a copy in another order.
         return self.join(lambda y: y.transpose(1, 2).flatten(2), self.projection, self.mix(qkv))
 
     def mix(self, qkv: Tensor) -> Tensor:
@@ -190,7 +187,7 @@ class Attention(Part):
 
 
 class MLP(Part):
-    """The wide part behind a norm: GELU, or SwiGLU (Shazeer 2020) in a Llama."""
+    """The wide part after a norm: GELU, or SwiGLU (Shazeer 2020) in a Llama."""
 
     def __init__(self, config: Config, features: Features) -> None:
         super().__init__()
@@ -218,7 +215,7 @@ class MLP(Part):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the stream."""
+    """Attention and MLP, each with a residual connection."""
 
     def __init__(self, config: Config, features: Features) -> None:
         super().__init__()
@@ -266,7 +263,7 @@ class Decoder(nn.Module):
         elif "selective_checkpoint" not in self.features:
             return
         else:
-            # A region inside of a checkpoint is a plain call, so the two share the block.
+            # A region inside a checkpoint is a plain call, so each has one part of the block.
             layer = "Attention" if "output_discard" in self.features else "Block"
             cfg = {
                 "layer_classes": [layer], "policy": "attention", "mm_shapes_to_save": ["*.qkv"],

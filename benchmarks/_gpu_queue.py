@@ -1,6 +1,6 @@
-"""The queue of calls for a machine with a GPU, and which of them have results.
+"""The queue of calls for a machine with a GPU, and their results.
 
-A call fits into nine minutes, so that a machine that is lent for one command can run it.
+A call fits into nine minutes, so that a machine with a limit of ten per command can run it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stage:
         seconds: its share of the call. It may also use time that earlier stages left.
         part: the benchmark, as `python -m storage_ops bench` names it.
         arguments: arguments of the benchmark.
-        rehearsed: arguments in place of these in a rehearsal on a CPU.
+        rehearsed: arguments for a rehearsal on a CPU.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Call:
-    """Stages that answer one question.
+    """Stages for one question.
 
     Attributes:
-        decides: what to do with the numbers.
+        decides: the decision that needs the numbers.
         paths: the code whose change makes the results stale, besides the benchmarks of the stages.
     """
 
@@ -62,7 +62,7 @@ CHUNKER = ("storage_ops/autochunk", "storage_ops/graph", *LOSS)
 CHECKPOINTS = ("storage_ops/checkpoint", "storage_ops/storage")
 PLANS = ("storage_ops/fitting", "storage_ops/simulate", *CHECKPOINTS)
 WAYS = ("plain", "compile", "compile+linear_cross_entropy", "compile+all", "autochunk")
-FILE = "FILE"  # stands for the file of --real-logits
+FILE = "FILE"  # placeholder for the file of --real-logits
 REAL = ("--real-logits", FILE, "--parts", "selected", "dpo")
 SANITIZED = ("tests/cuda/test_row_kernel.py", "tests/cuda/test_divergence_rows.py",
              "-k", "(plain or all) and not 50257 and not 128256")  # fmt: skip
@@ -75,14 +75,14 @@ def shapes(name: str, seconds: int, part: str, *shapes: str, more: tuple[str, ..
 
 def tests(name: str, seconds: int, *arguments: str, tool: str = "") -> Stage:
     """Return a stage that runs the tests of a GPU, under a tool of compute-sanitizer if named."""
-    given = (*(("--tool", tool) if tool else ()), "--", *arguments)
-    return Stage(name, seconds, "_gpu_tests", given, given)
+    command_line = (*(("--tool", tool) if tool else ()), "--", *arguments)
+    return Stage(name, seconds, "_gpu_tests", command_line, command_line)
 
 
 QUEUE = (
     Call(
         "compiled",
-        "whether each part still pays under torch.compile, and so what the README recommends",
+        "whether each part has a benefit under torch.compile, and so what the README recommends",
         (*CHUNKER, *CHECKPOINTS),
         tuple(
             Stage(size, 240, "train_gpt", ("--size", size, "--cases", *WAYS), ("--cases", *WAYS))
@@ -192,7 +192,7 @@ QUEUE = (
 
 
 def git(*arguments: str) -> str | None:
-    """Return what git prints, or None if it fails or is missing."""
+    """Return the output of git, or None if it fails or is missing."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
@@ -205,11 +205,11 @@ def git(*arguments: str) -> str | None:
 def commits_since(commit: str, paths: list[str]) -> int | None:
     """Return how many commits have changed these paths since one, or None if git cannot say."""
     base = commit.removesuffix("-dirty")
-    found = git("log", "--oneline", f"{base}..HEAD", "--", *paths) if base else None
-    return None if found is None else len(found.splitlines())
+    changes = git("log", "--oneline", f"{base}..HEAD", "--", *paths) if base else None
+    return None if changes is None else len(changes.splitlines())
 
 
-# The code that results depend on, where it is less than the package.
+# The code that results depend on, if it is less than the package.
 CODE = {
     "linear_cross_entropy": LOSS, "linear_cross_entropy_plans": LOSS, "row_kernel": LOSS,
     "gradient_tolerance_logits": LOSS, "gradient_tolerance_training": LOSS,
@@ -230,12 +230,12 @@ def is_stale(result: dict[str, Any]) -> bool:
 
 
 def measured_at(call: Call) -> str | None:
-    """Return the commit of the kept results of a call, the oldest if they have several."""
-    found: list[str] = []
+    """Return the commit of the stored results of a call, the oldest if they have several."""
+    commits: list[str] = []
     for path in sorted(RESULTS.glob("nvidia-*/*.json")):
         commit = json.loads(path.read_text()).get("calls", {}).get(call.name)
-        found += [commit] if commit else []
-    return max(found, key=lambda commit: commits_since(commit, ["."]) or 0, default=None)
+        commits += [commit] if commit else []
+    return max(commits, key=lambda commit: commits_since(commit, ["."]) or 0, default=None)
 
 
 def listed() -> Iterator[str]:

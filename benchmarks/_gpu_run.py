@@ -2,7 +2,7 @@
 
 Libraries in storage_ops/lib must be built before, from the same sources. CONTRIBUTING.md says how.
 A stage that fails or takes too long does not stop the next. In --out, log.txt has all printed text
-and ends with the findings. `make results FROM=OUT/results.json` keeps the numbers. The exit status
+and ends with the results. `make results FROM=OUT/results.json` stores the numbers. The exit status
 is the number of failed stages.
 """
 
@@ -49,7 +49,7 @@ class Run:
         paths = (str(self.site), str(ROOT), os.environ.get("PYTHONPATH"))
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.environment["STORAGE_OPS_REQUIRE_CUDA"] = "0" if rehearse else "1"
-        if rehearse:  # compilers take minutes, and are not what a rehearsal tries
+        if rehearse:  # compilers take minutes, and a rehearsal does not test them
             self.environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
 
     def say(self, text: str) -> None:
@@ -58,13 +58,13 @@ class Run:
             log.write(text + "\n")
         print(text, flush=True)
 
-    def _logged(self, given: list[str], limit: float) -> int:
+    def _logged(self, words: list[str], limit: float) -> int:
         """Run a command with its output in the log. Return its exit status, 124 after the limit."""
-        # An interrupt first, at which pytest and benchmarks report; all processes get it.
+        # First, all processes get an interrupt, after which pytest and benchmarks report.
         grace = min(GRACE, limit / 3)
-        bound = ["timeout", "-s", "INT", "-k", f"{grace:.0f}", f"{limit - grace:.0f}", *given]
+        bound = ["timeout", "-s", "INT", "-k", f"{grace:.0f}", f"{limit - grace:.0f}", *words]
         with (self.out / "log.txt").open("a") as log:
-            log.write(f"\n===== at most {limit:.0f} s: {shlex.join(given)}\n")
+            log.write(f"\n===== at most {limit:.0f} s: {shlex.join(words)}\n")
             log.flush()
             process = subprocess.Popen(
                 bound, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
@@ -88,7 +88,7 @@ class Run:
             return "storage_ops/lib has no libraries"
         if json.loads(info.read_text()).get("sources") != ninja_file.digest_of_sources():
             return "storage_ops/lib was built from other sources"
-        # Entry points, by which torch.compile finds the backend.
+        # Entry points, with which torch.compile finds the backend.
         self._logged([sys.executable, "setup.py", "-q", "egg_info"], 60)
         code = self._logged([sys.executable, "-m", "storage_ops", "info"], 60)
         check = "import torch; torch.zeros(1, device='cuda')"
@@ -104,7 +104,7 @@ class Run:
         if limit < stage.seconds * self.share / 2:
             self.outcomes[stage.name] = "not begun, no time left"
             return
-        # The rest of the time is for what follows the rounds, such as peaks.
+        # The rest of the time is for work after the rounds, such as peaks.
         how = ["--device", "cuda", "--repeats", "9", "--seconds", f"{limit * 0.6:.0f}"]
         arguments = stage.arguments
         if self.rehearse:
@@ -114,9 +114,9 @@ class Run:
             return
         arguments = tuple(self.file if a == FILE else a for a in arguments)
         begin = time.monotonic()
-        given = command(stage.part, self.out / f"{stage.name}.json", *how, *arguments)
+        words = command(stage.part, self.out / f"{stage.name}.json", *how, *arguments)
         self.outcomes[stage.name] = "interrupted"
-        code = self._logged(given, limit)
+        code = self._logged(words, limit)
         took = f"{time.monotonic() - begin:.0f} s"
         ended = {0: f"ok, {took}", 124: f"stopped after {took}", 137: f"killed after {took}"}
         self.outcomes[stage.name] = ended.get(code, f"FAILED, exit status {code}, {took}")
@@ -130,7 +130,7 @@ class Run:
             self.say(f"{stage.name:20} {self.outcomes[stage.name]}")
 
     def close(self) -> int:
-        """Collect the results and print what they show. Return how many stages failed."""
+        """Collect and print the results. Return how many stages failed."""
         paths = [self.out / f"{stage.name}.json" for stage in self.call.stages]
         found = load(path for path in paths if path.is_file())
         (self.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Counts tests that need a GPU: `python -m benchmarks._gpu_tests -- PYTEST_ARGUMENT...`.
+"""Runs and counts tests that need a GPU: `python -m benchmarks._gpu_tests -- PYTEST_ARGUMENT...`.
 
 With --tool they run under a tool of compute-sanitizer, and its findings are counted. A rehearsal on
 a CPU only collects the tests. The exit status is that of the tests.
@@ -38,7 +38,7 @@ def under(tool: str) -> list[str] | None:
     if program is None:
         return None
     command = [program, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all"]
-    # Other libraries share memory in their own ways. The other tools must see what torch writes.
+    # Other libraries may share memory as they like. The other tools must see the writes of torch.
     return [*command, "--kernel-name", "kns=_rows"] if tool == "racecheck" else command
 
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, junit: Path) -> tuple[int, Counter[str]]:
         if tool is None:
             skip(arguments.tool, "compute-sanitizer is neither on the PATH nor beside nvcc")
             return 1, Counter()
-        # Without the cache every tensor is an allocation of its own, and its end is known.
+        # Without the cache, every tensor is a separate allocation with a known end.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         command = [*tool, *command, "-v"]
     elif importlib.util.find_spec("xdist"):
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, junit: Path) -> tuple[int, Counter[str]]:
 
 
 def rows(arguments: argparse.Namespace, codes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield how many tests passed, failed and were skipped, and what the sanitizer found."""
+    """Yield the numbers of passed, failed and skipped tests, and of errors of the sanitizer."""
     shape = f"{arguments.tool or 'pytest -m cuda'}: {' '.join(arguments.arguments)}"
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"

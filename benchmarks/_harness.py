@@ -1,4 +1,4 @@
-"""Interleaved timing, peak memory, and results as JSON with what they were measured on."""
+"""Interleaved timing, peak memory, and results as JSON with versions and hardware."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from storage_ops.memory import Measurement
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-REPORT = Path("bench-report")  # where results go that are not kept
+REPORT = Path("bench-report")  # folder of results that are not stored
 MIB = 1 << 20
 Case = Callable[[], object]
-Runs = list[tuple[float, float]]  # what a Clock gives; the second is compared
-POINTS = 400  # of a curve of memory that is kept
+Runs = list[tuple[float, float]]  # results of Clock, of which the second is compared
+POINTS = 400  # maximum in a stored memory curve
 WARM_RUNS = {"cpu": 1, "cuda": 3}
 HEAD_START = 20_000_000  # cycles that a GPU waits for the host: about 10 ms
 PEER_PACKAGES = ("triton", "liger-kernel", "liger-cute-kernels", "cut-cross-entropy",
@@ -91,7 +91,7 @@ def expect(groups: int) -> None:
 
 
 def skip(name: str, why: str) -> None:
-    """Note that a case or a peer is left out, and why."""
+    """Note that a case or a peer is skipped, and why."""
     print(f"skipped: {name}: {why}", flush=True)
     if _result is not None:
         _result.skipped[name] = why
@@ -100,15 +100,15 @@ def skip(name: str, why: str) -> None:
 def interleave(
     cases: dict[str, Case], repeats: int, device: str = "cpu", label: str = ""
 ) -> dict[str, Runs]:
-    """Run every case once per round, in turn and back, after warm-up.
+    """Run every case once per round after a warm-up, in alternating order.
 
-    A case that raises while it warms up is named and removed from `cases`; `label` says what the
-    cases have in common.
+    A case that raises in the warm-up is named and removed from `cases`. `label` says what the cases
+    have in common.
 
     Returns:
-        The runs of each case: wall seconds, and seconds of process CPU time; on a GPU both are of
-        device time between two events. Ratios of medians of these, taken within one process, hold
-        on a shared machine where single times do not.
+        The runs of each case as wall seconds and seconds of process CPU time. On a GPU, both are
+        device time between two events. On a shared machine, ratios of medians within one process
+        are reproducible, unlike single times.
     """
     prefix = f"{label}: " if label else ""
     for name in list(cases):
@@ -142,7 +142,7 @@ def tick(at: str, share: float) -> None:
 
 
 def group_done() -> None:
-    """Note that a group is done. Every call of `interleave` is one, and other work may be one."""
+    """Note that a group is done: a call of `interleave` or other work."""
     if _result is not None:
         _result.groups_done += 1
 
@@ -159,10 +159,10 @@ def _release(device: str) -> None:
 
 
 class Clock:
-    """Seconds by the clock and of this process's CPU. On a GPU both are those of the device.
+    """Seconds of the wall clock and of this process's CPU. On a GPU, both are of the device.
 
-    A GPU is kept busy until its first work has been launched. So the host's work before that does
-    not count, as it would not if work were queued all the time.
+    A GPU is busy until its first work is launched. So the host's work before that does not count,
+    as with a queue that is never empty.
     """
 
     def __init__(self, device: str) -> None:
@@ -192,7 +192,7 @@ def _timed(run: Case, device: str) -> tuple[float, float]:
 
 
 def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float, float]]:
-    """Return the median time of each case over that of `base`, and the extremes over one round."""
+    """Return the median, least and largest ratio of each case's time to that of `base`."""
     below = [clock for _, clock in seconds[base]]
     result = {}
     for name, runs in seconds.items():
@@ -204,12 +204,12 @@ def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float,
 
 
 def milliseconds(runs: Runs) -> float:
-    """Return the median on the clock that is compared."""
+    """Return the median of the compared clock in milliseconds."""
     return round(1e3 * statistics.median(clock for _, clock in runs), 3)
 
 
 def peak(run: Case, device: str = "cpu") -> float:
-    """Return the peak MiB of a run above what was allocated before it."""
+    """Return the peak MiB of a run above the memory allocated before it."""
     if device == "cpu":
         with storage_ops.memory.measure() as m:
             run()
@@ -224,7 +224,7 @@ def peak(run: Case, device: str = "cpu") -> float:
 
 
 def curve(m: Measurement) -> list[list[float]]:
-    """Return seconds and MiB of the highest and the last point in each stretch of the timeline."""
+    """Return seconds and MiB of the highest and the last point in each interval of the timeline."""
     samples = m.timeline
     length = -(-len(samples) // (POINTS // 2))
     kept = []
@@ -253,8 +253,8 @@ def hardware(device: str | None = None) -> str:
 
 
 def provenance(device: str | None = None) -> dict[str, Any]:
-    """Return versions, hardware, commit and day."""
-    commit = os.environ.get("STORAGE_OPS_COMMIT", "")  # where the source lacks its history, or git
+    """Return versions, hardware, commit and date."""
+    commit = os.environ.get("STORAGE_OPS_COMMIT", "")  # for sources without history or git
     if not commit and shutil.which("git"):
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -273,13 +273,13 @@ def provenance(device: str | None = None) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PEER_PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def finish(stem: str, rows: Iterable[dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -322,10 +322,10 @@ def real_logits(
     Args:
         path: an .npz file with `weight` (vocab, D) and its `scale` (vocab,), `hidden` (tokens, D)
             and `target` (tokens,).
-        hidden: at least D; 0 for D.
+        hidden: at least D, or 0 for D.
         device: of the results.
         dtype: of input and weight.
-        quick: return a few tokens and classes only.
+        quick: return only a few tokens and classes.
 
     Returns:
         Input (tokens, hidden), weight (vocab, hidden) and target (tokens,).

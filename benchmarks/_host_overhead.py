@@ -1,7 +1,7 @@
 """Steps whose time is nearly all host time: ten SwiGLU blocks with tiny tensors.
 
-Each case is the same step with another kind of checkpoint. "two forwards" is the floor: what a
-recompute costs if nothing else costs anything.
+Each case is the same step with another kind of checkpoint. "two forwards" is the floor, the time
+of a recompute without any other cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import storage_ops
 
 LAYERS, HEADS = 10, 3
-# By size: width, batch and tokens, and rounds of steps.
+# For each size: width, batch and tokens, and rounds of steps.
 SIZES = {"width 48, 1 x 8": ((48, 1, 8), 41), "width 512, 8 x 128": ((512, 8, 128), 5)}
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 SAVED = ("aten.mm", "aten.addmm", _ATTENTION)
@@ -35,7 +35,7 @@ class SwiGLUBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next block reads."""
+        """Return the input of the next block."""
         batch, tokens, width = x.shape
         heads = HEADS if width % HEADS == 0 else 8
         shape = batch, tokens, 3, heads, width // heads
@@ -49,7 +49,7 @@ class SwiGLUBlock(nn.Module):
         return self.down(self.activation(h))  # type: ignore[no-any-return]
 
     def activation(self, h: Tensor) -> Tensor:
-        """Return what the last projection reads."""
+        """Return the input of the last projection."""
         return F.silu(self.gate(h)) * self.up(h)  # type: ignore[no-any-return]
 
 
@@ -59,7 +59,7 @@ class _Discarding(SwiGLUBlock):
 
 
 class _Around(nn.Module):
-    """Calls a block in a way of its own."""
+    """Calls a block with `call`."""
 
     def __init__(self, call: Callable[..., Any], block: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _twice(block: nn.Module, x: Tensor) -> Any:
 
 
 def cases(width: int, batch: int, tokens: int, device: str) -> dict[str, Callable[[], object]]:
-    """Return a step for each kind of checkpoint; "plain" has none."""
+    """Return a step for each kind of checkpoint. "plain" has none."""
     torchs = partial(checkpoint, use_reentrant=False)
     ops: list[Any] = [getattr(torch.ops.aten, name.partition(".")[2]).default for name in SAVED]
     selective = partial(torchs, context_fn=partial(create_selective_checkpoint_contexts, ops))

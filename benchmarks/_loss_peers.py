@@ -1,4 +1,4 @@
-"""Other code for the loss of a linear layer: PyTorch's ways, and installed packages.
+"""Other code for the loss of a linear layer, of PyTorch and of installed packages.
 
 Each peer is called as its documentation says, with its best settings. Peers that are missing, or
 that cannot do the task, are named.
@@ -50,7 +50,7 @@ class Task:
     reduction: str = "mean"
 
     def plain(self, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-        """Return the loss as it is usually written."""
+        """Return the loss as usually written."""
         logits = F.linear(x, w)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -102,13 +102,13 @@ def _gpu_package(task: Task, module: str) -> Any:
         raise Missing("needs an NVIDIA GPU")
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a package without what it needs can fail in any way
+    except Exception as error:  # a package without its dependencies can fail in any way
         raise Missing(f"does not import ({type(error).__name__}: {error})") from error
 
 
 def _liger(task: Task, **more: Any) -> Loss:
-    found = _gpu_package(task, "liger_kernel.transformers.functional")
-    call = found.liger_fused_linear_cross_entropy
+    package = _gpu_package(task, "liger_kernel.transformers.functional")
+    call = package.liger_fused_linear_cross_entropy
     options = {"reduction": task.reduction, "softcap": task.softcap, **more}
     return lambda x, w, t: call(x, w, t, **options)
 

@@ -1,8 +1,8 @@
-"""Types of models that `will-it-fit` is asked about, as data: tasks, default configs, batches.
+"""Types of models for `will-it-fit`, as data: tasks, default configs, batches.
 
-A type of transformers is asked about by the config.json of its default config, with `--hf-config`.
-A model of diffusers, torchvision or timm is asked about with `--model`: this file has a function of
-the model's name, which returns the model and a batch.
+A type of transformers is passed by the config.json of its default config, with `--hf-config`. A
+model of diffusers, torchvision or timm is passed with `--model`. For it, this file has a function
+with the model's name that returns the model and a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONG, SHORT = 4096, 512  # tokens of a sequence
 
 
 class Task(NamedTuple):
-    """Types of one task of transformers, with the table that has their classes, and their batch."""
+    """Types of one task of transformers, with the table of their classes, and their batch."""
 
     table: str
     batch: int
@@ -43,7 +43,7 @@ TASKS = {
     "state spaces and linear attention": Task(
         "CAUSAL_LM", 1, LONG, "mamba2 bamba falcon_h1 qwen3_next"
     ),
-    # Without the package of their kernels, transformers takes them in a loop over tokens.
+    # Without the package of their kernels, transformers runs a loop over tokens.
     "state spaces, one token after the other": Task(
         "CAUSAL_LM", 8, 128, "mamba jamba recurrent_gemma"
     ),
@@ -66,16 +66,16 @@ TASKS = {
         "IMAGE_TEXT_TO_TEXT", 1, LONG, "llava qwen2_vl qwen2_5_vl gemma3 paligemma idefics3 mllama"
     ),
 }  # fmt: skip
-# What differs from the default config, by type.
+# Changes of the default config, by type.
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},  # defaults raise
 }
-# Options for what the default config does not say.
+# Options for values that the default config lacks.
 OPTIONS = {name: ["--images", "1x224x224"] for name in ("resnet", "segformer")}
 
 
 class Case(NamedTuple):
-    """A question to `will-it-fit`: the model by its package, family and name, and its batch."""
+    """A question to `will-it-fit`: the package, family and name of the model, and its batch."""
 
     family: str
     name: str
@@ -91,8 +91,8 @@ def _transformers() -> Iterator[Case]:
         tokens = [] if seq is None else ["--seq", str(seq)]
         said = "x".join(map(str, (batch, *([] if seq is None else [seq]))))
         for name in types.split():
-            found = classes[name]
-            cls = found if isinstance(found, str) else found[0]
+            classes_of_type = classes[name]
+            cls = classes_of_type if isinstance(classes_of_type, str) else classes_of_type[0]
             options = lambda folder, n=name, c=cls, b=batch, t=tokens: [  # noqa: E731
                 "--hf-config", _config(n, c, folder), "--batch", str(b), *t, *OPTIONS.get(n, ()),
             ]  # fmt: skip
@@ -100,7 +100,7 @@ def _transformers() -> Iterator[Case]:
 
 
 def _config(name: str, cls: str, folder: Path) -> str:
-    """Write the config.json of a type with its class; return the path of the folder."""
+    """Write the config.json of a type with its class. Return the path of the folder."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.AutoConfig.for_model(name, **CHANGES.get(name, {}))
     config.architectures = [cls]
@@ -158,11 +158,11 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         "encoder_hidden_states": (1, 512, 4096),
     }),
 }  # fmt: skip
-# Sizes that a forward takes besides tensors.
+# Arguments of forwards that are sizes.
 SIZES: dict[str, dict[str, int]] = {
     "LTXVideoTransformer3DModel": {"num_frames": 13, "height": 16, "width": 24},
 }
-# Inputs that hold numbers of steps, classes or positions, not activations.
+# Inputs with numbers of steps, classes or positions instead of activations.
 INTEGERS = {"timestep", "class_labels"}
 TORCHVISION = "resnet50", "efficientnet_v2_s", "vit_b_16"
 TIMM = "vit_base_patch16_224", "convnext_base", "swin_base_patch4_window7_224"
@@ -170,13 +170,13 @@ IMAGES = 64, 3, 224, 224
 
 
 def _mean_square(output: Any) -> Tensor:
-    """Return a loss of the first tensor of an output, as large as one against a target."""
+    """Return a loss of the first tensor of an output, of the size of a loss with a target."""
     tensor: Tensor = output if isinstance(output, Tensor) else output[0]
     return (tensor if isinstance(tensor, Tensor) else tensor[0]).float().square().mean()
 
 
 def _step_of(name: str) -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
-    """Return a model, its batch and its loss, as `--model` asks for them."""
+    """Return a model, its batch and its loss, as `--model` requires."""
     if name in TORCHVISION:
         model = getattr(importlib.import_module("torchvision.models"), name)()
     elif name in TIMM:

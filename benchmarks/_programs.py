@@ -1,4 +1,4 @@
-"""Small training programs of the field as data: classes of registries, their sizes and batches.
+"""Small training programs of public packages as data: classes, their sizes and batches.
 
 Sizes are small, so that a step takes a second on a CPU.
 """
@@ -26,7 +26,7 @@ IMAGE = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "image_size": 64, "patch_size": 8, "num_labels": 10,
 }  # fmt: skip
-# Classes of transformers for text, with their config and the arguments of that.
+# Classes of transformers for text, with their config and its arguments.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", GROUPED),
     "MistralForCausalLM": ("MistralConfig", GROUPED),
@@ -61,7 +61,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TIMM = ("resnet18", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "efficientnet_b0")
 TORCHVISION = ("resnet18", "mobilenet_v3_small", "swin_t", "densenet121")
-# Classes of diffusers with arguments; each takes an image and a time.
+# Classes of diffusers with arguments. Inputs are an image and a time.
 DIFFUSERS: dict[str, dict[str, Any]] = {
     "UNet2DModel": {
         "sample_size": 32, "block_out_channels": (32, 64), "norm_num_groups": 8,
@@ -126,7 +126,7 @@ def _square(output: Any) -> Tensor:
 
 def programs() -> list[Program]:
     """Return all programs, in the order of the page."""
-    found = [
+    all_programs = [
         Program(
             "transformers", name, lambda n=name, c=c, s=s: _of_config(n, c, s), _text, _own_loss
         )
@@ -134,18 +134,18 @@ def programs() -> list[Program]:
     ]
     for name, (config, sizes) in IMAGES.items():
         make = lambda n=name, c=config, s=sizes: _of_config(n, c, s)  # noqa: E731
-        found.append(Program("transformers", name, make, lambda: _pictures(64), _own_loss))
+        all_programs.append(Program("transformers", name, make, lambda: _pictures(64), _own_loss))
     images = lambda: {"x": torch.randn(2, 3, 224, 224)}  # noqa: E731
     for name in TIMM:
         make = lambda n=name: _called("timm", "create_model", n, num_classes=10)  # noqa: E731
-        found.append(Program("timm", name, make, images, _square))
+        all_programs.append(Program("timm", name, make, images, _square))
     for name in TORCHVISION:
         make = lambda n=name: _called("torchvision.models", n, num_classes=10)  # noqa: E731
-        found.append(Program("torchvision", name, make, images, _square))
+        all_programs.append(Program("torchvision", name, make, images, _square))
     for name, sizes in DIFFUSERS.items():
         make = lambda n=name, s=sizes: _called("diffusers", n, **s)  # noqa: E731
-        found.append(Program("diffusers", name, make, _noisy, _square))
+        all_programs.append(Program("diffusers", name, make, _noisy, _square))
     for name, sizes in GRAPHS.items():
         make = lambda n=name, s=sizes: _called("torch_geometric.nn", n, 32, **s)  # noqa: E731
-        found.append(Program("torch_geometric", name, make, _graph, _square))
-    return found
+        all_programs.append(Program("torch_geometric", name, make, _graph, _square))
+    return all_programs

@@ -1,4 +1,4 @@
-"""Runs benchmarks one after another, each in a process of its own, and reports on them."""
+"""Runs benchmarks one after another, each in a separate process, and writes a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.report import markdown
 from benchmarks.report.rows import head
 
 ROOT = Path(__file__).parents[1]
-INTERRUPTED = 130  # what a shell says of a process that was
+INTERRUPTED = 130  # exit status of an interrupted process in a shell
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Outcome:
 
     Attributes:
         code: exit code of its process.
-        result: the written result, also of a benchmark that did not reach its end, or None.
+        result: the written result, also of an unfinished benchmark, or None.
     """
 
     part: str
@@ -50,7 +50,7 @@ def run(chosen: list[str], quick: bool, out: Path, console: Console) -> int:
     """Run benchmarks and write `out`/report.md with its pictures.
 
     Each writes `out`/<part>.json and `out`/<part>.log. A part that fails does not stop the next. An
-    interrupt ends the part that runs, and everything measured so far is reported.
+    interrupt ends the running part, and the report has everything measured so far.
 
     Returns:
         0, or 1 if one of them failed.
@@ -95,9 +95,9 @@ def _show(progress: Progress, task: Any, done: float, at: str) -> None:
 def _run_one(part: str, quick: bool, out: Path, show: Any) -> Outcome:
     path = out / f"{part}.json"
     path.unlink(missing_ok=True)
-    given = command(part, path, *(["--quick"] if quick else []))
+    arguments = command(part, path, *(["--quick"] if quick else []))
     with (out / f"{part}.log").open("w") as log:
-        process = subprocess.Popen(given, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 time.sleep(0.25)

@@ -21,12 +21,12 @@ from storage_ops.measure.measurement import Measurement
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that, with the features, decide the losses of a job.
+    """The settings that determine the losses of a job together with its features.
 
     Args:
-        steps: of the optimizer; the learning rate rises over the first tenth and falls as a cosine.
+        steps: optimizer steps. The learning rate rises over the first tenth and falls as a cosine.
         accumulate: batches whose gradients are summed for one step.
-        dtype: "float32", or "bfloat16" for autocast to it.
+        dtype: "float32", or "bfloat16" for autocast.
     """
 
     config: Config
@@ -39,13 +39,13 @@ class Settings:
 class Job:
     """A model in training, with its own parameters, optimizer and random numbers.
 
-    A step depends on its number alone, not on earlier work of the process. So jobs can take turns,
+    A step depends only on its number, not on earlier work of the process. So jobs can alternate,
     and a resumed job continues exactly.
 
     Args:
         case: features joined by +, or "plain".
         data: (tokens,) int64, indices below the vocabulary's size.
-        folder: the folder of the log and the checkpoint. None keeps neither.
+        folder: the folder of the log and the checkpoint. With None, neither is written.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Job:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
         self.losses: list[float] = []
-        self.seconds: list[tuple[float, float]] = []  # of a step: by the clock, and of the CPU
+        self.seconds: list[tuple[float, float]] = []  # of a step: wall clock and CPU
         self._forward = self._compiled()
         self._run: Callable[..., Tensor] = self._forward_and_backward
         if folder is not None:
@@ -85,8 +85,8 @@ class Job:
         generator = torch.Generator().manual_seed(seed)
         most = len(self.data) - config.context
         starts = torch.randint(most, (config.batch, 1), generator=generator)
-        found = self.data[starts + torch.arange(config.context + 1)].to(self.device)
-        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        rows = self.data[starts + torch.arange(config.context + 1)].to(self.device)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def _forward_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         dtype = getattr(torch, self.settings.dtype)
@@ -111,7 +111,7 @@ class Job:
         return self.settings.config.learning_rate * min((step + 1) / warm, cosine)
 
     def step(self) -> dict[str, Any]:
-        """Take one optimizer step. Return the entry for the log."""
+        """Run one optimizer step. Return the entry for the log."""
         step = len(self.losses)
         torch.manual_seed(self.settings.seed + step)
         clock = Clock(self.device.type)
@@ -136,7 +136,7 @@ class Job:
         return record
 
     def memory(self) -> Measurement:
-        """Measure forward and backward above parameters, optimizer and gradients, which exist."""
+        """Measure forward and backward above existing parameters, optimizer state and gradients."""
         if any(p.grad is None for p in self.model.parameters()):
             self.run(0, 0)
         with storage_ops.memory.measure(self.device) as result:
@@ -154,7 +154,7 @@ class Job:
         return self.folder / f"{self.case}.pt"
 
     def save(self) -> None:
-        """Write the checkpoint. The previous one stays whole until this one is."""
+        """Write the checkpoint. The previous one exists until this one is complete."""
         state = {
             "settings": asdict(self.settings), "losses": self.losses,
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -168,9 +168,6 @@ class Job:
 
         Raises:
             ValueError: the checkpoint has other settings.
-
-        Raises:
-            ValueError: it is of other settings.
         """
         if not self._state.exists():
             self._log.unlink(missing_ok=True)
@@ -186,7 +183,7 @@ class Job:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses = state["losses"]
-        # Steps after the last checkpoint are taken again, and logged again.
+        # Steps after the last checkpoint run again and are logged again.
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.write_text("".join(line + "\n" for line in lines[: len(self.losses)]))
         return True

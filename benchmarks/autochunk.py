@@ -1,11 +1,11 @@
-"""Compiled losses whose logits exist in chunks only: time over their chunked products, and peaks.
+"""Compiled losses whose logits exist only in chunks: time over their chunked products, and peaks.
 
-The floor is the matrix products of the same chunks of tokens alone. "cross-entropy" is exactly
-linear cross-entropy, which becomes its op. "focal" is not, and the general rewrite chunks it. All
-run interleaved in one process. Times are process CPU times, after compilation. Peaks are those of
-allocations above inputs, gradients included. `--model` measures steps of a GPT-2 small instead,
-`--memory` peaks at 16 chunks, `--compilation` compile times. `--general` adds the general rewrite
-of losses that take their numbers per token from the op of linear cross-entropy.
+The floor is only the matrix products of the same chunks of tokens. "cross-entropy" is exactly
+linear cross-entropy and becomes its op. "focal" is not, and the general rewrite chunks it. All run
+interleaved in one process. Times are process CPU times, after compilation. Peaks are of allocations
+above inputs, with gradients. `--model` measures steps of a GPT-2 small instead, `--memory` peaks at
+16 chunks, `--compilation` compile times. `--general` adds the general rewrite of losses whose
+numbers per token are results of the op of linear cross-entropy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Return cross-entropy as it is usually written."""
+    """Return cross-entropy as usually written."""
     return F.cross_entropy(F.linear(x, w), t)
 
 
@@ -54,7 +54,7 @@ def linear_softmax(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
 
 
 def biased(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Return cross-entropy of a layer with a bias, which is a column of the weight here."""
+    """Return cross-entropy of a layer with a bias, here a column of the weight."""
     return F.cross_entropy(F.linear(x, w, w[:, 0]), t)
 
 
@@ -80,7 +80,7 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
-# Name -> tokens, hidden size, classes, dtype, loss; peaks are measured at 16 chunks.
+# Name -> tokens, hidden size, classes, dtype, loss. Peaks are measured at 16 chunks.
 MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
     "matmul + softmax + sum, fp32": (8192, 32, 8192, torch.float32, softmax_sum),
     "linear + softmax, fp32": (8192, 32, 8192, torch.float32, linear_softmax),
@@ -89,39 +89,39 @@ MEMORY_CASES: dict[str, tuple[int, int, int, torch.dtype, Loss]] = {
 
 
 def compilers(num_chunks: list[int], theirs: list[int]) -> dict[str, Callable[..., Any]]:
-    """Return compilers by name: ours in `num_chunks` chunks, Inductor's own in `theirs`."""
-    found: dict[str, Callable[..., Any]] = {
+    """Return compilers by name: ours in `num_chunks` chunks, that of Inductor in `theirs`."""
+    by_name: dict[str, Callable[..., Any]] = {
         "torch.compile": lambda f: torch.compile(f, dynamic=False)
     }
     for count in theirs if hasattr(inductor_config, "auto_chunker") else []:
         settings = {"enable": True, "amplify_ratio_threshold": 0, "num_chunk": count}
         prefixed = {f"auto_chunker.{key}": value for key, value in settings.items()}
-        found[f"Inductor auto_chunker, {count} chunks"] = lambda f, o=prefixed: torch.compile(
+        by_name[f"Inductor auto_chunker, {count} chunks"] = lambda f, o=prefixed: torch.compile(
             f, dynamic=False, options=o
         )
     for count in num_chunks:
         ours = {"num_chunks": count, "strict": True}
-        found[f"storage_ops, {count} chunks"] = lambda f, o=ours: torch.compile(
+        by_name[f"storage_ops, {count} chunks"] = lambda f, o=ours: torch.compile(
             f, dynamic=False, backend=backend, options=o
         )
-    return found
+    return by_name
 
 
 def without_rows(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loss of numbers per token by the general rewrite, at its first call."""
+    """Compile a loss with numbers per token by the general rewrite, at its first call."""
 
     def declined(emitter: Emitter) -> None:
         raise Conflict("is measured by the general rewrite", emitter.forward.product)
 
-    def run(*given: Tensor) -> Any:
+    def run(*args: Tensor) -> Any:
         with mock.patch.object(Emitter, "rows", declined):
-            return compiled(*given)
+            return compiled(*args)
 
     return run
 
 
 def chunked_products(x: Tensor, w: Tensor, count: int) -> object:
-    """Form the logits and both gradients chunk by chunk, summed in float32."""
+    """Compute the logits and both gradients by chunks, summed in float32."""
     grad_x, total = torch.empty_like(x), None
     for part, out in zip(x.chunk(count), grad_x.chunk(count), strict=True):
         z = part @ w.t()
@@ -169,16 +169,16 @@ def loss_rows(shape: str, dtype: str, name: str, arguments: Any) -> Iterator[dic
 
     count = arguments.chunks[0]
     cases = {FLOOR: lambda: chunked_products(x.detach(), w.detach(), count)}
-    ways = compilers(arguments.chunks, arguments.peer_chunks)
-    # Not strict: where sums over chunks would take more than the logits, they stay whole.
+    by_name = compilers(arguments.chunks, arguments.peer_chunks)
+    # Not strict, because logits stay whole if sums over chunks would be larger.
     half = {"memory_budget": tokens * vocab * kind.itemsize // 2}
-    ways["storage_ops, half the logits"] = lambda f: torch.compile(
+    by_name["storage_ops, half the logits"] = lambda f: torch.compile(
         f, dynamic=False, backend=backend, options=half
     )
     if arguments.general:
         label = f"storage_ops, {count} chunks"
-        ways[f"{label}, general rewrite"] = lambda f, like=ways[label]: without_rows(like(f))
-    for label, compiler in ways.items():
+        by_name[f"{label}, general rewrite"] = lambda f, like=by_name[label]: without_rows(like(f))
+    for label, compiler in by_name.items():
         torch._dynamo.reset()
         cases[label] = step(compiler(LOSSES[name]))
         cases[label]()
@@ -198,7 +198,7 @@ class GPT2(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting every token from those before it."""
+        """Return the loss of predicting every token from the previous ones."""
         length = tokens.shape[1] - 1
         h = self.tokens(tokens[:, :-1]) + self.places(torch.arange(length, device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
@@ -243,17 +243,17 @@ def memory_rows(arguments: Any) -> Iterator[dict[str, Any]]:
         compiled = torch.compile(loss, dynamic=False, backend=backend, options=options)
         for _ in range(2):
             x.grad = w.grad = None
-            found = peak(lambda f=compiled, a=(x, w, t): f(*a).backward(), arguments.device)
+            measured = peak(lambda f=compiled, a=(x, w, t): f(*a).backward(), arguments.device)
         logits, grads = (n * dtype.itemsize / MIB for n in (tokens * vocab, x.numel() + w.numel()))
         yield {
-            "shape": name, "case": "storage_ops, 16 chunks", "peak (MiB)": found,
+            "shape": name, "case": "storage_ops, 16 chunks", "peak (MiB)": measured,
             "logits (MiB)": round(logits, 1), "gradients (MiB)": round(grads, 1),
-            "peak / (logits / 16 + gradients)": round(found / (logits / 16 + grads), 3),
+            "peak / (logits / 16 + gradients)": round(measured / (logits / 16 + grads), 3),
         }  # fmt: skip
 
 
 def compile_rows(arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of the first step of a model that is in Inductor's caches."""
+    """Yield rows of the first step of a model in Inductor's caches."""
     model, tokens = GPT2(layers=4).to(arguments.device), torch.randint(50257, (2, 65))
     tokens = tokens.to(arguments.device)
 

@@ -1,7 +1,7 @@
 """The demo's training: the same GPT in plain PyTorch and with storage_ops, from the same seed.
 
-Losses are those of the same batches. Memory is that of one step, above parameters and optimizer
-state. "timeline" is its curve: seconds and MiB after every change. Times are of whole steps. `make
+Losses are of the same batches. Memory is of one step, above parameters and optimizer state.
+"timeline" is its curve, with seconds and MiB after every change. Times are of whole steps. `make
 results` draws "losses" and "timeline" as docs/demo.png.
 """
 
@@ -47,7 +47,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     plain, ours = train(config, data, device, steps, 0, progress)
     group_done()
-    apart = max(abs(a - b) for a, b in itertools.zip_longest(plain.losses, ours.losses))
+    difference = max(abs(a - b) for a, b in itertools.zip_longest(plain.losses, ours.losses))
     losses = {run.label: list(run.losses) for run in (plain, ours)}
     window = config.context + 1
     batch = data[: config.batch * window].view(config.batch, window).to(device)
@@ -65,7 +65,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ms": milliseconds(seconds[run.label]),
             "peak (MiB)": round(run.memory.peak_bytes / MIB, 1),
             "final loss": round(losses[run.label][-1], 4),
-            "losses apart by": float(f"{0.0 if run is plain else apart:.2g}"),
+            "losses apart by": float(f"{0.0 if run is plain else difference:.2g}"),
             "losses": [round(loss, 4) for loss in losses[run.label]],
             "timeline": curve(run.memory),
         }

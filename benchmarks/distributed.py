@@ -1,11 +1,11 @@
 """Linear cross-entropy with a slice of the vocabulary on every rank: bytes sent, time and peak.
 
-Peers are torch's loss_parallel and the formula of Megatron-LM's vocab-parallel cross-entropy on
-torch's ops, both with the rank's part of the logits whole in memory. "sharded" cases begin with a
-part of the tokens on every rank, gather them, and leave each rank the gradient of its part. Bytes
-are those that ring algorithms send from each rank. For n bytes in all, an all-reduce sends 2 n (R -
-1) / R. An all-gather, a reduce or a reduce-scatter sends n (R - 1) / R. Times are process CPU times
-over "products", those of the logits and of both gradients.
+Peers are torch's loss_parallel and the formula of Megatron-LM's vocab-parallel cross-entropy in
+torch's ops. Both have the rank's whole part of the logits in memory. "sharded" cases begin with a
+part of the tokens on every rank, gather them, and return to each rank the gradient of its part.
+Bytes are those that ring algorithms send from each rank. For n bytes in all, an all-reduce sends
+2 n (R - 1) / R. An all-gather, a reduce or a reduce-scatter sends n (R - 1) / R. Times are process
+CPU times over "products", those of the logits and of both gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Megatron(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """The input of a layer that is split by columns: its gradient is summed over the ranks."""
+    """The input of a layer split by columns. Its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def megatron(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 
 
 def parallel_loss(sharded: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return torch's loss_parallel on a head that is split by columns."""
+    """Return torch's loss_parallel on a head split by columns."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
@@ -96,7 +96,7 @@ def parallel_loss(sharded: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         x = DTensor.from_local(x, mesh, of_x, run_check=False).redistribute(mesh, [Replicate()])
         logits = F.linear(x, DTensor.from_local(w, mesh, [Shard(0)], run_check=False))
         with loss_parallel():
-            # The gradient of the logits is made in the backward, which has to be inside as well.
+            # The backward computes the gradient of the logits, so it must be inside as well.
             F.cross_entropy(logits, target).backward()
         return logits
 
@@ -115,7 +115,7 @@ def steps(x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object
     part = x.detach().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
     narrow = {"accumulate_dtype": x.dtype} if x.dtype == torch.bfloat16 else {}
     scattered = {"input_grad": "reduce_scatter"}
-    found: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    losses: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
         "storage_ops": (ours(), x),
         "torch loss_parallel": (parallel_loss(False), x),
         "Megatron-LM's formula": (megatron, x),
@@ -123,23 +123,23 @@ def steps(x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object
         "torch loss_parallel, sharded": (parallel_loss(True), part),
     }
     if narrow:
-        found["storage_ops, sums in bf16"] = ours(**narrow), x
-        found["storage_ops, sharded, sums in bf16"] = ours(**narrow, **scattered), part
+        losses["storage_ops, sums in bf16"] = ours(**narrow), x
+        losses["storage_ops, sharded, sums in bf16"] = ours(**narrow, **scattered), part
 
-    def step(loss: Callable[..., Tensor], given: Tensor) -> Callable[[], object]:
+    def step(loss: Callable[..., Tensor], tokens: Tensor) -> Callable[[], object]:
         def run() -> object:
-            given.grad = w.grad = None
-            result = loss(given, w, target)
+            tokens.grad = w.grad = None
+            result = loss(tokens, w, target)
             if result.dim() == 0:
                 result.backward()  # type: ignore[no-untyped-call]
-            return given.grad, w.grad
+            return tokens.grad, w.grad
 
         return run
 
     g = torch.randn(len(x), len(w)).to(x.dtype)
     plain, weight = x.detach(), w.detach()
     cases = {FLOOR: lambda: (plain @ weight.t(), g @ weight, g.t() @ plain)}
-    return cases | {name: step(*case) for name, case in found.items()}
+    return cases | {name: step(*case) for name, case in losses.items()}
 
 
 def sent(run: Callable[[], object]) -> float:
@@ -159,7 +159,7 @@ def sent(run: Callable[[], object]) -> float:
         facts = event["args"]
         sizes, kind = facts["Input Dims"][0], facts["Input type"][0]
         whole = torch.Size(sizes).numel() * WIDTHS[kind] * SENT[name.removeprefix("gloo:")]
-        whole *= ranks if name == "gloo:all_gather" else 1  # its input is one rank's
+        whole *= ranks if name == "gloo:all_gather" else 1  # its input is that of one rank
         total += whole * (ranks - 1) / ranks
     return total
 
@@ -179,12 +179,12 @@ def _rank(rank: int, ranks: int, port: int, dtype: str, arguments: Any, out: str
     times = ratios(interleave(cases, arguments.repeats), FLOOR)
     rows = []
     for name, run in cases.items():
-        found = sent(run) / tokens
+        bytes_per_token = sent(run) / tokens
         x.grad = w.grad = None
         rows.append({
             "shape": f"{ranks} ranks, {tokens} x {hidden} x {vocab} {dtype}", "case": name,
             "time / products": round(times[name][0], 3), "peak (MiB)": peak(run),
-            "bytes sent per token": round(found, 1),
+            "bytes sent per token": round(bytes_per_token, 1),
         })  # fmt: skip
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
@@ -210,7 +210,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, write and print."""
     arguments = parser(__doc__).parse_args()
-    arguments.device = "cpu"  # processes of one machine that talk by gloo
+    arguments.device = "cpu"  # processes of one machine that communicate by gloo
     finish("distributed", all_rows(arguments), arguments)
 
 

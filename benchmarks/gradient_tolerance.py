@@ -1,17 +1,17 @@
-"""Gains and costs of leaving classes out of the gradient of linear cross-entropy.
+"""Effects of leaving classes out of the gradient of linear cross-entropy.
 
-`logits` uses the logits of a real language model, a file of `--real-logits`. It measures the errors
-of both gradients, the share of the classes that is multiplied, and times against the exact loss.
+`logits` uses the logits of a real language model from a file of `--real-logits`. It measures the
+errors of both gradients, the share of multiplied classes, and times against the exact loss.
 `training` trains a model from one seed with several tolerances, on the text of the standard
 library.
 
-`sampling` is an experiment on the logits of one chunk, in plain torch. It replaces classes that are
-left out by the product of their margins, as the loss does, or by a sample of them. Classes are
-drawn with a probability in proportion to their mass and divided by it, so the expected gradient is
-exact.
+`sampling` is an experiment on the logits of one chunk, in plain torch. It replaces the classes left
+out by the product of their margins, as the loss does, or by a sample of them. Classes are drawn
+with a probability proportional to their mass and divided by it, so the expected gradient is exact.
 
-The first two also have a threshold for single elements: every probability under 2^-12 is left out,
-as cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain torch.
+The first two also have a threshold for single elements. It leaves out every probability under
+2^-12, as cut-cross-entropy does (Wijmans et al. 2024, arXiv:2411.09009, section 4.3), in plain
+torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Loss = Callable[..., Tensor]
 
 
 class _Filtered(torch.autograd.Function):
-    """Cross-entropy of a head whose gradient is without the elements under the threshold."""
+    """Cross-entropy of a head whose gradient lacks the elements under the threshold."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
@@ -79,19 +79,19 @@ def _cases() -> list[str]:
 
 @contextlib.contextmanager
 def _counted() -> Iterator[list[tuple[int, int]]]:
-    """Collect how many logits of each tile have a gradient that is multiplied, of how many."""
+    """Collect for each tile the numbers of logits with a multiplied gradient and of all logits."""
     tiles: list[tuple[int, int]] = []
 
     def counted(*args: Any) -> Selection | None:
-        found, shape = select(*args), args[2]
-        if found is None:
+        selected, shape = select(*args), args[2]
+        if selected is None:
             tiles.append((shape[0] * shape[1],) * 2)
             return None
-        ends = zip(found.counts, found.bounds, found.bounds[1:], strict=False)
+        ends = zip(selected.counts, selected.bounds, selected.bounds[1:], strict=False)
         gathered = sum(count * (end - begin) for count, begin, end in ends)
-        rest = found.flat * (shape[1] - found.bounds[len(found.counts)])
+        rest = selected.flat * (shape[1] - selected.bounds[len(selected.counts)])
         tiles.append((gathered + rest, shape[0] * shape[1]))
-        return found
+        return selected
 
     with mock.patch.object(run, "select", counted):
         yield tiles
@@ -102,12 +102,12 @@ def _share(tiles: list[tuple[int, int]]) -> float:
     return sum(used for used, _ in tiles) / sum(every for _, every in tiles) if tiles else 1.0
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.float() - exact.float()).norm() / exact.float().norm())
+def _error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.float() - exact.float()).norm() / exact.float().norm())
 
 
 def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case: errors, what is left out, and time over the exact loss."""
+    """Yield a row for each case: errors, the share left out, and time over the exact loss."""
     x, w, target = real_logits(
         arguments.real_logits, arguments.hidden, arguments.device, getattr(torch, dtype),
         arguments.quick,
@@ -126,16 +126,16 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
     for case in _cases():
         tick(f"errors of {case}", 0.0)
         with _counted() as tiles:
-            found = gradients(case)
-        of_rows = (found[1].float() - exact[1].float()).norm(dim=1)
+            ours = gradients(case)
+        of_rows = (ours[1].float() - exact[1].float()).norm(dim=1)
         of_rows /= exact[1].float().norm(dim=1)
         rows[case] = {
             "classes multiplied": round(_share(tiles), 3) if tiles else "",
-            "error of dX": _error(found[0], exact[0]),
-            "error of dW": _error(found[1], exact[1]),
+            "error of dX": _error(ours[0], exact[0]),
+            "error of dW": _error(ours[1], exact[1]),
             "error of a row of dW, median": float(of_rows.median()),
         }
-        del found, of_rows
+        del ours, of_rows
     del exact
     timed: dict[str, Callable[[], object]] = {
         case: functools.partial(gradients, case) for case in _cases() if case != FILTERED
@@ -148,7 +148,7 @@ def logits(arguments: argparse.Namespace, dtype: str) -> Iterator[dict[str, Any]
 
 
 def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each replacement of what one chunk of tokens leaves out."""
+    """Yield a row for each replacement of the classes that one chunk of tokens leaves out."""
     x, w, target = real_logits(
         arguments.real_logits, arguments.hidden, "cpu", torch.float32, arguments.quick
     )
@@ -171,7 +171,7 @@ def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         left = probabilities.masked_fill(chosen.buckets < chosen.needs.unsqueeze(1), 0)
         by_margins = torch.zeros_like(left)
         of_class = chosen.buckets.clamp(max=len(chosen.counts))
-        for bucket in range(1, len(chosen.counts) + 1):  # the first one is left out by no token
+        for bucket in range(1, len(chosen.counts) + 1):  # no token leaves out the first one
             part = left[:, of_class == bucket]
             by_margins[:, of_class == bucket] = part.sum(1, keepdim=True) * part.sum(0) / part.sum()
         for by, missing in (("", left), ("margins", left - by_margins)):
@@ -186,7 +186,7 @@ def sampling(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _drawn(
     left: Tensor, x: Tensor, w: Tensor, products: tuple[Tensor, Tensor], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the errors of both products of `left`, of which some classes are drawn."""
+    """Return the errors of both products of `left` with some of its classes drawn."""
     mass = left.abs().sum(0)
     classes = torch.multinomial(mass, count, replacement=True)
     part = left[:, classes] * (mass.sum() / (count * mass[classes]))
@@ -197,7 +197,7 @@ def _drawn(
 def _replaced(
     tolerance: str, case: str, draws: list[tuple[Tensor, Tensor]], exact: list[Tensor]
 ) -> dict[str, Any]:
-    """Return a row: errors of one draw, and of the mean of all draws, over the exact gradients."""
+    """Return a row: errors of one draw and of the mean of all draws, over the exact gradients."""
     one, mean = draws[0], [sum(of) / len(draws) for of in zip(*draws, strict=True)]
     single = [float(e.norm() / t.norm()) for e, t in zip(one, exact, strict=True)]
     several = [
@@ -211,7 +211,7 @@ def _replaced(
 
 
 def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case: losses and gradient norms as training goes on."""
+    """Yield a row for each case, with losses and gradient norms over the training."""
     config = replace(SIZES["gpt2-tiny"], batch=8)
     steps = 6 if arguments.quick else arguments.steps
     data = tokens_of(arguments.text, config.vocab)
@@ -248,7 +248,7 @@ _COMMANDS = {"logits": _all_dtypes, "training": training, "sampling": sampling}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `logits`, `training` or `sampling`, and keep its rows."""
+    """Run `logits`, `training` or `sampling`, and store its rows."""
     options = parser(__doc__)
     options.add_argument("what", choices=list(_COMMANDS))
     options.add_argument("--real-logits", type=Path, help="an .npz file, not for `training`")

@@ -1,16 +1,15 @@
 """Heads of reinforcement learning and distillation: time over their products or peers, and memory.
 
-The divergence of two heads is compared with its floor, the products of both at the same shapes.
-These are the student's three and the teacher's one, by the same code, in the same chunks of tokens.
-"floor by torch" is the same four by torch, unchunked. "kd" is the forward divergence and the nll of
-targets. Liger's loss has the nll of targets, too.
+The floor of the divergence of two heads is the products of both at the same shapes. These are the
+student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
+torch" is the same four by torch, unchunked. "kd" is the forward divergence plus the nll of targets.
+Liger's loss also includes the nll of targets.
 
 Log-probabilities of selected classes, and of the most probable ones, are compared with the nll of
-every token by the same plan. DPO of chosen, rejected and reference, all in one call, is compared
-with the formula in plain torch, compiled. DPO and the divergence are also compared with Liger's
-chunked losses, if these are installed. All run interleaved in one process. Times are process CPU
-times, on a GPU those between events. Peaks are those of allocations above inputs, gradients
-included.
+every token by the same plan. DPO of chosen, rejected and reference in one call is compared with the
+compiled formula in plain torch. DPO and the divergence are also compared with Liger's chunked
+losses, if these are installed. All run interleaved in one process. Times are process CPU times, on
+a GPU those between events. Peaks are of allocations above inputs, with gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from storage_ops import losses
 from storage_ops.divergence.call import DivergenceCall
 from storage_ops.divergence.row_function import run_of
 
-# Tokens, width of student and of teacher, classes; the tokens are four sequences for DPO.
+# Tokens, width of student and of teacher, classes. For DPO, the tokens are four sequences.
 SHAPES = {
     "H0": (512, 1024, 1024, 32000),
     "H1": (1024, 2048, 2048, 32000),
@@ -61,7 +60,7 @@ def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
 
 
 def products(call: DivergenceCall) -> Case:
-    """Return the products of a call, in its chunks of tokens, and nothing else."""
+    """Return only the products of a call, in its chunks of tokens."""
     planned = run_of(call)
     rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
     x, w, t, head = call.input, call.weight, hidden, call.teacher_weight
@@ -129,8 +128,8 @@ def selected_rows(
         options = {"plan": plan} | options
 
         def loss() -> Tensor:
-            found = storage_ops.linear_cross_entropy(x, w, target, returns=(name,), **options)
-            return (found[0] if isinstance(found, tuple) else found).sum()
+            result = storage_ops.linear_cross_entropy(x, w, target, returns=(name,), **options)
+            return (result[0] if isinstance(result, tuple) else result).sum()
 
         return step(loss, [x, w])
 
@@ -149,15 +148,15 @@ def selected_rows(
 
 
 def ligers(name: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a chunked loss of Liger, compiled and not, if Liger is installed."""
+    """Yield a chunked loss of Liger, compiled and uncompiled, if Liger is installed."""
     try:
         from liger_kernel import chunked_loss
     except Exception as error:
         skip("liger-kernel", f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
         return
     for compiled in (True, False):
-        made = getattr(chunked_loss, name)(compiled=compiled, **options)
-        yield ", compiled" if compiled else "", made
+        loss = getattr(chunked_loss, name)(compiled=compiled, **options)
+        yield ", compiled" if compiled else "", loss
 
 
 def dpo_rows(
@@ -196,7 +195,7 @@ def dpo_rows(
             lambda liger=liger: liger(
                 w, x.view(4, length, -1), target.clone(), ref_input=t.view(4, length, -1),
                 ref_weight=head,
-            )[0],  # a clone: it marks its target as dynamic
+            )[0],  # a clone, because Liger marks its target as dynamic
             leaves,
         )  # fmt: skip
     seconds = interleave(cases, arguments.repeats, arguments.device, f"{label}, DPO")
@@ -220,18 +219,18 @@ def rows_of(
 def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     """Return hidden states and heads of student and teacher, and targets.
 
-    They are random, or those of a language model. The teacher's are then nearly the same.
+    They are random or from a language model. From a model, the teacher's are nearly the same.
     """
     if shape in REAL_FILES:
         x, w, target = real_logits(REAL_FILES[shape], 0, device, dtype, device == "cpu")
         t, head = (z + 0.1 * z.std() * torch.randn_like(z) for z in (x, w))
         return x.requires_grad_(), w.requires_grad_(), t, head, target
     tokens, hidden, teacher, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
-    made = []
+    tensors = []
     for width in (hidden, teacher):
-        made.append(torch.randn(tokens, width, device=device).to(dtype))
-        made.append((torch.randn(vocab, width, device=device) * width**-0.5).to(dtype))
-    x, w, t, head = made
+        tensors.append(torch.randn(tokens, width, device=device).to(dtype))
+        tensors.append((torch.randn(vocab, width, device=device) * width**-0.5).to(dtype))
+    x, w, t, head = tensors
     target = torch.randint(vocab, (tokens,), device=device)
     return x.requires_grad_(), w.requires_grad_(), t, head, target
 

@@ -1,10 +1,9 @@
 """Linear cross-entropy, forward and backward: time over its matrix products, and peak memory.
 
 The floor is the three products of the unchunked loss at the same shape and dtype. "own products"
-are those of the plan that our loss follows, without its row kernel. All run interleaved in one
-process. Times are process CPU times, on a GPU those between events. Peaks are those of allocations
-above inputs, gradients included. "loss" is the mean that each computes. Shapes S1 to S3 are for a
-CPU, R1 to R9 for a GPU.
+are those of the plan of our loss, without its row kernel. All run interleaved in one process. Times
+are process CPU times, on a GPU those between events. Peaks are of allocations above inputs, with
+gradients. "loss" is the mean that each computes. Shapes S1 to S3 are for a CPU, R1 to R9 for a GPU.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ SOFTCAPS = {"R5": 30.0}
 SHARES = (2, 4, 8, 16, 64)
 FLOOR = "floor (three products)"
 REAL = "real "  # shapes of --real-logits, before the hidden size
-SLOW = 1.25  # --all-plans leaves out what is predicted to take so many times the chosen plan's time
+SLOW = 1.25  # times the predicted time of the chosen plan; --all-plans omits slower plans
 VARIANTS = ("mean", "none", "half ignored")
 
 
 @contextlib.contextmanager
 def products_only() -> Iterator[None]:
-    """Run our loss without its row kernel in a with block: the plan's matrix products alone."""
+    """Run only the plan's matrix products of our loss, without its row kernel, in a with block."""
     kernel = CrossEntropyRows._row_kernel
     CrossEntropyRows._row_kernel = lambda *args: None  # type: ignore[method-assign]
     try:
@@ -87,7 +86,7 @@ class Bench:
     target: Tensor
     task: Task
     cases: dict[str, Case] = field(default_factory=dict)
-    own: dict[str, str] = field(default_factory=dict)  # case -> the case of its products alone
+    own: dict[str, str] = field(default_factory=dict)  # case -> the case with only its products
     plans: dict[str, planner.Plan] = field(default_factory=dict)
     loss: Tensor | None = None  # of the latest step
 
@@ -99,9 +98,9 @@ class Bench:
 
     def ours(self, **options: Any) -> Loss:
         """Return the loss of this package."""
-        given = {"softcap": self.task.softcap, "reduction": self.task.reduction, **options}
-        given["max_valid"] = self.valid
-        return lambda x, w, t: storage_ops.linear_cross_entropy(x, w, t, **given)
+        call_options = {"softcap": self.task.softcap, "reduction": self.task.reduction, **options}
+        call_options["max_valid"] = self.valid
+        return lambda x, w, t: storage_ops.linear_cross_entropy(x, w, t, **call_options)
 
     def step(self, loss: Loss) -> Case:
         """Return a function that runs forward and backward from gradients of None."""
@@ -128,7 +127,7 @@ class Bench:
         return problem_of(call, tokens, len(self.w))
 
     def add_ours(self, name: str, **options: Any) -> None:
-        """Add our loss, and its products alone."""
+        """Add our loss, and a case with only its products."""
         run = self.step(self.ours(**options))
 
         def bare() -> object:
@@ -144,7 +143,7 @@ class Bench:
 
 
 def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
-    """Add our loss at shares of one logits buffer; with `all_plans`, by every plan that fits."""
+    """Add our loss at shares of one logits buffer, with `all_plans` by every plan that fits."""
     logits = len(bench.x) * len(bench.w) * bench.x.element_size()
     settings: list[tuple[str, dict[str, Any]]] = [("", {})]
     if bench.x.element_size() < 4:
@@ -172,7 +171,7 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
 
 
 def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
-    """Return for each case our loss and the products that it needs, by name."""
+    """Return by name our loss and its products for each case."""
     x, w = bench.x.detach(), bench.w.detach()
     g = torch.randn(len(x), len(w), device=x.device, dtype=x.dtype)
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -234,7 +233,7 @@ def measure(bench: Bench, variant: str, arguments: argparse.Namespace) -> Iterat
 
 
 def make(shape: str, dtype: torch.dtype, variant: str, arguments: argparse.Namespace) -> Bench:
-    """Return the arguments of a shape, random or of a language model."""
+    """Return the arguments of a shape, random or from a language model."""
     device = arguments.device
     if shape.startswith(REAL):
         hidden = int(shape.removeprefix(REAL))

@@ -1,4 +1,4 @@
-"""Estimates and plans of training programs of the field, against what a CPU allocates.
+"""Estimates and plans of training programs of public packages, against allocations on a CPU.
 
 `python -m benchmarks.measured_programs` writes docs/measured-programs.md. For each program of
 `_programs.py` the page has the estimated and the measured peak of a step with AdamW. It also has
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "measured-programs.md"
 SHARE = 0.8  # of the estimate, as the budget of a plan
 HEAD = """# Measured programs
 
-Are estimates and plans right for models that other people wrote? Each row is a training step with
+Are estimates and plans correct for models of other packages? Each row is a training step with
 AdamW. Its model is from a public package, at a size that a CPU can train.
 
 * **Estimate** is the peak that `simulate_step` returns.
@@ -60,7 +60,7 @@ def backward(model: nn.Module, batch: dict[str, Tensor], program: Program) -> No
 
 
 def gradients_of(run: Callable[[], None], model: nn.Module) -> list[Tensor | None]:
-    """Return the gradients that a call leaves, and remove them from the model."""
+    """Return the gradients after a call, and remove them from the model."""
     run()
     result = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -68,7 +68,7 @@ def gradients_of(run: Callable[[], None], model: nn.Module) -> list[Tensor | Non
 
 
 def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> float:
-    """Return the peak of the second of two steps, in bytes with everything allocated before it."""
+    """Return the peak bytes of the second of two steps, including all memory allocated before."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def step() -> None:
@@ -86,7 +86,7 @@ def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> flo
 
 
 def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
-    """Return True if all gradients are the same, bit for bit."""
+    """Return True if all gradients are bit-equal."""
     pairs = zip(left, right, strict=True)
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 

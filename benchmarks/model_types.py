@@ -1,8 +1,8 @@
-"""What `will-it-fit` answers for types of models that people train, at their default configs.
+"""Answers of `will-it-fit` for types of models that people train, at their default configs.
 
 `make model-types` asks about all cases of `_model_types.py` for an H100, and writes the table of
-docs/model-types.md. The weekly workflow does so too. Nothing is measured: each question is one run
-of the command, in a process of its own, with `SECONDS` at most. The script fails if a case crashes
+docs/model-types.md, as does the weekly workflow. Nothing is measured. Each question is one run
+of the command in a separate process, with `SECONDS` at most. The script fails if a case crashes
 or takes too long, or if the command counts other bytes of parameters than the model has.
 """
 
@@ -50,7 +50,7 @@ def named(case: Case) -> dict[str, Any]:
 
 
 def asked(case: Case) -> dict[str, Any]:
-    """Run the command for a case in this process; return the row of its answer."""
+    """Run the command for a case in this process. Return the row of its answer."""
     row = named(case)
     out, err = io.StringIO(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def asked(case: Case) -> dict[str, Any]:
 
 
 def asked_alone(case: Case) -> dict[str, Any]:
-    """Ask in a process of its own; return its row, which says how a process failed."""
+    """Ask in a separate process. Return its row, or a row that says how the process failed."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=lambda: sender.send(asked(case)))
@@ -99,7 +99,7 @@ def asked_alone(case: Case) -> dict[str, Any]:
 
 
 def rows(chosen: list[Case], broken: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of cases, one process after the other. Add those that failed to `broken`."""
+    """Yield the rows of cases, one process after the other. Add failed cases to `broken`."""
     expect(len(chosen))
     for case in chosen:
         row = asked_alone(case)
@@ -111,7 +111,7 @@ def rows(chosen: list[Case], broken: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def installed(case: Case) -> bool:
-    """Return True if the package of a case is there."""
+    """Return True if the package of a case is installed."""
     return importlib.util.find_spec(case.family.partition(":")[0]) is not None
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import storage_ops
 from benchmarks._harness import MIB, expect, finish, group_done, parser, peak, skip, tick
 
-Made = tuple[Callable[..., Tensor], list[Tensor]]
+Op = tuple[Callable[..., Tensor], list[Tensor]]
 # Batch, heads of queries and of keys, tokens, size of a head, whether causal.
 ATTENTION = {
     False: [(8, 16, 16, 257, 64, False), (4, 16, 16, 2048, 128, True), (2, 32, 8, 4096, 128, True)],
@@ -56,7 +56,7 @@ OF_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 
 
-def attention(size: tuple[Any, ...], kernel: SDPBackend | None, device: str) -> Made:
+def attention(size: tuple[Any, ...], kernel: SDPBackend | None, device: str) -> Op:
     """Return attention by one kernel, and its inputs."""
     batch, heads, of_keys, tokens, width, causal = size
     q, k, v = (
@@ -76,18 +76,18 @@ def attention(size: tuple[Any, ...], kernel: SDPBackend | None, device: str) -> 
 
 def convolution(
     size: tuple[int, ...], layout: torch.memory_format, dtype: torch.dtype, device: str
-) -> Made:
+) -> Op:
     """Return a convolution of images, and its inputs."""
     batch, inside, outside, side, kernel, stride = size
-    made = nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2 if stride == 1 else 0)
-    module = made.to(device, dtype, memory_format=layout)
+    layer = nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2 if stride == 1 else 0)
+    module = layer.to(device, dtype, memory_format=layout)
     x = torch.randn(batch, inside, side, side, device=device, dtype=dtype)
     return module, [x.contiguous(memory_format=layout).requires_grad_(), *module.parameters()]
 
 
 def of_rows(
     size: tuple[int, int, int], op: Callable[[Tensor, Tensor, Tensor], Tensor], device: str
-) -> Made:
+) -> Op:
     """Return an op of tokens and of a table with a row for each token's id, and its inputs."""
     tokens, width, rows = size
     x, table = (
@@ -98,7 +98,7 @@ def of_rows(
     return lambda x, table: op(x, table, ids), [x, table]
 
 
-def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Made]]]:
+def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Op]]]:
     """Yield shape, case, and a function that creates the case."""
     for size in ATTENTION[quick]:
         for name, kernel in KERNELS.items():
@@ -113,7 +113,7 @@ def cases(quick: bool, device: str) -> Iterator[tuple[str, str, Callable[[], Mad
         yield f"rows {ROWS[quick]}", name, partial(of_rows, ROWS[quick], op, device)
 
 
-def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
+def row_of(make: Callable[[], Op], device: str) -> dict[str, Any]:
     """Return the peaks of a case, in MiB."""
     run, leaves = make()
     called = leaves if not isinstance(run, nn.Module) else leaves[:1]
@@ -126,10 +126,10 @@ def row_of(make: Callable[[], Made], device: str) -> dict[str, Any]:
     for name, case in (("forward", lambda: run(*called)), ("with backward", both)):
         estimate = storage_ops.memory.estimate(case)
         simulated = (estimate.peak_bytes - estimate.input_bytes) / MIB
-        case()  # libraries take what they keep
-        found = peak(case, device)
-        row |= {f"{name} (MiB)": found, f"{name}, simulated (MiB)": round(simulated, 1),
-                f"{name}, more (MiB)": round(found - simulated, 1)}  # fmt: skip
+        case()  # libraries allocate the memory they keep
+        measured = peak(case, device)
+        row |= {f"{name} (MiB)": measured, f"{name}, simulated (MiB)": round(simulated, 1),
+                f"{name}, more (MiB)": round(measured - simulated, 1)}  # fmt: skip
     return row
 
 
@@ -141,7 +141,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         tick(f"{shape}, {case}", 0.0)
         try:
             yield {"shape": shape, "case": case, **row_of(make, arguments.device)}
-        except RuntimeError as error:  # a kernel that does not take these
+        except RuntimeError as error:  # the kernel refuses these inputs
             skip(f"{shape}, {case}", str(error).splitlines()[0])
         group_done()
 

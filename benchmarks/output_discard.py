@@ -1,16 +1,16 @@
 """Memory and time of output discarding against plain autograd and torch.utils.checkpoint.
 
-Ways are plain autograd, the producer under torch.utils.checkpoint, and its output discarded. The
-output is bound back without a copy, or by a copy as without a native library. Classes of other
-packages are ways, too, if they are installed and the block has the same region for them.
+Cases are plain autograd, the producer under torch.utils.checkpoint, and its output discarded. The
+output is bound again without a copy, or by a copy as without a native library. Classes of other
+packages are cases too, if they are installed and the block has the same region for them.
 
-Peaks at the published size are simulated by storage_ops.memory.estimate, parameters and input
-included, beside the peaks that OLMo-core publishes. The other peaks and the times are measured: on
-a CPU at a reduced size, parameters and input not included. Times are ratios of medians within one
-process. On a CPU they are of the CPU time of one thread, which holds on a shared machine. "host us"
-is the time that one region with tiny tensors adds to forward and backward.
+Peaks at the published size are simulated by storage_ops.memory.estimate, with parameters and input,
+beside the peaks that OLMo-core publishes. The other peaks and the times are measured, on a CPU at a
+reduced size and without parameters and input. Times are ratios of medians within one process. On a
+CPU, they are CPU times of one thread, because wall time is unreliable on a shared machine. "host
+us" is the time that one region with tiny tensors adds to forward and backward.
 
-`--only host_overhead` measures that time alone, and steps of ten tiny blocks with each kind of
+`--only host_overhead` measures only that time, and steps of ten tiny blocks with each kind of
 checkpoint.
 """
 
@@ -49,16 +49,16 @@ COPY = "discard, copy"
 PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
 CPU_SIZE = {"d_model": 256, "d_ff": 1024, "batch": 2, "tokens": 256}
 ROUNDS_OF_A_REGION, CALLS_OF_A_REGION = 21, 100
-HOST = "host_overhead"  # of `--only`: what regions cost the host
+HOST = "host_overhead"  # of `--only`: the host time of regions
 
 
 def path_of(way: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager with the storage path that a way needs."""
+    """Return a context manager with the storage path of a case."""
     return storage_path("copy") if way == COPY else contextlib.nullcontext()
 
 
 def run_of(way: str) -> Callable[[Block, Tensor], Tensor]:
-    """Return the function that runs a block in a way."""
+    """Return the function that runs a block in a case."""
     return WAYS[DISCARD if way == COPY else way]
 
 
@@ -72,7 +72,7 @@ def build(
 
 
 def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return the peak MiB of every way at the published size on a GPU, without one."""
+    """Return the simulated peak MiB of every case at the published size on a GPU."""
     peaks = {}
     for way in (*WAYS, COPY):
         with path_of(way):
@@ -83,7 +83,7 @@ def simulated(name: str, layers: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def clean_step(blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]) -> None:
-    """Run a step without gradients from the step before."""
+    """Run a step without gradients of the previous step."""
     x.grad = None
     blocks.zero_grad()
     step(blocks, x, run)
@@ -96,8 +96,8 @@ def _by_peer(make: Make, block: Block, x: Tensor) -> Tensor:
 def _is_right(
     name: str, blocks: nn.ModuleList, x: Tensor, run: Callable[[Block, Tensor], Tensor]
 ) -> bool:
-    """Return True if a way gives plain autograd's gradient. It runs on a copy that it may free."""
-    found = []
+    """Return True if a case has plain autograd's gradient. It runs on a copy that it may free."""
+    gradients = []
     for each in (run_of(PLAIN), run):
         copy = x.detach().clone().requires_grad_()
         try:
@@ -105,8 +105,8 @@ def _is_right(
         except RuntimeError as error:
             skip(name, str(error).splitlines()[0])
             return False
-        found.append(copy.grad)
-    if not torch.allclose(*found, rtol=1e-3):  # type: ignore[arg-type]
+        gradients.append(copy.grad)
+    if not torch.allclose(*gradients, rtol=1e-3):  # type: ignore[arg-type]
         skip(name, "its gradient is not that of plain autograd")
         return False
     return True
@@ -116,7 +116,7 @@ def measured(
     name: str, layers: int, size: dict[str, int], dtype: torch.dtype, device: str, repeats: int,
     makes: dict[str, Make],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return peak MiB above parameters and input, and times, of every way, run interleaved."""
+    """Return peak MiB above parameters and input, and times, of all cases, run interleaved."""
     blocks, x = build(name, layers, size, dtype, device)
     label = f"{name} x{layers}"
     cases = {way: partial(clean_step, blocks, x, run_of(way)) for way in WAYS}
@@ -125,10 +125,10 @@ def measured(
             run = partial(_by_peer, make)
             if _is_right(f"{peer}, {label}", blocks, x, run):
                 cases[peer] = partial(clean_step, blocks, x, run)
-    ways = [*cases, COPY]
+    labels = [*cases, COPY]
     seconds = interleave(dict(cases), repeats, device, label)
     result: dict[str, dict[str, Any]] = {}
-    for way in ways:
+    for way in labels:
         with path_of(way):
             if way == COPY:
                 cases = {PLAIN: cases[PLAIN], CHECKPOINT: cases[CHECKPOINT], COPY: cases[DISCARD]}
@@ -143,8 +143,9 @@ def measured(
     return result
 
 
-# The op that ends a tiny region. Of gelu, autograd saves the input: a checkpoint that keeps outputs
-# ends its recompute before gelu, which a discarded output needs. Of sigmoid it saves the output.
+# The last op of a tiny region. Autograd saves the input of gelu. So a checkpoint that keeps outputs
+# ends its recompute before gelu, but a discarded output needs it. Of sigmoid, autograd saves the
+# output.
 ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "sigmoid": torch.sigmoid,
@@ -184,9 +185,9 @@ def region_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> 
 
 
 def host_overhead(device: str) -> Iterator[dict[str, Any]]:
-    """Yield the time of steps with checkpoints over that of the plain step; nearly all is Python's.
+    """Yield the time of steps with checkpoints over that of the plain step, nearly all in Python.
 
-    On a CPU it is the CPU time of one thread. On a GPU it is the time of the device, which waits
+    On a CPU, it is the CPU time of one thread. On a GPU, it is the time of the device, which waits
     for the host.
     """
     for size, ((width, batch, tokens), rounds) in _host_overhead.SIZES.items():
@@ -204,7 +205,7 @@ def host_overhead(device: str) -> Iterator[dict[str, Any]]:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all blocks, then the cost of regions with tiny tensors."""
+    """Yield the rows of all blocks, then the times of regions with tiny tensors."""
     device, repeats = arguments.device, arguments.repeats
     size = PUBLISHED_SIZE if device == "cuda" else CPU_SIZE
     dtype = getattr(torch, arguments.dtype)

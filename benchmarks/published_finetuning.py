@@ -4,9 +4,8 @@ Its benchmarks (scripts/benchmarks in foundation-model-stack/fms-acceleration) t
 SFTTrainer, transformers' gradient checkpointing and AdamW. Adapters have rank 16 and dropout 0.1,
 on attention projections. Bases are in bfloat16, or in 4 bits under autocast.
 
-Each case is rebuilt with the installed transformers and PEFT, and the loss of the version that was
-measured. What their environments had besides is not simulated: flash attention by its own package,
-which keeps the same tensors.
+Each case is rebuilt with the installed transformers and PEFT, and the loss of the measured version.
+Flash attention by its package, which saves the same tensors, is not simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from storage_ops.memory import simulate_step
 
 BF16 = torch.bfloat16
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# By model: the class of transformers, its config, the sequence, and the layers with adapters.
+# For each model: class of transformers, config, sequence, and layers with adapters.
 MODELS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "Mistral 7B": ("Mistral", {}, 4096, ATTENTION),
     "PowerLM 3B": (
@@ -58,9 +57,9 @@ class Cell(NamedTuple):
     Attributes:
         model: a key of `MODELS`.
         published: bytes by the sequences of a batch.
-        base: how the base is quantized; None: it is in 16 bits, and there is no autocast.
+        base: quantization of the base. With None, it is in 16 bits without autocast.
         is_prepared: whether PEFT's prepare_model_for_kbit_training was called.
-        adapts: whether adapters are trained, or else all parameters.
+        adapts: whether only adapters are trained, instead of all parameters.
     """
 
     model: str
@@ -89,17 +88,17 @@ class Step(nn.Module):
     def __init__(self, cell: Cell) -> None:
         super().__init__()
         kind, config, _, adapted = MODELS[cell.model]
-        # GPTQ's products are in float16, of which this autocast of the CPU has the sizes.
+        # GPTQ's products are in float16, whose sizes are those of this CPU autocast.
         self.autocasts = cell.base is not None
         transformers: Any = importlib.import_module("transformers")
-        made = getattr(transformers, f"{kind}Config")(use_cache=False, **config)
+        model_config = getattr(transformers, f"{kind}Config")(use_cache=False, **config)
         with torch.device("meta"):
-            model = getattr(transformers, f"{kind}ForCausalLM")(made).to(BF16)
+            model = getattr(transformers, f"{kind}ForCausalLM")(model_config).to(BF16)
         if cell.base is not None:
             quantize(model, Scheme(cell.base))
         model.requires_grad_(not cell.adapts)
         if cell.is_prepared:
-            # TRL takes embeddings and the output layer back to 16 bits.
+            # TRL converts embeddings and the output layer back to 16 bits.
             for module in model.modules():
                 if "Norm" in type(module).__name__:
                     module.float()
@@ -110,7 +109,7 @@ class Step(nn.Module):
         if cell.adapts:
             peft: Any = importlib.import_module("peft")
             self.model = with_lora(model, peft, Lora(16, adapted, 0.1))
-        # Autocast casts tensors of the CPU. Memory that nothing writes takes none.
+        # Autocast casts only CPU tensors. Unwritten pages use no memory.
         self.model.to_empty(device="cpu").train()
         model.tie_weights()
         self.kind = kind
@@ -124,11 +123,11 @@ class Step(nn.Module):
 
     def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
         """Keep the keys and values of a layer, as that version does under checkpoints."""
-        if self.kept is not None:  # not when a checkpoint runs again
+        if self.kept is not None:  # not in a recompute
             self.kept.append(output.detach())
 
     def _keep_input(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep what the output layer reads, since the loss is a part of the model's forward."""
+        """Keep the output layer's input, since the loss is a part of the model's forward."""
         self.read = inputs[0]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ class Step(nn.Module):
 
 
 def peaks(cell: Cell) -> Iterator[tuple[str, int, int]]:
-    """Yield what was measured, and the published and the estimated peak in bytes."""
+    """Yield the name of each case, and its published and estimated peak in bytes."""
     for batch, peak in cell.published.items():
         model, ids = Step(cell), torch.empty(batch, MODELS[cell.model][2], dtype=torch.int64)
         adamw = torch.optim.AdamW

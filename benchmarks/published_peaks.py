@@ -12,8 +12,8 @@ memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FS
 SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack), and so are
 the fine-tuning steps in `published_finetuning.py`.
 
-`estimate` does not know the GPU, so it does not count the workspaces of cuBLAS in each thread that
-multiplies, mostly two. They are counted here, as in `simulate_step`.
+`estimate` does not know the GPU. So it does not count the workspaces of cuBLAS in each thread that
+multiplies, mostly two. They are added here, as in `simulate_step`.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ def mlp(batch: int, width: int, within: int, activation: Any, tokens: int) -> St
 
 
 class Norm(nn.Module):
-    """RMSNorm as transformers had it, with a weight in float32."""
+    """The former RMSNorm of transformers, with a weight in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise rows in bfloat16."""
+        """Normalize rows in bfloat16."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
 
 
 def rms_norm(width: int) -> Step:
-    """Return a step of 2048 rows, with a gradient that exists before."""
+    """Return a step of 2048 rows, whose gradient exists before the step."""
     layer, x = Norm(width), torch.randn(2048, width, dtype=BF16, requires_grad=True)
     gradient = torch.randn_like(x)
     return lambda: layer(x).backward(gradient, retain_graph=True)
@@ -204,7 +204,7 @@ def distillation(tokens: int) -> Step:
     x = torch.rand(tokens, 4096, dtype=BF16, requires_grad=True)
     other = torch.rand(tokens, 4096, dtype=BF16)
 
-    def loss() -> Tensor:  # logits and logarithms are all there until it returns
+    def loss() -> Tensor:  # all logits and logarithms exist until it returns
         ours, theirs = student(x), teacher(other)
         logs = [torch.log_softmax(logits / 1.0, dim=-1) for logits in (ours, theirs)]
         return jensen_shannon(*logs).to(BF16)
@@ -213,9 +213,9 @@ def distillation(tokens: int) -> Step:
 
 
 JSD = partial(of_distributions, jensen_shannon, 8192, torch.log_softmax, torch.log_softmax)
-# Name, GPU, what makes a step of a size, by size the MiB that Liger-Kernel has in
-# benchmark/data/all_benchmark_data.csv (provider "huggingface" or "torch", mode "full"), and how
-# many threads multiply: of rotary embeddings the angles alone are a product, made before.
+# Name, GPU, function that builds a step of a size, MiB by size, and number of multiplying threads.
+# The MiB are from Liger-Kernel's benchmark/data/all_benchmark_data.csv (provider "huggingface" or
+# "torch", mode "full"). In rotary embeddings, only the angles are a product, computed before.
 LIGER: list[Cell] = [
     ("SwiGLU 4096-11008", "A100", partial(mlp, 4, 4096, 11008, F.silu),
      {1024: 1294.25, 8192: 6372.25}, 2),
@@ -248,7 +248,7 @@ def liger(cells: Sequence[Cell] = LIGER) -> Iterator[dict[str, Any]]:
             with torch.device("meta"):
                 step = make(size)
 
-            def twice(step: Step = step) -> None:  # gradients of the first are there in the second
+            def twice(step: Step = step) -> None:  # in the second, gradients of the first exist
                 step()
                 step()
 
@@ -373,7 +373,7 @@ def one_rank(world: int) -> int:
 
 
 class SantaCoder(nn.Module):
-    """The model of transformers 4.48, whose outputs hold keys and values if `use_cache` is on."""
+    """The model of transformers 4.48, whose outputs include keys and values with `use_cache`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class SantaCoder(nn.Module):
                 module.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        if self.cache is not None:  # not when a checkpoint runs again
+        if self.cache is not None:  # not in a recompute
             self.cache.append(output.detach())
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama without rotary embeddings, which keep nothing that counts. Returns logits."""
+    """A Llama without rotary embeddings, which save nothing large. Returns logits."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def estimated(world: int, tensor_parallel: int, layers: int) -> StepEstimate:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows for all numbers of ranks and ways to split the model."""
+    """Yield rows for all numbers of ranks, with and without tensor parallelism."""
     cases = [(world, over) for over in (1, TENSOR_PARALLEL) for world in WORLDS]
     cases = cases[-1:] if arguments.quick else cases
     expect(len(cases))

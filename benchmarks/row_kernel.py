@@ -1,6 +1,6 @@
-"""The row kernel of linear cross-entropy alone: time over a copy of the same bytes.
+"""Time of only the row kernel of linear cross-entropy, over a copy of the same bytes.
 
-It turns logits into their gradient in place: one read and one write of every logit, as a copy has.
+It replaces logits by their gradient, with one read and one write of every logit like a copy.
 "GB/s" counts those bytes. If memory bandwidth is the limit, as on a GPU, no kernel can be faster
 than a copy.
 """

@@ -1,11 +1,11 @@
-"""A stack of transformer layers under every way to checkpoint it: time, and peak memory.
+"""Time and peak memory of a stack of transformer layers with every kind of checkpoint.
 
-Ways are no checkpoint, torch.utils.checkpoint of every layer, and its selective checkpointing (SAC)
-with the matrix products saved, as in torchtitan. Ours are the same rules, and discarding the output
-of the MLP's activation. The classes of OLMo-core and Megatron-LM discard that same activation, if
-they are installed. Each runs eagerly, under torch.compile, and as a traced step. Times are over the
-eager run without checkpoints in the same process. Peaks are above parameters and input, gradients
-included.
+Peers are no checkpoint, torch.utils.checkpoint of every layer, and its selective checkpointing
+(SAC) that saves matrix products, as in torchtitan. Ours are the same rules, and discarding the
+output of the MLP's activation. The classes of OLMo-core and Megatron-LM discard the same
+activation, if they are installed. Each runs eagerly, under torch.compile, and as a traced step.
+Times are over the eager run without checkpoints in the same process. Peaks are above parameters and
+input, with gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Discard = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tens
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each behind a norm and added to the stream."""
+    """Attention and an MLP, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Stack(nn.Module):
 
 
 def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) -> dict[str, Stack]:
-    """Return stacks that are checkpointed in each way, by name. All have the same parameters."""
+    """Return by name a stack for each kind of checkpoint. All have the same parameters."""
 
     def stack(way: Callable[..., Tensor] | None = None, discard: Discard | None = None) -> Stack:
         torch.manual_seed(0)
@@ -105,7 +105,7 @@ def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) ->
     products = [aten.mm.default, aten.addmm.default]
     contexts = partial(create_selective_checkpoint_contexts, products)
     whole = partial(checkpoint, use_reentrant=False)
-    found = {
+    by_name = {
         PLAIN: stack(),
         "torch.utils.checkpoint": stack(whole),
         "storage_ops, full": ours(),
@@ -113,15 +113,15 @@ def stacks(sizes: dict[str, int], device: str, dtype: torch.dtype, mode: str) ->
         "storage_ops, products saved": ours(ops_to_save=PRODUCTS),
     }
     if mode == "compiled":
-        return found  # what discards an activation becomes a checkpoint of it there
+        return by_name  # discarding an activation becomes a checkpoint of it there
     discard = storage_ops.output_discard
-    found["storage_ops, activation discarded"] = stack(
+    by_name["storage_ops, activation discarded"] = stack(
         discard=lambda producer, consumer, x: discard(producer, consumer)(x)
     )
     if mode == "eager":
         for name, make in peers(device).items():
-            found[f"{name}, activation discarded"] = stack(discard=partial(by_hook, make))
-    return found
+            by_name[f"{name}, activation discarded"] = stack(discard=partial(by_hook, make))
+    return by_name
 
 
 def step_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def step_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 def cases_of(
     mode: str, sizes: dict[str, int], device: str, dtype: torch.dtype
 ) -> tuple[dict[str, Case], dict[str, Stack]]:
-    """Return all steps of one mode and their models, first the eager one to compare with."""
+    """Return all steps of one mode and their models, first the eager one for comparison."""
     x = torch.randn(sizes["batch"], sizes["tokens"], sizes["width"], device=device, dtype=dtype)
 
     def case(model: Stack, step: Callable[[Tensor], Tensor]) -> Case:
@@ -164,7 +164,7 @@ def cases_of(
                 continue
         cases[name] = case(model, step)
         if mode == "compiled":
-            cases[name]()  # compiled now, for the caches are emptied before the next
+            cases[name]()  # compiled now, because the caches are emptied before the next
     return cases, models
 
 

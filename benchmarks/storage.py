@@ -1,4 +1,4 @@
-"""The cost of a call of the storage ops, by storage path and size."""
+"""The time of a call of the storage ops, by storage path and size."""
 
 from __future__ import annotations
 

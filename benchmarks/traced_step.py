@@ -1,4 +1,4 @@
-"""The cost of tracing a training step, and of the traced step against eager and make_fx.
+"""The time to trace a training step, and the traced step against eager and make_fx.
 
 The model is a GPT with dropout 0.1. Its blocks run plainly, under torch.utils.checkpoint without
 and with a policy that saves matrix products, or with the output of the up-projection discarded. The
@@ -37,7 +37,7 @@ Step = Callable[[Tensor, Tensor], Any]
 
 
 class Layer(nn.Module):
-    """A block and a dropout, checkpointed in one of the ways."""
+    """A block and a dropout with a kind of checkpoint."""
 
     def __init__(self, block: nn.Module, way: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 def make(config: Config, way: str) -> tuple[Step, tuple[Tensor, Tensor]]:
     """Return a function for loss and gradients of a model, and a batch."""
     model = GPT(config, save_memory=way == "output discarded")
-    model.save_memory = False  # the same loss in every way
+    model.save_memory = False  # the same loss in every case
     model.blocks = nn.ModuleList(Layer(block, way) for block in model.blocks)  # type: ignore[arg-type]
     parameters = list(model.parameters())
 
@@ -97,7 +97,7 @@ def peak(run: Step, data: tuple[Tensor, Tensor]) -> int:
 
 
 def compare(way: str, repeats: int) -> dict[str, Any]:
-    """Return one way's peaks, and the time of a traced step over that of eager."""
+    """Return the peaks of one case, and the time of a traced step over that of eager."""
     step, data = make(SMALL, way)
     traced = storage_ops.graph.trace_step(step, *data)
     eager, ours = peak(step, data), peak(traced, data)
@@ -105,7 +105,7 @@ def compare(way: str, repeats: int) -> dict[str, Any]:
     if way != "output discarded":
         try:
             theirs = round(peak(make_fx(step)(*data), data) / MB, 1)
-        except RuntimeError as error:  # with a policy torch refuses dropout, which works in place
+        except RuntimeError as error:  # with a policy, torch refuses dropout because it is in-place
             theirs = type(error).__name__
     seconds = interleave({"eager": partial(step, *data), "traced": partial(traced, *data)}, repeats)
     pairs = zip(seconds["traced"], seconds["eager"], strict=True)
@@ -120,13 +120,13 @@ def compare(way: str, repeats: int) -> dict[str, Any]:
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of every way, then the cost of tracing at every depth."""
+    """Yield the rows of every case, then the times of tracing at every depth."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expect(len(WAYS))
     for way in WAYS:
         yield {"case": way, **compare(way, arguments.repeats)}
-    cost(1)  # what is imported and cached at the first time
+    cost(1)  # the first time also imports and fills caches
     for layers in arguments.layers:
         tries = [cost(layers) for _ in range(1 if arguments.quick else 3)]
         trace, rewrite = (
@@ -143,7 +143,7 @@ def main() -> None:
     options.add_argument("--layers", nargs="*", type=int)
     arguments = options.parse_args()
     arguments.layers = arguments.layers or ([3] if arguments.quick else [3, 6, 12, 24])
-    arguments.device = "cpu"  # whatever there is: tracing is work of the host
+    arguments.device = "cpu"  # on any machine, because tracing runs on the host
     finish("traced_step", all_rows(arguments), arguments)
 
 

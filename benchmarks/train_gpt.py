@@ -4,8 +4,8 @@ A case is a set of features joined by +, such as "compile+linear_cross_entropy".
 and "all" has the three parts that work in eager mode. The cases train side by side from the same
 seed, on the same batches of real text, a step of each in turn. The report has for each the peak
 memory of forward and backward above parameters, optimizer and gradients. It also has tokens per
-second, the time of a step over plain's, and the largest difference from plain's losses. Times are
-CPU times of the process or device times of the GPU.
+second, the time of a step over that of "plain", and the largest difference from its losses. Times
+are CPU times of the process or device times of the GPU.
 
     python -m benchmarks.train_gpt --size gpt2-6 --cases plain all
     python -m benchmarks.train_gpt --size llama-mini --cases all --steps 500 --folder run --resume
@@ -53,7 +53,7 @@ def tokens_of(text: Path | None, vocab: int, most: int | None = None) -> Tensor:
 def rows_of(jobs: list[Job], shape: str) -> Iterator[dict[str, Any]]:
     """Yield the time, memory and losses of each case."""
     base, most = jobs[0], 0
-    # The steps that all of them took in this process, but for the first, which warms up.
+    # The steps that all of them ran in this process, without the first, which warms up.
     count = min(len(job.seconds) for job in jobs)
     timed = {job.case: job.seconds[-count:][count > 1 :] if count else [] for job in jobs}
     times = ratios(timed, base.case) if count else {}
@@ -61,22 +61,22 @@ def rows_of(jobs: list[Job], shape: str) -> Iterator[dict[str, Any]]:
         memory, config = job.memory(), job.settings.config
         tokens = config.batch * config.context * job.settings.accumulate
         most = most or memory.peak_bytes
-        apart = max(abs(a - b) for a, b in zip(job.losses, base.losses, strict=True))
+        difference = max(abs(a - b) for a, b in zip(job.losses, base.losses, strict=True))
         row = {
             "shape": shape, "case": job.case, "peak (MiB)": round(memory.peak_bytes / MIB, 1),
             f"peak / {base.case}": round(memory.peak_bytes / most, 3),
             **_speed(times.get(job.case), base.case),
             "tokens / s": _rate(timed[job.case], tokens),
             "steps": len(job.losses), "last loss": round(job.losses[-1], 4),
-            "loss apart": float(f"{apart:.1e}"),
+            "loss apart": float(f"{difference:.1e}"),
         }  # fmt: skip
         yield row | ({"memory": curve(memory)} if job.case in (base.case, "all") else {})
 
 
-def _speed(found: tuple[float, float, float] | None, base: str) -> dict[str, Any]:
-    if found is None:  # resumed after its last step
+def _speed(extremes: tuple[float, float, float] | None, base: str) -> dict[str, Any]:
+    if extremes is None:  # resumed after its last step
         return {}
-    median, least, most = found
+    median, least, most = extremes
     return {f"time / {base}": round(median, 3), "least - most": f"{least:.2f} - {most:.2f}"}
 
 
@@ -85,9 +85,9 @@ def _rate(seconds: list[tuple[float, float]], tokens: int) -> int | None:
 
 
 def groups_of(cases: list[str]) -> list[list[str]]:
-    """Return cases that train side by side: all eager ones, then each compiled one beside plain.
+    """Return groups of cases to train side by side: all eager ones, then each compiled and plain.
 
-    So the rows of the first group come early, and no compiled model disturbs another.
+    So the rows of the first group are available early, and no compiled model disturbs another.
     """
     compiled = [case for case in cases if not features_of(case).isdisjoint(COMPILERS)]
     if PLAIN not in cases or not compiled:
@@ -102,7 +102,7 @@ def jobs_of(
     data: Tensor,
     folders: dict[str, Path | None],
 ) -> list[Job]:
-    """Return the jobs that can run here, and name the others.
+    """Return the jobs that can run here, and note the others.
 
     Each job uses its folder of `folders`.
     """
@@ -120,7 +120,7 @@ def jobs_of(
 
 
 def trained(arguments: argparse.Namespace, jobs: list[Job]) -> Iterator[Job]:
-    """Train all jobs a step in turn. Yield those whose every step worked."""
+    """Train all jobs, a step of each in turn. Yield the jobs without an error."""
     failed: set[str] = set()
     for step in range(arguments.steps):
         for job in jobs if step % 2 == 0 else reversed(jobs):
@@ -145,7 +145,7 @@ def trained(arguments: argparse.Namespace, jobs: list[Job]) -> Iterator[Job]:
 
 
 def all_rows(arguments: argparse.Namespace, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield rows that are kept from before, and rows of this run."""
+    """Yield stored rows and rows of this run."""
     config = SIZES[arguments.size]
     if arguments.batch:
         config = dataclasses.replace(config, batch=arguments.batch)
@@ -163,7 +163,7 @@ def all_rows(arguments: argparse.Namespace, kept: list[dict[str, Any]]) -> Itera
         jobs = list(trained(arguments, jobs_of(cases, arguments, settings, data, folders)))
         if len(jobs) > (number > 0):
             rows = rows_of(jobs, shape)
-            if number > 0:  # plain has a row already
+            if number > 0:  # plain already has a row
                 next(rows)
             yield from rows
 

@@ -1,9 +1,9 @@
 """Checks wheels: `python -m build_tools.check_wheel dist/*.whl` prints their faults.
 
 It checks the tag, the size, the requirements, the contents, and the imports of every library.
-Stable libraries may import only functions that torch's stable ABI has in 2.10. All libraries may
-need only versions of glibc and libstdc++ that the platform tag promises. The exit code is 1 for a
-bad wheel.
+Stable libraries may import only functions of torch's stable ABI in 2.10. All libraries may need
+only versions of glibc and libstdc++ that the platform tag allows. The exit code is 1 for a bad
+wheel.
 """
 
 import json
@@ -23,7 +23,7 @@ from build_tools.toolchain import MACHINE
 MOST_BYTES = 20_000_000
 MODULE = re.compile(rf"storage_ops/_build_info\.cpython-3(\d+t?)-{MACHINE}-linux-gnu\.so")
 TORCH_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
-# Functions of torch's C ABI that its libraries have at the oldest torch they are for.
+# For each library, the functions of torch's C ABI in the oldest torch that it supports.
 ABI = Path(__file__).parent / "torch_abi"
 STABLE = {"libstorage_ops_cpu": "2.10", "libstorage_ops_cu": "2.10", "libstorage_ops_alias": "2.12"}
 
@@ -32,8 +32,8 @@ def imports(library: Path) -> list[tuple[str, str, str]]:
     """Return a library's imports: kind ("U", or "w" and "v" if optional), name, version or ""."""
     command = ["nm", "-D", "--undefined-only", "--with-symbol-versions", str(library)]
     listed = subprocess.check_output(command, text=True)
-    found = re.findall(r"^\s+([UwvV]) ([^\s@]+)(?:@+(\S+))?", listed, re.MULTILINE)
-    return [(kind, name, version) for kind, name, version in found]
+    matches = re.findall(r"^\s+([UwvV]) ([^\s@]+)(?:@+(\S+))?", listed, re.MULTILINE)
+    return [(kind, name, version) for kind, name, version in matches]
 
 
 def abi_of(library: Path) -> set[str] | None:
@@ -64,14 +64,14 @@ def wrong_versions(library: Path) -> Iterator[str]:
 
 
 def cpythons(names: list[str]) -> list[str]:
-    """Return the CPythons that a wheel has a module for, such as "3.14t"."""
+    """Return the CPythons for which a wheel has a module, such as "3.14t"."""
     return sorted((f"3.{m[1]}" for name in names if (m := MODULE.fullmatch(name))), key=len)
 
 
 def wrong_contents(
     wheel: Path, names: list[str], metadata: str, info: dict[str, str]
 ) -> Iterator[str]:
-    """Yield files and requirements that a wheel lacks, or must not have."""
+    """Yield missing and forbidden files and requirements of a wheel."""
     headers = Parser().parsestr(metadata)
     if "+" in headers["Version"]:
         yield f"the version {headers['Version']} has a local tag"
@@ -106,12 +106,12 @@ def check(wheel: Path) -> list[str]:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         info = json.loads(archive.read("storage_ops/lib/build_info.json"))
-        found = list(wrong_contents(wheel, names, archive.read(metadata).decode(), info))
+        faults = list(wrong_contents(wheel, names, archive.read(metadata).decode(), info))
         for name in names:
             if name.endswith(".so"):
                 library = Path(archive.extract(name, folder))
-                found += [*wrong_imports(library), *wrong_versions(library)]
-    return found
+                faults += [*wrong_imports(library), *wrong_versions(library)]
+    return faults
 
 
 def report(wheel: Path) -> bool:

@@ -1,8 +1,8 @@
 """Draws the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
 
 Memory over time is measured, and tiles are those of real schedules. Only the boxes of the first
-picture are drawn by hand. Colours and paper are those of the benchmarks' pictures. Each picture has
-a narrow variant for phones, of the same measurements.
+picture are drawn by hand. Colors and paper are those of the benchmarks' pictures. Each picture has
+a narrow variant for phones with the same measurements.
 """
 
 import functools
@@ -68,7 +68,7 @@ def _box(axes, x, y, width, text, color=PAPER):
 
 
 def discarding(figure, is_narrow):
-    """Draw four blocks whose wide activation is kept, checkpointed, or freed."""
+    """Draw memory of four blocks whose wide activation is kept, checkpointed, or freed."""
     _curves(figure.subplots(), _of_blocks(), is_narrow)
 
 
@@ -81,12 +81,12 @@ def _curves(axes, measured, is_narrow):
 
 @functools.cache
 def _of_blocks():
-    """Measure four blocks, by what they do with their wide activation."""
+    """Measure four blocks for each handling of their wide activation."""
     ups, downs = ([nn.Linear(*size) for _ in range(4)] for size in ((256, 2048), (2048, 256)))
     x = torch.randn(2048, 256, requires_grad=True)
 
     def run(block):
-        with measure() as found:
+        with measure() as measurement:
             y = x
             for up, down in zip(ups, downs, strict=True):
                 y = block(lambda a, up=up: F.gelu(up(a)), down, y)
@@ -94,35 +94,35 @@ def _of_blocks():
         x.grad = None
         for parameter in (p for layer in (*ups, *downs) for p in layer.parameters()):
             parameter.grad = None
-        return found
+        return measurement
 
-    ways = {
+    cases = {
         "plain": lambda act, down, a: down(act(a)),
         "activation checkpointed": lambda act, down, a: down(
             checkpoint(act, a, use_reentrant=False)
         ),
         "output discarded": lambda act, down, a: storage_ops.output_discard(act, down)(a),
     }
-    return {name: run(way) for name, way in ways.items()}
+    return {name: run(way) for name, way in cases.items()}
 
 
 def schedules(figure, is_narrow):
-    """Draw the tiles of three schedules, numbered in the order in which they are formed."""
+    """Draw the tiles of three schedules, numbered in the order of their computation."""
     tiles_of = {TOKEN_CHUNKED: (16, 240), VOCAB_SLICED: (64, 60), RUNNING_RESCALE: (64, 60)}
     panels = figure.subplots(*((3, 1) if is_narrow else (1, 3)))
     for axes, (name, (rows, columns)) in zip(panels, tiles_of.items(), strict=True):
-        grads = (True, name != RUNNING_RESCALE, False)  # that one is for a frozen weight
+        grads = (True, name != RUNNING_RESCALE, False)  # the running rescale is for a frozen weight
         problem = Problem(64, 32, 240, matmul.of(torch.float32, "cpu"), grads=grads)
         steps = Schedule(problem, name, rows, columns, columns, 0).steps()
         tiles = {}
         for number, step in enumerate((s for s in steps if s.classes.stop > s.classes.start), 1):
             tiles.setdefault((step.rows.start, step.classes.start), []).append((number, step))
-        for (row, column), found in tiles.items():
-            step = found[0][1]
+        for (row, column), visits in tiles.items():
+            step = visits[0][1]
             size = step.classes.stop - column, step.rows.stop - row
-            style = {"facecolor": OURS, "edgecolor": INK, "alpha": 0.5 / len(found)}
+            style = {"facecolor": OURS, "edgecolor": INK, "alpha": 0.5 / len(visits)}
             axes.add_patch(Rectangle((column, row), *size, **style))
-            text = ", ".join(str(number) for number, _ in found)
+            text = ", ".join(str(number) for number, _ in visits)
             axes.text(column + size[0] / 2, row + size[1] / 2, text, ha="center", va="center")
         axes.set(xlim=(0, 240), ylim=(64, 0), xticks=[], yticks=[], xlabel="classes", title=name)
         if is_narrow or axes is panels[0]:
@@ -130,7 +130,7 @@ def schedules(figure, is_narrow):
 
 
 def chunks(figure, is_narrow):
-    """Draw a focal loss, as it is written and in eight chunks."""
+    """Draw memory of a focal loss, as written and in eight chunks."""
     _curves(figure.subplots(), _of_focal_losses(), is_narrow)
 
 
@@ -146,17 +146,17 @@ def _of_focal_losses():
     def run(loss):
         for _ in range(2):  # the first one compiles
             head.zero_grad()
-            with measure() as found:
+            with measure() as measurement:
                 loss(x, t).backward()
-        return found
+        return measurement
 
     options = {"num_chunks": 8}
-    ways = {
+    cases = {
         "eager": focal,
         "Inductor": torch.compile(focal),
         "in 8 chunks": torch.compile(focal, backend="storage_ops", options=options),
     }
-    return {name: run(way) for name, way in ways.items()}
+    return {name: run(way) for name, way in cases.items()}
 
 
 # The heights of the pictures and of their narrow variants, in inches.

@@ -1,4 +1,4 @@
-"""Writes the page of the documentation site that lists the package's errors by message."""
+"""Writes the page of the documentation site with the package's errors by message."""
 
 import ast
 import re
@@ -31,11 +31,11 @@ a value, so search for the words around it. The sentence after the value says wh
 was expected, or what to do.
 Messages of the installation are on [another page](installing.md#troubleshooting).
 """
-# Helpers that build a message from an argument, its value and what was expected.
+# Helpers that build a message from an argument, its value and the expectation.
 _WRONG = {"wrong", "_wrong"}
-# The helpers that raise the error of a region, and of a module in tiles.
+# Helpers that raise the error of a region, or of a module in tiles.
 _FAIL = "fail"
-# Errors with names of their own.
+# Errors with specific names.
 _KINDS = {"Conflict": "declined with a reason", "Refused": "NotImplementedError"}
 
 
@@ -49,13 +49,13 @@ def _page():
     """Return a section for each part of the package, with an anchor for each message."""
     parts = [HEAD]
     for package, (title, about) in PARTS.items():
-        found = defaultdict(set)
+        kinds_of = defaultdict(set)
         for path in sorted((ROOT / "storage_ops" / package).rglob("*.py")):
             for kind, message in _messages(ast.parse(path.read_text())):
                 if len(re.findall(r"\w+", message)) > 2:
-                    found[message].add(kind)
+                    kinds_of[message].add(kind)
         parts.append(f"## {title}\n\nDocumentation: [{title}]({about}).\n")
-        for message, kinds in sorted(found.items()):
+        for message, kinds in sorted(kinds_of.items()):
             anchor = f"{package}-{re.sub(r'[^a-z0-9]+', '-', message.lower()).strip('-')[:80]}"
             link = f"[¶](#{anchor}){{#{anchor} .headerlink title='link to this message'}}"
             parts.append(f"- {', '.join(sorted(kinds))}: `` {message} `` {link}")
@@ -74,11 +74,11 @@ def _messages(tree):
         name, arguments = ast.unparse(call.func), call.args
         if name in _WRONG:
             kinds = [a for a in arguments if ast.unparse(a).endswith("Error")]
-            what, found, expected = map(_text, arguments[-3:])
+            what, value, expected = map(_text, arguments[-3:])
             name, _, verb = what.partition(" ")
             yield (
                 ast.unparse(kinds[0]) if kinds else "Error",
-                f"`{name}` {verb}{' ' * bool(verb)}{found}. Expected {expected}.",
+                f"`{name}` {verb}{' ' * bool(verb)}{value}. Expected {expected}.",
             )
         elif name == _FAIL:
             kinds = [ast.unparse(a) for a in arguments if ast.unparse(a).endswith("Error")]
@@ -94,7 +94,7 @@ def _messages(tree):
 
 
 def _text(node):
-    """Return the text of an expression, with "…" for parts that are not known before it runs."""
+    """Return the text of an expression, with "…" for parts that are unknown before it runs."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

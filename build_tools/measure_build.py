@@ -1,10 +1,10 @@
 """Checks the budget of the build: `python -m build_tools.measure_build [--cuda]`.
 
-It builds two copies of the tree in two places. The libraries must be equal byte for byte, except
-that of CUDA, because nvcc names internal symbols by the path. A clean build on two cores must take
-under a minute and 2 GB, and with --cuda, for two architectures, under five minutes. A build with
-one changed file must take under ten seconds. Otherwise the exit code is 1. Seconds are of the
-clock, for an idle machine. The processor seconds beside them hold on a busy machine, too.
+It builds two copies of the tree in two folders. The libraries must be byte-equal, except that of
+CUDA, because nvcc names internal symbols by the path. A clean build on two cores must take under a
+minute and 2 GB, and with --cuda, for two architectures, under five minutes. A build with one
+changed file must take under ten seconds. Otherwise the exit code is 1. Seconds are wall time on an
+idle machine. The processor seconds are also valid on a busy machine.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def copy(folder: Path) -> Path:
 
 
 def processor_seconds() -> float:
-    """Return the seconds that child processes have used, on all cores."""
+    """Return the processor seconds of child processes on all cores."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -47,7 +47,7 @@ def processor_seconds() -> float:
 def build(tree: Path, **variables: str) -> tuple[float, dict[str, str]]:
     """Build a tree.
 
-    Return the seconds it took, and the hash of each library. Print processor use.
+    Return its seconds and the hash of each library. Print processor use.
     """
     started, out, before = time.monotonic(), tree / "out", processor_seconds()
     command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(out)]
@@ -55,12 +55,12 @@ def build(tree: Path, **variables: str) -> tuple[float, dict[str, str]]:
     subprocess.run(command, cwd=tree, env=env, check=True, capture_output=True)
     seconds = time.monotonic() - started
     print(f"  {processor_seconds() - before:.1f} processor seconds")
-    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.rglob("*.so")}
-    return seconds, found
+    digests = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.rglob("*.so")}
+    return seconds, digests
 
 
 def main() -> bool:
-    """Measure and print. Return True if everything was within the budget."""
+    """Measure and print. Return True if everything is within the budget."""
     parser = argparse.ArgumentParser(prog="python -m build_tools.measure_build")
     parser.add_argument("--cuda", action="store_true", help=f"also for the GPUs {ARCHS}")
     cuda = parser.parse_args().cuda

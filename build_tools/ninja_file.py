@@ -1,7 +1,7 @@
 """Writes the ninja file of the native libraries. Every flag of every compiler is here.
 
-Paths in it are relative to the source tree or mapped away, so that two builds in two places give
-the same bytes.
+Paths in it are relative to the source tree or removed by a mapping, so that builds in two folders
+have the same bytes.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def sanitizer() -> str:
 
 
 def digest_of_sources() -> str:
-    """Return a digest of the libraries' sources and flags. Another digest needs another build."""
+    """Return a digest of the libraries' sources and flags. A new digest requires a new build."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted([*(ROOT / "csrc").rglob("*"), *(ROOT / "cuda").iterdir()]):
         if path.is_file():
@@ -59,7 +59,7 @@ def digest_of_sources() -> str:
 
 
 def archs(nvccs: Iterable[str]) -> str:
-    """Return the GPUs to compile for: by default those of ARCHS that every found toolkit knows."""
+    """Return the GPUs to compile for. The default is those of ARCHS that all toolkits support."""
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return listed
     known = [gpu_archs(nvcc) for nvcc in nvccs]
@@ -88,14 +88,14 @@ def rules(cxx: str, gpus: str) -> list[str]:
         "rule cxx",  # error messages name files of the source tree
         f"  command = {cxx} -MMD -MF $out.d -ffile-prefix-map=../../= {' '.join(host)} {common}",
         DEPFILE,
-        "rule nvcc",  # the log keeps what ptxas says of registers and spills
+        "rule nvcc",  # the log contains ptxas's numbers of registers and spills
         f"  command = $nvcc -MD -MF $out.d {' '.join(device)} {common} "
         "> $out.log 2>&1 || (cat $out.log; exit 1)",
         DEPFILE,
-        "rule link",  # the stubs define nothing: a linker that drops what is not needed keeps them
+        "rule link",  # the stubs define nothing, so the linker must not drop unneeded libraries
         f"  command = $linker -shared {link} $in -o $out {os.environ.get('LDFLAGS', '')} "
         "-L. -Xlinker --no-as-needed $libs",
-        # Stands in for a library of torch, so that headers are all that a build needs of torch.
+        # Replaces a library of torch, so that a build needs only torch's headers.
         "rule stub",
         f"  command = {cxx} -shared -Wl,-soname,$out -x c++ /dev/null -o $out",
         *(f"build lib{name}.so: stub" for name in STUBS),

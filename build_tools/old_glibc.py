@@ -1,10 +1,10 @@
-"""Stand-ins for libc, libm, libgcc and libstdc++ that offer only what a manylinux policy allows.
+"""Stand-ins for libc, libm, libgcc and libstdc++ with only the symbols of a manylinux policy.
 
-`python -m build_tools.old_glibc FOLDER` fills FOLDER and prints the LDFLAGS that use it. A machine
-newer than manylinux_2_28 then builds libraries that load on one that old. A stand-in has every
-symbol of the real library in the newest version that the policy knows. Symbols that the policy's
+`python -m build_tools.old_glibc FOLDER` fills FOLDER and prints the LDFLAGS that use it. Then a
+machine newer than manylinux_2_28 builds libraries that load on one of that age. A stand-in has
+every symbol of the real library in the newest version of the policy. Symbols that the policy's
 libstdc++ or libgcc lack come from the static library, as in the compilers of the manylinux images.
-The headers remain those of the machine. The images themselves need none of this.
+The headers are those of the machine. The images do not need this.
 """
 
 import functools
@@ -21,19 +21,19 @@ POLICY = "manylinux_2_28"
 SYMBOL = re.compile(
     r"\s+\d+: \w+\s+(\w+) (\w+)\s+(GLOBAL|WEAK|UNIQUE)\s+\w+\s+(?!UND)\w+ ([^\s@]+)@+(\S+)"
 )
-PARTS = {"pthread": 0, "dl": 2, "rt": 1}  # of libc by now, libraries of their own in the policy's
+PARTS = {"pthread": 0, "dl": 2, "rt": 1}  # now in libc, separate libraries in the policy
 LOADER = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}[MACHINE]
-# The header of libstdc++ reads this variable of glibc 2.32: false means that there may be threads.
+# The header of libstdc++ reads this variable of glibc 2.32. False means that there may be threads.
 COMPAT = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;'
 
 
 @functools.cache
 def allowed() -> dict[str, set[str]]:
-    """Return the versions that the policy has, by family, such as GLIBC."""
+    """Return the versions in the policy by family, such as GLIBC."""
     package = Path(importlib.util.find_spec("auditwheel").origin).parent
     policies = json.loads((package / "policy/manylinux-policy.json").read_text())
-    (found,) = (policy for policy in policies if policy["name"] == POLICY)
-    return {family: set(names) for family, names in found["symbol_versions"][MACHINE].items()}
+    (policy,) = (each for each in policies if each["name"] == POLICY)
+    return {family: set(names) for family, names in policy["symbol_versions"][MACHINE].items()}
 
 
 def order(version: str) -> list[int]:
@@ -43,13 +43,13 @@ def order(version: str) -> list[int]:
 def symbols(library: str) -> dict[str, tuple[str, str, int]]:
     """Return the symbols that a library defines: name -> (newest allowed version, type, size)."""
     listed = subprocess.check_output(["readelf", "-W", "--dyn-syms", library], text=True)
-    found: dict[str, tuple[str, str, int]] = {}
+    defined: dict[str, tuple[str, str, int]] = {}
     for size, kind, _, name, version in SYMBOL.findall(listed):
         family, _, number = version.partition("_")
         known = number in allowed().get(family, ()) and kind in ("FUNC", "IFUNC", "OBJECT", "TLS")
-        if known and (name not in found or order(found[name][0]) < order(version)):
-            found[name] = (version, kind, int(size, 0))
-    return found
+        if known and (name not in defined or order(defined[name][0]) < order(version)):
+            defined[name] = (version, kind, int(size, 0))
+    return defined
 
 
 def stand_in(real: str, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Prints the changelog of a release: `python -m build_tools.release_notes v0.1.0`.
 
-It stops unless the tag is the version of the package and CHANGELOG.md has a section for it.
+It fails unless the tag is the version of the package and CHANGELOG.md has a section for it.
 """
 
 import re

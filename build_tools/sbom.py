@@ -14,7 +14,7 @@ Facts = dict[str, str]
 
 
 def add(tree: Path) -> None:
-    """Write the file into a wheel that is unpacked in a folder."""
+    """Write the file into an unpacked wheel."""
     (info,) = tree.glob("*.dist-info")
     (info / "sboms").mkdir()
     (info / NAME).write_text(f"{json.dumps(contents(tree), indent=1)}\n")
@@ -54,13 +54,13 @@ def contents(tree: Path) -> dict[str, object]:
 
 def _compiled_in(facts: Facts) -> list[dict[str, str]]:
     pybind11 = importlib.metadata.version("pybind11")
-    found = [("pybind11", pybind11, f"pkg:pypi/pybind11@{pybind11}")]
-    found += [(f"torch headers {minor}", minor, "") for minor in facts["bindings"].split()]
+    parts = [("pybind11", pybind11, f"pkg:pypi/pybind11@{pybind11}")]
+    parts += [(f"torch headers {minor}", minor, "") for minor in facts["bindings"].split()]
     for cuda in facts["cuda"].split():
-        found.append(("CUDA runtime, static, and CCCL headers", cuda, ""))
+        parts.append(("CUDA runtime, static, and CCCL headers", cuda, ""))
     return [
         {"type": "library", "name": name, "version": version, **({"purl": purl} if purl else {})}
-        for name, version, purl in found
+        for name, version, purl in parts
     ]
 
 

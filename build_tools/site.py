@@ -1,9 +1,8 @@
-"""Adds to the documentation site what is not in docs/: the README, public names, kept results.
+"""Adds to the documentation site the parts outside docs/: README, public names, stored results.
 
 mkdocs calls these hooks. Pages of the repository's root become pages of the site. A link to a file
-that is not a page leads to that file. So every text is written once, and a link works in the
-repository and on the site. The reference lists the names in each package's `__all__`, by their
-docstrings.
+that is no page points to that file. So each text exists once, and links work in the repository and
+on the site. The reference has the docstrings of all names in each package's `__all__`.
 """
 
 import ast
@@ -37,8 +36,8 @@ IMAGE = re.compile(r'<img [^>]*?src="([^"#:]+)[^>]*>')
 PHONE = "(max-width: 44.98em)"  # as in docs/site.css
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _URL = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-# The README has a picture for light and one for dark pages. The site has a switch between both,
-# which pictures follow if their addresses end with Material's marks.
+# The README has a picture for light and one for dark pages. On the site, addresses that end with
+# Material's marks select the picture by the scheme.
 README_PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
 )
@@ -69,7 +68,7 @@ def on_files(files, config):
 
 
 def _written(name):
-    """Return a page of the root with links from there, and with a picture for each scheme."""
+    """Return a page of the root with links from the root, and a picture for each scheme."""
     return ABSOLUTE.sub("", README_PICTURE.sub(BY_SCHEME, (ROOT / name).read_text()))
 
 
@@ -89,12 +88,12 @@ def on_page_content(html, page, config, files: Files):
 
 
 def _narrow(path):
-    """Return the path of a picture's narrow variant, whose panels stand below each other."""
+    """Return the path of a picture's narrow variant, with panels below each other."""
     return path.with_stem(f"{path.stem}-narrow")
 
 
 def on_page_markdown(markdown, page, config, files: Files):
-    """Point links that leave docs/ to where `on_files` put the file."""
+    """Point links out of docs/ to the place of the file by `on_files`."""
     docs = Path(config.docs_dir).relative_to(ROOT)
     if page.file.generated_by:
         return markdown
@@ -110,7 +109,7 @@ def on_page_markdown(markdown, page, config, files: Files):
 
 
 def _reference():
-    """Return a page of all public names, which mkdocstrings fills from their definitions."""
+    """Return a page of all public names, into which mkdocstrings inserts their docstrings."""
     parts = ["# Reference\n"]
     for package, title in REFERENCE.items():
         parts.append(f"## {title}\n")
@@ -138,7 +137,7 @@ def _public(package):
 
 
 def _in_reference(match):
-    """Return a link to a file as one to its last public name in the reference.
+    """Return the link to a file's last public name in the reference, for a link to the file.
 
     Functions come last.
     """
@@ -148,20 +147,20 @@ def _in_reference(match):
 
 
 def _target(page, link):
-    """Return the file that a link of a page means, from the root."""
+    """Return the path from the root of the file that a page links to."""
     path = (ROOT / page).parent / link
     return path.resolve().relative_to(ROOT).as_posix()
 
 
 def _on_site(path, docs):
-    """Return where a file of the repository is on the site."""
+    """Return the path on the site of a file of the repository."""
     return PAGES.get(path, path.removeprefix(f"{docs}/"))
 
 
 class Docstrings(griffe.Extension):
     """Rewrites docstrings for griffe.
 
-    griffe shows only "Examples:" as code, and knows one name, or one error, in a line.
+    griffe shows only "Examples:" as code, and accepts only one name or one error in a line.
     """
 
     def on_object(self, *, obj, **kwargs):

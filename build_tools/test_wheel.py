@@ -1,10 +1,10 @@
-"""Tests a wheel, away from this tree: `python -m build_tools.test_wheel [TORCH ...] [options]`.
+"""Tests a wheel outside this tree: `python -m build_tools.test_wheel [TORCH ...] [options]`.
 
-For every torch minor (by default all in pyproject.toml) it creates a new environment and installs
+For every torch minor (by default all in pyproject.toml), it creates a new environment and installs
 the wheel in dist/ into it. The wheel's tests run from a copy in a folder without sources. An
-environment has several gigabytes and is removed afterwards. `--python` names an environment that
-has torch and the test requirements already, into which nothing is installed. `--fallbacks` runs the
-tests of the ops once more for every library that is taken away. Options of pytest follow `--`.
+environment has several gigabytes and is removed afterwards. `--python` names an environment with
+torch and the test requirements, into which nothing is installed. `--fallbacks` repeats the tests of
+the ops without each of the libraries. Options of pytest follow `--`.
 """
 
 import argparse
@@ -32,9 +32,9 @@ OPS = [
     "-p",
     "no:cacheprovider",
 ]
-# Tests of the source tree, which a wheel does not hold.
+# Tests of the source tree, which a wheel does not contain.
 OF_THE_TREE = ["packaging", "benchmarks", "test_house.py", "graph/test_docs.py"]
-# A pytest plugin that stands in for a torch that cannot swap storages.
+# A pytest plugin that simulates a torch without swaps of storages.
 HIDE_SWAP = """
 class Hidden:
     def __get__(self, instance, owner):
@@ -50,7 +50,7 @@ def call(python: Path, *arguments: str, check: bool = False, **options: object) 
 
 
 def environment(torch: str, wheel: Path, folder: Path) -> Path:
-    """Create an environment with the wheel and a torch minor, as a user gets it.
+    """Create an environment with the wheel and a torch minor, as a user would.
 
     Return its interpreter.
     """
@@ -62,11 +62,11 @@ def environment(torch: str, wheel: Path, folder: Path) -> Path:
 
 
 def overlay(python: Path, wheel: Path, folder: Path) -> Path:
-    """Unpack the wheel by pip into a folder for PYTHONPATH, with copies of its tests beside it."""
+    """Unpack the wheel by pip into a folder for PYTHONPATH, together with copies of its tests."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder / "site"), str(wheel)], check=True)
     ignored = shutil.ignore_patterns("__pycache__", *map(os.path.basename, OF_THE_TREE))
-    for name in ("tests", "benchmarks", "examples"):  # tests measure blocks, and run examples
+    for name in ("tests", "benchmarks", "examples"):  # tests import benchmarks and run examples
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder / "site"
@@ -82,15 +82,15 @@ def situations(site: Path, minor: str) -> dict[str, tuple[list[str], dict[str, s
     saved = binding.replace("binding", "saved")
     here = [name for name in (cpu, binding, saved, alias) if (lib / name).exists()]
     here += sorted(path.name for path in lib.glob("libstorage_ops_cu*.so"))
-    found: dict[str, tuple[list[str], dict[str, str]]] = {f"no {n}": ([n], {}) for n in here}
-    found["no storage library"] = ([binding, alias], {})
-    found["no swap in torch"] = ([binding], {"PYTEST_PLUGINS": "hide_swap"})
-    found["nothing native"] = ([], {"STORAGE_OPS_DISABLE_NATIVE": "1"})
-    return found
+    cases: dict[str, tuple[list[str], dict[str, str]]] = {f"no {n}": ([n], {}) for n in here}
+    cases["no storage library"] = ([binding, alias], {})
+    cases["no swap in torch"] = ([binding], {"PYTEST_PLUGINS": "hide_swap"})
+    cases["nothing native"] = ([], {"STORAGE_OPS_DISABLE_NATIVE": "1"})
+    return cases
 
 
 def run(python: Path, folder: Path, arguments: list[str], **variables: str) -> bool:
-    """Print what is in use, then run the tests in `folder`. Return True if both succeeded."""
+    """Print the paths in use, then run the tests in `folder`. Return True if both succeeded."""
     env = {**os.environ, "PYTHONPATH": str(folder / "site"), **variables}
     show = "import hide_swap" if "PYTEST_PLUGINS" in variables else "pass"
     show += "\nimport json, storage_ops; print(json.dumps(storage_ops.info()))"
@@ -130,12 +130,12 @@ def test(python: Path, wheel: Path, options: argparse.Namespace) -> bool:
 
 def built() -> Path:
     """Return the wheel in dist/."""
-    found = sorted((ROOT / "dist").glob(f"*_{MACHINE}.whl"))
-    return found[-1] if found else sys.exit("dist/ holds no wheel: run `make wheel`")
+    wheels = sorted((ROOT / "dist").glob(f"*_{MACHINE}.whl"))
+    return wheels[-1] if wheels else sys.exit("dist/ holds no wheel: run `make wheel`")
 
 
 def minors() -> list[str]:
-    """Return the torch minors that the release workflow builds a binding for."""
+    """Return the torch minors for which the release workflow builds a binding."""
     listed = re.search(r'BINDING_TORCHES = "(.+)"', (ROOT / "pyproject.toml").read_text())
     return listed[1].split()
 
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> bool:
     wheel = built()
     results = [test(python, wheel, options) for python in map(Path, options.python)]
     for torch in options.torch or ([] if options.python else minors()):
-        (ROOT / "build").mkdir(exist_ok=True)  # gigabytes: not where temporary files go
+        (ROOT / "build").mkdir(exist_ok=True)  # too large for the folder of temporary files
         with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
             results.append(test(environment(torch, wheel, Path(folder)), wheel, options))
     return all(results)

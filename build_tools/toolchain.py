@@ -1,4 +1,4 @@
-"""Find compilers, CUDA toolkits and torch headers for a build. It needs Python alone."""
+"""Find compilers, CUDA toolkits and torch headers for a build. It needs only Python."""
 
 import importlib.metadata
 import importlib.util
@@ -44,7 +44,7 @@ def installed_torch() -> Minor:
 
 
 def binding_torches() -> list[str]:
-    """Return the minors to build a binding for: the listed ones, or the installed torch's."""
+    """Return the minors for which to build a binding: the listed or the installed one."""
     listed = re.split(r"[\s,;]+", os.environ.get("STORAGE_OPS_BINDING_TORCHES", ""))
     listed = [entry for entry in listed if entry]
     for entry in listed:
@@ -62,7 +62,7 @@ def headers_folder() -> Path:
 
 
 def torch_headers(minor: str) -> Path:
-    """Return the include folder of a torch: the installed one's, or an unpacked one."""
+    """Return the include folder of the installed torch or of an unpacked one."""
     if installed_torch() == minor_of(minor):
         include = Path(importlib.util.find_spec("torch").origin).parent / "include"
     else:
@@ -73,9 +73,9 @@ def torch_headers(minor: str) -> Path:
             f"The headers of torch {minor} are not in {include}. Run `python -m "
             f"build_tools.torch_headers {minor}`."
         )
-    found = dict(re.findall(r"define TORCH_VERSION_(MAJOR|MINOR) (\d+)", version.read_text()))
-    if f"{found['MAJOR']}.{found['MINOR']}" != minor:
-        stop(f"{version} is of torch {found['MAJOR']}.{found['MINOR']}. Expected {minor}.")
+    parts = dict(re.findall(r"define TORCH_VERSION_(MAJOR|MINOR) (\d+)", version.read_text()))
+    if f"{parts['MAJOR']}.{parts['MINOR']}" != minor:
+        stop(f"{version} is of torch {parts['MAJOR']}.{parts['MINOR']}. Expected {minor}.")
     return include
 
 
@@ -97,14 +97,14 @@ def nvccs() -> dict[str, str]:
         return {}
     homes = [home for home in os.environ.get("CUDA_HOME", "").split(os.pathsep) if home]
     wanted = [f"{home}/bin/nvcc" for home in homes] or ["nvcc"]
-    found = [tool for tool in map(shutil.which, wanted) if tool]
-    found = found or [tool for tool in [shutil.which("/usr/local/cuda/bin/nvcc")] if tool]
-    if not found and os.environ.get("FORCE_CUDA") == "1":
+    tools = [tool for tool in map(shutil.which, wanted) if tool]
+    tools = tools or [tool for tool in [shutil.which("/usr/local/cuda/bin/nvcc")] if tool]
+    if not tools and os.environ.get("FORCE_CUDA") == "1":
         stop(
             "FORCE_CUDA is 1, but nvcc was not found on PATH, in CUDA_HOME or in /usr/local/cuda. "
             "Install the CUDA toolkit, or set CUDA_HOME."
         )
-    return {cuda_version(tool).partition(".")[0]: tool for tool in reversed(found)}
+    return {cuda_version(tool).partition(".")[0]: tool for tool in reversed(tools)}
 
 
 def version_of(tool: str, pattern: str) -> str:
@@ -116,7 +116,7 @@ def cuda_version(nvcc: str) -> str:
 
 
 def gpu_archs(nvcc: str) -> set[str]:
-    """Return the GPUs that a toolkit can compile for: {"8.0", "9.0", ...}."""
+    """Return the GPUs for which a toolkit can compile: {"8.0", "9.0", ...}."""
     listed = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True)
     return {f"{major}.{minor}" for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)}
 

@@ -1,7 +1,7 @@
 """Downloads the C++ headers of torch minors: `python -m build_tools.torch_headers 2.10 2.11`.
 
 They are unpacked from torch's wheels into build/torch-headers (or STORAGE_OPS_TORCH_HEADERS), where
-setup.py finds them. Nothing is installed. A wheel has some hundred megabytes and is not kept.
+setup.py reads them. Nothing is installed. A wheel of some hundred megabytes is deleted.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ def fetch(minor: str) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 names = [n for n in archive.namelist() if n.startswith("torch/include/")]
                 archive.extractall(unpacked, names)
-            (Path(unpacked) / "torch").rename(target)  # whole or not at all
+            (Path(unpacked) / "torch").rename(target)  # complete or not at all
     return target
 
 

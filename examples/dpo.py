@@ -1,4 +1,4 @@
-"""Direct preference optimisation from hidden states: `python examples/dpo.py`.
+"""Direct preference optimization from hidden states: `python examples/dpo.py`.
 
 DPO needs only the log-probabilities of chosen and rejected answers. The usual code of the loss
 computes all logits of policy and reference. `storage_ops.losses.dpo` computes a tile of them at a
@@ -65,14 +65,14 @@ def main() -> None:
     torch.manual_seed(0)
     policy, reference = Model().to(DEVICE), Model().to(DEVICE).requires_grad_(False)
     tokens = torch.randint(VOCAB, (2 * PAIRS, LENGTH), device=DEVICE)
-    found: dict[str, Measurement] = {}
+    measured: dict[str, Measurement] = {}
     for name, loss in {"plain": plain, "storage_ops.losses.dpo": ours}.items():
         policy.zero_grad()
-        with measure(DEVICE) as found[name]:
+        with measure(DEVICE) as measured[name]:
             value = loss(policy, reference, tokens)
             value.backward()
         print(f"{name}: loss {value.item():.6f}, gradient {policy.head.weight.grad.norm():.6f}")
-    report("DPO, one step", found)
+    report("DPO, one step", measured)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Fine-tune a model of transformers with Trainer: `python examples/finetune_transformers.py`.
 
-The model and the Trainer stay as they are. `patch_causal_lm` computes the loss without the logits,
-and a plan of `fit` recomputes as little as a budget asks for. Needs transformers and accelerate.
+The model and the Trainer do not change. `patch_causal_lm` computes the loss without the logits, and
+a plan of `fit` recomputes as little as possible within a budget. Needs transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def train(net: transformers.PreTrainedModel, *callbacks: object) -> tuple[Measur
             save_strategy="no", use_cpu=DEVICE == "cpu", seed=0, disable_tqdm=True,
         )  # fmt: skip
         trainer = transformers.Trainer(net, options, train_dataset=data, callbacks=list(callbacks))
-        with measure(DEVICE) as found:
+        with measure(DEVICE) as measurement:
             loss = trainer.train().training_loss
-    return found, loss
+    return measurement, loss
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def main() -> None:
     planned, again = train(net, trainer_callback(plan))
 
     print(f"loss {loss:.5f}, {same:.5f}, {again:.5f}")
-    ways = {"as it is": plain, "patch_causal_lm": patched, "and fit": planned}
-    report("two steps of a Llama", ways)
+    cases = {"unchanged": plain, "patch_causal_lm": patched, "and fit": planned}
+    report("two steps of a Llama", cases)
 
 
 if __name__ == "__main__":

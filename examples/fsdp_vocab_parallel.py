@@ -23,7 +23,7 @@ TOKENS, WIDTH, VOCAB = 2048, 256, 32000
 
 
 def body() -> nn.Sequential:
-    """Return four MLPs with a residual around them, the same on every rank."""
+    """Return four MLPs with residual connections, the same on every rank."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -38,7 +38,7 @@ def body() -> nn.Sequential:
 
 
 def step(net: nn.Module, x: torch.Tensor, target: torch.Tensor, ours: bool) -> torch.Tensor:
-    """Compute the loss of the same tokens on all ranks, as in tensor parallelism, and gradients."""
+    """Compute loss and gradients of the same tokens on all ranks, as in tensor parallelism."""
     torch.manual_seed(1)
     weight = torch.randn(VOCAB, WIDTH, device=DEVICE) * 0.02
     if not ours:
@@ -63,8 +63,8 @@ def main() -> None:
         dist.broadcast(shared, 0)
     x, target = x.to(DEVICE), target.to(DEVICE)
 
-    found: dict[str, Measurement] = {}
-    for name, ours in {"FSDP2, all logits": False, "checkpointed, vocabulary spread": True}.items():
+    measured: dict[str, Measurement] = {}
+    for name, ours in {"FSDP2, all logits": False, "checkpointed, vocabulary split": True}.items():
         net = body()
         if ours:
             config = storage_ops.ActivationCheckpointConfig(layer_classes=["Block"])
@@ -72,12 +72,12 @@ def main() -> None:
         for block in net:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
-        with measure(DEVICE) as found[name]:
+        with measure(DEVICE) as measured[name]:
             loss = step(net, x, target, ours)
         if dist.get_rank() == 0:
             print(f"{name}: loss {loss.item():.6f}")
     if dist.get_rank() == 0:
-        report("one step of rank 0 of two", found)
+        report("one step of rank 0 of two", measured)
     dist.destroy_process_group()
 
 

@@ -39,15 +39,15 @@ class Denoiser(lightning.LightningModule):
 
 
 def train(module: Denoiser, *callbacks: lightning.Callback) -> Measurement:
-    """Train two steps, and return their memory."""
+    """Train two steps and return their memory."""
     data = torch.utils.data.DataLoader(torch.randn(2 * BATCH, LENGTH, WIDTH), BATCH)
     trainer = lightning.Trainer(
         max_steps=2, accelerator=DEVICE, devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
-    with measure(DEVICE) as found:
+    with measure(DEVICE) as measurement:
         trainer.fit(module, data)
-    return found
+    return measurement
 
 
 def main() -> None:

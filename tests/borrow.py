@@ -1,10 +1,10 @@
-"""Tests of one file that another runs too, under fixtures of its own."""
+"""Let a test file run the tests of another file under its own fixtures."""
 
 from types import ModuleType
 
 
 def borrowed(module: ModuleType, without: frozenset[str] = frozenset()) -> dict[str, object]:
-    """The test functions of a module by name, but for those of `without`, which must be there."""
+    """Return a module's test functions by name, except those in `without`, which must exist."""
     tests = {name: thing for name, thing in vars(module).items() if name.startswith("test_")}
     for name in without:
         del tests[name]

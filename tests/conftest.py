@@ -22,13 +22,13 @@ ONE_IN = {"slow": 16, "in_turn": 6}
 # The summary names each test without a mark that takes more processor seconds than this.
 NAMED_ABOVE = 3
 LONG = "{:.1f} processor seconds without the mark in_turn or slow: {}"
-# CI draws the same examples at every run; elsewhere they are new ones each time.
+# CI draws the same examples in every run. Elsewhere, each run draws new ones.
 # No example has a deadline: the first one imports, and other work on the machine slows the rest.
 settings.register_profile("ci", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("anywhere", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "anywhere")
 
-# The native path when there is one, and every Python path that this torch can run.
+# The native path if it exists, and every Python path that this torch can run.
 PATHS = [
     *(["binding"] if NATIVE_PATH == "binding" else []),
     *(["alias"] if CAN_SWAP and any("alias" in name for name in INFO["loaded"]) else []),
@@ -37,9 +37,9 @@ PATHS = [
 
 
 def pytest_configure():
-    """Choose the seed of the run: the one asked for, in CI one of the commit, else a fresh one.
+    """Choose the seed of the run: the requested one, in CI a hash of the commit, else a new one.
 
-    So a failure in CI comes up again where that commit is checked out, and each commit draws anew.
+    A failure in CI is therefore reproducible from the commit, and each commit draws other inputs.
     """
     drawn = _hash_of_the_tree() if os.environ.get("CI") else ""
     os.environ.setdefault("STORAGE_OPS_TEST_SEED", drawn or os.urandom(4).hex())
@@ -63,7 +63,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _processor_seconds():
-    return sum(os.times()[:4])  # of this process and of those that it started and that ended
+    return sum(os.times()[:4])  # of this process and its finished children
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,10 +99,10 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests that lack their GPU or kernels and, in CI, leave out most of those that take long.
+    """Skip tests without their GPU or kernels. In CI, also leave out most tests that take long.
 
-    STORAGE_OPS_REQUIRE_CUDA=1 turns a missing GPU into a failure. The run's seed draws which of the
-    tests in turn CI runs, so that each commit runs others. `make test-all` runs all tests.
+    With STORAGE_OPS_REQUIRE_CUDA=1, a missing GPU is a failure. The run's seed chooses which
+    tests with the mark in_turn CI runs, so each commit runs others. `make test-all` runs all tests.
     """
     if os.environ.get("CI"):
         left_out = [item for item in items if not _is_drawn(item)]
@@ -132,7 +132,7 @@ def _one_in(item):
 
 @pytest.fixture
 def copied(monkeypatch):
-    """The tensors that regions copy before they run."""
+    """Return a list of the tensors that regions copy before they run."""
     tensors = []
 
     class Counted(effects.Contents):
@@ -160,7 +160,7 @@ def zero_copy(path):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_was_there_before_is_no_garbage():
+def earlier_objects_are_frozen():
     """Freeze old objects, because each `measure` and `estimate` collects garbage."""
     gc.collect()
     gc.freeze()

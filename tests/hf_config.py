@@ -4,7 +4,7 @@ import json
 
 
 def written(folder, **sizes):
-    """The path of a config.json with two heads of keys for four of queries, and these sizes."""
+    """Write a config.json with these sizes and two key heads for four query heads."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 4,
         "num_key_value_heads": 2, **sizes,

@@ -1,4 +1,4 @@
-"""A link of some speed between a CPU and other memory, so that offloading runs without a GPU."""
+"""A simulated link between a CPU and other memory, so that offloading runs without a GPU."""
 
 import contextlib
 import ctypes
@@ -12,13 +12,13 @@ POISON = 255  # as bytes of floating-point numbers it is NaN
 
 
 class SimulatedCopies:
-    """Copies on a CPU as a link would make them.
+    """Copies on a CPU with the timing of a link.
 
     Attributes:
-        log: ("to host" or "to device", bytes, when it began, when it ended, when it was waited
-            for), in the order of the waits.
-        waited_seconds: that work stood still for copies.
-        bytes_per_second: of the link, in each direction.
+        log: ("to host" or "to device", bytes, time of its begin, end and wait), in the order of
+            the waits.
+        waited_seconds: time that work waited for copies.
+        bytes_per_second: speed of the link in each direction.
     """
 
     def __init__(self, bytes_per_second, now, sleep):
@@ -26,30 +26,30 @@ class SimulatedCopies:
         self.log = []
         self.waited_seconds = 0.0
         self.bytes_per_second = bytes_per_second
-        self._free = {"to host": 0.0, "to device": 0.0}  # when the link is, in each direction
+        self._free = {"to host": 0.0, "to device": 0.0}  # the time, for each direction
 
     def to_host(self, t):
-        """Into memory that holds NaN until then."""
+        """Copy into memory that holds NaN until the copy ends."""
         source = bytes_of(t)
-        # Memory that torch has not allocated, so that nobody counts it as memory of the device.
+        # Torch has not allocated this memory, so it does not count as memory of the device.
         host = (ctypes.c_ubyte * len(source))()
         ctypes.memset(host, POISON, len(source))
         return SimulatedCopy(self, "to host", source, host)
 
     def to_device(self, host, t):
-        """Into a tensor that holds NaN until then."""
+        """Copy into a tensor that holds NaN until the copy ends."""
         target = torch.full((len(host),), POISON, dtype=torch.uint8, device=t.device)
         return SimulatedCopy(self, "to device", host, target)
 
     def begin(self, way, nbytes):
-        """When a copy that is asked for now begins, and when it ends."""
+        """Return the times at which a copy requested now begins and ends."""
         start = max(self._free[way], self.now())
         self._free[way] = start + nbytes / self.bytes_per_second
         return start, self._free[way]
 
 
 class SimulatedCopy:
-    """The bytes come as late as they may: in `wait`."""
+    """A copy whose bytes arrive as late as allowed, in `wait`."""
 
     def __init__(self, copies, way, source, target):
         self.target = target
@@ -75,14 +75,14 @@ def _address(memory):
 
 @contextlib.contextmanager
 def simulated_copies(bytes_per_second, now=time.perf_counter, sleep=time.sleep):
-    """Offload to memory that does not count, and bring bytes back as over a link.
+    """Offload to memory that does not count, over a simulated link.
 
-    Each direction copies one storage at a time. Work waits for a copy that has not ended, and the
-    target holds NaN until then.
+    Each direction copies one storage at a time. Work waits for an unfinished copy, whose target
+    holds NaN until then.
 
     Args:
-        bytes_per_second: of the link, in each direction.
-        now, sleep: a clock, in seconds, and a function that lets time pass on it.
+        bytes_per_second: speed of the link in each direction.
+        now, sleep: a clock, in seconds, and a function that advances it.
     """
     copies = SimulatedCopies(bytes_per_second, now, sleep)
     links.append(copies)

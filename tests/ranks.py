@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 60  # seconds; what hangs is an error
-# Ranks are forked from a process that has imported these once, which takes seconds for each rank.
+TIMEOUT = 60  # seconds, after which a hang is an error
+# Ranks are forked from a process that has imported these once. An import per rank takes seconds.
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "storage_ops",
@@ -33,31 +33,31 @@ def _rank(rank, work, world, port, seed):
     )
     torch.manual_seed(seed)
     work(rank)
-    gc.collect()  # models go before the group that they communicate in, or the exit may hang
+    gc.collect()  # models must be freed before their group, or the exit may hang
     dist.barrier()
     dist.destroy_process_group()
 
 
 def forked():
-    """A context whose processes are forked from the one that has imported PRELOADED."""
+    """Return a context whose processes are forked from one that has imported PRELOADED."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def _process(rank, work, arguments):
-    gc.freeze()  # `measure` collects garbage: not among what was imported
+    gc.freeze()  # `measure` collects garbage, but not among imported objects
     work(rank, *arguments)
 
 
 def run_in_processes(work, arguments, count):
-    """Call `work(rank, *arguments)`, a function of a module, in `count` processes."""
+    """Call `work(rank, *arguments)`, a module-level function, in `count` processes."""
     start = forked().get_start_method()
     mp.start_processes(_process, (work, arguments), count, start_method=start)
 
 
 def run_on_ranks(work, world):
-    """Call `work(rank)`, a function of a module, in `world` processes with one random seed."""
+    """Call `work(rank)`, a module-level function, in `world` processes with one random seed."""
     arguments = (work, world, free_port(), int(torch.randint(1 << 30, ())))
     run_in_processes(_rank, arguments, world)
 
@@ -66,9 +66,9 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 def assert_same(ours, right, dtype=None):
-    """Equal but for rounding: 1e-12 in fp64, 2e-6 in fp32, of the largest number or of 1.
+    """Check for a rounding error of 1e-12 in fp64 or 2e-6 in fp32, of the largest number or of 1.
 
-    `dtype`: of what they were computed from, if that is another.
+    `dtype`: dtype of the inputs, if it is another.
     """
     largest = max(1.0, float(right.detach().abs().max())) if right.numel() else 1.0
     bound = largest * BOUNDS.get(dtype or ours.dtype, 0)

@@ -1,4 +1,4 @@
-"""Rows of a table of arguments that are refused."""
+"""Rows for tables of refused arguments."""
 
 import pytest
 from _pytest.mark.structures import ParameterSet

@@ -12,7 +12,7 @@ import torch
 from storage_ops._callers import warn_caller
 
 
-def test_the_callers_line_is_shown():
+def test_a_warning_shows_the_callers_line():
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         torch.utils._pytree.tree_map(lambda _: warn_caller("here"), [1])
@@ -20,7 +20,7 @@ def test_the_callers_line_is_shown():
 
 
 @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
-def test_a_library_that_lies_elsewhere_than_torch_is_not_shown(tmp_path, monkeypatch, name):
+def test_a_library_in_another_folder_than_torch_is_not_shown(tmp_path, monkeypatch, name):
     folder = tmp_path / name
     folder.mkdir()
     trainer = folder / "trainer.py"
@@ -33,7 +33,7 @@ def test_a_library_that_lies_elsewhere_than_torch_is_not_shown(tmp_path, monkeyp
 
 
 def test_variables_of_callers_are_freed_without_a_collection():
-    """A frame in a cycle would hold the activations of every call around it."""
+    """A frame in a cycle would keep the activations of every call around it."""
 
     def layer():
         activation = torch.ones(4)

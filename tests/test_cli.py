@@ -43,7 +43,7 @@ def test_demo_complains(options, complaint, capsys):
 
 @pytest.mark.in_turn
 def test_demo_end_to_end(tmp_path):
-    """The demo on a small text: losses agree, memory is saved, the picture is drawn."""
+    """On a small text, the losses are equal, memory is saved and the picture is drawn."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of {i * i} words, {i % 7} " for i in range(4000)))
     picture = tmp_path / "demo.png"
@@ -67,7 +67,7 @@ PLAN = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--
 
 
 def test_plan_as_a_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "110")  # narrower tables leave out the tiles
+    monkeypatch.setenv("COLUMNS", "110")  # narrower tables omit the tiles
     assert cli.main([*PLAN, "--dtype", "bf16", "--budget", "400MiB"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416")
@@ -119,8 +119,8 @@ def test_plan_complains(options, complaint, capsys):
     [([*PLAN, "--json"], 1), (PLAN, 1), (["info"], 1), (["info", "--json"], 1),
      ([*PLAN, "--device", "tpu"], 2)],
 )  # fmt: skip
-def test_a_reader_that_goes_away_is_no_error(options, stream, unbuffered):
-    """As in `... | head`: nothing is complained of, and the status is that of a broken pipe."""
+def test_a_closed_pipe_is_no_error(options, stream, unbuffered):
+    """With `... | head`, there is no message, and the status is that of a broken pipe."""
     read, write = os.pipe()
     os.close(read)
     try:
@@ -137,7 +137,7 @@ def test_a_reader_that_goes_away_is_no_error(options, stream, unbuffered):
     assert not result.stdout and not result.stderr
 
 
-def test_the_script_has_no_reader():
+def test_the_script_ends_without_a_reader():
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as pipe:
@@ -145,7 +145,7 @@ def test_the_script_has_no_reader():
     assert result.returncode == 141 and result.stderr == ""
 
 
-def test_commands_say_before_the_work_that_nothing_can_be_drawn(tmp_path, capsys, monkeypatch):
+def test_commands_that_cannot_draw_fail_before_the_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     fit = ["fit", "--hf-config", str(tmp_path / "config.json"), "--seq", "8"]
     for command in (fit, ["will-it-fit", *fit[1:]]):
@@ -153,8 +153,8 @@ def test_commands_say_before_the_work_that_nothing_can_be_drawn(tmp_path, capsys
         captured = capsys.readouterr()
         assert captured.err.endswith("which is not installed. Run: pip install matplotlib\n")
         assert captured.err.startswith(f"drawing {tmp_path / 'plan.png'} needs")
-        assert captured.out == ""  # nothing was worked out for it
-    for ending in (".html", ".pickle"):  # `fit` draws images alone, whatever the ending
+        assert captured.out == ""  # it computed nothing
+    for ending in (".html", ".pickle"):  # `fit` draws only images
         assert cli.main([*fit, "--plot", str(tmp_path / f"plan{ending}")]) == 2
         assert "needs matplotlib, which is not" in capsys.readouterr().err
 
@@ -166,7 +166,7 @@ def test_plan_without_a_device_is_for_the_default_gpu(device, capsys, monkeypatc
     assert "rates              H100 SXM" in capsys.readouterr().out
 
 
-def test_plan_for_cuda_is_for_the_gpu_that_torch_finds(capsys, monkeypatch):
+def test_plan_for_cuda_is_for_the_gpu_that_torch_reports(capsys, monkeypatch):
     monkeypatch.setattr("storage_ops.loss.planning.plan.default_device", lambda: "a100")
     assert cli.main([*PLAN[:-2], "--device", "cuda"]) == 0
     assert "rates              A100" in capsys.readouterr().out
@@ -187,8 +187,8 @@ def test_help_groups_explained_options_and_ends_with_an_example(capsys, name):
     assert all(action.help for action in parser._actions)
 
 
-def test_every_command_and_function_predicts_for_one_gpu():
-    """Where no device is named, and for models on the meta device."""
+def test_commands_and_functions_have_the_same_default_gpu():
+    """They use it without a device, and for models on the meta device."""
     parser = argparse.ArgumentParser()
     for number, name in enumerate(("plan", "will-it-fit", "fit")):
         if not number:
@@ -196,10 +196,10 @@ def test_every_command_and_function_predicts_for_one_gpu():
         cli.COMMANDS[name].add_arguments(parsers.add_parser(name))
     sizes = ["--tokens", "1", "--hidden", "1", "--vocab", "1"]
     step = ["--hf-config", "x", "--seq", "1"]
-    given = {"plan": sizes, "will-it-fit": step, "fit": step}
-    found = {parser.parse_args([name, *options]).device for name, options in given.items()}
+    options_of = {"plan": sizes, "will-it-fit": step, "fit": step}
+    devices = {parser.parse_args([name, *options]).device for name, options in options_of.items()}
     judge = inspect.signature(storage_ops.memory.will_it_fit)
-    assert found == {judge.parameters["device"].default} == {DEFAULT_GPU}
+    assert devices == {judge.parameters["device"].default} == {DEFAULT_GPU}
     meta = torch.nn.Linear(2, 2, device="meta")
     assert rates_for(None, meta) is named(DEFAULT_GPU)
 
@@ -216,7 +216,7 @@ def test_plan_needs_no_torch(tmp_path):
 
 
 def script(*arguments, stdout=subprocess.PIPE):
-    """`storage-ops-plan`, and whether it imported torch."""
+    """Run `storage-ops-plan`. Also return whether it imported torch."""
     code = (
         "import sys, storage_ops_plan as s; code = s.main(); "
         "sys.exit(code if sys.modules['torch'] is None else 'torch was imported')"
@@ -242,7 +242,7 @@ def test_the_script_does_not_plan_for_the_cpu():
 
 
 @pytest.mark.in_turn
-def test_plan_for_the_cpu_is_the_one_that_the_loss_follows():
+def test_plan_for_the_cpu_is_that_of_the_loss():
     sizes = ["plan", "--tokens", "512", "--hidden", "64", "--vocab", "9000", "--dtype", "bf16"]
     threads = str(torch.get_num_threads())
     result = subprocess.run(

@@ -46,7 +46,7 @@ def test_a_plan_that_fits_has_seconds(command, capsys):
     assert 0 < ours["seconds"] <= checkpointed["seconds"]
 
 
-def test_the_peak_is_that_of_a_run():
+def test_the_peak_equals_that_of_a_run():
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, use_cache=False)
     model = transformers.LlamaForCausalLM(config).train()
     ids = torch.randint(0, 256, (4, 128))
@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_a_run():
     assert simulated < kept == simulate_step(model, batch, device="cpu").peak_bytes
 
 
-def test_models_without_it(tmp_path, capsys):
+def test_models_without_gradient_checkpointing(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import torch\ndef f():\n return torch.nn.Linear(8, 8), torch.empty(4, 8)\n"
     )

@@ -1,4 +1,4 @@
-"""`will-it-fit --eval-batch`: an evaluation step beside the training step."""
+"""`will-it-fit --eval-batch` adds an evaluation step to the training step."""
 
 import json
 
@@ -39,8 +39,8 @@ def test_the_larger_peak_is_the_answer(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_logits_that_stay(command, capsys):
-    """Before the last of K batches, there are K - 1 joined, and of K >= 3 one more beside."""
+def test_stored_logits(command, capsys):
+    """Before the last of K batches, the logits of K - 1 are stored, with K >= 3 one more batch."""
     command = [*command, "--eval-batch", "64"]
     peaks = {
         kept: answer([*command, "--eval-logits", str(kept)], capsys)["evaluation_peak_bytes"]
@@ -53,7 +53,7 @@ def test_logits_that_stay(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_the_step_that_decides_is_named(command, tmp_path, capsys):
+def test_the_step_with_the_larger_peak_is_named(command, tmp_path, capsys):
     page = tmp_path / "page.html"
     options = ["--eval-batch", "64", "--budget", "100MiB", "--html", str(page)]
     assert main([*command, *options]) == 1
@@ -82,7 +82,7 @@ def test_each_rank_gathers_logits(command, capsys):
         ),
     ],
 )
-def test_what_has_no_evaluation(options, said, command, capsys):
+def test_options_that_need_an_evaluation(options, said, command, capsys):
     assert main([*command, *options]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(said) and err.count("\n") == 1
@@ -104,8 +104,8 @@ def test_evaluation_of_a_function(tmp_path, capsys):
     (tmp_path / "model.py").write_text(FUNCTIONS)
     model = f"{tmp_path}/model.py"
     options = ["--optimizer", "sgd", "--eval-batch"]
-    found = answer(["will-it-fit", "--model", f"{model}:sized", *options, "4096"], capsys)
-    assert found["evaluation_peak_bytes"] > found["training_peak_bytes"]
+    facts = answer(["will-it-fit", "--model", f"{model}:sized", *options, "4096"], capsys)
+    assert facts["evaluation_peak_bytes"] > facts["training_peak_bytes"]
     for name, said in (("fixed", "has no argument batch"), ("several", "a list of batches")):
         assert main(["will-it-fit", "--model", f"{model}:{name}", *options, "4"]) == 2
         assert said in capsys.readouterr().err

@@ -94,8 +94,8 @@ def test_a_model_and_a_batch(file, capsys):
     assert owners["batch"] == 512 * 64 * 2
 
 
-def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
-    """torch.Tensor(size) does not ask for the meta device."""
+def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
+    """torch.Tensor(size) ignores the meta device."""
     alone, partly = (
         answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
     )
@@ -109,8 +109,8 @@ def test_parameters_that_the_function_makes_on_the_cpu(file, capsys):
         ("empty", "device=torch.device"),
     ],
 )
-def test_an_error_of_the_model_is_one_line_in_its_own_words(function, said, file):
-    """In a process of its own, whose logs are seen."""
+def test_an_error_of_the_model_is_one_line_with_its_message(function, said, file):
+    """Run the command in a separate process to read its logs."""
     command = [sys.executable, "-m", "storage_ops", "will-it-fit", "--model", f"{file}:{function}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
@@ -132,7 +132,7 @@ def test_fit_takes_the_loss(file, capsys):
 
 @pytest.mark.parametrize("size", ["batch", "seq"])
 def test_find_calls_the_function_for_each_size(size, file, capsys):
-    """Its loss has labels of the same size."""
+    """The loss has labels of the same size."""
     command = ["fit", "--model", f"{file}:sized", "--budget", "66MiB"]
     facts = answer([*command, "--find", size], capsys)
     assert facts["found"] >= facts["kept"]["size"] > 1
@@ -143,17 +143,54 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
 @pytest.mark.parametrize(
     ("function", "options", "said"),
     [
-        ("nothing", [], "has no function nothing: its functions are alone, sized, needs,"),
-        ("number", [], "which returned int. Expected (model, batch) or (model, batch, loss)"),
-        ("without_batch", [], "which returned tuple (Sequential)"),
-        ("text", [], "which returned a batch that is a str. Expected a tensor"),
-        ("no_loss", [], "which returned a loss that is a int. Expected a function"),
-        ("fails", [], "which raised TypeError: alone() takes 0 positional arguments"),
-        ("fails", [], f"at line {FILE.splitlines().index('    return alone(1)') + 1}."),
-        ("other", [], "which needs an argument width. Expected a function without arguments"),
-        ("needs", [], "--batch is missing, and"),
-        ("alone", ["--batch", "2"], "--batch is 2, but"),
-        ("alone", ["--batch", "0"], "--batch is 0. Expected 1 or more"),
+        pytest.param(
+            "nothing",
+            [],
+            "has no function nothing: its functions are alone, sized, needs,",
+            id="missing function",
+        ),
+        pytest.param(
+            "number",
+            [],
+            "which returned int. Expected (model, batch) or (model, batch, loss)",
+            id="number",
+        ),
+        pytest.param("without_batch", [], "which returned tuple (Sequential)", id="no batch"),
+        pytest.param(
+            "text",
+            [],
+            "which returned a batch that is a str. Expected a tensor",
+            id="text as batch",
+        ),
+        pytest.param(
+            "no_loss",
+            [],
+            "which returned a loss that is a int. Expected a function",
+            id="number as loss",
+        ),
+        pytest.param(
+            "fails",
+            [],
+            "which raised TypeError: alone() takes 0 positional arguments",
+            id="TypeError",
+        ),
+        pytest.param(
+            "fails",
+            [],
+            f"at line {FILE.splitlines().index('    return alone(1)') + 1}.",
+            id="line of the error",
+        ),
+        pytest.param(
+            "other",
+            [],
+            "which needs an argument width. Expected a function without arguments",
+            id="unknown argument",
+        ),
+        pytest.param("needs", [], "--batch is missing, and", id="missing batch size"),
+        pytest.param("alone", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
+        pytest.param(
+            "alone", ["--batch", "0"], "--batch is 0. Expected 1 or more", id="batch size of 0"
+        ),
     ],
 )
 def test_complaints(function, options, said, file, capsys):
@@ -185,7 +222,7 @@ def test_find_needs_an_argument_of_that_name(file, capsys):
 
 
 @pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])
-def test_one_of_both_is_given(which, capsys):
+def test_exactly_one_model_option_is_required(which, capsys):
     with pytest.raises(SystemExit):
         main(["will-it-fit", *which])
     assert "--hf-config" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`will-it-fit` of models of other tasks than causal language modelling, and what it refuses."""
+"""`will-it-fit` of models for other tasks than causal language modelling, and its errors."""
 
 import json
 
@@ -68,14 +68,14 @@ def test_more_tokens_than_learned_positions(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["optimizer", "lbfgs", "sparseadam", "lion4bit"])
-def test_optimizers_that_no_step_can_have(name, tmp_path, capsys):
+def test_optimizers_that_cannot_be_simulated(name, tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
     error = refused(command, capsys)
     assert error.startswith(f"--optimizer is {name}. Expected none or one of adamw,")
     assert "adamw" in error and " optimizer," not in error and " lbfgs," not in error
 
 
-def test_tokens_are_asked_for_by_name(tmp_path, capsys):
+def test_an_error_asks_for_the_number_of_tokens(tmp_path, capsys):
     assert "--seq is missing" in refused(written(tmp_path, "BertForMaskedLM"), capsys)
 
 
@@ -105,7 +105,7 @@ def test_labels_by_name(tmp_path, capsys):
     assert peak_of([*command, "--seq", "8", "--labels", "sequences"], capsys) == known
 
 
-def test_a_decoder_has_a_length_of_its_own(tmp_path, capsys):
+def test_a_decoder_has_its_own_length(tmp_path, capsys):
     command = [*written(tmp_path, "T5ForConditionalGeneration"), "--optimizer", "none"]
     long = peak_of([*command, "--seq", "512"], capsys)
     short = peak_of([*command, "--seq", "512", "--decoder-seq", "16"], capsys)
@@ -120,12 +120,12 @@ def test_a_decoder_has_a_length_of_its_own(tmp_path, capsys):
     ("wrong", "said"),
     [
         ({"num_attention_heads": 0}, "which transformers cannot read"),  # ZeroDivisionError
-        # An error of transformers, which checks types from version 5 on.
+        # Transformers checks types from version 5 on.
         ({"hidden_size": "x"}, "hidden_size" if tf.__version__ >= "5" else "TypeError"),
         ({"model_type": "nosuch"}, "nosuch"),
     ],
 )
-def test_configs_that_no_model_can_be_made_of(wrong, said, tmp_path, capsys):
+def test_configs_that_build_no_model(wrong, said, tmp_path, capsys):
     command = written(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
     assert said in refused([*command, "--seq", "8"], capsys)
 
@@ -142,7 +142,7 @@ LLAVA = {
 
 def test_images_among_tokens(tmp_path, capsys):
     command = [*written(tmp_path, "LlavaForConditionalGeneration", **LLAVA), "--seq", "40"]
-    pixels = 2 * 3 * 16 * 16 * 2  # of a batch of two, in bf16
+    pixels = 2 * 3 * 16 * 16 * 2  # a batch of two in bf16
     batches = []
     for images in ([], ["--images", "1"], ["--images", "2x16x16"]):
         assert main([*command, *images, "--json"]) == 0
@@ -155,7 +155,7 @@ def test_images_among_tokens(tmp_path, capsys):
     assert "Pass at least 51." in error
 
 
-def test_images_of_a_size_that_no_config_tells(tmp_path, capsys):
+def test_images_whose_size_is_not_in_the_config(tmp_path, capsys):
     resnet = {
         "model_type": "resnet",
         "embedding_size": 8,
@@ -174,15 +174,15 @@ def test_images_that_are_no_number_and_size(spelled, tmp_path, capsys):
     assert f"--images is {spelled}. Pass a number" in refused(command, capsys)
 
 
-def test_images_of_models_without_any(tmp_path, capsys):
+def test_images_for_models_without_images(tmp_path, capsys):
     command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--images", "1"]
     assert "--images is 1, but BertForMaskedLM takes no images." in refused(command, capsys)
     whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
     assert "takes no images" in refused([*whisper, "--images", "1"], capsys)
 
 
-def test_numbers_that_json_has_no_words_for(tmp_path, capsys):
-    """As transformers writes them, for the limits of time steps of state spaces."""
+def test_numbers_that_json_cannot_express(tmp_path, capsys):
+    """Transformers writes them for the limits of time steps of state spaces."""
     mamba = {"model_type": "mamba2", "hidden_size": 32, "num_heads": 4, "head_dim": 16}
     config = tf.AutoConfig.for_model(**mamba, n_groups=1, num_hidden_layers=1, vocab_size=128)
     assert config.time_step_limit[1] == float("inf")
@@ -193,7 +193,7 @@ def test_numbers_that_json_has_no_words_for(tmp_path, capsys):
 
 
 def test_samples_of_audio(tmp_path, capsys):
-    """The model makes a parameter on the CPU, where no meta device is asked for one."""
+    """The model creates a parameter on the CPU, because torch ignores the meta device there."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {"model_type": "wav2vec2", "intermediate_size": 64, **sizes}
     command = written(tmp_path, "Wav2Vec2ForSequenceClassification", **model)
@@ -202,14 +202,14 @@ def test_samples_of_audio(tmp_path, capsys):
     assert peaks[1] > peaks[0]
 
 
-def test_models_that_look_for_padding_to_warn_of_it(tmp_path, capsys):
+def test_models_that_read_ids_to_warn_about_padding(tmp_path, capsys):
     sizes = {**TEXT, "pad_token_id": 0}
     command = written(tmp_path, "DebertaV2ForMaskedLM", model_type="deberta-v2", **sizes)
     assert peak_of([*command, "--seq", "32"], capsys) > 0
 
 
 @pytest.mark.in_turn
-def test_an_error_of_a_models_code_names_its_line(tmp_path, capsys):
+def test_an_error_in_a_models_code_names_its_line(tmp_path, capsys):
     sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 128, "max_seq_len": 16}
     command = written(tmp_path, "MptForCausalLM", model_type="mpt", **sizes)
     for name in (["will-it-fit"], ["will-it-fit", "--serve"], ["fit"]):

@@ -1,4 +1,4 @@
-"""Optimizers that commands know by name: the state of each."""
+"""The state of each optimizer that commands accept by name."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from torch import nn
 from storage_ops.cli.optimizers import optimizer_named
 from storage_ops.memory import simulate_step
 
-SMALL, LARGE = 512 * 7, 512 * 600  # below what is quantized, above what is paged
+SMALL, LARGE = 512 * 7, 512 * 600  # too small to be quantized, and large enough to be paged
 BLOCKS = LARGE // 256
 
 
 def model():
     with torch.device("meta"):
         layers = nn.Linear(512, 7, bias=False), nn.Linear(512, 600, bias=False)
-        made = nn.ModuleList(layers).to(torch.bfloat16)
-    made.forward = lambda x: sum(layer(x).sum() for layer in made)
-    return made
+        net = nn.ModuleList(layers).to(torch.bfloat16)
+    net.forward = lambda x: sum(layer(x).sum() for layer in net)
+    return net
 
 
 MAP = 4 * 256
@@ -38,9 +38,9 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_states(name):
-    made = model()
+    net = model()
     x = torch.empty(2, 512, dtype=torch.bfloat16, device="meta")
-    step = simulate_step(made, x, optimizer=optimizer_named(name, made), device="h100")
+    step = simulate_step(net, x, optimizer=optimizer_named(name, net), device="h100")
     state = step.by_owner.get("optimizer state", 0)
     assert STATES[name] <= state < STATES[name] + 16 * 512  # blocks are whole ones of 512
 
@@ -58,12 +58,12 @@ def test_muon_leaves_embeddings_and_the_output_layer_to_adamw():
         def forward(self, x):
             return self.head(self.layer(self.embed(x)))
 
-    made = Model()
-    optimizer = optimizer_named("muon", made)(list(made.parameters()))
+    net = Model()
+    optimizer = optimizer_named("muon", net)(list(net.parameters()))
     muon, adamw = optimizer._parts
     assert [p.shape for p in muon.param_groups[0]["params"]] == [(64, 64)]
     assert len(adamw.param_groups[0]["params"]) == 3
-    plain = simulate_step(made, torch.zeros(2, 8, dtype=torch.int64), optimizer=type(optimizer))
+    plain = simulate_step(net, torch.zeros(2, 8, dtype=torch.int64), optimizer=type(optimizer))
     assert plain.by_owner["optimizer state"] == 4 * (64 * 64 + 2 * (2 * 300 * 64 + 64)) + 3 * 4
 
 

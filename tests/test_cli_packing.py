@@ -1,4 +1,4 @@
-"""`--packing`: one row of all sequences, and how attention knows where they begin."""
+"""`--packing`: one row of all sequences, and their starts in attention."""
 
 import argparse
 
@@ -30,29 +30,31 @@ def step(words):
 
 
 @pytest.mark.in_turn
-def test_flash_attention_takes_what_padded_sequences_take(words):
+def test_flash_attention_uses_as_much_as_padded_sequences(words):
     plain, _ = step(words)
     packed, batch = step([*words, "--packing", "flash"])
     assert batch["input_ids"].shape == (1, 256)
     assert batch["position_ids"].tolist() == [list(range(64)) * 4]
     difference = packed.peak_bytes - plain.peak_bytes
-    positions = 256 * (8 + 2 * 2 * 16)  # ids, cosines and sines of each token and not of a sequence
-    # transformers 4 makes a mask of padded sequences, and repeats their keys.
+    positions = 256 * (
+        8 + 2 * 2 * 16
+    )  # ids, cosines and sines for each token instead of each position
+    # Transformers 4 creates a mask for padded sequences and repeats their keys.
     assert difference <= 2 * positions
     assert difference >= 0 or tf.__version__ < "5"
 
 
 @pytest.mark.in_turn
-def test_torchs_attention_takes_a_mask_and_repeated_keys(words):
+def test_torchs_attention_uses_a_mask_and_repeated_keys(words):
     flash, _ = step([*words, "--packing", "flash"])
     sdpa, _ = step([*words, "--packing", "sdpa"])
     mask = 256 * 256
-    repeated = 2 * 2 * 256 * 64 * 2  # keys and values of two layers, in bf16
+    repeated = 2 * 2 * 256 * 64 * 2  # keys and values of two layers in bf16
     assert sdpa.peak_bytes - flash.peak_bytes >= mask + repeated
 
 
-def test_the_attention_is_that_of_torch():
-    """The function that stands for flash attention computes attention to a whole row."""
+def test_the_attention_equals_that_of_torch():
+    """The replacement for flash attention computes attention to a whole row."""
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
     model, ids = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), torch.randint(128, (1, 16))
     expected = model(input_ids=ids).logits
@@ -68,7 +70,7 @@ def refused(command, capsys):
     return err
 
 
-def test_what_cannot_be_packed(words, tmp_path, capsys):
+def test_models_that_cannot_be_packed(words, tmp_path, capsys):
     packing = ["--packing", "sdpa"]
     command = ["will-it-fit", *words, *packing]
     assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)

@@ -32,7 +32,7 @@ MOE = {
 }  # fmt: skip
 QWEN = LLAMA | MOE | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 GPT_OSS = LLAMA | MOE | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
-# Of the linear layers of a layer: rows and columns.
+# Rows and columns of the linear layers of a layer.
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH)] * 2 + [(WIDTH, INNER)]
 BITS_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -47,7 +47,7 @@ def words(tmp_path):
     return words
 
 
-def made(words):
+def build(words):
     """Return the model and the batch of a command line."""
     parser = argparse.ArgumentParser()
     hf_model.add_arguments(parser)
@@ -55,7 +55,7 @@ def made(words):
 
 
 def nbytes(name, rows, columns):
-    """Return what libraries say that a quantized weight takes."""
+    """Return the bytes of a quantized weight according to its library."""
     size = rows * columns
     maxima = math.ceil(size / 64)
     nested = maxima + 4 * math.ceil(maxima / 256) + 4 * 256 + 4
@@ -64,15 +64,15 @@ def nbytes(name, rows, columns):
         "nf4-double": size // 2 + nested + 4 * 16,
         "int8": size + 4 * rows,
         "fp8": size + 4 * math.ceil(rows / 128) * math.ceil(columns / 128),
-        # A scale in float16 and a zero in 4 bits for each group; GPTQ has the group of each input.
+        # Each group has a scale in float16 and a zero in 4 bits. GPTQ has the group of each input.
         "gptq": size // 2 + math.ceil(columns / 128) * (2 * rows + rows // 2) + 4 * columns,
         "awq": size // 2 + math.ceil(columns / 128) * (2 * rows + rows // 2),
     }[name]
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "fp8", "gptq", "awq"])
-def test_parameters_take_what_libraries_say(name, words):
-    model, batch = made(words("--quantize", name, "--lora", "4"))
+def test_parameters_use_the_bytes_of_their_library(name, words):
+    model, batch = build(words("--quantize", name, "--lora", "4"))
     adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert adapters == 4 * LAYERS * 2 * 2 * 4 * WIDTH  # float32, on queries and values
     plain = 2 * (2 * VOCAB * WIDTH + (2 * LAYERS + 1) * WIDTH)  # heads, embeddings and norms
@@ -95,9 +95,9 @@ QUESTIONS = {
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_equal_layers_are_as_if_each_was_simulated(name, words, monkeypatch):
+def test_reused_simulations_of_equal_layers_change_no_number(name, words, monkeypatch):
     def step():
-        model, batch = made(words(*QUESTIONS[name]))
+        model, batch = build(words(*QUESTIONS[name]))
         return simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
 
     quick = step()
@@ -107,7 +107,7 @@ def test_equal_layers_are_as_if_each_was_simulated(name, words, monkeypatch):
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "fp8"])
 def test_a_weight_is_dequantized_for_each_product(name):
-    """A product takes the weight in 16 bits; in forward, 8-bit weights multiply as they are."""
+    """A product reads the weight in 16 bits. In forward, products read 8-bit weights directly."""
     plain = nn.Linear(1024, 2048, bias=False, dtype=torch.bfloat16, device="meta")
     layer = linear_of(plain, Scheme(name))
     x = torch.empty(1, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -122,8 +122,8 @@ def test_a_weight_is_dequantized_for_each_product(name):
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_what_is_kept_for_the_backward(name):
-    """8-bit layers keep their input, 4-bit layers nothing."""
+def test_tensors_saved_for_the_backward(name):
+    """8-bit layers save their input, 4-bit layers nothing."""
     layer = linear_of(nn.Linear(64, 64, bias=False, device="meta"), Scheme(name, torch.float32))
 
     def kept():
@@ -135,8 +135,8 @@ def test_what_is_kept_for_the_backward(name):
     assert run.kept_bytes - run.input_bytes == expected
 
 
-def test_what_packed_weights_take():
-    """GPTQ keeps the dequantized weight, and AWQ its input; AWQ copies the weight in backward."""
+def test_memory_of_packed_weights():
+    """GPTQ saves the dequantized weight, AWQ its input. AWQ copies the weight in backward."""
     rows, columns, batch, tokens = 512, 1024, 4, 2
     x = torch.empty(batch, tokens, columns, dtype=torch.float16, device="meta", requires_grad=True)
     weight, inputs, output = 2 * rows * columns, 2 * x.numel(), 2 * batch * tokens * rows
@@ -205,7 +205,7 @@ def test_shapes_of_packed_checkpoints(name, bits, group):
         (None, None),
     ],
 )  # fmt: skip
-def test_a_config_is_obeyed(facts, expected):
+def test_quantization_configs(facts, expected):
     assert scheme_of(None, facts, torch.bfloat16) == expected
     assert scheme_of("none", facts, torch.bfloat16) is None
     assert scheme_of("nf4", facts, torch.float16) == Scheme("nf4", compute=torch.float16)
@@ -232,9 +232,9 @@ def test_configs_that_are_not_simulated(facts, words, capsys):
     assert main([*command, "--quantize", "none"]) == 0
 
 
-def test_modules_that_a_config_names_keep_their_weights(words):
+def test_modules_that_a_config_skips_keep_their_weights(words):
     facts = BITS_4 | {"llm_int8_skip_modules": ["lm_head", "q_proj", "model.layers.1.mlp"]}
-    model, _ = made(words("--lora", "4:gate_proj", quantization=facts))
+    model, _ = build(words("--lora", "4:gate_proj", quantization=facts))
     layers = model.get_base_model().model.layers
     for index, layer in enumerate(layers):
         assert layer.self_attn.q_proj.weight.dtype == torch.bfloat16
@@ -244,12 +244,12 @@ def test_modules_that_a_config_names_keep_their_weights(words):
 
 
 def test_tied_weights_and_transposed_layers(words):
-    """GPT-2 ties its output layer and has layers of transformers' own class."""
+    """GPT-2 ties its output layer and has layers of a class of transformers."""
     config = {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": WIDTH, "n_layer": 1,
         "n_head": 2, "vocab_size": VOCAB, "n_positions": 256,
     }  # fmt: skip
-    model, batch = made(words("--quantize", "nf4", "--lora", "4", config=config))
+    model, batch = build(words("--quantize", "nf4", "--lora", "4", config=config))
     base = model.get_base_model()
     assert base.lm_head.weight is base.transformer.wte.weight
     assert base.transformer.h[0].mlp.c_fc.weight.shape == (WIDTH * 4 * WIDTH // 2, 1)
@@ -262,11 +262,11 @@ def test_tied_weights_and_transposed_layers(words):
 @pytest.mark.parametrize("config", [QWEN, GPT_OSS], ids=["Qwen3-MoE", "GPT-OSS"])
 def test_experts(config, words, capsys):
     name = "mxfp4" if config is GPT_OSS else "fp8"
-    model, batch = made(words("--lora", "4:q_proj", config=config, quantization={
+    model, batch = build(words("--lora", "4:q_proj", config=config, quantization={
         "quant_method": name,
     }))  # fmt: skip
     experts = model.get_base_model().model.layers[0].mlp.experts
-    found = {key: p.nbytes for key, p in experts.named_parameters() if "bias" not in key}
+    nbytes_of = {key: p.nbytes for key, p in experts.named_parameters() if "bias" not in key}
     within = INNER if config is GPT_OSS else 64
     numbers = 4 * WIDTH * within
     if config is GPT_OSS:
@@ -275,27 +275,27 @@ def test_experts(config, words, capsys):
     else:
         weights = {"gate_up_proj": 2 * numbers, "gate_up_proj_scale_inv": 4 * 2 * 4,
                    "down_proj": numbers, "down_proj_scale_inv": 4 * 4}  # fmt: skip
-    assert found == weights
+    assert nbytes_of == weights
     step = simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
-    plain, batch = made(words("--lora", "4:q_proj", "--quantize", "none", config=config))
+    plain, batch = build(words("--lora", "4:q_proj", "--quantize", "none", config=config))
     more = simulate_step(plain, batch, optimizer=torch.optim.AdamW, device="h100")
     saved = sum(p.nbytes for p in plain.parameters()) - sum(p.nbytes for p in model.parameters())
     assert more.peak_bytes - step.peak_bytes > saved / 2
-    made(words("--lora", "4:q_proj", "--quantize", "nf4", config=config))
+    build(words("--lora", "4:q_proj", "--quantize", "nf4", config=config))
     assert "Experts as they are" in capsys.readouterr().err
 
 
 @experts
-def test_experts_are_dequantized_for_the_backward_alone(words):
-    """The backward takes all of them, since they are less than 1 GiB."""
-    model, _ = made(words("--lora", "4:q_proj", "--quantize", "fp8", config=QWEN))
+def test_experts_are_dequantized_only_for_the_backward(words):
+    """The backward dequantizes all of them, since they are less than 1 GiB."""
+    model, _ = build(words("--lora", "4:q_proj", "--quantize", "fp8", config=QWEN))
     experts = model.get_base_model().model.layers[0].mlp.experts
     x = torch.empty(8, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
     chosen = torch.empty(8, 2, dtype=torch.int64, device="meta")
     shares = torch.empty(8, 2, dtype=torch.bfloat16, device="meta")
     forward = estimate(experts, x, chosen, shares)
     both = estimate(lambda: experts(x, chosen, shares).sum().backward())
-    weight = 2 * 4 * 2 * 64 * WIDTH  # the larger of two
+    weight = 2 * 4 * 2 * 64 * WIDTH  # the larger of the two
     assert both.peak_bytes - forward.peak_bytes > weight / 2
 
 
@@ -328,9 +328,9 @@ def test_autocast_and_gradient_checkpointing_of_transformers(quantize, words, ca
     assert checkpointed["peak_bytes"] < kept["peak_bytes"]
 
 
-def test_layers_that_are_prepared_are_in_float32_and_recompute(words):
+def test_prepared_layers_are_in_float32_and_recompute(words):
     options = ("--quantize", "nf4", "--lora", "4", "--prepare-kbit-training")
-    model, _ = made(words(*options))
+    model, _ = build(words(*options))
     base = model.get_base_model()
     assert base.is_gradient_checkpointing
     assert {p.dtype for p in base.parameters()} == {torch.float32, torch.uint8}
@@ -338,7 +338,7 @@ def test_layers_that_are_prepared_are_in_float32_and_recompute(words):
 
 def test_classifiers_train_their_head_too(words):
     config = LLAMA | {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0}
-    model, batch = made(words("--lora", "4", config=config))
+    model, batch = build(words("--lora", "4", config=config))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("score" in name for name in trained) and any("lora_A" in name for name in trained)
     assert simulate_step(model, batch, device="h100").by_owner["gradients"] > 0
@@ -359,20 +359,20 @@ def test_classifiers_train_their_head_too(words):
         (("--quantize", "mxfp4", "--lora", "4"), "has no experts of GPT-OSS"),
     ],
 )
-def test_options_that_cannot_be(options, said, words, capsys):
+def test_options_that_contradict(options, said, words, capsys):
     assert main(["will-it-fit", *words(*options)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
 
 
-def test_a_function_makes_its_own_adapters(tmp_path, capsys):
+def test_a_function_adds_its_own_adapters(tmp_path, capsys):
     (tmp_path / "made.py").write_text("def model(): ...")
     command = ["will-it-fit", "--model", f"{tmp_path / 'made.py'}:model", "--lora", "4"]
     assert main(command) == 2
     assert "--lora is 4, but --model" in capsys.readouterr().err
 
 
-def test_types_without_a_default_ask_for_modules(words, capsys):
+def test_model_types_without_a_default_require_modules(words, capsys):
     assert main(["will-it-fit", *words("--lora", "4", config=GPT_OSS)]) == 2
     assert "no default for gpt_oss. Expected modules, such as 4:all" in capsys.readouterr().err
 

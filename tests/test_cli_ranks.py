@@ -39,16 +39,16 @@ def owners(options, capsys, *more):
 
 
 def test_shards_of_fsdp2(options, capsys):
-    found = owners(options, capsys, "--gpus", "4")
+    bytes_of = owners(options, capsys, "--gpus", "4")
     # Shards of norms are rounded up to 512 bytes.
-    assert found["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
-    assert found["optimizer state"] == pytest.approx(PARAMETERS / 2, rel=0.1)
-    assert found["gathered parameters"] > 0
+    assert bytes_of["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
+    assert bytes_of["optimizer state"] == pytest.approx(PARAMETERS / 2, rel=0.1)
+    assert bytes_of["gathered parameters"] > 0
     assert owners(options, capsys)["parameters"] == pytest.approx(PARAMETERS, rel=0.01)
 
 
-def test_replicas_of_ddp_are_as_torch_makes_them(tmp_path, capsys):
-    """With real parameters, which torch's own needs."""
+def test_replicas_of_ddp_are_as_in_torch(tmp_path, capsys):
+    """The parameters are real, because DDP requires it."""
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def f():\n    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), "
@@ -71,28 +71,28 @@ def test_replicas_of_ddp_are_as_torch_makes_them(tmp_path, capsys):
 
 
 def test_tensor_parallelism(options, capsys):
-    """Embeddings and norms are whole; with FSDP2 over it, they are sharded too."""
+    """Embeddings and norms are whole. With FSDP2, they are sharded too."""
     spread = 4 * (4 * (64 * 64 * 1.5 * 2 + 3 * 64 * 192) + 256 * 64)
-    found = owners(options, capsys, "--gpus", "2", "--tensor-parallel", "2")
-    assert found["parameters"] == pytest.approx(PARAMETERS - spread / 2, rel=0.02)
-    found = owners(options, capsys, "--gpus", "4", "--tensor-parallel", "2")
-    assert found["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
+    bytes_of = owners(options, capsys, "--gpus", "2", "--tensor-parallel", "2")
+    assert bytes_of["parameters"] == pytest.approx(PARAMETERS - spread / 2, rel=0.02)
+    bytes_of = owners(options, capsys, "--gpus", "4", "--tensor-parallel", "2")
+    assert bytes_of["parameters"] == pytest.approx(PARAMETERS / 4, rel=0.1)
 
 
 @pytest.mark.parametrize("more", [[], ["--tensor-parallel", "2"]])
-def test_autocast_on_one_rank_is_as_with_real_tensors(options, more, capsys):
-    given = ["--gpus", "4", *more, "--autocast", "bf16"]
-    found = facts_of(["will-it-fit", *options, *given], capsys)["by_owner"]
+def test_autocast_on_one_rank_equals_that_with_real_tensors(options, more, capsys):
+    sharding = ["--gpus", "4", *more, "--autocast", "bf16"]
+    bytes_of = facts_of(["will-it-fit", *options, *sharding], capsys)["by_owner"]
     config = transformers.AutoConfig.from_pretrained(options[1])
     model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(int(options[3]), int(options[5]), dtype=torch.int64)
     parser = argparse.ArgumentParser()
     will_it_fit.add_arguments(parser)
-    args = parser.parse_args([*options, *given])
+    args = parser.parse_args([*options, *sharding])
     with ranks.one_of(args, model), torch.autocast("cpu", torch.bfloat16):
         batch = {"input_ids": ids, "labels": ids, "use_cache": False}
         step = simulate_step(model, batch, optimizer=torch.optim.AdamW, device="h100")
-    assert found == step.by_owner
+    assert bytes_of == step.by_owner
 
 
 def test_fit_plans_for_one_rank(options, capsys):
@@ -104,7 +104,7 @@ def test_fit_plans_for_one_rank(options, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("ranks", "said"),
     [
         (["--gpus", "0"], "--gpus is 0. Expected 1 or more"),
         (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3. Expected a divisor"),
@@ -117,14 +117,14 @@ def test_fit_plans_for_one_rank(options, capsys):
         ),
     ],
 )
-def test_complaints(options, given, said, capsys):
-    assert main(["will-it-fit", *options, *given]) == 2
+def test_complaints(options, ranks, said, capsys):
+    assert main(["will-it-fit", *options, *ranks]) == 2
     assert said in capsys.readouterr().err
     assert not dist.is_initialized()
 
 
-def test_what_does_not_fit_is_told_what_fit_plans(options, capsys):
-    """A command that fit would refuse is not printed."""
+def test_the_advice_names_only_commands_that_fit_accepts(options, capsys):
+    """Commands that fit would refuse are not printed."""
     options = [name for name in options if name != "--json"]
     budget = ["--budget", "68MiB", "--optimizer", "none", "--gpus", "4"]
     assert main(["will-it-fit", *options, *budget, "--tensor-parallel", "2"]) == 1

@@ -33,7 +33,7 @@ def answer(command, capsys):
     return json.loads(out), err
 
 
-def made(dtype=torch.float64):
+def build(dtype=torch.float64):
     config = tf.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     return tf.LlamaForCausalLM(config).to(dtype)
 
@@ -45,9 +45,9 @@ def logps(model, ids):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_the_loss_is_that_of_plain_torch(name):
-    model, ids = made(), torch.randint(128, (4, 16))
-    plain, frozen = copy.deepcopy(model), made()
+def test_the_loss_equals_that_of_plain_torch(name):
+    model, ids = build(), torch.randint(128, (4, 16))
+    plain, frozen = copy.deepcopy(model), build()
     with_reference(model, argparse.Namespace(reference=name, tensor_parallel=1))
     reference_of(model).load_state_dict(frozen.state_dict())
     loss = loss_of(model(input_ids=ids, labels=ids))
@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_plain_torch(name):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize(("name", "sequences"), [("dpo", 2), ("grpo", 1)])
-def test_a_copy_of_the_model_is_in_memory_and_is_not_trained(name, sequences, command, capsys):
+def test_an_untrained_copy_of_the_model_is_in_memory(name, sequences, command, capsys):
     plain, _ = answer([*command, "--batch", str(sequences)], capsys)
     compared, said = answer([*command, "--reference", name], capsys)
     assert "the reference is a frozen copy" in said and f"losses.{name}" in said
@@ -95,10 +95,10 @@ def test_the_reference_is_sharded_too(command, capsys):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_equal_layers_are_as_if_each_was_simulated(name, monkeypatch):
+def test_reused_simulations_of_equal_layers_change_no_number(name, monkeypatch):
     def step():
         with torch.device("meta"):
-            model = made(torch.bfloat16)
+            model = build(torch.bfloat16)
             ids = torch.empty(4, 16, dtype=torch.int64)
         with_reference(model, argparse.Namespace(reference=name, tensor_parallel=1))
         batch = {"input_ids": ids, "labels": ids}
@@ -110,7 +110,7 @@ def test_equal_layers_are_as_if_each_was_simulated(name, monkeypatch):
 
 
 @pytest.mark.in_turn
-def test_plans_are_of_the_policy_and_apply_to_the_plain_model(command, tmp_path, capsys):
+def test_plans_are_for_the_policy_and_apply_to_the_plain_model(command, tmp_path, capsys):
     plan = tmp_path / "fit.json"
     options = ["--reference", "dpo", "--batch", "16", "--optimizer", "adamw", "--save", str(plan)]
     assert main(["fit", *command[1:], *options, "--budget", "1GiB"]) == 0
@@ -125,7 +125,7 @@ def refused(command, capsys):
     return err
 
 
-def test_what_has_no_reference(command, tmp_path, capsys):
+def test_models_without_a_reference(command, tmp_path, capsys):
     command = [*command, "--reference", "dpo"]
     assert "but --serve trains nothing" in refused([*command, "--serve"], capsys)
     error = refused(["fit", *command[1:], "--actions", "linear_cross_entropy"], capsys)

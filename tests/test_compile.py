@@ -30,7 +30,7 @@ def plain_head(x, w, target, b, reduction="mean"):
 def test_linear_cross_entropy(backend, dynamic, reduction):
     compiled = torch.compile(head, fullgraph=True, backend=backend, dynamic=dynamic)
     w, b = torch.randn(31, 8, requires_grad=True), torch.randn(31, requires_grad=True)
-    for length in (5, 9, 12) if dynamic else (5, 9):  # compiled anew for each
+    for length in (5, 9, 12) if dynamic else (5, 9):  # static shapes recompile for each
         x = torch.randn(2, length, 8, requires_grad=True)
         target = torch.randint(31, (2, length))
         ours = compiled(x, w, target, b, reduction).sum()
@@ -86,7 +86,7 @@ def test_share_of_symbolic_sizes():
     assert torch.equal(y, (x[x > 0] * 3).sin())
 
 
-def test_share_of_another_dtype_has_no_meaning_in_a_graph():
+def test_a_share_of_another_dtype_is_refused_in_a_graph():
     def step(x):
         h = x + 1
         so.share_storage(h, torch.ones(4, dtype=torch.int32))

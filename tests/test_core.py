@@ -1,4 +1,4 @@
-"""The core works without what is built on it."""
+"""The core works without the parts that use it."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# A package without its `__init__`, which imports everything.
+# A package without its `__init__`, which would import everything.
 PROGRAM = """
 import sys, types
 package = types.ModuleType("storage_ops")

@@ -1,4 +1,4 @@
-"""The demo's picture says what it shows, on which device, and the peaks."""
+"""The demo's picture states its subject, the device and the peaks."""
 
 from matplotlib.figure import Figure
 

@@ -42,13 +42,13 @@ def commands():
 @pytest.mark.in_turn
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_will_it_fit(command, tmp_path, monkeypatch, capsys):
-    """Files are those that blocks of Python name in their first line."""
+    """Blocks of Python name their file in the first line."""
     monkeypatch.chdir(tmp_path)
     for name, config in CONFIGS.items():
         (tmp_path / name).write_text(json.dumps(config))
     for text in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", text):
             (tmp_path / named[1]).write_text(text)
-    program, given = (words := shlex.split(command))[:3], words[3:]
+    program, arguments = (words := shlex.split(command))[:3], words[3:]
     assert program == ["python", "-m", "storage_ops"]
-    assert main(given) in (0, 1), capsys.readouterr().err
+    assert main(arguments) in (0, 1), capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every example runs, and saves memory."""
+"""Every example runs and saves memory."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = {p.name for p in EXAMPLES.glob("*.py")} - {"report.py"}
 NEEDS = {"finetune_transformers.py": "accelerate", "lightning_module.py": "lightning"}
 ON_RANKS = "fsdp_vocab_parallel.py"
-# Imports are much of what an example takes: one after the other, and each whether others fail.
+# Run the examples in one process, since imports take most of their time. Each runs if others fail.
 IN_TURN = """
 import runpy, sys, traceback
 for script in sys.argv[1:]:

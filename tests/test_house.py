@@ -1,4 +1,4 @@
-"""Rules of the house: every op is complete, files are short, docstrings run."""
+"""Rules of this repository: every op is complete, files are short, docstrings run."""
 
 import ast
 import doctest
@@ -25,7 +25,7 @@ from storage_ops.storage import reference
 from .test_opcheck import CASES
 
 ROOT = Path(__file__).parents[1]
-# Ops that only exist where a native library does: they have nothing to be in plain torch.
+# Ops that exist only with a native library, because plain torch has no equivalent.
 NATIVE_ONLY = {"_alias_bytes"}
 REFERENCES = {
     "_is_discarded": "is_discarded",
@@ -85,7 +85,7 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
 
 
 def test_kernels_raise_without_the_place_in_their_source():
-    """STD_TORCH_CHECK puts the function, file and line in front of the message."""
+    """STD_TORCH_CHECK prefixes the message with the function, file and line."""
     native = [p for p in sources() if p.relative_to(ROOT).parts[0] in ("csrc", "cuda")]
     assert native and not [p.name for p in native if "STD_TORCH_CHECK(" in p.read_text()]
 
@@ -96,8 +96,8 @@ def files(*suffixes):
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     names = listed.stdout.split() if listed.returncode == 0 else []
-    found = [ROOT / n for n in names] or list(ROOT.rglob("*"))
-    return [p for p in found if p.suffix in suffixes and p.is_file()]
+    paths = [ROOT / n for n in names] or list(ROOT.rglob("*"))
+    return [p for p in paths if p.suffix in suffixes and p.is_file()]
 
 
 def sources():
@@ -132,7 +132,7 @@ def test_examples_in_docstrings(name, tmp_path, monkeypatch):
 
 
 def test_every_public_name_is_in_the_file_that_type_checkers_read():
-    """`make lint` and `make types` check that file as a user's."""
+    """`make lint` and `make types` check that file as they would a user's."""
     used = (ROOT / "tests/typed_use.py").read_text()
     for package in PUBLIC:
         module = importlib.import_module(package)
@@ -143,7 +143,7 @@ def test_every_public_name_is_in_the_file_that_type_checkers_read():
 
 @pytest.fixture
 def run_examples(tmp_path, monkeypatch):
-    """Run a page's examples in order; how many there are, and the names they leave."""
+    """Run a page's examples in order. Return their number and the names they define."""
     monkeypatch.chdir(tmp_path)  # some write files
     return _run_examples
 
@@ -170,7 +170,7 @@ def test_the_examples_of_the_readme_run(run_examples):
     assert count >= 4 and isinstance(names["m"], storage_ops.memory.Measurement)
 
 
-# What traced-steps.md prints is compared by a test of its own.
+# A separate test compares the output of traced-steps.md.
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "name",
@@ -225,7 +225,7 @@ def prose(text):
 
 
 def long_sentences(text, most=30):
-    """Yield the sentences with more words; code and a quotation count as one word."""
+    """Yield the sentences with more words. Code and a quotation count as one word."""
     for block in prose(text):
         plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)|https?://\S+", " code ", block)
         for sentence in re.split(r"(?<=[.!?])[\"')*]*\s", plain):
@@ -233,7 +233,7 @@ def long_sentences(text, most=30):
                 yield sentence
 
 
-def test_long_sentences_are_found():
+def test_long_sentences_are_detected():
     words = "one " * 31
     assert len(list(long_sentences(f"{words}. Short.\n\nArgs:\n    x: {words}\n    y: z"))) == 2
     code = f'```\n{words}\n```\n\n    {words}\n\n| {words} |\n\nIt is `{words}` or "{words}".'
@@ -259,7 +259,7 @@ def test_no_sentence_is_longer_than_30_words():
     assert {name: sentences for name, sentences in long.items() if sentences} == {}
 
 
-def test_sections_of_docstrings_begin_on_lines_of_their_own():
+def test_sections_of_docstrings_begin_on_separate_lines():
     joined = {
         str(path.relative_to(ROOT)): re.findall(rf"(?m)^ *(?:{SECTIONS}): \S.*", text)
         for path in files(".py")
@@ -273,7 +273,7 @@ MESSAGES = re.compile(r"\w*(Error|Warning|Exit)|warn|warn_caller|fail|Refused|co
 
 
 def text_of(node):
-    """Return a text of the source, with "…" in place of values; None for other expressions."""
+    """Return a text of the source with "…" for values, or None for other expressions."""
     if isinstance(node, ast.JoinedStr):
         return "".join("…" if isinstance(v, ast.FormattedValue) else v.value for v in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
@@ -291,7 +291,7 @@ def messages(source):
 
 def faults_of_message(text):
     """Return what is wrong with the form of a message."""
-    # A name in front says which function complains. A command to copy ends the text as it is.
+    # A name in front says which function complains. The text may end with a command to copy.
     is_begun = re.match(r"[\w. ]+: |[A-Z`…'-]|\w+[_(.]", text)
     faults = ["begins with a word"] * (not is_begun)
     faults += ["no period"] * (not re.search(r"[.?…'] ?$", text))
@@ -300,7 +300,7 @@ def faults_of_message(text):
     return [*faults, *long_sentences(text)]
 
 
-def test_faults_of_messages_are_found():
+def test_faults_of_messages_are_detected():
     source = """raise ValueError(f"`x` is {x}; expected 1"); fail("takes no x. Expected 1.")"""
     first, second = messages(source)
     assert faults_of_message(first) == ["no period", "a semicolon before what was expected"]

@@ -1,4 +1,4 @@
-"""What `python -m storage_ops info` calls a problem, without a GPU and for any torch."""
+"""Problems that `python -m storage_ops info` reports, without a GPU and for any torch."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ CPU, CU13 = "libstorage_ops_cpu.so", "libstorage_ops_cu13.so"
 
 
 def facts(**changes):
-    """A healthy installation on an H100, changed."""
+    """Return the facts of a healthy installation on an H100, with changes."""
     healthy = {
         "torch": "2.13.0+cu130", "torch_cuda": "13.0", "gpu": "NVIDIA H100", "gpu_arch": "9.0",
         "storage_path": "binding", "zero_copy": True, "row_kernel": "C++, AVX2",
@@ -42,12 +42,12 @@ def test_a_healthy_installation_has_no_problems():
     ],
 )
 def test_a_problem_is_named(changes, problem):
-    (found,) = _info.problems(facts(**changes))
-    assert problem in found
+    (reported,) = _info.problems(facts(**changes))
+    assert problem in reported
 
 
-def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
-    """As where python starts in a checkout after `pip install .`."""
+def test_sources_that_hide_the_installed_package_are_named(tmp_path, monkeypatch):
+    """This happens if python starts in a checkout after `pip install .`."""
     assert _library.hidden() is None
     monkeypatch.setattr(_library, "FOLDER", tmp_path / "sources/storage_ops/lib")
     facts = tmp_path / "storage_ops-0.1.0.dist-info"
@@ -62,7 +62,7 @@ def test_sources_that_hide_what_is_installed_are_named(tmp_path, monkeypatch):
     assert f"installed package is {tmp_path / 'storage_ops'}. Start python in another" in last
 
 
-def test_what_was_chosen_is_no_problem():
+def test_chosen_settings_are_no_problem():
     copying = {"storage_path": "copy", "zero_copy": False, "row_kernel": "plain torch"}
     disabled = {CPU: "STORAGE_OPS_DISABLE_NATIVE=1"}
     assert _info.problems(facts(**copying, skipped=disabled)) == []
@@ -79,39 +79,47 @@ def test_a_package_that_was_not_compiled_lacks_its_libraries(build, why, monkeyp
     missing = dict.fromkeys((CPU, "libstorage_ops_binding_2_13.so"), "no such file")
     copying = {"storage_path": "copy", "zero_copy": False, "row_kernel": "plain torch"}
     pure = facts(**copying, missing=missing, build=build)
-    (found,) = _info.problems(pure)
-    assert all(name in found for name in missing) and why in found
-    assert "copies its bytes" in found and "pip install" in found and "NO_NATIVE=1" in found
-    monkeypatch.setattr("sys.platform", "win32")  # where there are none to be had
+    (reported,) = _info.problems(pure)
+    assert all(name in reported for name in missing) and why in reported
+    assert (
+        "copies its bytes" in reported and "pip install" in reported and "NO_NATIVE=1" in reported
+    )
+    monkeypatch.setattr("sys.platform", "win32")  # no libraries exist for Windows
     assert _info.problems(pure) == []
 
 
 def test_a_torch_that_is_too_old_is_named_without_libraries():
     plan = _library.select("2.9.1", None, [])
-    (found,) = _info.problems(facts(torch="2.9.1", missing=plan.missing, build={}))
-    assert "is older than 2.10" in found
+    (reported,) = _info.problems(facts(torch="2.9.1", missing=plan.missing, build={}))
+    assert "is older than 2.10" in reported
 
 
-def test_the_version_is_that_of_the_project(capsys, monkeypatch):
+def test_the_version_equals_that_of_the_project(capsys, monkeypatch):
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'version = "{storage_ops.__version__}"' in project
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"{storage_ops.__version__}\n"
-    monkeypatch.setattr(_library, "build_info", dict)  # sources that nobody built
+    monkeypatch.setattr(_library, "build_info", dict)  # sources without a build
     assert _library.version() in (storage_ops.__version__, "unknown")
 
 
 @pytest.mark.parametrize(
     "arch, archs, runs",
     [
-        ("8.0", "8.0", True), ("8.9", "8.0;9.0", True), ("8.0", "8.6", False),
-        ("9.0", "8.0", False), ("9.0", "8.0+PTX", True), ("12.1", "8.0 12.0", True),
-        ("9.0", "9.0a", True), ("9.1", "9.0a", False), ("10.0", "Ampere", False),
-    ],
+pytest.param("8.0", "8.0", True, id="same"),
+pytest.param("8.9", "8.0;9.0", True, id="same major"),
+pytest.param("8.0", "8.6", False, id="older minor"),
+pytest.param("9.0", "8.0", False, id="older major"),
+pytest.param("9.0", "8.0+PTX", True, id="PTX"),
+pytest.param("12.1", "8.0 12.0", True, id="listed by spaces"),
+pytest.param("9.0", "9.0a", True, id="sm_90a"),
+pytest.param("9.1", "9.0a", False, id="not forward compatible"),
+pytest.param("10.0", "Ampere", False, id="unknown name"),
+],
 )  # fmt: skip
-def test_which_gpus_the_kernels_run_on(arch, archs, runs):
+def test_gpus_that_the_kernels_run_on(arch, archs, runs):
     assert _info.runs_on(arch, archs) == runs
 
 
@@ -124,7 +132,7 @@ def test_the_command_fails_and_says_why(capsys, monkeypatch):
     assert json.loads(printed[printed.index("\n{") :])["problems"] == broken["problems"]
 
 
-def test_one_screen(capsys, monkeypatch):
+def test_the_output_fits_on_one_screen(capsys, monkeypatch):
     minors = {f"libstorage_ops_{kind}_2_{n}.so": f"built for torch 2.{n}, this is 2.13.0"
               for kind in ("binding", "saved") for n in (10, 11, 12, 14, 15)}  # fmt: skip
     facts = {**storage_ops.info(), "skipped": minors}

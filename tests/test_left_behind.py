@@ -1,8 +1,8 @@
-"""A fault at any op of any part of the package leaves the process as it was.
+"""An error at any op of any part of the package leaves the process unchanged.
 
-An op that raises stands for whatever can go wrong there: no memory, Ctrl-C, a dead rank. What is
-looked at afterwards is all that the package could have left: modes and hooks of torch, patched
-classes and functions, threads, settings, storages of tensors, and objects.
+An op that raises represents all errors there, such as no memory, Ctrl-C or a dead rank. The tests
+then check everything that the package changes: modes and hooks of torch, patched classes and
+functions, threads, settings, storages of tensors, and objects.
 """
 
 import gc
@@ -28,7 +28,7 @@ class Planned(Exception):
 
 
 class FailsAt(TorchDispatchMode):
-    """Raises an error at the op with a given number."""
+    """Raises an error at the op with this number."""
 
     def __init__(self, at, error):
         super().__init__()
@@ -42,9 +42,9 @@ class FailsAt(TorchDispatchMode):
 
 
 class Calls:
-    """Raises an error at the call with a given number, for simulations.
+    """Raises an error at the call with this number, for simulations.
 
-    Their ops go through dispatch modes, which C++ functions call that must not throw.
+    Their ops run in dispatch modes, called from C++ functions that must not throw.
     """
 
     left, error = 0, None
@@ -165,7 +165,7 @@ PARTS = {
 
 
 def state(tensors):
-    """Return everything that a call could leave behind, in comparable form."""
+    """Return everything that a call could leave behind, in a form to compare."""
     classes = (nn.Module, nn.Linear, nn.LayerNorm, nn.Sequential, nn.GELU, torch.Tensor)
     return {
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -203,7 +203,7 @@ def forget_gradients(tensors):
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
 @pytest.mark.parametrize("part", PARTS)
-def test_nothing_is_left_behind_by_a_fault(part, error):
+def test_an_error_leaves_nothing_behind(part, error):
     tensors, run = PARTS[part]()
     run()  # fills caches
     forget_gradients(tensors)

@@ -1,4 +1,4 @@
-"""Which libraries are chosen, and what happens when they are missing."""
+"""The choice of libraries, and the behavior without them."""
 
 import json
 import os
@@ -22,17 +22,67 @@ ALL = [CPU, ALIAS, CU12, CU13, *sorted(FOR_210), *sorted(FOR_213)]
 @pytest.mark.parametrize(
     "torch, cuda, loaded, reasons",
     [
-        ("2.13.0+cpu", None, {CPU, ALIAS, *FOR_213}, {CU13: "no CUDA", B210: "for torch 2.10"}),
-        ("2.13.1", "13.0", {CPU, ALIAS, CU13, *FOR_213}, {CU12: "another CUDA than torch's"}),
-        ("2.10.0+cu128", "12.8", {CPU, CU12, *FOR_210}, {ALIAS: "cannot swap", CU13: "another"}),
-        ("2.11.0+cpu", None, {CPU}, {ALIAS: "cannot swap", B210: "this is 2.11.0"}),
-        ("2.12.0a0+git1234", None, {CPU, ALIAS}, {B213: "built for torch 2.13"}),
-        ("2.13.0a0+git1234", None, {CPU, ALIAS}, dict.fromkeys(FOR_213, "not a release")),
-        ("2.13.0.dev20260701+cu130", "13.0", {CPU, ALIAS, CU13}, {B213: "not a release"}),
-        ("2.15.0+cu132", "13.2", {CPU, ALIAS, CU13}, {B213: "this is 2.15.0+cu132"}),
-        ("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}),
-        ("2.9.1", "12.8", set(), {CPU: "older than 2.10", CU12: "older than 2.10"}),
-        ("unknown", None, set(), {CPU: "older than 2.10"}),
+        pytest.param(
+            "2.13.0+cpu",
+            None,
+            {CPU, ALIAS, *FOR_213},
+            {CU13: "no CUDA", B210: "for torch 2.10"},
+            id="CPU build",
+        ),
+        pytest.param(
+            "2.13.1",
+            "13.0",
+            {CPU, ALIAS, CU13, *FOR_213},
+            {CU12: "another CUDA than torch's"},
+            id="CUDA 13",
+        ),
+        pytest.param(
+            "2.10.0+cu128",
+            "12.8",
+            {CPU, CU12, *FOR_210},
+            {ALIAS: "cannot swap", CU13: "another"},
+            id="CUDA 12",
+        ),
+        pytest.param(
+            "2.11.0+cpu",
+            None,
+            {CPU},
+            {ALIAS: "cannot swap", B210: "this is 2.11.0"},
+            id="CPU build without a binding",
+        ),
+        pytest.param(
+            "2.12.0a0+git1234",
+            None,
+            {CPU, ALIAS},
+            {B213: "built for torch 2.13"},
+            id="prerelease of 2.12",
+        ),
+        pytest.param(
+            "2.13.0a0+git1234",
+            None,
+            {CPU, ALIAS},
+            dict.fromkeys(FOR_213, "not a release"),
+            id="prerelease of 2.13",
+        ),
+        pytest.param(
+            "2.13.0.dev20260701+cu130",
+            "13.0",
+            {CPU, ALIAS, CU13},
+            {B213: "not a release"},
+            id="nightly",
+        ),
+        pytest.param(
+            "2.15.0+cu132",
+            "13.2",
+            {CPU, ALIAS, CU13},
+            {B213: "this is 2.15.0+cu132"},
+            id="unknown minor",
+        ),
+        pytest.param("3.0.0", None, {CPU, ALIAS}, {B213: "this is 3.0.0"}, id="unknown major"),
+        pytest.param(
+            "2.9.1", "12.8", set(), {CPU: "older than 2.10", CU12: "older than 2.10"}, id="too old"
+        ),
+        pytest.param("unknown", None, set(), {CPU: "older than 2.10"}, id="unknown version"),
     ],
 )
 def test_select(torch, cuda, loaded, reasons):
@@ -43,7 +93,7 @@ def test_select(torch, cuda, loaded, reasons):
         assert reason in plan.skipped[name]
 
 
-def test_select_names_what_is_missing():
+def test_select_names_missing_libraries():
     plan = select("2.14.0+cu130", "13.0", [ALIAS])
     of_minor = {f"libstorage_ops_{kind}_2_14.so" for kind in ("binding", "saved")}
     assert set(plan.missing) == {CPU, CU13, *of_minor}
@@ -103,7 +153,7 @@ def test_everything_works_without_native_libraries():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["binding", "alias", "cpu", "saved"])
-def test_a_library_that_does_not_load_is_reported_and_survived(broken, tmp_path):
+def test_a_library_that_does_not_load_is_reported_but_no_error(broken, tmp_path):
     code = """
 import pathlib, shutil
 from storage_ops import _library
@@ -113,7 +163,7 @@ from storage_ops import _library
     for name in names:
         content = b"not a library" if name in victims else (_library.FOLDER / name).read_bytes()
         (tmp_path / name).write_bytes(content)
-    # The package is loaded from a copy whose libraries lie elsewhere.
+    # The package is loaded from a copy with libraries in another folder.
     code = f"""
 import importlib.util, pathlib, sys
 source = {str(_library.__file__)!r}
@@ -124,14 +174,14 @@ module.FOLDER = pathlib.Path({str(tmp_path)!r})
 {USE_EVERYTHING}
 """
     info = json.loads(python(code))
-    in_use = storage_ops.info()["loaded"]  # not those for other versions of torch
+    in_use = storage_ops.info()["loaded"]  # without those for other versions of torch
     assert all("loading failed" in info["skipped"][name] for name in victims if name in in_use)
     left = [path for path in ("binding", "alias") if path != broken]
     able = [path for path in left if any(path in name for name in in_use)]
     assert info["storage_path"] == (able[0] if able else "copy")
 
 
-def test_a_torch_that_does_not_import_is_explained(tmp_path):
+def test_a_failed_import_of_torch_is_explained(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: no such file')")
     paths = os.pathsep.join([str(tmp_path), str(_library.FOLDER.parents[1])])
     result = subprocess.run(

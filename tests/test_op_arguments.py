@@ -1,4 +1,4 @@
-"""The tensors of an op's values are those that pytree finds, in the same order."""
+"""The functions for an op's tensors return the tensors of pytree in the same order."""
 
 import torch
 from hypothesis import given
@@ -24,15 +24,15 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_they_are_found_and_changed_as_by_pytree(value):
+def test_tensors_are_listed_and_replaced_as_by_pytree(value):
     expected = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    found = tensors_in(value)
-    assert list(map(id, found)) == list(map(id, expected))
-    numbers = {id(t): n for n, t in enumerate(found)}
+    listed = tensors_in(value)
+    assert list(map(id, listed)) == list(map(id, expected))
+    numbers = {id(t): n for n, t in enumerate(listed)}
     changed = with_tensors(lambda t: numbers[id(t)], value)
     assert changed == tree_map_only(Tensor, lambda t: numbers[id(t)], value)
 
 
-def test_what_torch_returns_is_a_tuple():
+def test_named_results_of_torch_are_tuples():
     out = torch.ones(2, 3).max(1)
     assert tensors_in(out) == [out.values, out.indices]

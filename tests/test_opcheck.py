@@ -45,7 +45,7 @@ def loss(
 
 
 def picks(shift, ids=True, top_k=2, divisor=None, logits_dtype=None):
-    """The arguments from valid_classes on."""
+    """Return the arguments from valid_classes on."""
     ids = torch.randint(7, (3, 4 - shift, 5)) if ids else None
     return None, "replicate", False, divisor, logits_dtype, ids, top_k
 
@@ -96,20 +96,20 @@ def backward(reduction, into=None, dense=False, picked=False):
     state = torch.rand(6, 12) + 1
     per_token = torch.randn(3, 3)
     grad = torch.randn(()) if reduction == "mean" else per_token
-    given = (
+    totals = (
         (x, w, target, b, *rest) if into is not None else (x, w, target, b, *rest[:2], *rest[3:])
     )
     of_picks = torch.randn(3, 3, 5) if picked else None
-    return (grad, None, per_token, per_token * 2, of_picks, state, *given)
+    return (grad, None, per_token, per_token * 2, of_picks, state, *totals)
 
 
 def kept(reduction, into=None):
-    """The op takes the memory of a tile away, so that nobody may look at it then: an empty one."""
+    """Return arguments with an empty tile, because nothing may read it after the op frees it."""
     return (torch.empty(0, 7), *backward(reduction, into))
 
 
 def span(dtype=torch.float32):
-    """Products of x (8, 3), chunk by chunk: exp(x) @ w (3, 5) and exp(x).T @ x, summed."""
+    """Return products of x (8, 3) by chunks: exp(x) @ w (3, 5) and the sum of exp(x).T @ x."""
     nodes = [["input"], ["input"], ["aten.exp.default", [{"node": 0}], {"dict": {}}],
              ["output", [[{"node": 2}]]]]  # fmt: skip
     name = str(dtype).removeprefix("torch.")
@@ -123,7 +123,7 @@ def span(dtype=torch.float32):
     return tensors, [], [8, 5, 3, 3], [8], encode([program])
 
 
-# op name -> argument tuples. The house test asserts that every schema has an entry.
+# op name -> argument tuples. test_house.py asserts that every schema has an entry.
 CASES = {
     "discard_storage": [(torch.empty(0),), (torch.empty(3, 0)[:1], None)],
     "share_storage": [
@@ -264,5 +264,5 @@ def test_opcheck(name, args):
 
 
 def test_discard_of_real_bytes():
-    """All of opcheck but the comparison of values, which are gone."""
+    """Run all of opcheck except the comparison of values, which were freed."""
     opcheck(OPS.discard_storage.default, (torch.randn(4),), test_utils=VALUES_GONE)

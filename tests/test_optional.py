@@ -1,4 +1,4 @@
-"""Every path to a package that is not installed names the package, its user and the remedy."""
+"""Every error for a missing package names the package, its user and the command to install it."""
 
 import re
 import sys
@@ -46,9 +46,9 @@ def test_a_missing_package_is_named(name, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     pip = {"yaml": "pyyaml"}.get(package, package)
     text = f"{user} needs {package}, which is not installed. Run: pip install {pip}"
-    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(text)}$") as found:
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(text)}$") as raised:
         use()
-    assert found.value.name == package
+    assert raised.value.name == package
 
 
 def test_lightning_has_two_names(monkeypatch):
@@ -60,7 +60,7 @@ def test_lightning_has_two_names(monkeypatch):
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tokenizers", "transformers"])
-def test_commands_end_with_2(package, monkeypatch, capsys, tmp_path):
+def test_commands_without_a_package_exit_with_2(package, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     step = ["--hf-config", str(tmp_path), "--seq", "8"]
     commands = {"transformers": [["fit", *step], ["will-it-fit", *step]]}
@@ -74,9 +74,9 @@ def test_a_package_that_does_not_import_says_why(tmp_path, monkeypatch):
     for name, code in (("broken_one", "import not_there"), ("broken_two", "raise ImportError(3)")):
         (tmp_path / f"{name}.py").write_text(code)
         match = f"^this needs {name}, which is installed, but its import fails: (No mod|3)"
-        with pytest.raises(ImportError, match=match) as found:
+        with pytest.raises(ImportError, match=match) as raised:
             required(name, "this")
-        assert type(found.value) is ImportError
+        assert type(raised.value) is ImportError
 
 
 @pytest.mark.parametrize("version", ["4.48.1", "4.9", "3.0.2.dev0"])
@@ -84,7 +84,7 @@ def test_a_version_that_is_too_old_is_named(version, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
     model = transformers.GPT2LMHeadModel(config)
-    transformers = sys.modules["transformers"]  # another object than before the model was made
+    transformers = sys.modules["transformers"]  # another object than before the model was built
     monkeypatch.setattr(transformers, "__version__", version)
     for user, use in (
         ("patch_causal_lm", lambda: so.patch_causal_lm(model)),

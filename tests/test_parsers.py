@@ -1,6 +1,6 @@
-"""Whatever stands in a config, a plan, a size or the name of an op, the answer is a clear error.
+"""Any wrong text in a config, a plan, a size or the name of an op raises a clear error.
 
-Nothing that the package reads is run: no parser calls eval, no pickle is loaded.
+The package runs nothing that it reads. No parser calls eval or loads a pickle.
 """
 
 import json
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 
 
 def answers(parse, *args):
-    """The result, or None where the error is one that the caller can expect."""
+    """Return the result, or None for an expected error."""
     try:
         return parse(*args)
     except (TypeError, ValueError):
@@ -41,11 +41,11 @@ def answers(parse, *args):
 
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), VALUES, max_size=4))
 def test_configs(values):
-    for found in (
+    for config in (
         answers(Config.from_dict, values),
         answers(Config.from_json, json.dumps(values)),
     ):
-        assert found is None or found.effective_mode in ("full", "selective", "output_discard")
+        assert config is None or config.effective_mode in ("full", "selective", "output_discard")
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
@@ -54,12 +54,12 @@ def test_texts_of_configs(text):
     answers(Config.from_yaml, text)
 
 
-# Both depths exceed what the parser can follow. The error of a deeper YAML text takes seconds.
+# Both depths exceed the limit of the parser. The error of a deeper YAML text takes seconds.
 @pytest.mark.parametrize(
     ("parse", "deep"), [(Config.from_json, DEEP), (Config.from_yaml, DEEP[:500])]
 )
 @pytest.mark.parametrize("text", ["(deep)", '{"policy": (deep)', "!!python/object:os.system {}"])
-def test_configs_that_are_out_to_harm(parse, deep, text):
+def test_harmful_configs(parse, deep, text):
     text = text.replace("(deep)", deep)
     with pytest.raises(ValueError, match=r"The config is not (JSON|YAML)"):
         parse(text)
@@ -67,19 +67,19 @@ def test_configs_that_are_out_to_harm(parse, deep, text):
 
 @given(st.text() | st.from_regex(r"[0-9.eE+-]{1,12} ?[KMGTkmgt]?i?[bB]?", fullmatch=True))
 def test_sizes(text):
-    found = answers(parse_bytes, text, "budget")
-    assert found is None or found >= 0
+    size = answers(parse_bytes, text, "budget")
+    assert size is None or size >= 0
 
 
 @given(st.text() | st.from_regex(r"(torch\.ops\.)?aten\.[a-z_.]{1,12}", fullmatch=True))
 def test_names_of_ops(name):
-    found = answers(resolve, [name], "ops_to_save")
-    assert found is None or all(re.fullmatch(r"[\w.]+::?[\w.]+|[\w.]+", op) for op in found)
+    ops = answers(resolve, [name], "ops_to_save")
+    assert ops is None or all(re.fullmatch(r"[\w.]+::?[\w.]+|[\w.]+", op) for op in ops)
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """A plan for a model, as it was saved; and the model."""
+    """Return the saved text of a plan for a model, and the model."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))] * 1)
     path: Path = tmp_path_factory.mktemp("plan") / "fit.json"
     so.fit(model, torch.randn(4, 8), budget="1GiB").save(path)
@@ -87,7 +87,7 @@ def plan(tmp_path_factory):
 
 
 def changed(value, at, other):
-    """A JSON value with one of its parts replaced: that number `at` in the order of a walk."""
+    """Return a JSON value whose part with number `at`, in the order of a walk, is replaced."""
     count = [0]
 
     def walk(value):
@@ -107,16 +107,16 @@ def test_plans(plan, at, other):
     path, values, model = plan
     damaged = path.with_name("damaged.json")
     damaged.write_text(json.dumps(changed(values, at, other)))
-    found = answers(so.load_fit, damaged, model)
-    if found is not None:
-        str(found)
-        if answers(lambda: (found.apply(), True)) is not None:
-            found.undo()
+    loaded = answers(so.load_fit, damaged, model)
+    if loaded is not None:
+        str(loaded)
+        if answers(lambda: (loaded.apply(), True)) is not None:
+            loaded.undo()
     assert all(type(m) in (nn.Sequential, nn.Linear, nn.GELU) for m in model.modules())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", DEEP, '{"format": 1}', "\x00"])
-def test_what_is_no_plan(text, plan, tmp_path):
+def test_texts_that_are_no_plan(text, plan, tmp_path):
     (tmp_path / "no.json").write_text(text)
     with pytest.raises(ValueError, match="is not a plan of fit"):
         so.load_fit(tmp_path / "no.json", plan[2])

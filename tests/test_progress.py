@@ -1,4 +1,4 @@
-"""Calls that take seconds say so on a terminal, and nowhere else."""
+"""Calls that take seconds report progress on a terminal, and only there."""
 
 import os
 import pty
@@ -16,7 +16,7 @@ CALLS = {
     "estimate": "so.memory.estimate(lambda: model(x).sum().backward())",
     "simulating a step": "so.memory.will_it_fit(model, x, '1GiB')",
 }
-# All in one process, whose imports take most of the time; after each a line of its own.
+# All calls run in one process, as imports take most of the time. A line follows each call.
 SCRIPT = """
 import os, sys, torch, storage_ops as so
 from storage_ops import progress
@@ -53,7 +53,7 @@ def written_during_calls():
 
 
 @pytest.mark.in_turn
-def test_long_calls_say_on_a_terminal_what_they_do():
+def test_long_calls_report_their_work_on_a_terminal():
     shown = written_during_calls()
     for what in CALLS:
         assert f"{what}: " in shown[what] and "0:00:0" in shown[what]
@@ -61,7 +61,7 @@ def test_long_calls_say_on_a_terminal_what_they_do():
     assert shown["short"] == shown["rank"] == ""  # short calls and other ranks show nothing
 
 
-def test_nothing_is_shown_where_nobody_looks(monkeypatch, capfd):
+def test_nothing_is_shown_without_a_terminal(monkeypatch, capfd):
     assert not progress._is_seen()  # pytest's standard error is a file
     monkeypatch.setattr(sys, "stderr", type("Terminal", (), {"isatty": lambda self: True})())
     assert progress._is_seen()
@@ -75,7 +75,7 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch, capfd):
     assert seen == [False, False]
 
 
-def test_a_block_within_another_is_a_part_of_it_and_errors_end_both(monkeypatch):
+def test_a_nested_block_belongs_to_the_outer_one_and_errors_end_both(monkeypatch):
     said = []
     monkeypatch.setattr(progress, "_is_seen", lambda: True)
     monkeypatch.setattr(progress, "_DELAY", -1.0)

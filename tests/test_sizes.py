@@ -1,4 +1,4 @@
-"""Graphs of torch.compile for changing numbers of tokens: at most two for any of them."""
+"""torch.compile needs at most two graphs for changing numbers of tokens."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from storage_ops import losses
 from .checkpoint.blocks import MLP
 
 V, D, E = 61, 16, 24
-# Sequences and tokens of each; all differ, or Dynamo takes two for the same symbol.
+# Sequences, and tokens of each. All differ, since Dynamo uses one symbol for equal sizes.
 SIZES = [(4, 5), (6, 9), (12, 7), (8, 18), (10, 21), (14, 11), (2, 13), (18, 6), (22, 30), (26, 15)]
 REDUCTIONS = "mean", "sum", "none"
 
@@ -22,14 +22,14 @@ def fresh_compiler():
 
 
 def tokens(*shape):
-    """Hidden states and class indices, some of them ignored."""
+    """Return hidden states and class indices, some of them ignored."""
     target = torch.randint(V - 1, shape)
     target[..., :2] = -100
     return torch.randn(*shape, D, requires_grad=True), target
 
 
 def heads():
-    """The heads of a model and a frozen teacher, and a bias."""
+    """Return the heads of a model and a frozen teacher, and a bias."""
     weights = torch.randn(V, D), torch.randn(V, E), torch.randn(V)
     return tuple(w.requires_grad_(w.shape != (V, E)) for w in weights)
 
@@ -44,17 +44,17 @@ def reductions(x, w, head, b, target, *_):
 
 
 def options(x, w, head, b, target, numbers, into):
-    """Options that hold sizes or values of tokens."""
+    """Yield losses with options that contain sizes or values of tokens."""
     numbers = numbers.detach()
     count, weight = target.numel(), numbers[..., 0]
-    for given in (
+    for more in (
         {"max_valid": count, "memory_budget": 40_000 * count},
         {"max_valid": "sync", "token_weight": weight, "weight": numbers[0, 0]},
         {"reduction": "sum", "divisor": count, "shift": True},
         {"reduction": "sum", "divisor": weight.sum()},
         {"valid_classes": V - 1, "accumulate_into": into},
     ):
-        yield so.linear_cross_entropy(x, w, target, **given)
+        yield so.linear_cross_entropy(x, w, target, **more)
 
 
 def results(x, w, head, b, target, numbers, _):
@@ -98,10 +98,10 @@ def divergences(x, w, head, b, target, numbers, _):
 CALLS = reductions, options, results, distributions, positions, divergences
 
 
-def compare(function, counter, given, **compiled):
-    """Compare a compiled function with itself for arguments of each size, and their gradients."""
+def compare(function, counter, cases, **compiled):
+    """Compare results and gradients of a compiled and a plain function for each size."""
     step = torch.compile(function, fullgraph=True, backend=counter, **compiled)
-    for arguments in given:
+    for arguments in cases:
         again = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments]
         got, right = step(*arguments), function(*again)
         torch.testing.assert_close(got, right)
@@ -131,25 +131,25 @@ def test_two_graphs_serve_all_sizes(call):
 
 def padded(x, w, head, target, advantages, old_logps):
     teacher = {"ref_input": x.detach(), "ref_weight": w.detach()}
-    given = x, w, target
+    args = x, w, target
     yield losses.kd(x, w, x.detach(), head, target, shift=True)
-    yield losses.dpo(*given, **teacher, shift=True, return_metrics=True)[0]
-    yield losses.cpo(*given, shift=True)
+    yield losses.dpo(*args, **teacher, shift=True, return_metrics=True)[0]
+    yield losses.cpo(*args, shift=True)
     yield losses.grpo(
-        *given, advantages, **teacher, shift=True, old_logps=old_logps, kl_weight=0.1,
+        *args, advantages, **teacher, shift=True, old_logps=old_logps, kl_weight=0.1,
         entropy_weight=0.1,
     )  # fmt: skip
-    yield losses.dr_grpo(*given, advantages, max_length=64)
-    yield losses.dapo(*given, advantages)
+    yield losses.dr_grpo(*args, advantages, max_length=64)
+    yield losses.dapo(*args, advantages)
 
 
 def packed(x, w, head, target, advantages, old_logps, cu_seqlens):
-    given, options = (x, w, target), {"shift": True, "cu_seqlens": cu_seqlens}
-    yield losses.sft(*given, **options)
-    yield losses.kto(*given, advantages > 0.5, ref_logps=-advantages, **options)
-    yield losses.orpo(*given, **options, nll_target=target)
-    yield losses.simpo(*given, **options)
-    yield losses.gspo(*given, advantages, old_logps=old_logps, **options)
+    args, options = (x, w, target), {"shift": True, "cu_seqlens": cu_seqlens}
+    yield losses.sft(*args, **options)
+    yield losses.kto(*args, advantages > 0.5, ref_logps=-advantages, **options)
+    yield losses.orpo(*args, **options, nll_target=target)
+    yield losses.simpo(*args, **options)
+    yield losses.gspo(*args, advantages, old_logps=old_logps, **options)
 
 
 def batches(sizes, packs):
@@ -166,7 +166,7 @@ def batches(sizes, packs):
 @pytest.mark.parametrize("call", [padded, packed], ids=lambda call: call.__name__)
 def test_two_graphs_serve_all_sizes_of_every_loss(call):
     counter = CompileCounterWithBackend("eager")
-    sizes = [(count, length) for count, length in SIZES if count != 2]  # a pair, whose half is one
+    sizes = [(count, length) for count, length in SIZES if count != 2]  # half of a pair is one
     compare(lambda *args: list(call(*args)), counter, batches(sizes, call is packed))
     assert counter.frame_count <= 2
 
@@ -220,8 +220,8 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_two_graphs_serve_all_sizes_of_a_module(name):
     counter, function = CompileCounterWithBackend("aot_eager"), MODULES[name]()
-    given = ([torch.randn(*shape, D, requires_grad=True)] for shape in SIZES)
-    compare(lambda x: [function(x)], counter, given)
+    cases = ([torch.randn(*shape, D, requires_grad=True)] for shape in SIZES)
+    compare(lambda x: [function(x)], counter, cases)
     assert counter.frame_count <= 2
 
 

@@ -1,4 +1,4 @@
-"""Tables break no word at any usual width, and notebooks get them as escaped HTML."""
+"""Tables break no word at any usual width, and notebooks show them as escaped HTML."""
 
 import functools
 import re
@@ -33,7 +33,7 @@ def printed(shown, width):
 
 
 def check_whole(grid, width):
-    """Every part of every cell that is shown is there in one piece."""
+    """Check that every part of every cell is in one piece."""
     shown = printed(grid, width)
     assert all(len(line) <= width for line in shown.splitlines()) and "…" not in shown
     left_out = " ".join(shown.split()).partition("no room for: ")[2].split(", ")
@@ -51,14 +51,14 @@ def test_words_are_whole(width):
     check_whole(GRID, width)
 
 
-def test_a_column_is_left_out_before_a_word_is_broken():
+def test_a_column_is_omitted_before_a_word_is_broken():
     assert check_whole(GRID, 80) == [""]
     assert check_whole(GRID, 46) == ["bytes kept"]
     assert check_whole(GRID, 40) == ["bytes kept", "at the peak"]
     assert "392.8 µs" in printed(GRID, 40) and "102.1" not in printed(GRID, 40)
 
 
-def test_a_terminal_that_is_narrower_than_a_word_gets_all_letters():
+def test_a_terminal_narrower_than_a_word_shows_all_letters():
     shown = re.sub(r"[^\w]", "", printed(Grid("", ("a",), [("x" * 50,)], words="a"), 20))
     assert shown.count("x") == 50
 
@@ -127,13 +127,13 @@ def test_html_is_escaped_and_emphasized():
 
 
 def test_a_plan_has_a_repr_of_one_line():
-    found = plan()
-    text = repr(found)
+    fitted = plan()
+    text = repr(fitted)
     assert text.startswith("FitPlan(Sequential: peak ") and "of 1 GiB, 0 s added" in text
     assert text.endswith("on cpu, not applied)") and "\n" not in text
-    found.apply()
-    assert repr(found).endswith("on cpu, applied)")
-    found.undo()
+    fitted.apply()
+    assert repr(fitted).endswith("on cpu, applied)")
+    fitted.undo()
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])

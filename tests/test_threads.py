@@ -1,7 +1,7 @@
-"""Several threads train at once, each as if it were alone; on a free-threaded CPython, in parallel.
+"""Several threads train at once, each as if it were alone, on free-threaded CPython in parallel.
 
-A thread begins with parts that no thread has called before, so that registrations, plans and caches
-of the process are made while others read them.
+A thread begins with parts that no thread has called before. So other threads read registrations,
+plans and caches of the process while it writes them.
 """
 
 import gc
@@ -97,7 +97,7 @@ PARTS = {
 
 
 def train(part, seed):
-    """The losses and the gradients of the inputs of some steps of SGD."""
+    """Return the losses and input gradients of some steps of SGD."""
     generator = torch.Generator().manual_seed(seed)
     modules, loss = PARTS[part]()
     parameters = [p for module in modules for p in module.parameters()]
@@ -116,7 +116,7 @@ def train(part, seed):
 
 
 def at_once(jobs):
-    """What each call gives, or raises, all threads let go at the same moment."""
+    """Start all calls at the same moment in threads. Return each call's result or error."""
     results, start = [None] * len(jobs), threading.Barrier(len(jobs))
 
     def work(i):
@@ -135,7 +135,7 @@ def at_once(jobs):
 
 
 def check(jobs):
-    """Fail where a thread among others got what it does not get alone."""
+    """Fail if a thread's result differs from its result without the others."""
     for job, got in zip(jobs, at_once([partial(train, *job) for job in jobs]), strict=True):
         if not isinstance(got, list):
             raise AssertionError(f"{job} failed, or did not end") from got
@@ -151,7 +151,7 @@ def test_two_threads_train_the_same_part(part):
 
 @pytest.mark.in_turn
 def test_threads_that_simulate():
-    """One after the other; a model may be in two of them."""
+    """Simulations run one after the other. A model may be in two of them."""
     models = [
         nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
         for _ in range(2)
@@ -162,8 +162,14 @@ def test_threads_that_simulate():
 
     def state():
         attention = nn.functional.scaled_dot_product_attention
-        held = [id(p.grad) for model in models for p in model.parameters()]
-        return nn.Module.__call__, attention, torch.UntypedStorage.resize_, gc.isenabled(), held
+        gradients = [id(p.grad) for model in models for p in model.parameters()]
+        return (
+            nn.Module.__call__,
+            attention,
+            torch.UntypedStorage.resize_,
+            gc.isenabled(),
+            gradients,
+        )
 
     def peaks(model):
         return [
@@ -180,7 +186,7 @@ def test_threads_that_simulate():
 
 @pytest.mark.in_turn
 def test_threads_that_are_the_first_to_call_anything():
-    """In a process of its own, where nothing is registered, planned or cached."""
+    """Run them in a new process, where nothing is registered, planned or cached."""
     script = (
         "from tests import test_threads as t\n"
         "t.check([(part, seed) for part in t.PARTS for seed in (0, 1)])"
@@ -191,7 +197,7 @@ def test_threads_that_are_the_first_to_call_anything():
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this CPython has a GIL"
 )
-def test_the_package_leaves_the_lock_of_the_interpreter_off():
-    """CPython turns it on, with a warning, for a module that does not say it goes without."""
+def test_the_package_does_not_enable_the_gil():
+    """CPython enables it, with a warning, for a module that does not declare support without it."""
     script = "import sys, storage_ops; storage_ops.info(); sys.exit(sys._is_gil_enabled())"
     subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], check=True)

@@ -1,4 +1,4 @@
-"""Types of options name the arguments that functions take, and checks know the same names."""
+"""Types of options name the arguments of functions, and checks accept the same names."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ OF_LAYERS = {"layer_classes", "layer_names", "every_k", "allow_no_match"}
 
 
 def keywords(function, *without):
-    """Names of the arguments that a function takes by keyword alone."""
+    """Return the names of the keyword-only arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(without)
 
@@ -82,7 +82,7 @@ SCORED = (LOSS - REFUSED) | {"cu_seqlens"}
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_typed_options_are_those_that_are_taken(typed, taken):
+def test_typed_options_are_the_arguments_of_functions(typed, taken):
     assert set(typed.__annotations__) == taken
 
 
@@ -91,7 +91,7 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize(
-    ("type_", "function", "given", "option"),
+    ("type_", "function", "args", "option"),
     [
         (problem.Reduction, so.linear_cross_entropy, (X, W, TARGET), {"reduction": "?"}),
         (call.InputGrad, so.linear_cross_entropy, (X, W, TARGET), {"input_grad": "?"}),
@@ -116,9 +116,9 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_wrong_name_is_an_error_that_has_all_names_of_the_type(type_, function, given, option):
+def test_the_error_for_a_wrong_name_lists_all_names_of_the_type(type_, function, args, option):
     with pytest.raises(ValueError, match=next(iter(option))) as raised:
-        function(*given, **option)
+        function(*args, **option)
     assert len(get_args(type_)) > 1
     for name in get_args(type_):
         assert re.search(rf"\b{name}\b", str(raised.value)), name

@@ -187,10 +187,10 @@ def graphs(gm: fx.GraphModule, x: Tensor) -> int:
     assert_type(so.graph.trace_step(mlp, x, scale=2.0)(x), Tensor)
     assert_type(so.graph.regions.mark(halves, (x,)), tuple[Tensor, Tensor])
     assert_type(so.autochunk.chunk(gm), fx.GraphModule)
-    found: so.graph.Schedule = so.graph.schedule(so.graph.remat(gm))
+    ordered: so.graph.Schedule = so.graph.schedule(so.graph.remat(gm))
     captured, generators = so.graph.capturable(gm)
     print(step, so.graph.regions, captured, len(generators))
-    return found.peak_bytes
+    return ordered.peak_bytes
 
 
 def memory(model: nn.Module, x: Tensor, path: Path) -> int:
@@ -205,8 +205,8 @@ def memory(model: nn.Module, x: Tensor, path: Path) -> int:
     estimated: so.memory.Estimate = so.memory.estimate(model, x)
     step: so.memory.StepEstimate = so.memory.simulate_step(model, x, optimizer=torch.optim.SGD)
     report: so.memory.FitReport = so.memory.will_it_fit(model, x, budget="80GiB", device="h100")
-    with so.memory.explain_oom() as told:
-        oom: so.memory.OomReport = told
+    with so.memory.explain_oom() as explained:
+        oom: so.memory.OomReport = explained
     print(samples, lives, oom.by_owner, report.fits)
     return estimated.peak_bytes + step.peak_bytes
 
@@ -218,6 +218,6 @@ def fitting(model: nn.Module, x: Tensor, path: Path) -> so.FitPlan:
     plan.save(path)
     print(so.info()["storage_path"], plan.peak_bytes, plan.seconds)
     largest = so.find_largest(model, lambda n: x.expand(n, -1), "70GiB", actions=["full"], most=8)
-    found: int | None = largest.found
-    print(largest, found, largest.planned and largest.planned.plan.seconds)
+    size: int | None = largest.found
+    print(largest, size, largest.planned and largest.planned.plan.seconds)
     return so.load_fit(path, model)

@@ -4,7 +4,7 @@ Every case trains models with AdamW. A peak is everything on the device during a
 second on, measured by allocation events. `models.py` has the models and the measured peak.
 """
 
-# Case -> the name of its results, and what it measures.
+# Case -> the name of its results, and its measurements.
 CASES = {
     "peaks": (
         "fit",

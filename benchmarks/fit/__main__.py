@@ -13,7 +13,7 @@ from benchmarks.fit.models import models
 
 KINDS = ("GPT", "Llama", "ViT", "Mixtral", "T5", "UNet")
 Rows = Iterator[dict[str, Any]]
-# Case -> the rows of one model, the size of the models, and how many of KINDS are the default.
+# Case -> the rows of one model, the size of the models, and the default number of KINDS.
 MODEL_CASES: dict[str, tuple[Callable[..., Rows], Callable[..., dict[str, int]], int]] = {
     "peaks": (accuracy.peaks, accuracy.size_of_peaks, 6),
     "budgets": (accuracy.budgets, accuracy.size_of_budgets, 6),
@@ -22,7 +22,7 @@ MODEL_CASES: dict[str, tuple[Callable[..., Rows], Callable[..., dict[str, int]],
     "carried": (ways.carried, ways.size_of_carried, 1),
     "timeline": (ways.timelines, ways.size_of_carried, 1),
 }
-# Case -> rows that belong to no model of KINDS, which come after those that do.
+# Case -> rows for no model of KINDS, after the rows of the models.
 OTHERS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "peaks": accuracy.llamas,
     "budgets": accuracy.all_tiles,

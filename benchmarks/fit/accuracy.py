@@ -1,4 +1,4 @@
-"""Compares promises of simulations and plans with real steps: peaks, budgets, holders, tiles."""
+"""Compares simulations and plans with real steps: peaks, budgets, owners of memory, tiles."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import storage_ops
 from benchmarks._harness import MIB, Case, group_done, interleave, ratios, tick
-from benchmarks.fit.models import Made, measured, models, placed, step_of
+from benchmarks.fit.models import Parts, measured, models, placed, step_of
 from storage_ops.fitting.fit import NothingFits, Search
 
 LAYERS = ["GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer", "T5Block",
           "Residual"]  # fmt: skip
 BUDGETS = 20
-LIMITS = (0.95, 0.7, 0.5)  # of the peak
+LIMITS = (0.95, 0.7, 0.5)  # shares of the peak
 TILES = (2, 4, 8, 16)
 CHECKPOINT = "full checkpoint"
 Rows = Iterator[dict[str, Any]]
@@ -35,7 +35,7 @@ def size_of_peaks(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
     return {"tokens": 256, "width": 256, "layers": 4, "vocab": 4096, "image": 96}
 
 
-def peaks(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) -> Rows:
+def peaks(kind: str, make: Callable[[], Parts], arguments: argparse.Namespace) -> Rows:
     """Yield simulated and measured peaks, in two dtypes, without and with full checkpoints."""
     for dtype in (torch.float32, torch.bfloat16):
         for checkpoint in ("none", "full"):
@@ -47,7 +47,7 @@ def peaks(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) ->
                 cfg = storage_ops.ActivationCheckpointConfig(LAYERS, allow_no_match=True)
                 storage_ops.apply_activation_checkpoint(model, cfg)
             began = time.process_time()
-            found = storage_ops.memory.simulate_step(
+            simulated = storage_ops.memory.simulate_step(
                 model, batch, loss=loss, optimizer=torch.optim.AdamW,
                 assume={"topk": 0.25} if kind == "Mixtral" else None,
             )  # fmt: skip
@@ -55,9 +55,9 @@ def peaks(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) ->
             peak = measured(model, batch, loss)
             yield {
                 "case": kind, "dtype": name, "checkpoint": checkpoint,
-                "simulated_MiB": round(found.peak_bytes / MIB, 2),
+                "simulated_MiB": round(simulated.peak_bytes / MIB, 2),
                 "measured_MiB": round(peak / MIB, 2),
-                "error_percent": round(100 * (found.peak_bytes / peak - 1), 3),
+                "error_percent": round(100 * (simulated.peak_bytes / peak - 1), 3),
                 "cpu_seconds": round(seconds, 2),
             }  # fmt: skip
     group_done()
@@ -69,8 +69,8 @@ def llamas(arguments: argparse.Namespace) -> Rows:
         tick(f"Llama-8B, {layers} layers", 0.0)
         size = {"tokens": 8192, "width": 4096, "vocab": 128256, "image": 32}
         with torch.device("meta"):
-            made = models(**size, layers=layers, kv_share=4, inner=3.5)["Llama"]()
-        model, batch, _ = placed(made, "meta", torch.bfloat16)
+            parts = models(**size, layers=layers, kv_share=4, inner=3.5)["Llama"]()
+        model, batch, _ = placed(parts, "meta", torch.bfloat16)
         began = time.process_time()
         report = storage_ops.memory.will_it_fit(model, batch)
         yield {
@@ -87,7 +87,7 @@ def size_of_budgets(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
     return {"tokens": 64, "width": 64, "layers": 4, "vocab": 1024, "image": image}
 
 
-def budgets(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) -> Rows:
+def budgets(kind: str, make: Callable[[], Parts], arguments: argparse.Namespace) -> Rows:
     """Yield the share of memory that `explain_oom` attributes, and plans for twenty budgets."""
     for rows in (attributed, planned):
         tick(kind, 0.0)
@@ -97,7 +97,7 @@ def budgets(kind: str, make: Callable[[], Made], arguments: argparse.Namespace) 
 
 
 def smallest(search: Search) -> int:
-    """Return the smallest feasible budget, as the error of a smaller one names it."""
+    """Return the smallest feasible budget, which the error for a smaller one names."""
     try:
         search.plan(1)
     except NothingFits as error:
@@ -105,12 +105,12 @@ def smallest(search: Search) -> int:
     raise AssertionError("a step fits into one byte")
 
 
-def planned(name: str, made: Made) -> dict[str, Any]:
+def planned(name: str, parts: Parts) -> dict[str, Any]:
     """Return the row of the plans of a model for all budgets."""
-    model, batch, loss = made
+    model, batch, loss = parts
     search = Search(model, batch, loss, torch.optim.AdamW)
     low, high = smallest(search), measured(copy.deepcopy(model), batch, loss)
-    over, apart, seconds = [], [], []
+    over, errors, seconds = [], [], []
     for i in range(BUDGETS):
         budget = low + (high - low) * i // (BUDGETS - 1)
         tick(f"{name}, budget {i + 1} of {BUDGETS}", i / BUDGETS)
@@ -122,7 +122,7 @@ def planned(name: str, made: Made) -> dict[str, Any]:
         plan.undo()
         seconds.append(plan.seconds)
         over.append(peak / budget)
-        apart.append(abs(plan.peak_bytes / peak - 1))
+        errors.append(abs(plan.peak_bytes / peak - 1))
         assert plan.peak_bytes <= budget
     below = False
     try:
@@ -133,30 +133,30 @@ def planned(name: str, made: Made) -> dict[str, Any]:
         "shape": name, "case": f"{BUDGETS} budgets",
         "smallest (MiB)": round(low / MIB, 2), "none (MiB)": round(high / MIB, 2),
         "largest measured / budget": round(max(over), 5),
-        "simulated off by (%)": round(100 * max(apart), 3),
+        "simulated off by (%)": round(100 * max(errors), 3),
         "more budget never slower": all(a >= b for a, b in pairwise(seconds)),
         "smallest named below it": below,
     }  # fmt: skip
 
 
-def attributed(name: str, made: Made) -> dict[str, Any]:
+def attributed(name: str, parts: Parts) -> dict[str, Any]:
     """Return the row of the smallest share of the bytes that `explain_oom` attributes."""
-    model, batch, loss = made
-    memory, found = storage_ops.memory, []
+    model, batch, loss = parts
+    memory, shares = storage_ops.memory, []
     step = step_of(model, batch, loss)
     step()
     peak = measured(copy.deepcopy(model), batch, loss)
     for share in LIMITS:
-        # The plan that a report ends with takes long, and is not measured here.
+        # The plan at the end of a report is slow, and not measured here.
         with mock.patch("storage_ops.oom.explain_oom.advise", lambda *_: (None, "")):
             try:
                 with memory.limit(int(share * peak), "cpu"), memory.explain_oom("cpu") as report:
                     step()
             except torch.OutOfMemoryError:
-                found.append(report.attributed_share)
+                shares.append(report.attributed_share)
         model.zero_grad()
-    return {"shape": name, "case": f"explain_oom, {len(found)} limits",
-            "least share attributed": round(min(found, default=0.0), 4)}  # fmt: skip
+    return {"shape": name, "case": f"explain_oom, {len(shares)} limits",
+            "least share attributed": round(min(shares, default=0.0), 4)}  # fmt: skip
 
 
 class MLP(nn.Module):
@@ -173,16 +173,16 @@ class MLP(nn.Module):
 
 
 def all_tiles(arguments: argparse.Namespace) -> Rows:
-    """Yield an MLP in tiles, forward and backward, over a full checkpoint of it."""
+    """Yield forward and backward of an MLP in tiles, over a full checkpoint of it."""
     width, tokens = (128, 512) if arguments.quick else (512, 4096)
     for dtype in (torch.float32, torch.bfloat16):
         plain = MLP(width).to(dtype)
         x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
-        ways: dict[str, nn.Module] = {
+        modules: dict[str, nn.Module] = {
             CHECKPOINT: storage_ops.CheckpointWrapper(copy.deepcopy(plain))
         }
-        ways |= {f"{n} tiles": storage_ops.tile(copy.deepcopy(plain), n) for n in TILES}
-        cases: dict[str, Case] = {name: step_of_tiles(way, x) for name, way in ways.items()}
+        modules |= {f"{n} tiles": storage_ops.tile(copy.deepcopy(plain), n) for n in TILES}
+        cases: dict[str, Case] = {name: step_of_tiles(way, x) for name, way in modules.items()}
         times = ratios(interleave(cases, arguments.repeats, "cpu", "tile"), CHECKPOINT)
         for name, run in cases.items():
             with storage_ops.memory.measure() as m:

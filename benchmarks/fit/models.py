@@ -1,4 +1,4 @@
-"""The models of six families, a training step, and the peak that it takes."""
+"""The models of six families, a training step, and its peak."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks._harness import MIB
 from storage_ops.fitting.fit import FitPlan
 
 Step = Callable[[], None]
-Made = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]  # a model, its batch, its loss
+Parts = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]  # a model, its batch, its loss
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input goes."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ def models(
     batch: int = 4,
     inner: float = 3,
     kv_share: int = 2,
-) -> dict[str, Callable[[], Made]]:
+) -> dict[str, Callable[[], Parts]]:
     """Return functions that create each model, its batch and its loss.
 
     Args:
         image: height and width of the images. A batch has twice as many images as sequences.
         inner: width of the MLPs of a Llama over the width of the model.
-        kv_share: heads of a Llama that share keys and values.
+        kv_share: number of a Llama's heads that share keys and values.
     """
     import transformers as t
 
@@ -75,8 +75,8 @@ def models(
     }
     llama["vocab_size"] = vocab
 
-    def text(cls: Any, config: Any) -> Made:
-        config.use_cache = False  # a recompute would fill it again
+    def text(cls: Any, config: Any) -> Parts:
+        config.use_cache = False  # a recompute would extend it again
         ids = torch.randint(0, vocab, (batch, tokens))
         return cls(config), {"input_ids": ids, "labels": ids}, None
 
@@ -104,9 +104,9 @@ def models(
     }  # fmt: skip
 
 
-def placed(made: Made, device: str, dtype: torch.dtype | None = None) -> Made:
+def placed(parts: Parts, device: str, dtype: torch.dtype | None = None) -> Parts:
     """Move a model and its batch to a device, in bfloat16 on a GPU and float32 on a CPU."""
-    model, batch, loss = made
+    model, batch, loss = parts
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     batch = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
     return model.to(device, dtype).train(), batch, loss
@@ -120,7 +120,7 @@ def loss_of(model: nn.Module, batch: Any, loss: Any) -> torch.Tensor:
 
 
 def step_of(model: nn.Module, batch: Any, loss: Any) -> Step:
-    """Return a function that takes a training step, with an optimizer of its own."""
+    """Return a function that runs a training step with a new optimizer."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def run() -> None:
@@ -141,7 +141,7 @@ def facts_of(plan: FitPlan, budget: int) -> dict[str, float]:
 
 
 def measured(model: nn.Module, batch: Any, loss: Any) -> int:
-    """Return the peak bytes of a second step, including all that exists before it."""
+    """Return the peak bytes of a second step, including all memory allocated before."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -161,7 +161,7 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
 
 
 def _above(step: Step, device: torch.device) -> int:
-    """Return the peak bytes of a step above what was allocated before it."""
+    """Return the peak bytes of a step above the memory allocated before it."""
     if device.type == "cpu":
         with storage_ops.memory.measure() as m:
             step()
@@ -172,7 +172,7 @@ def _above(step: Step, device: torch.device) -> int:
     step()
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
-    torch._C._cuda_clearCublasWorkspaces()  # they were there before and after
+    torch._C._cuda_clearCublasWorkspaces()  # they existed before and after
     without: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     workspaces = after["requested_bytes.all.current"] - without
     peak: int = after["requested_bytes.all.peak"]

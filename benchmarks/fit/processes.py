@@ -1,8 +1,8 @@
 """Plans of `fit` for a compiled model against torch.compile with activation memory budgets.
 
-Every case is a process of its own. In one process, Dynamo would run the code that it compiled for
-one case for another one that looks equal, also if its budget differs. The processes take turns.
-`fit` is given the measured peak of each budget of torch.compile.
+Every case runs in a separate process. In one process, Dynamo would reuse the compiled code of one
+case for another that looks equal, even with another budget. The processes alternate. Budgets for
+`fit` are the measured peaks of the budgets of torch.compile.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import nn
 
 import storage_ops
 from benchmarks._harness import Clock, Runs, group_done, skip, tick
-from benchmarks.fit.models import Made, facts_of, measured, models, placed, step_of
+from benchmarks.fit.models import Parts, facts_of, measured, models, placed, step_of
 from benchmarks.fit.ways import SLACK, Facts, rows_of, size
 from storage_ops.fitting.fit import NothingFits, Search
 
 WHOLE = "torch.compile"
 
 
-def made(kind: str, arguments: argparse.Namespace) -> tuple[nn.Module, Any, Any]:
+def parts_of(kind: str, arguments: argparse.Namespace) -> tuple[nn.Module, Any, Any]:
     """Return a model, a batch and a loss, the same in every process."""
     torch.manual_seed(0)
     return placed(models(**size(kind, arguments))[kind](), arguments.device)
@@ -41,15 +41,15 @@ def serve(
     """Compile a model, send its peak, and run a step for each message.
 
     Args:
-        pipe: connection to the process that asks.
+        pipe: connection to the parent process.
         kind, arguments: the model.
         threads: number of torch's threads.
         budget: the activation memory budget.
-        plan: the path of a plan that is applied before.
+        plan: the path of a plan to apply first.
     """
     torch.set_num_threads(threads)
     try:
-        model, batch, loss = made(kind, arguments)
+        model, batch, loss = parts_of(kind, arguments)
         if plan is not None:
             storage_ops.load_fit(plan, model).apply()
         run: Any = torch.compile(model, dynamic=False)
@@ -69,23 +69,23 @@ def serve(
 
 
 class Process:
-    """A case in a process of its own, which compiles as soon as it is created."""
+    """A case in a separate process, which compiles at once."""
 
     def __init__(
         self, kind: str, arguments: argparse.Namespace, budget: float, plan: str | None = None
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = theirs, kind, arguments, torch.get_num_threads(), budget, plan
-        self._process = context.Process(target=serve, args=given, daemon=True)
+        passed = theirs, kind, arguments, torch.get_num_threads(), budget, plan
+        self._process = context.Process(target=serve, args=passed, daemon=True)
         self._process.start()
         theirs.close()
 
     @functools.cached_property
     def _compiled(self) -> int | str:
         """Return the peak in bytes, or an error, once the model is compiled."""
-        found: int | str = self._pipe.recv()
-        return found
+        received: int | str = self._pipe.recv()
+        return received
 
     @property
     def error(self) -> str:
@@ -126,7 +126,7 @@ def started(
     processes = {name: Process(kind, arguments, budget) for budget, name in names.items()}
     for name, process in processes.items():
         yield name, process, {}
-    model, batch, loss = made(kind, arguments)
+    model, batch, loss = parts_of(kind, arguments)
     compiled: Any = torch.compile(model)
     search = Search(compiled, batch, loss, torch.optim.AdamW)
     peaks = {name: process.peak for name, process in processes.items()}
@@ -141,10 +141,10 @@ def started(
 def fitted(
     kind: str, arguments: argparse.Namespace, search: Search, peak: int, path: Path
 ) -> tuple[Process, Facts]:
-    """Return the plan whose compiled step comes closest to a peak from below.
+    """Return the plan whose compiled step has the largest peak of at most `peak` bytes.
 
-    The simulation is of eager mode, and Inductor keeps other tensors. So the first plan has the
-    peak as its budget, and each later one corrects the budget by the difference of the last.
+    The simulation is of eager mode, and Inductor saves other tensors. So the first plan has `peak`
+    as its budget, and each later one corrects the budget by the last difference.
     """
     tried: list[tuple[Process, Facts]] = []
     budget = peak + SLACK[arguments.device]
@@ -167,9 +167,9 @@ def fitted(
 
 
 def compiled(
-    kind: str, _: Callable[[], Made], arguments: argparse.Namespace
+    kind: str, _: Callable[[], Parts], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one model, which each process makes for itself."""
+    """Yield the rows of one model, which each process builds."""
     cases: dict[str, Process] = {}
     facts: dict[str, Facts] = {}
     try:

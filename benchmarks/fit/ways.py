@@ -1,8 +1,8 @@
-"""Plans of `fit` against other ways to checkpoint a model: time of a step against its peak.
+"""Plans of `fit` against other checkpoints: time of a step and its peak.
 
-The other ways are no checkpoints, torch's full checkpoint of every layer, torch's selective
-checkpoint by the rules of torchtitan, and torch.compile with an activation memory budget. `fit` is
-given the measured peak of each, and budgets between the peak of full checkpoints and of none.
+Peers are no checkpoints, torch's full checkpoint of every layer, torch's selective checkpoint by
+the rules of torchtitan, and torch.compile with an activation memory budget. Budgets for `fit` are
+the measured peak of each, and values between the peak of full checkpoints and of none.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from benchmarks._harness import (
     skip,
     tick,
 )
-from benchmarks.fit.models import Made, facts_of, measured, placed, step_of
+from benchmarks.fit.models import Parts, facts_of, measured, placed, step_of
 from storage_ops.fitting.fit import FitPlan, NothingFits, Search
 from storage_ops.fitting.units import units_of
 from storage_ops.memory import Measurement, Sample
 
 NONE, FULL, SELECTIVE = "none", "torch full checkpoint", "torch selective, torchtitan's rules"
 # Bytes of a budget above a measured peak. A simulated peak differs from it by some bytes, on a GPU
-# by what the allocator rounds sizes up.
+# by the allocator's rounding of sizes.
 SLACK = {"cpu": 1 << 10, "cuda": 1 << 20}
-BETWEEN = (0.2, 0.4, 0.6, 0.8)  # of the way from the peak of full checkpoints to that of none
+BETWEEN = (0.2, 0.4, 0.6, 0.8)  # from 0, the peak of full checkpoints, to 1, that of none
 Facts = dict[str, Any]
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -60,7 +60,7 @@ SAVED = (
 
 
 def size(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
-    """Return the size of the models, on a GPU so large that kernels take longer than the host."""
+    """Return the size of the models. On a GPU, kernels take longer than the host."""
     if arguments.quick:
         return {"tokens": 64, "width": 64, "layers": 3, "vocab": 512, "image": 64}
     if arguments.device == "cpu":
@@ -72,7 +72,7 @@ def size(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
 class EverySecondProduct:
     """A policy for one checkpoint that saves attention and every second matrix product.
 
-    Products are counted apart in forward and recompute, so that both save the same ones.
+    Forward and recompute have separate counts of products, so that both save the same ones.
     """
 
     def __init__(self) -> None:
@@ -93,16 +93,16 @@ def selective_contexts() -> Any:
 
 
 def checkpointed(layers: list[nn.Module], selective: bool) -> None:
-    """Let torch checkpoint these layers."""
+    """Checkpoint these layers with torch."""
     options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
     for layer in layers:
         forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
         layer.forward = forward  # type: ignore[method-assign]
 
 
-def peers(made: Made, shares: list[float]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model with each way to checkpoint that is not ours."""
-    model, batch, loss = made
+def peers(parts: Parts, shares: list[float]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the model with the checkpoints of each peer."""
+    model, batch, loss = parts
     yield NONE, copy.deepcopy(model)
     for name in (FULL, SELECTIVE):
         changed = copy.deepcopy(model)
@@ -142,14 +142,14 @@ def rows_of(
 
 
 def plans(
-    kind: str, make: Callable[[], Made], arguments: argparse.Namespace
+    kind: str, make: Callable[[], Parts], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one model, all ways interleaved."""
+    """Yield the rows of one model, with all cases interleaved."""
     device = arguments.device
     torch.manual_seed(0)
-    made = model, batch, loss = placed(make(), device)
-    found = dict(peers(made, arguments.shares))
-    peaks = {name: measured(each, batch, loss) for name, each in found.items()}
+    parts = model, batch, loss = placed(make(), device)
+    model_of = dict(peers(parts, arguments.shares))
+    peaks = {name: measured(each, batch, loss) for name, each in model_of.items()}
     low, high = peaks[FULL], peaks[NONE]
     budgets = {f"the peak of {name}": peak + SLACK[device] for name, peak in peaks.items()}
     del budgets[f"the peak of {NONE}"]
@@ -164,14 +164,17 @@ def plans(
             except NothingFits as error:
                 skip(f"{kind}: {name}", str(error))
                 continue
-            found[name] = saved(plan, Path(folder) / "fit.json")(copy.deepcopy(model))
-            facts[name], peaks[name] = facts_of(plan, budget), measured(found[name], batch, loss)
-    cases = {name: step_of(each, batch, loss) for name, each in found.items()}
+            model_of[name] = saved(plan, Path(folder) / "fit.json")(copy.deepcopy(model))
+            facts[name], peaks[name] = (
+                facts_of(plan, budget),
+                measured(model_of[name], batch, loss),
+            )
+    cases = {name: step_of(each, batch, loss) for name, each in model_of.items()}
     seconds = interleave(cases, arguments.repeats, device, kind)
     yield from rows_of(kind, NONE, seconds, peaks, facts)
 
 
-# Plans that are made without a GPU.
+# Actions of plans for an H100 that are computed without a GPU.
 BITWISE = ["output_discard", "selective", "full"]
 HEAD = [*BITWISE, "linear_cross_entropy"]
 # The actions that plans may use, and their budgets as shares of the peak without checkpoints.
@@ -194,15 +197,15 @@ def size_of_carried(kind: str, arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def carried(
-    kind: str, make: Callable[[], Made], arguments: argparse.Namespace
+    kind: str, make: Callable[[], Parts], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each plan that is made on the meta device for an H100 and run here.
+    """Yield a row for each plan that is computed on the meta device for an H100 and run here.
 
     Each case trains alone. Its peak includes the workspaces of cuBLAS, which have a column too.
     """
     device, none = arguments.device, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for name, apply, facts in made_without_a_gpu(make, Path(folder), device):
+        for name, apply, facts in planned_without_a_gpu(make, Path(folder), device):
             tick(name, 0.0)
             with torch.device(device):
                 model, batch, loss = placed(make(), device)
@@ -223,7 +226,7 @@ def carried(
     group_done()
 
 
-def on_meta(make: Callable[[], Made], dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def on_meta(make: Callable[[], Parts], dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """Return the model and its batch on the meta device."""
     with torch.device("meta"):
         model, batch, _ = placed(make(), "meta", dtype)
@@ -231,7 +234,7 @@ def on_meta(make: Callable[[], Made], dtype: torch.dtype) -> tuple[nn.Module, An
 
 
 def timelines(
-    kind: str, make: Callable[[], Made], arguments: argparse.Namespace
+    kind: str, make: Callable[[], Parts], arguments: argparse.Namespace
 ) -> Iterator[Facts]:
     """Yield simulated memory over a step on an H100, without and with a plan for half the peak."""
     model, batch = on_meta(make, torch.bfloat16)
@@ -243,7 +246,7 @@ def timelines(
     ours = storage_ops.memory.simulate_step(model, batch, **asked)
     tokens = batch["input_ids"].shape
     for name, step in (("plain PyTorch", plain), ("storage_ops", ours)):
-        # The seconds of a simulation are not those of a GPU.
+        # A simulation does not have the seconds of a GPU.
         events = [Sample(float(k), sample.nbytes) for k, sample in enumerate(step.timeline)]
         yield {
             "shape": f"Llama, {tokens[0]} x {tokens[1]} tokens", "case": name,
@@ -254,8 +257,8 @@ def timelines(
     group_done()
 
 
-def made_without_a_gpu(
-    make: Callable[[], Made], folder: Path, device: str
+def planned_without_a_gpu(
+    make: Callable[[], Parts], folder: Path, device: str
 ) -> Iterator[tuple[str, Callable[[Any], Any], Facts]]:
     """Yield the name of each case, a function that prepares the model, and its prediction."""
 
@@ -299,7 +302,7 @@ def alone(model: nn.Module, batch: Any, loss: Any) -> tuple[float, int]:
 
 
 def workspaces() -> int:
-    """Free what cuBLAS has allocated for a case, and return how many bytes it was."""
+    """Free the workspaces of cuBLAS for a case, and return their bytes."""
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     return before - torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
 """`python -m benchmarks.report [FILE...]`, which `make results` runs.
 
-Result files are taken into benchmarks/results/<hardware>/. Then a report on every hardware there,
-the pages with sections of results, and docs/demo.png are written again.
+Result files are merged into benchmarks/results/<hardware>/. Then a report for each hardware,
+the pages with sections of results, and docs/demo.png are rewritten.
 """
 
 from __future__ import annotations

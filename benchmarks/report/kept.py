@@ -35,10 +35,7 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
     """Copy results into the folder of their hardware. Yield their new paths.
 
     Raises:
-        ValueError: a result is of a quick run, or does not say what it is.
-
-    Raises:
-        ValueError: a result is of a quick run, or does not say what it is.
+        ValueError: a result is of a quick run, or lacks its name, hardware or commit.
     """
     for new in load(files):
         if new.get("quick") or not {"stem", "hardware", "commit"} <= new.keys():
@@ -57,9 +54,9 @@ def take(files: Iterable[Path]) -> Iterator[Path]:
 
 
 def mark_stale() -> Iterator[Path]:
-    """Write into every stored result whether its code has changed since. Yield the stale ones.
+    """Mark the stored results whose code has changed since. Yield the stale ones.
 
-    The mark is a part of the file, so that pages follow from the files alone.
+    The mark is in the file, so that pages depend only on the files.
     """
     for path in sorted(RESULTS.glob("*/*.json")):
         result = json.loads(path.read_text())
@@ -73,11 +70,11 @@ def mark_stale() -> Iterator[Path]:
 
 def kept() -> dict[str, list[Result]]:
     """Return the results by hardware, GPUs first."""
-    found: dict[str, list[Result]] = {}
+    by_hardware: dict[str, list[Result]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         result = {"stem": path.stem, **json.loads(path.read_text())}
-        found.setdefault(path.parent.name, []).append(result)
-    return dict(sorted(found.items(), key=lambda item: item[1][0]["gpu"] is None))
+        by_hardware.setdefault(path.parent.name, []).append(result)
+    return dict(sorted(by_hardware.items(), key=lambda item: item[1][0]["gpu"] is None))
 
 
 def results_of(stem: str) -> Iterator[Result]:

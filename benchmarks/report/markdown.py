@@ -11,7 +11,7 @@ from benchmarks.report.rows import Result, Row, columns, is_ours, points, shapes
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Titles of columns that hold words, not numbers.
+# Titles of columns with words instead of numbers.
 WORDS = ("shape", "case", "on", "plan", "because of", "class", "batch", "answer")
 
 
@@ -36,12 +36,11 @@ def table_of_rows(rows: list[Row], drop: tuple[str, ...] = ()) -> str:
 def ratio_line(rows: list[Row]) -> str:
     """Return ours over the best peer of one shape, or "" without a peer.
 
-    The best in time is the fastest. At its memory or less, ours is the fastest that fits, if one
-    does. The best in memory is the smallest. At its time or less, ours is the smallest.
+    The fastest of ours is compared with the fastest peer, the smallest with the smallest peer.
     """
-    found = points(rows)
-    ours = [p for p in found if is_ours(p[0])]
-    peers = [p for p in found if not is_ours(p[0]) and not p[0].startswith("floor")]
+    all_points = points(rows)
+    ours = [p for p in all_points if is_ours(p[0])]
+    peers = [p for p in all_points if not is_ours(p[0]) and not p[0].startswith("floor")]
     if not ours or not peers:
         return ""
     fastest = min(peers, key=lambda p: (p[2], p[1]))
@@ -58,7 +57,7 @@ def ratio_line(rows: list[Row]) -> str:
 
 
 def provenance_line(result: Result) -> str:
-    """Return where, and with which versions, a result was measured."""
+    """Return the hardware and versions of a result."""
     peers = ", ".join(f"{k} {v}" for k, v in result.get("packages", {}).items())
     return (
         f"{result['hardware']}, torch {result['torch']}, storage_ops {result['storage_ops']} at "
@@ -68,7 +67,7 @@ def provenance_line(result: Result) -> str:
 
 
 def section(result: Result, drawn: list[Path]) -> str:
-    """Return the section of one benchmark: pictures, a table per shape, and the cases left out."""
+    """Return the section of one benchmark: pictures, a table per shape, and the skipped cases."""
     text = [f"## {result['stem']}\n", provenance_line(result)]
     if result.get("stale"):
         text.append("**Stale**: the code has changed since.\n")

@@ -38,12 +38,12 @@ def machine(result: Result) -> str:
 
 
 def link(path: Path) -> str:
-    """Return a file as pages in docs/ link to it."""
+    """Return the link to a file from pages in docs/."""
     return f"../{path.relative_to(ROOT)}"
 
 
 def source(result: Result) -> str:
-    """Return where the numbers of a table come from, with the peers' versions on a GPU."""
+    """Return the source of a table's numbers, on a GPU with the peers' versions."""
     report = link(RESULTS / result["hardware"] / "report.md")
     peers = result.get("packages", {}) if result["gpu"] is not None else {}
     versions = "".join(f", {name} {version}" for name, version in peers.items())
@@ -52,9 +52,9 @@ def source(result: Result) -> str:
 
 
 def picture(name: str, shows: str) -> str:
-    """Return a picture of the first hardware that has it: a GPU, if one has."""
-    found = (RESULTS / hardware / name for hardware in kept())
-    path = next((path for path in found if path.is_file()), None)
+    """Return a picture of the first hardware that has it, preferably a GPU."""
+    candidates = (RESULTS / hardware / name for hardware in kept())
+    path = next((path for path in candidates if path.is_file()), None)
     return f"\n![{shows}]({link(path)})\n" if path else ""
 
 
@@ -68,8 +68,8 @@ def point(row: Row | None, unit: str, size: float) -> str:
 
 
 HALF = "storage_ops, with the loss, 51%"  # a plan for half the memory
-# Rows of the README's table: a benchmark, a shape, the case that is plain, and for each other
-# case what the table calls it.
+# Rows of the README's table: benchmark, shape, plain case, and the names of the other cases in the
+# table.
 GAINS = (
     ("carried_plans", "Llama, 2 x 8192 tokens", "none", {
         HALF: "Llama of 1.5 billion parameters, `fit` with the loss",
@@ -125,9 +125,9 @@ def demo() -> str:
     for result in results_of("demo"):
         plain, ours = list(shapes(result).values())[-1]
         saved = 100 * (1 - ours[PEAK] / plain[PEAK])
-        apart, ratio = ours["losses apart by"], ours["time / plain"]
+        difference, ratio = ours["losses apart by"], ours["time / plain"]
         lines = [
-            ["final loss", plain["final loss"], ours["final loss"], f"{apart:.1e} at most"],
+            ["final loss", plain["final loss"], ours["final loss"], f"{difference:.1e} at most"],
             ["peak memory of a step", f"{plain[PEAK]:.0f} MiB", f"{ours[PEAK]:.0f} MiB",
              f"{saved:.0f} % saved"],
             ["time of a step", f"{plain['ms']:.0f} ms", f"{ours['ms']:.0f} ms",
@@ -174,7 +174,7 @@ def linear_cross_entropy() -> str:
         unit = unit_of(result["rows"])
         for shape, rows in shapes(result).items():
             name, *dtype = shape.split()
-            if name in SIZES and len(dtype) == 1:  # without those beside one peer alone
+            if name in SIZES and len(dtype) == 1:  # without shapes that have only one peer
                 cells = (point(at(rows, case), *unit) for case in columns.values())
                 lines.append([spelled_out(shape), *cells])
         text += source(result) + table(["tokens x D x classes", *columns], lines) + "\n"
@@ -221,12 +221,12 @@ def columns_of(stem: str, shown: tuple[str, ...]) -> str:
 
 
 def published_peaks() -> str:
-    """Return estimates against peaks that others measured on GPUs."""
+    """Return estimates against GPU peaks that others published."""
     shown = ("shape", "case", "on", "published (MiB)", "estimate (MiB)", "difference",
              "because of")  # fmt: skip
     text = ""
     for result in results_of("published_peaks"):  # simulated: the same on any hardware
-        # From 40 MiB to 80 GiB, so each figure has its own unit.
+        # Figures are from 40 MiB to 80 GiB, so each has its own unit.
         rows = [{"source": row["shape"],
                  **{key.removesuffix(f" {IN_MIB}"):
                     readable(round(row[key] * MIB)) if key.endswith(IN_MIB) else row.get(key, "")
@@ -257,16 +257,16 @@ def model_types() -> str:
 
 
 def by_shape(stem: str) -> str:
-    """Return every case and every shape of a benchmark. The fewer of both are the columns."""
+    """Return all cases and shapes of a benchmark. The smaller group becomes the columns."""
     text = ""
     for result in results_of(stem):
-        found = shapes(result)
+        rows_by_shape = shapes(result)
         unit = unit_of(result["rows"])
         cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
         lines = [[spelled_out(shape), *(point(at(rows, case), *unit) for case in cases)]
-                 for shape, rows in found.items()]  # fmt: skip
+                 for shape, rows in rows_by_shape.items()]  # fmt: skip
         grid = [["", *cases], *lines]
-        if len(cases) > len(found):
+        if len(cases) > len(rows_by_shape):
             grid = [list(column) for column in zip(*grid, strict=True)]
         text += source(result) + table(grid[0], grid[1:]) + "\n"
     return text.removesuffix("\n") + picture(f"{stem}.png", TRADEOFF)
@@ -320,10 +320,10 @@ def filled(text: str) -> str:
         ValueError: a marker names no section.
     """
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[2]
+    def fill(marker: re.Match[str]) -> str:
+        name = marker[2]
         if name not in SECTIONS:
             raise ValueError(f"`section` is {name!r}. Expected one of {', '.join(SECTIONS)}.")
-        return f"{found[1]}{SECTIONS[name]()}{found[3]}"
+        return f"{marker[1]}{SECTIONS[name]()}{marker[3]}"
 
     return SECTION.sub(fill, text)

@@ -1,9 +1,9 @@
 """Pictures of benchmark results.
 
-Their background is opaque, so that they read the same on a light and a dark page. Memory over time,
-which the README begins with, is drawn for a dark page as well. A picture with several panels has a
-narrow variant for phones. Colours are Okabe and Ito's, told apart without colour vision, and every
-peer has its own marker.
+Their background is opaque, so that they are readable on a light and a dark page. The picture of
+memory over time at the start of the README also has a variant for a dark page. A picture with
+several panels has a narrow variant for phones. Colors are those of Okabe and Ito, which differ even
+without color vision, and every peer has its own marker.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from storage_ops.quantities import MIB
 
 Point = tuple[str, float, float]
 PAPER, INK, OURS = "#fbfaf7", "#222222", "#009e73"
-NARROW = "-narrow"  # ends the names of pictures that the site shows on a phone
+NARROW = "-narrow"  # suffix of pictures that the site shows on a phone
 
 
 class Page(NamedTuple):
-    """Colours of a picture for a light or a dark page."""
+    """Colors of a picture for a light or a dark page."""
 
     paper: str
     ink: str
@@ -53,7 +53,7 @@ class Page(NamedTuple):
 LIGHT, DARK = Page(PAPER, INK, "#dddddd"), Page("#1e2129", "#e2e4e9", "#3a3f4b")
 COLORS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 FLOOR = "_"  # a line across the panel, not a point
-# Where a label may stand: the offset from its point, in points, the nearest first.
+# Possible offsets of a label from its point, in points, nearest first.
 PLACES = [(dx * far, dy * far) for far in (1, 1.6, 2.4) for dx, dy in
           ((7, 6), (-7, 6), (7, -7), (-7, -7), (9, 0), (-9, 0), (0, 10), (0, -10))]  # fmt: skip
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
@@ -71,8 +71,8 @@ def draw(out: Path, result: Result) -> list[Path]:
             figure = _tradeoffs(panels, is_narrow=True)
             _save(figure, out / f"{result['stem']}{NARROW}.png")
     curved = ([row for row in rows if curve_of(row)] for rows in shapes(result).values())
-    curves = next(filter(None, curved), [])  # of one shape, for others take other memory
-    if len(curves) > 2:  # before and after, of all cases that there are
+    curves = next(filter(None, curved), [])  # of one shape, because memory differs between shapes
+    if len(curves) > 2:  # draw only the first case and our smallest
         ours = [row for row in curves if is_ours(row["case"])]
         curves = [curves[0], min(ours, key=lambda row: row[PEAK])]
     trained = [row for row in result["rows"] if "shares" in row]
@@ -97,39 +97,39 @@ def _measured(row: Row) -> Measurement:
 
 
 def _has_both(rows: list[Row]) -> bool:
-    """Return True if there is a comparison: ours and something else, of different memory."""
-    found = points(rows)
-    sizes = [mib for _, mib, _ in found]
-    return len({is_ours(case) for case, _, _ in found}) == 2 and max(sizes) > 1.1 * min(sizes)
+    """Return True if there is one of ours and another case with different memory."""
+    all_points = points(rows)
+    sizes = [mib for _, mib, _ in all_points]
+    return len({is_ours(case) for case, _, _ in all_points}) == 2 and max(sizes) > 1.1 * min(sizes)
 
 
 def _save(figure: Figure, path: Path, paper: str = PAPER) -> Path:
-    # No version of matplotlib inside, so that the same results give the same file.
+    # Without the version of matplotlib, the same results give the same file.
     figure.savefig(path, facecolor=paper, metadata={"Software": None})
     return path
 
 
 def _tradeoffs(panels: dict[str, list[Row]], is_narrow: bool = False) -> Figure:
-    """Draw time against peak memory, a panel per shape. Narrow ones stand below each other."""
+    """Draw time against peak memory, a panel per shape. Narrow panels are below each other."""
     wide = 1 if len(panels) == 1 or is_narrow else 2 if len(panels) <= 8 else 3
     tall = -(-len(panels) // wide)
-    found = {shape: points(rows) for shape, rows in panels.items()}
+    points_by_shape = {shape: points(rows) for shape, rows in panels.items()}
     peers = dict.fromkeys(
-        case for each in found.values() for case, _, _ in each if not is_ours(case)
+        case for each in points_by_shape.values() for case, _, _ in each if not is_ours(case)
     )
     floors = [case for case in peers if case.startswith("floor")]
     styles = dict.fromkeys(floors, (INK, FLOOR))
     styles |= {case: (COLORS[k % len(COLORS)], MARKERS[k % len(MARKERS)])
                for k, case in enumerate(c for c in peers if c not in floors)}  # fmt: skip
     width, height, dpi = 5.4 * wide, 3.7 * tall + 0.9, 110
-    if is_narrow:  # every peer has a line of its own in the legend
+    if is_narrow:  # the legend has a line for each peer
         width, height = 4.8, 3.4 * tall + 0.2 * (len(styles) + 2)
     elif wide == 1:
         width, height, dpi = 6.4, 4.6, 150
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     grid = figure.subplots(tall, wide, squeeze=False)
     for axes, (shape, rows) in zip(grid.flat, panels.items(), strict=False):
-        _panel(axes, found[shape], styles)
+        _panel(axes, points_by_shape[shape], styles)
         axes.set_title(spelled_out(shape), fontsize="medium", color=INK)
         axes.set_ylabel(next(filter(None, map(time_of, rows)), ""))
     for axes in grid.flat[len(panels) :]:
@@ -145,27 +145,27 @@ def _tradeoffs(panels: dict[str, list[Row]], is_narrow: bool = False) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -> None:
+def _panel(axes: Axes, all_points: list[Point], styles: dict[str, tuple[str, str]]) -> None:
     """Draw one shape."""
     _dress(axes)
-    unit, size = unit_of({PEAK: mib} for _, mib, _ in found)
-    found = [(case, mib / size, time) for case, mib, time in found]
-    for case, mib, time in found:
+    unit, size = unit_of({PEAK: mib} for _, mib, _ in all_points)
+    all_points = [(case, mib / size, time) for case, mib, time in all_points]
+    for case, mib, time in all_points:
         if case in styles:
             color, marker = styles[case]
             if marker == FLOOR:
                 axes.axhline(time, color=color, lw=1.2, ls="--")
                 continue
             axes.plot([mib], [time], marker=marker, color=color, ms=8, mec=INK, mew=0.5, ls="")
-    ours = sorted((p for p in found if is_ours(p[0])), key=lambda p: (p[1], p[2]))
+    ours = sorted((p for p in all_points if is_ours(p[0])), key=lambda p: (p[1], p[2]))
     front = list(_front(ours))
     axes.plot([p[1] for p in front], [p[2] for p in front], color=OURS, lw=1.6, zorder=1)
     axes.plot([p[1] for p in ours], [p[2] for p in ours], "o", color=OURS, ms=6, mec=INK, mew=0.5)
     for case, mib, time in ours if len(ours) < 8 else front:
-        if len(ours) > 1:  # the legend names one alone
+        if len(ours) > 1:  # the legend names a single one
             axes.annotate(_label(case), (mib, time), PLACES[0], textcoords="offset points",
                           va="center", fontsize="small", color=OURS)  # fmt: skip
-    sizes = [mib for case, mib, _ in found if styles.get(case, ("", ""))[1] != FLOOR]
+    sizes = [mib for case, mib, _ in all_points if styles.get(case, ("", ""))[1] != FLOOR]
     if max(sizes) > 3 * min(sizes):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
@@ -179,19 +179,19 @@ def _panel(axes: Axes, found: list[Point], styles: dict[str, tuple[str, str]]) -
 
 
 def _label(case: str) -> str:
-    """Return the name of one of our cases without the words that its neighbours share."""
+    """Return the name of one of our cases without the words that its neighbors share."""
     for words in ("storage_ops, ", " budget", "fit for ", " of the way to none"):
         case = case.replace(words, "")
     return case
 
 
 def _spread_labels(figure: Figure) -> None:
-    """Move labels so that they cover no point, line or other label, or leave them out."""
+    """Move labels so that they cover no point, line or other label, or omit them."""
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes in figure.axes:
         marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
-        pixels = figure.dpi / 72 / 2  # in half a point: the size of a marker is its width
+        pixels = figure.dpi / 72 / 2  # in half a point, because the size of a marker is its width
         taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for line in marked
                  for r in [pixels * line.get_markersize()]
                  for x, y in axes.transData.transform(line.get_xydata())]  # fmt: skip
@@ -203,8 +203,8 @@ def _spread_labels(figure: Figure) -> None:
                 label.set_horizontalalignment("left" if x > 0 else "right" if x else "center")
                 box = label.get_window_extent(renderer)
                 inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-                apart = not any(box.overlaps(other) for other in taken)
-                if inside and apart and not any(c.intersects_bbox(box, False) for c in curves):
+                is_free = not any(box.overlaps(other) for other in taken)
+                if inside and is_free and not any(c.intersects_bbox(box, False) for c in curves):
                     taken.append(box)
                     break
             else:
@@ -212,7 +212,7 @@ def _spread_labels(figure: Figure) -> None:
 
 
 def _front(ours: list[Point]) -> Iterator[Point]:
-    """Yield points, sorted by memory, that no smaller point beats in time."""
+    """Yield points, sorted by memory, that are faster than every smaller point."""
     best = float("inf")
     for point in ours:
         if point[2] < best:

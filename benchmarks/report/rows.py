@@ -16,7 +16,7 @@ from storage_ops.quantities import MIB
 
 Result = dict[str, Any]
 Row = dict[str, Any]
-IN_MIB = "(MiB)"  # how the name of a memory column ends
+IN_MIB = "(MiB)"  # suffix of the names of memory columns
 PEAK = f"peak {IN_MIB}"
 # A case is ours if it begins with one of these, or has a feature of ours, as in "compile+all".
 OURS = ("storage_ops", "discard")
@@ -28,12 +28,12 @@ HEAD = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python")
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
-    """Return the results in files, each of one result or a list of them."""
-    found: list[Result] = []
+    """Return the results in files, each with one result or a list of them."""
+    results: list[Result] = []
     for path in paths:
         content = json.loads(path.read_text())
-        found += content if isinstance(content, list) else [content]
-    return found
+        results += content if isinstance(content, list) else [content]
+    return results
 
 
 def head(result: Result) -> Row:
@@ -49,10 +49,10 @@ def is_ours(case: str) -> bool:
 
 def shapes(result: Result) -> dict[str, list[Row]]:
     """Return rows by shape, in order."""
-    found: dict[str, list[Row]] = {}
+    by_shape: dict[str, list[Row]] = {}
     for row in result["rows"]:
-        found.setdefault(row.get("shape", ""), []).append(row)
-    return found
+        by_shape.setdefault(row.get("shape", ""), []).append(row)
+    return by_shape
 
 
 def at(rows: list[Row], case: str) -> Row | None:
@@ -61,7 +61,7 @@ def at(rows: list[Row], case: str) -> Row | None:
 
 
 def time_of(row: Row) -> str | None:
-    """Return the column that compares times, the first of several."""
+    """Return the first column that compares times."""
     return next((key for key in row if key.startswith("time / ")), None)
 
 
@@ -73,16 +73,16 @@ def curve_of(row: Row) -> list[list[float]]:
 
 def points(rows: list[Row]) -> list[tuple[str, float, float]]:
     """Return case, MiB and time of the rows that have both numbers."""
-    found = []
+    with_both = []
     for row in rows:
         column = time_of(row)
         if column and isinstance(row.get(PEAK), float) and isinstance(row[column], float):
-            found.append((row["case"], row[PEAK], row[column]))
-    return found
+            with_both.append((row["case"], row[PEAK], row[column]))
+    return with_both
 
 
 def unit_of(rows: Iterable[Row]) -> tuple[str, float]:
-    """Return the unit for the memory columns of rows together, and how many MiB it has."""
+    """Return the common unit of the memory columns of rows, and its MiB."""
     sizes = (value for row in rows for key, value in row.items() if key.endswith(IN_MIB))
     most = max((size for size in sizes if isinstance(size, (int, float))), default=0)
     unit, size = quantities.unit_of(most * MIB)
@@ -105,6 +105,6 @@ def in_readable_units(rows: list[Row]) -> list[Row]:
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the columns of a table of these rows: all keys without lists."""
-    found = dict.fromkeys(key for row in rows for key in row)
-    return [key for key in found if not any(isinstance(row.get(key), list) for row in rows)]
+    """Return the columns of a table of these rows: all keys whose values are no lists."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if not any(isinstance(row.get(key), list) for row in rows)]

@@ -1,4 +1,4 @@
-"""The sizes behind the short names of shapes, such as S1, which results have."""
+"""The sizes of shapes with short names, such as S1, in results."""
 
 import re
 
@@ -12,7 +12,7 @@ _NAMES = re.compile(rf"\b(?:{'|'.join(SIZES)})\b")
 
 
 def spelled_out(shape: str) -> str:
-    """Return a shape such as "S1 float32" with sizes in place of its short name."""
+    """Return a shape such as "S1 float32" with sizes instead of its short name."""
     name, _, rest = shape.partition(" ")
     if name not in SIZES:
         return shape
@@ -22,8 +22,8 @@ def spelled_out(shape: str) -> str:
 
 
 def without_names(note: str) -> str:
-    """Return a note with sizes in place of the short names of shapes."""
-    return _NAMES.sub(lambda found: _sizes(found[0]), note)
+    """Return a note with sizes instead of the short names of shapes."""
+    return _NAMES.sub(lambda match: _sizes(match[0]), note)
 
 
 def _sizes(name: str) -> str:

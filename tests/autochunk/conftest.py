@@ -1,4 +1,4 @@
-"""What `losses.interpreted` changes is undone after every test."""
+"""Undo the patches of `losses.interpreted` after every test."""
 
 from unittest.mock import patch
 

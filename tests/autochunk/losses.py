@@ -1,4 +1,4 @@
-"""Losses of x (4, 8, D), w (V, D) and targets t (4, 8), as people write them."""
+"""Typical losses of hidden states x (4, 8, D), a weight w (V, D) and targets t (4, 8)."""
 
 import functools
 from unittest.mock import patch
@@ -30,7 +30,7 @@ def log_probs(x, w, t):
 
 
 def largest_fifth(values):
-    """A mask of the largest fifth of all values."""
+    """Return a mask of the largest fifth of all values."""
     if torch.__version__ < "2.12":  # Dynamo breaks the graph at a quantile
         least = values.flatten().topk(-(-values.numel() // 5))[0].min()
     else:
@@ -146,7 +146,7 @@ def arguments(dtype=torch.float32):
 
 
 def run(f, x, w, t):
-    """Loss and gradients."""
+    """Return loss and gradients."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     loss = f(x, w, t)
     loss.backward()
@@ -154,7 +154,7 @@ def run(f, x, w, t):
 
 
 def weighted(f, x, w, t):
-    """Results, and gradients of a sum of them with different weights."""
+    """Return the results of `f`, and the gradients of their sum with different weights."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     out = f(x, w, t)
     outs = out if isinstance(out, tuple) else (out,)
@@ -166,11 +166,11 @@ def weighted(f, x, w, t):
 def interpreted(
     f, num_chunks=4, strict=True, dynamic=False, reports=None, ops=None, memory_budget=None
 ):
-    """Compiled as the backend does it, but run op by op: a test takes a second.
+    """Compile `f` with the backend's pass, but run it op by op, so that a test takes a second.
 
-    Until the end of the test: a chunk of the backward is compiled when that runs.
+    Patches stay until the test ends, because a chunk of the backward is compiled when it runs.
 
-    Appends to `reports` what became of each graph, and to `ops` the names of ops that it got.
+    Appends a report of each graph to `reports`, and the names of its ops to `ops`.
     """
 
     recognised = NOTHING

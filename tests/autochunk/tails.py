@@ -1,7 +1,7 @@
-"""What people do to logits, piece by piece.
+"""Pieces of which random functions of logits are built.
 
-A tail is some of LARGE, one of SMALL, some of AFTER and one of LAST; every piece takes any shape
-that those before it leave.
+A tail has some pieces of LARGE, one of SMALL, some of AFTER and one of LAST. Every piece accepts
+all shapes that the pieces before it return.
 """
 
 import torch
@@ -17,7 +17,7 @@ def ramp(z, end=1.0):
 
 
 def classes(z):
-    """A class for every row."""
+    """Return a class for every row."""
     return torch.arange(z[..., 0].numel()) % z.shape[-1]
 
 
@@ -32,7 +32,7 @@ def overwritten(z):
 
 
 def picked(z):
-    """The logit of each row's class, by two indices."""
+    """Return the logit of each row's class, by two indices."""
     z = torch.log_softmax(rows(z), -1)
     return z[torch.arange(len(z)), classes(z)]
 

@@ -1,4 +1,4 @@
-"""Masks, labels and indices as people write them: changed in place, negative, in steps."""
+"""Losses with masks, labels and indices that are changed in place, negative or strided."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def one_bias_for_all(x, w, t):
 
 
 class Signs(torch.autograd.Function):
-    """Its gradient is one where there is one."""
+    """Its gradient is the sign of the upstream gradient."""
 
     @staticmethod
     def forward(ctx, z):
@@ -106,10 +106,10 @@ LOSSES = [
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_loss_and_gradients(loss):
     torch._dynamo.reset()
-    given = arguments()
+    inputs = arguments()
     compiled = interpreted(loss, strict=False)
-    want = run(lambda *given: 3 * loss(*given), *given)
-    got = run(lambda *given: 3 * compiled(*given), *given)
+    want = run(lambda *inputs: 3 * loss(*inputs), *inputs)
+    got = run(lambda *inputs: 3 * compiled(*inputs), *inputs)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The backend, the pass on graphs, and explain."""
+"""The backend, the pass on graphs, and `explain`."""
 
 import copy
 import logging
@@ -63,9 +63,9 @@ def test_peak_memory(f, dtype):
     compiled = torch.compile(f, backend=backend, options={"num_chunks": 16, "strict": True})
     logits, grads = N * V * x.element_size(), (N + V) * D * x.element_size()
     peak = peak_of(compiled, x, w, t)
-    # Each thread of oneDNN packs 16-bit operands, which is much beside so small a problem.
+    # Each thread of oneDNN packs 16-bit operands, which takes much for so small a problem.
     packed = 0 if dtype == torch.float32 else 400_000 * torch.get_num_threads()
-    if torch.__version__ < "2.12":  # a block of the product is not overwritten in place
+    if torch.__version__ < "2.12":  # blocks of the product are not overwritten in place
         packed += 1 << 16
     assert peak <= 1.1 * (logits // 16 + grads) + packed < logits
     predicted = explain(f, x, w, t, num_chunks=16)
@@ -145,7 +145,7 @@ def test_a_traced_step(focal):
             optimizer.zero_grad()
             return loss.detach()
 
-        train(tokens)  # makes the optimizer's state
+        train(tokens)  # creates the optimizer's state
         return train
 
     step, eager = storage_ops.graph.trace_step(step_of(model), tokens), step_of(twin)
@@ -154,15 +154,15 @@ def test_a_traced_step(focal):
     assert step.peak.peak_bytes < before / 4
     (span,) = (n for n in step.gm.graph.nodes if "storage_ops" in str(n.target))
     if focal:
-        assert len(span.args[0]) <= 6  # one pass: the backward waits for no loss
+        assert len(span.args[0]) <= 6  # forward and backward run in one pass
     else:
-        assert "_chunked_span" in str(span.target)  # autograd has taken the loss apart
+        assert "_chunked_span" in str(span.target)  # autograd has decomposed the loss
     for _ in range(3):
         torch.testing.assert_close(step(tokens), eager(tokens), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 
 
-def test_what_is_changed_in_between_is_not_chunked():
+def test_tensors_modified_between_forward_and_backward_are_not_chunked():
     def changed(x, w, t):
         loss = softmax_sum(x, w, t)
         grads = torch.autograd.grad(loss, (x, w), retain_graph=True)
@@ -203,21 +203,21 @@ def test_logs(monkeypatch, capsys):
 def test_a_forward_alone():
     torch._dynamo.reset()
     x, w, t = (a.detach() for a in data())
-    found = explain(cross_entropy, x, w, t, num_chunks=4)
-    assert found.chunked and found.num_chunks >= 4 and found.peak_after < found.peak_before / 2
+    report = explain(cross_entropy, x, w, t, num_chunks=4)
+    assert report.chunked and report.num_chunks >= 4 and report.peak_after < report.peak_before / 2
     compiled = torch.compile(cross_entropy, backend=backend, options={"num_chunks": 4})
     with torch.no_grad():
         torch.testing.assert_close(compiled(x, w, t), cross_entropy(x, w, t))
 
 
 def test_small_logits_stay_whole():
-    found = explain(cross_entropy, *data())
-    assert not found.chunked and "fits in the memory budget" in found.reason
+    report = explain(cross_entropy, *data())
+    assert not report.chunked and "fits in the memory budget" in report.reason
 
 
 def test_a_memory_budget_decides_the_number_of_chunks():
-    found = explain(softmax_sum, *data(), memory_budget="2 MiB")
-    assert found.chunked and found.num_chunks >= N * V * 4 // (2 << 20)
+    report = explain(softmax_sum, *data(), memory_budget="2 MiB")
+    assert report.chunked and report.num_chunks >= N * V * 4 // (2 << 20)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_wrong_options(options, message):
     ],
 )  # fmt: skip
 def test_unknown_options_of_torch_compile(options, message):
-    """In a simulation too, where Inductor never sees its options."""
+    """They are also errors in a simulation, where Inductor never sees its options."""
     from storage_ops.simulate.compiled import as_it_runs
 
     x, w, t = data()
@@ -263,7 +263,7 @@ def test_unknown_options_of_torch_compile(options, message):
 
 
 @pytest.mark.in_turn
-def test_options_of_inductor_pass():
+def test_options_of_inductor_are_accepted():
     torch._dynamo.reset()
     x, w, t = data()
     for own in ({"num_chunks": 4}, {"num-chunks": 4, "max-autotune": False}):
@@ -294,10 +294,10 @@ def test_the_id_of_the_pass_is_stable():
     assert after.uuid() == backends._after(two, other).uuid() != other.uuid()
     assert several.uuid() not in (after.uuid(), other.uuid())
     plain = backends._after(lambda graph: None, other)
-    assert plain.uuid() is None  # then Inductor's caches are not used
+    assert plain.uuid() is None  # so Inductor does not use its caches
 
 
-def test_what_the_plan_depends_on_is_in_the_id_of_the_pass(monkeypatch):
+def test_the_id_of_the_pass_includes_everything_that_a_plan_depends_on(monkeypatch):
     one = backends._make_pass((8, None, True), 1)
     before, threads = one.uuid(), torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -318,7 +318,7 @@ def test_the_entry_point_names_the_backend():
 
 
 @pytest.mark.slow
-def test_chunks_that_would_take_more_memory_than_the_whole():
+def test_a_loss_is_not_chunked_if_chunks_would_take_more_memory():
     """A budget is no reason to chunk if an fp32 sum is larger than the logits."""
     x, w = (torch.randn(n, 64).bfloat16() for n in (16, 4096))
     turned = w.t().contiguous().requires_grad_()
@@ -329,8 +329,8 @@ def test_chunks_that_would_take_more_memory_than_the_whole():
 
     said = explain(focal, x.requires_grad_(), turned, memory_budget=1 << 14)
     assert not said.chunked and "as a whole, less than the" in said.reason
-    assert explain(focal, x, turned, num_chunks=4).chunked  # what was asked for is done
+    assert explain(focal, x, turned, num_chunks=4).chunked  # the caller asked for chunks
     assert explain(focal, x.float(), turned.float(), memory_budget=1 << 14).chunked
-    # With rows for classes there is no sum: all tokens wait in the memory of the result.
+    # If classes are rows, no sum is needed: the result's memory stores gradients of all tokens.
     said = explain(lambda x, w: focal(x, w.t()), x, w.requires_grad_(), memory_budget=1 << 14)
     assert said.chunked and said.peak_after < said.peak_before

@@ -33,7 +33,7 @@ for level in (logging.WARNING, logging.DEBUG):
 """
 
 
-def words(folder, name):
+def messages(folder, name):
     """Return the number of cached graphs, and the messages without and with logging."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "STORAGE_OPS_LOGS": "autochunk"}
     done = subprocess.run(
@@ -44,17 +44,17 @@ def words(folder, name):
         [line for line in said.splitlines() if " = aten." in line]
         for said in done.stderr.split("end\n")
     )
-    return [int(found) for found in done.stdout.split()], quiet, loud
+    return [int(count) for count in done.stdout.split()], quiet, loud
 
 
 @pytest.mark.slow
 def test_a_warm_cache(tmp_path):
     for name in ("declined", "chunked"):
-        (first, second), quiet, loud = words(tmp_path / name, name)
+        (first, second), quiet, loud = messages(tmp_path / name, name)
         assert (
             first == 0 and second <= 1
-        )  # messages that were not logged are compiled again; a chunk is cached
+        )  # a graph without logged messages is compiled again, with its chunk from the cache
         assert ["not chunked" in line for line in quiet] == [True] * (name == "declined")
         assert len(loud) > len(quiet) + 2
-        found, *again = words(tmp_path / name, name)
-        assert found[0] > first and found[1] > second and again == [quiet, loud]
+        cached, *again = messages(tmp_path / name, name)
+        assert cached[0] > first and cached[1] > second and again == [quiet, loud]

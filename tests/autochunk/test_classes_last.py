@@ -1,4 +1,4 @@
-"""Logits with their classes in dimension 1: chunks are cut inside of images, whatever the loss."""
+"""Losses of logits with classes in dimension 1 are chunked inside of images."""
 
 import pytest
 import torch
@@ -58,16 +58,16 @@ def data():
     [permuted, transposed, moved, in_einsum, of_log_softmax, convolution, convolution_1d],
 )
 def test_losses(loss):
-    found = []
+    reports = []
 
     def backend(gm, inputs):
-        found.append(recognise(gm, num_chunks=6))
+        reports.append(recognise(gm, num_chunks=6))
         return gm
 
     x, w, t, c = data()
     torch.compiler.reset()
     compiled, want = torch.compile(loss, backend=backend)(x, w, t, c), loss(x, w, t, c)
-    assert found[0].num_chunks >= 6  # more than there are images
+    assert reports[0].num_chunks >= 6  # more chunks than images
     torch.testing.assert_close(compiled, want)
     torch.testing.assert_close(grad(compiled, (x, w)), grad(want, (x, w)))
 
@@ -173,7 +173,7 @@ def wide_kernel(x, w, t, c):
 
 
 @pytest.mark.in_turn
-def test_a_convolution_that_is_no_product_is_named():
-    found = explain(wide_kernel, *data(), num_chunks=4)
-    assert not found.chunked
-    assert "aten.convolution.default: a convolution is not a matrix product" in found.reason
+def test_a_convolution_that_is_not_a_product_is_named():
+    report = explain(wide_kernel, *data(), num_chunks=4)
+    assert not report.chunked
+    assert "aten.convolution.default: a convolution is not a matrix product" in report.reason

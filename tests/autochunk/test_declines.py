@@ -1,4 +1,4 @@
-"""Graphs that are not chunked: the reason is told, and the results are right."""
+"""Graphs that are not chunked give the reason and the right results."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ CASES = {
 }
 
 
-def gradients(f, given, upstream):
-    x, w, t = given
+def gradients(f, inputs, upstream):
+    x, w, t = inputs
     w = w.detach().requires_grad_()
     leaf = x.detach().requires_grad_()
     out = f(leaf * 1, w, t)
@@ -61,13 +61,13 @@ def gradients(f, given, upstream):
 @pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
 def test_declined(f):
     torch._dynamo.reset()
-    given, reports = arguments(), []
+    inputs, reports = arguments(), []
     upstream = [torch.rand(()), torch.rand(())]
     compiled = interpreted(f, strict=False, reports=reports)
     with pytest.warns(UserWarning, match="not chunked"):
-        got = gradients(compiled, given, upstream)
+        got = gradients(compiled, inputs, upstream)
     assert not reports[0].chunked and CASES[f] in reports[0].reason
-    torch.testing.assert_close(got, gradients(f, given, upstream))
+    torch.testing.assert_close(got, gradients(f, inputs, upstream))
 
 
 @pytest.mark.in_turn
@@ -75,8 +75,8 @@ def test_an_input_that_is_changed():
     torch._dynamo.reset()
     x, w, t = arguments()
     for leaf in (x.detach(), x * 1):
-        found = explain(mutated, leaf.clone(), w, t, num_chunks=4)
-        assert not found.chunked and "changed in place" in found.reason
+        report = explain(mutated, leaf.clone(), w, t, num_chunks=4)
+        assert not report.chunked and "changed in place" in report.reason
 
 
 def test_the_reason_names_the_line():

@@ -1,4 +1,4 @@
-"""Second derivatives of losses that the backend compiles raise, as those of other graphs do."""
+"""Second derivatives of losses that the backend compiles are errors, as for other graphs."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def chunked(f):
     [(cross_entropy, chunked), (sigmoids, chunked), (sigmoids, chunked_by_a_pass)],
 )
 def test_second_derivatives_raise(f, compiled):
-    """Whichever tensor the caller asks for, also one that no product reads."""
+    """They are errors for every tensor, also for one that no product reads."""
     x, w = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     t, g = torch.randint(V, (N,)), compiled(f)
     for asked in ([x], [w], [x, w]):
@@ -49,7 +49,7 @@ def test_second_derivatives_raise(f, compiled):
 
 @pytest.mark.in_turn
 def test_transforms_inside():
-    """torch.func differentiates before the graph is compiled: a second derivative is right."""
+    """torch.func differentiates before the graph is compiled, so second derivatives are right."""
     x = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
     w = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
     t = torch.randint(V, (N,))

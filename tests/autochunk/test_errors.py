@@ -1,4 +1,4 @@
-"""What is unexpected inside of the pass: the graph stays as it is, and a report is asked for."""
+"""Unexpected errors inside of the pass leave the graph unchanged, and ask for a bug report."""
 
 import warnings
 
@@ -36,22 +36,22 @@ def broken(*args, **kwargs):
 
 
 @pytest.mark.parametrize("module, name", STAGES, ids=lambda x: x if isinstance(x, str) else "")
-def test_the_graph_is_left_as_it_was(module, name, monkeypatch):
-    gm, given = traced()
+def test_an_error_leaves_the_graph_unchanged(module, name, monkeypatch):
+    gm, inputs = traced()
     gm.graph.eliminate_dead_code()
-    text, want = str(gm.graph), gm(*given)
+    text, want = str(gm.graph), gm(*inputs)
     monkeypatch.setattr(module, name, broken)
     with pytest.warns(
         UserWarning, match="internal error .* KeyError.*something.* report"
     ) as caught:
         chunk(gm, num_chunks=4)
-    assert "test_errors.py" in str(caught[0].message)  # where it was raised
+    assert "test_errors.py" in str(caught[0].message)  # the place of the error
     gm.graph.lint()
     assert str(gm.graph) == text
-    for got, expected in zip(gm(*given), want, strict=True):
+    for got, expected in zip(gm(*inputs), want, strict=True):
         assert torch.equal(got, expected)
     monkeypatch.undo()
-    torch.testing.assert_close(chunk(gm, num_chunks=4, strict=True)(*given), want)
+    torch.testing.assert_close(chunk(gm, num_chunks=4, strict=True)(*inputs), want)
 
 
 def test_strict_raises(monkeypatch):
@@ -90,8 +90,8 @@ def gated(x, w):
 
 
 def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
-    given = traced()[1]
-    gm = make_fx(gated, tracing_mode="fake")(*given)
+    inputs = traced()[1]
+    gm = make_fx(gated, tracing_mode="fake")(*inputs)
     text = str(gm.graph)
     assert "aten.glu.default" in text
     monkeypatch.setattr(decompose, "_decomposition", lambda target: broken)
@@ -99,21 +99,21 @@ def test_a_missing_rule_is_replaced_by_a_decomposition(monkeypatch):
         chunk(gm, num_chunks=4, strict=True)
     assert str(gm.graph) == text
     monkeypatch.undo()
-    got = chunk(gm, num_chunks=4, strict=True)(*given)
+    got = chunk(gm, num_chunks=4, strict=True)(*inputs)
     assert "aten.glu.default" not in str(gm.graph)
-    torch.testing.assert_close(got, gated(*given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, gated(*inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_of_real_tensors():
-    _, given = traced()
-    gm = chunk(make_fx(softmax_step)(*given), num_chunks=4, strict=True)
+    _, inputs = traced()
+    gm = chunk(make_fx(softmax_step)(*inputs), num_chunks=4, strict=True)
     assert any("_chunked_span" in str(n.target) for n in gm.graph.nodes)
-    torch.testing.assert_close(gm(*given), softmax_step(*given))
+    torch.testing.assert_close(gm(*inputs), softmax_step(*inputs))
 
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_chunks_that_do_not_compile(failing, monkeypatch):
-    gm, given = traced()
+    gm, inputs = traced()
     chunk(gm, num_chunks=4, strict=True)
     count = 0
 
@@ -134,10 +134,10 @@ def test_chunks_that_do_not_compile(failing, monkeypatch):
     chunks.bodies_of.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got = gm(*given)
+        got = gm(*inputs)
     chunks.body_of.cache_clear()
     chunks.bodies_of.cache_clear()
     warned = any("chunks run uncompiled" in str(w.message) for w in caught)
-    tries = 2 if torch.__version__ >= "2.12" else 1  # earlier ones never overwrite as they compile
+    tries = 2 if torch.__version__ >= "2.12" else 1  # before 2.12, chunks are compiled only once
     assert count == tries and warned == (failing >= tries)
-    torch.testing.assert_close(got, softmax_step(*given))
+    torch.testing.assert_close(got, softmax_step(*inputs))

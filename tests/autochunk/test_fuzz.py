@@ -1,4 +1,4 @@
-"""Random tails after the logits: the gradients are right, chunked or not, and nothing breaks."""
+"""Random functions of logits have the right gradients, chunked or not."""
 
 import os
 import warnings
@@ -27,7 +27,7 @@ def error(got, want):
 
 
 class Rounded(TorchDispatchMode):
-    """Every op's result off by a random rounding of its dtype: how far rounding alone can lead."""
+    """Perturbs every op's result by a random rounding error, to estimate the effect of rounding."""
 
     def __init__(self):
         super().__init__()
@@ -50,14 +50,14 @@ class Rounded(TorchDispatchMode):
     names(HEADS), names(LARGE, 3), names(SMALL), names(AFTER, 2), names(LAST),
     st.integers(2, 6), st.booleans(), st.sampled_from([8, 2]),
 )  # fmt: skip
-# A size that has one value only; sizes that only the gradient of a result has by itself.
+# A dimension of size 1, and dimensions that only the gradient of a result has.
 @example("heads", ["product"], "binary", [], "all", 2, True, 8)
 @example("bias", ["product"], "cross entropy", [], "all", 2, True, 8)
 @example("bias", [], "binary", ["chunk"], "all", 2, True, 8)
-# What a span reads is one of the results of another that is in chunks already.
+# A chunked span that reads a result of another chunked span.
 @example("bias", ["with itself", "batch"], "binary", [], "with another", 2, False, 8)
 def test_random_tails(head, large, small, after, last, num_chunks, dynamic, length):
-    """With sequences of 2, logits have room in the gradient of the weight."""
+    """With sequences of length 2, logits fit into the gradient of the weight."""
     torch._dynamo.reset()
 
     def loss(x, w, t):
@@ -80,19 +80,19 @@ def test_random_tails(head, large, small, after, last, num_chunks, dynamic, leng
         compiled = interpreted(loss, num_chunks, strict=False, dynamic=dynamic, reports=reports)
         got = weighted(compiled, *given_)
     assert reports and reports[0].error is None, reports[0].reason
-    # Rounded to 16 bits, many values are equal: what chooses among them may choose otherwise.
+    # Rounded to 16 bits, many values are equal, so ops that choose one may choose another.
     if "cast" in large and CHOOSING & {*large, small}:
         return
     floor = 2e-2 if "cast" in large else 1e-5
     for ours, eager, off, want in zip(got, plain, rounded, exact, strict=True):
         assert ours.shape == eager.shape and ours.dtype == eager.dtype
         rounding = (off - want).norm()
-        if not want.isfinite().all():  # such as the mean of no rows
+        if not want.isfinite().all():  # for example the mean of no rows
             assert torch.equal(ours.isfinite(), eager.isfinite())
-        elif want.norm() < 1e-12:  # sums of numbers near 1 that cancel, each rounded
+        elif want.norm() < 1e-12:  # sums of rounded numbers near 1 that cancel
             assert ours.norm() < max(1e-5, 4 * eager.norm())
-        elif want.norm() <= rounding:  # what cancels: nothing is left of it but its rounding
+        elif want.norm() <= rounding:  # terms cancel, and only their rounding errors remain
             assert (ours - want).norm() <= 4 * rounding
-        else:  # eager may be lucky: what all that it rounds may come to counts as well
+        else:  # eager may be exact by chance, so the estimated rounding error counts as well
             allowed = 4 * max(error(eager, want), error(off, want)) + floor
             assert error(ours, want) <= allowed

@@ -1,4 +1,4 @@
-"""Compare chunks with float64 where Inductor alone computes wrong values on a CPU."""
+"""Compare chunks with float64 in cases that Inductor itself computes wrongly on a CPU."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from .test_fuzz import error, weighted
 
 
 def compare(loss, arguments, options=None):
-    """Errors of results and gradients, compiled by our backend, against float64."""
+    """Return the errors of compiled results and gradients against float64."""
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="storage_ops", options=options or {}, dynamic=False)
     got = weighted(compiled, *arguments)
@@ -51,7 +51,7 @@ def test_chunks_with_the_index_of_the_largest():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:storage_ops.autochunk. the graph is not")
-def test_what_is_not_chunked():
+def test_graphs_that_are_not_chunked():
     def loss(x, w, t):
         logits = x + w[:, 0]
         return (F.log_softmax(logits, -1).exp() * logits).sum(-1)
@@ -59,7 +59,7 @@ def test_what_is_not_chunked():
     assert max(compare(loss, (torch.randn(16, 320), torch.randn(320, 16), torch.zeros(1)))) < 1e-5
 
 
-def test_indices_of_the_largest_run_op_by_op_where_they_are_wrong(monkeypatch):
+def test_argmax_runs_op_by_op_if_inductor_computes_it_wrongly(monkeypatch):
     def graph(f):
         return torch.fx.experimental.proxy_tensor.make_fx(f)(torch.randn(4, 8))
 

@@ -1,4 +1,4 @@
-"""Logits that are interpolated before the loss, as in segmentation, exist for a few images only."""
+"""Logits that are interpolated before the loss, as in segmentation, are chunked by images."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_chunked(loss, channels):
     reports = []
     got, number = interpreted(loss, reports=reports)(*leaves, t)
     want, _ = loss(*(a.double() for a in leaves), t)
-    _, exact = loss(*leaves, t)  # in float64 another class may be the largest
+    _, exact = loss(*leaves, t)  # not in float64, where another class may be the largest
     assert reports[0].num_chunks == 4 and reports[0].num_passes == 1
     torch.testing.assert_close([got, number], [want.float(), exact], rtol=1e-4, atol=1e-5)
     gradients = [g.float() for g in torch.autograd.grad(want, leaves)]

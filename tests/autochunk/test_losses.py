@@ -1,4 +1,4 @@
-"""Every loss: the chunked gradients are those of the uncompiled function."""
+"""The chunked gradients of every loss are those of the uncompiled function."""
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ def error(got, want):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss, dtype):
     torch._dynamo.reset()
-    given = arguments(dtype)
-    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
-    plain = run(loss, *given)
-    check(run(interpreted(loss), *given), plain, exact, dtype)
+    inputs = arguments(dtype)
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in inputs))
+    plain = run(loss, *inputs)
+    check(run(interpreted(loss), *inputs), plain, exact, dtype)
 
 
 def test_as_many_tokens_as_classes():
@@ -35,13 +35,13 @@ def test_as_many_tokens_as_classes():
     def loss(x, w, t):
         return torch.softmax(F.linear(x, w), -1).square().sum()
 
-    given = (x, w, None)
+    inputs = (x, w, None)
     exact = run(loss, x.double(), w.double(), None)
-    check(run(interpreted(loss), *given), run(loss, *given), exact, torch.float32)
+    check(run(interpreted(loss), *inputs), run(loss, *inputs), exact, torch.float32)
 
 
 def test_the_base_of_a_view_stays_outside(monkeypatch):
-    """Dynamo would take the base in as well, and fail to name its sizes where they are symbols."""
+    """Dynamo would trace the base too, and fail if its sizes are symbols."""
     torch._dynamo.reset()
     bases = []
 
@@ -76,9 +76,9 @@ def check(chunked, plain, exact, dtype):
 def test_gradients_with_inductor(name):
     torch._dynamo.reset()
     loss = next(f for f in LOSSES if f.__name__ == name)
-    given = arguments()
+    inputs = arguments()
     compiled = torch.compile(loss, backend=backend, options=STRICT, dynamic=False)
-    for got, want in zip(run(compiled, *given), run(loss, *given), strict=True):
+    for got, want in zip(run(compiled, *inputs), run(loss, *inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 

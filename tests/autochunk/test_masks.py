@@ -1,4 +1,4 @@
-"""Tokens that a mask keeps: how many there are is known at run time only."""
+"""Losses of tokens that a mask keeps, whose number is known only at run time."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def focal(x, w, t):
 
 
 def weighted(x, w, t):
-    """The logits are scaled before the mask, and something else is masked too."""
+    """Scale the logits before the mask, and mask another tensor too."""
     mask = t >= 0
     z = (logits(x, w) / 0.7 + w[:, 0])[mask]
     each = (
@@ -76,12 +76,12 @@ def test_gradients(loss, captured):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [cross_entropy, focal], ids=lambda f: f.__name__)
-def test_without_a_size_that_dynamo_captures_the_break_is_named(loss):
+def test_the_graph_break_at_a_mask_is_named(loss):
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="capture_dynamic_output_shape_ops"):
         compiled = torch.compile(loss, backend=backend, options={"num_chunks": 4})
-        got = run(compiled, *(given := arguments(0.5)))
-    torch.testing.assert_close(got, run(loss, *given))
+        got = run(compiled, *(inputs := arguments(0.5)))
+    torch.testing.assert_close(got, run(loss, *inputs))
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
-"""Every form of linear cross-entropy becomes its op; of what else is made of the same few numbers
-per token these are the op's, and what only looks like them stays general."""
+"""Every form of linear cross-entropy becomes the op.
+
+Other losses of the same few numbers per token take these numbers from the op. Losses that only look
+similar are chunked by the general rewrite.
+"""
 
 import pytest
 import torch
@@ -228,7 +231,7 @@ def probabilities_squared(x, w, t):
 
 
 def under_no_grad(x, w, t):
-    """What is computed of the logits without gradients has none."""
+    """Values computed from the logits under no_grad have no gradient."""
     log_p = torch.log_softmax(z(x, w), -1)
     with torch.no_grad():
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -255,12 +258,12 @@ def z_alone(x, w, t):
 
 
 def log_odds(x, w, t):
-    """A large number that softplus takes as it is, whose exponential overflows."""
+    """softplus returns large numbers unchanged, although their exponential overflows."""
     return F.softplus(-100 * log_probs(x, w, t)).mean()
 
 
 def sum_of_logits(x, w, t):
-    """V lse less a sum over all classes, but for rounding."""
+    """The result is V lse minus the sum over all classes, up to rounding."""
     return (z(x, w).sum(-1) * TOKENS).square().mean()
 
 
@@ -286,10 +289,10 @@ ROWS = [
 
 def check(loss, dtype, op):
     torch._dynamo.reset()
-    given, ops = arguments(dtype), []
-    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
-    plain = run(loss, *given)
-    got = run(interpreted(loss, ops=ops), *given)
+    inputs, ops = arguments(dtype), []
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in inputs))
+    plain = run(loss, *inputs)
+    got = run(interpreted(loss, ops=ops), *inputs)
     assert op in ops and set(without_connect(ops)) <= {op, BACKWARD}
     floor = 1e-2 if dtype.itemsize == 2 else 1e-5
     for ours, eager, want in zip(got, plain, exact, strict=True):
@@ -313,15 +316,15 @@ def test_becomes_the_op_in_bf16(loss):
 
 def test_under_autocast():
     torch._dynamo.reset()
-    given, ops = arguments(), []
-    got = run(interpreted(under_autocast, ops=ops), *given)
+    inputs, ops = arguments(), []
+    got = run(interpreted(under_autocast, ops=ops), *inputs)
     assert set(without_connect(ops)) == {OP}
-    for ours, eager in zip(got, run(under_autocast, *given), strict=True):
+    for ours, eager in zip(got, run(under_autocast, *inputs), strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-4)
 
 
 def test_read_twice():
-    """The op has an autograd of its own: upstream gradients add up there."""
+    """The op has its own autograd formula, in which upstream gradients are summed."""
     torch._dynamo.reset()
     x, w, t = arguments()
     ops, results = [], []
@@ -344,12 +347,12 @@ def test_stays_general(loss):
 
 
 @pytest.mark.parametrize("loss", [mixup, smoothed_one_hot], ids=lambda f: f.__name__)
-def test_targets_that_the_function_computes_are_in_chunks(loss):
+def test_targets_that_the_function_computes_are_chunked(loss):
     torch._dynamo.reset()
-    given, reports = arguments(), []
-    interpreted(loss, num_chunks=16, reports=reports)(*given)
+    inputs, reports = arguments(), []
+    interpreted(loss, num_chunks=16, reports=reports)(*inputs)
     (report,) = reports
-    gradients = sum(a.nbytes for a in given)
+    gradients = sum(a.nbytes for a in inputs)
     assert report.peak_after < gradients + 4 * B * T * V / 2  # half of the targets
 
 
@@ -374,13 +377,13 @@ def test_rows_under_a_dynamic_size():
     ops = []
     compiled = interpreted(capped_entropy, dynamic=None, ops=ops)  # from the second size on
     for tokens in (8, 5):
-        given = x[:, :tokens].detach(), w, t[:, :tokens]
-        torch.testing.assert_close(run(compiled, *given), run(capped_entropy, *given))
+        inputs = x[:, :tokens].detach(), w, t[:, :tokens]
+        torch.testing.assert_close(run(compiled, *inputs), run(capped_entropy, *inputs))
     assert set(without_connect(ops)) == {OP, BACKWARD}
 
 
-def test_a_class_that_is_none():
-    """A target that eager refuses is refused, and not ignored."""
+def test_a_target_out_of_range():
+    """A target that eager code refuses is refused, not ignored."""
     torch._dynamo.reset()
     x, w, t = arguments()
 
@@ -394,8 +397,8 @@ def test_a_class_that_is_none():
 
 
 @pytest.mark.parametrize("loss", RARELY[:3], ids=lambda f: f.__name__)
-def test_of_large_logits(loss):
-    """Where what the comparison of random tokens cannot see happens to most logits."""
+def test_losses_with_large_logits(loss):
+    """Most logits are in a range that the comparison with random tokens does not reach."""
     torch._dynamo.reset()
     x, w, t = arguments()
     x, w = (a.detach().mul(8).requires_grad_() for a in (x, w))
@@ -409,8 +412,8 @@ def test_float16_keeps_its_range(loss):
 
 
 @pytest.mark.in_turn
-def test_of_one_token():
-    """What random targets show of a single one at a time."""
+def test_a_single_token():
+    """With one token, recognition sees one random target at a time."""
 
     def masked_z_loss(x, w, t):
         logits, target = F.linear(x[0, :1], w).float(), t[0, 2:3]

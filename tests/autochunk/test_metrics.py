@@ -1,4 +1,4 @@
-"""Logged numbers of all logits, and writes into logits, do not keep a loss from being chunked."""
+"""Losses are chunked although metrics of all logits are logged, or logits are written."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def margin(x, w, t):
 
 def target_cleared(x, w, t):
     z = flat(x, w).float() * 2
-    z[torch.arange(t.numel()), t.flatten()] = -5.0  # -100 is a place from the end
+    z[torch.arange(t.numel()), t.flatten()] = -5.0  # -100 is a negative index here
     return torch.logsumexp(z, -1).square().mean()
 
 
@@ -103,13 +103,13 @@ WRITTEN = [classes_left_out, classes_changed, margin, target_cleared, margin_sca
 @pytest.mark.parametrize("loss", [*LOGGED, *WRITTEN], ids=lambda f: f.__name__)
 def test_chunked(loss):
     torch.compiler.reset()
-    given, reports = arguments(), []
-    got = weighted(interpreted(loss, num_chunks=8, reports=reports), *given)
-    x, w, t = given
+    inputs, reports = arguments(), []
+    got = weighted(interpreted(loss, num_chunks=8, reports=reports), *inputs)
+    x, w, t = inputs
     exact = weighted(loss, x.double(), w.double(), t)
     for ours, want in zip(got, exact, strict=True):
         torch.testing.assert_close(ours, want.to(ours.dtype), rtol=1e-4, atol=1e-5)
-    assert reports[0].num_chunks >= 8  # the op of linear cross-entropy may make more tiles
+    assert reports[0].num_chunks >= 8  # the op may use more tiles
     assert reports[0].num_passes == PASSES.get(loss, 1)
 
 
@@ -121,7 +121,7 @@ def test_logged_numbers_in_bf16():
     torch.testing.assert_close(got, want)
 
 
-def test_a_nan_is_seen_in_any_chunk():
+def test_metrics_detect_a_nan_in_any_chunk():
     torch.compiler.reset()
     x, w, t = arguments()
     x.data[-1, -1, 0] = float("nan")
@@ -132,9 +132,9 @@ def test_a_nan_is_seen_in_any_chunk():
 @pytest.mark.in_turn
 def test_a_constant_at_the_targets_in_inductor():
     torch.compiler.reset()
-    given = arguments()
+    inputs = arguments()
     compiled = torch.compile(target_cleared, backend="storage_ops", options={"num_chunks": 8})
     for ours, want in zip(
-        weighted(compiled, *given), weighted(target_cleared, *given), strict=True
+        weighted(compiled, *inputs), weighted(target_cleared, *inputs), strict=True
     ):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)

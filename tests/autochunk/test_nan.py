@@ -1,4 +1,4 @@
-"""Tokens whose hidden state is not finite: compiled losses have the value of eager code."""
+"""For tokens with hidden states that are not finite, compiled losses have eager values."""
 
 import pytest
 import torch
@@ -32,15 +32,15 @@ def test_a_token_of_weight_zero(tail, hidden):
         return tail(F.cross_entropy(x @ w.t(), t, reduction="none"), mask)
 
     compiled = torch.compile(loss, backend="storage_ops", options={"num_chunks": 4, "strict": True})
-    found, want = compiled(x, w, mask), loss(x, w, mask)
-    torch.testing.assert_close(found, want, equal_nan=True)
-    of_x, of_w = grad(found, (x, w))
-    if tail is selected:  # the op leaves the token out, also of the gradients
+    got, want = compiled(x, w, mask), loss(x, w, mask)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    of_x, of_w = grad(got, (x, w))
+    if tail is selected:  # the op leaves the token out of the loss and the gradients
         kept = mask.nonzero().squeeze(1)
         clean = x.detach()[kept].requires_grad_()
         other = grad(F.cross_entropy(clean @ w.t(), t[kept]), (clean, w))
         torch.testing.assert_close((of_x[kept], of_w), other)
         assert not of_x[7].any()
     else:
-        assert found.isnan() and of_x[7].isnan().any() and of_w.isnan().any()
+        assert got.isnan() and of_x[7].isnan().any() and of_w.isnan().any()
         assert of_x[mask == 1].isfinite().all()

@@ -1,4 +1,4 @@
-"""Tokens that are dropped after the product are dropped before it, and chunks need not know."""
+"""Tokens that a loss drops after the product are dropped before it."""
 
 import pytest
 import torch
@@ -135,18 +135,18 @@ def gated(x, w, t):
     return torch.logsumexp(h[:, :-1], -1).square().sum() + torch.logsumexp(F.linear(x, w), -1).sum()
 
 
-def given(dtype, batch):
+def inputs(dtype, batch):
     x, w, t = arguments(dtype)
     return (x, w, t) if batch == 4 else (x.view(1, -1, D), w, t.view(1, -1))
 
 
-def check(loss, given, dtype, **options):
-    """Narrowed and chunked, with gradients as good as eager's; the op that it became."""
+def check(loss, arguments, dtype, **options):
+    """Check that a loss is narrowed and chunked with right gradients. Return ops and report."""
     torch._dynamo.reset()
     ops, reports = [], []
-    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
-    plain = run(loss, *given)
-    got = run(interpreted(loss, ops=ops, reports=reports, **options), *given)
+    exact = run(loss, *(a.double() if a.is_floating_point() else a for a in arguments))
+    plain = run(loss, *arguments)
+    got = run(interpreted(loss, ops=ops, reports=reports, **options), *arguments)
     floor = 1e-5 if dtype == torch.float32 else 1e-2
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
@@ -166,20 +166,20 @@ def test_gradients(loss, dtype, batch, monkeypatch):
         original = getattr(module, name)
 
         def watched(graph, product):
-            found = original(graph, product)
-            (left,) = found if isinstance(found, list) else [found]
+            result = original(graph, product)
+            (left,) = result if isinstance(result, list) else [result]
             narrowed.setdefault(name, []).append(left if left is not product else None)
-            return found
+            return result
 
         monkeypatch.setattr(module, name, watched)
 
     watch(recognise, "take_apart")
     watch(driver, "take_apart")
-    data = given(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
+    data = inputs(dtype, 4 if loss in (sequences, last_token, first_token) else batch)
     ops, report = check(loss, data, dtype)
     narrowed = narrowed["take_apart"]
     assert narrowed and all(narrowed)
-    # As the op, up to D tokens wait in the weight's gradient: they need few tiles.
+    # The op stores the logits of up to D tokens in the weight gradient, so it needs few tiles.
     waits = LINEAR in ops and narrowed[-1].meta["val"].shape[0] <= D
     assert report.num_chunks >= (2 if waits else 4)
     exactly = (contiguous, capped, twice, every_other, sequence_first, sequences, after_the_softmax)
@@ -189,7 +189,7 @@ def test_gradients(loss, dtype, batch, monkeypatch):
 
 @pytest.mark.parametrize("loss", [last_token, first_token], ids=lambda f: f.__name__)
 def test_one_token_of_one_sequence(loss):
-    _, report = check(loss, given(torch.float32, 1), torch.float32)
+    _, report = check(loss, inputs(torch.float32, 1), torch.float32)
     assert report.chunked and report.peak_after < report.peak_before / 2
 
 
@@ -200,7 +200,7 @@ def test_one_token_of_one_sequence(loss):
     ids=lambda f: f.__name__,
 )
 def test_dynamic_sizes(loss):
-    _, report = check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
+    _, report = check(loss, inputs(torch.float32, 4), torch.float32, dynamic=True)
     assert report.chunked
 
 
@@ -212,7 +212,7 @@ def test_dynamic_sizes_that_no_input_has():
         lambda x, w, t: F.linear(x, w).cumsum(1)[:, :-1].logsumexp(-1).sum(),
     ]
     for loss in losses:
-        check(loss, given(torch.float32, 4), torch.float32, dynamic=True)
+        check(loss, inputs(torch.float32, 4), torch.float32, dynamic=True)
 
 
 @pytest.mark.slow
@@ -229,16 +229,16 @@ def test_dynamic_sizes_that_no_input_has():
     ],
     ids=lambda f: f.__name__,
 )
-def test_where_narrowing_is_no_help(loss):
-    _, report = check(loss, given(torch.float32, 4), torch.float32)
-    assert report.chunked  # in whole sequences: a chunk is a quarter of all logits
+def test_losses_that_cannot_be_narrowed(loss):
+    _, report = check(loss, inputs(torch.float32, 4), torch.float32)
+    assert report.chunked  # by whole sequences, so that a chunk is a quarter of the logits
     assert report.peak_after < 1.05 * report.peak_before
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_mask_that_changes_after_it_was_read(whole):
-    """The slice moves up, but never to the other side of a change in place."""
-    x, w, _ = given(torch.float32, 4)
+    """The slice moves up in the graph, but never across an in-place change."""
+    x, w, _ = inputs(torch.float32, 4)
 
     def step(x, w, mask):
         z = F.linear(x, w) + mask
@@ -254,7 +254,7 @@ def test_a_mask_that_changes_after_it_was_read(whole):
 
 def test_a_dropped_token_that_is_not_finite():
     torch._dynamo.reset()
-    x, w, t = given(torch.float32, 4)
+    x, w, t = inputs(torch.float32, 4)
     spoilt = x.detach().clone()
     spoilt[:, -1] = torch.inf
     want = run(contiguous, x, w, t)

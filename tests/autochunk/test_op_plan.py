@@ -1,4 +1,4 @@
-"""How many tiles the op has where it takes the place of a loss."""
+"""The number of tiles of the op that replaces a loss."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ N, D, V = 64, 8, 4096
 
 
 def tiles_of(tokens, classes, *limits):
-    found = []
+    counts = []
 
     def backend(gm, inputs):
-        found.append(recognise(gm, *limits).num_chunks)
+        counts.append(recognise(gm, *limits).num_chunks)
         return gm
 
-    torch._dynamo.reset()  # another number of classes is a symbol otherwise
+    torch._dynamo.reset()  # otherwise another number of classes becomes a symbol
     x, w = (torch.randn(n, D, requires_grad=True) for n in (tokens, classes))
     t = torch.randint(classes, (tokens,))
     torch.compile(lambda x, w: F.cross_entropy(x @ w.T, t), backend=backend)(x, w)
-    return found[0]
+    return counts[0]
 
 
 @pytest.mark.parametrize("num_chunks", [4, N, 16 * N])
@@ -29,5 +29,5 @@ def test_no_more_tiles_than_tokens(num_chunks):
 
 
 @pytest.mark.parametrize("tokens, classes", [(N, V), (16 * N, 256)])
-def test_a_budget_that_no_plan_keeps_makes_no_more_tiles_than_tokens(tokens, classes):
+def test_with_an_impossible_budget_there_are_no_more_tiles_than_tokens(tokens, classes):
     assert 1 < tiles_of(tokens, classes, None, 1) <= tokens

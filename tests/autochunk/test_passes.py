@@ -1,4 +1,4 @@
-"""Passes over the tokens: as many as it takes, and for whatever upstream gradients there are."""
+"""Losses take as many passes over the tokens as they need, with any upstream gradients."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def tokens_and_their_mean(x, w, t):
 
 
 def top_entropy(x, w, t):
-    """GRPO for the fifth of the tokens with the largest entropy."""
+    """Return GRPO for the fifth of the tokens with the largest entropy."""
     p = torch.log_softmax(logits(x, w).float(), -1)
     entropy = -(p.exp() * p).sum(-1).detach()
     mask = largest_fifth(entropy)
@@ -52,7 +52,7 @@ def top_entropy(x, w, t):
 
 
 def normalised(x, w, t):
-    """Three sums over all tokens, each of values that wait for the one before."""
+    """Return three sums over all tokens. Each needs the result of the sum before it."""
     z = flat(x, w)
     for _ in range(3):
         z = z / z.exp().mean().sqrt()
@@ -60,7 +60,7 @@ def normalised(x, w, t):
 
 
 def halves(x, w, t):
-    """Ranges of the tokens have an upstream gradient each."""
+    """Return losses of two ranges of tokens, each with its own upstream gradient."""
     first, second = flat(x, w).chunk(2)
     return torch.logsumexp(first, -1).mean(), torch.softmax(second, -1).square().mean()
 
@@ -77,7 +77,7 @@ FORMED = {
 
 
 def with_upstream(f, x, w, t, upstream):
-    """Results and gradients, each result with random weights of its own."""
+    """Return results and gradients, with random upstream gradients for each result."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     out = f(x * 1, w, t)
     outs = out if isinstance(out, tuple) else (out,)
@@ -101,12 +101,12 @@ def test_gradients(f, dynamic):
     x, w, t = arguments()
     reports = []
     compiled = interpreted(f, dynamic=dynamic, reports=reports)
-    for seed in (1, 2):  # the second finds everything compiled, and has another upstream gradient
+    for seed in (1, 2):  # the second run reuses the code with other upstream gradients
         exact = with_upstream(f, x.double(), w.double(), t, seed)
         got = with_upstream(compiled, x, w, t, seed)
         for ours, want in zip(got, exact, strict=True):
             torch.testing.assert_close(ours, want.to(ours.dtype), rtol=1e-4, atol=1e-6)
-    # What is logged needs no gradient: where sizes vary, one pass is found to be enough.
+    # Logged values need no gradient. With dynamic sizes, this is detected and one pass is enough.
     passes = 1 if f is logged and dynamic else {**FORMED, **RANGES}[f]
     assert reports[0].num_chunks >= 4 and reports[0].num_passes == passes
 
@@ -121,7 +121,7 @@ def test_one_of_several_results_has_a_gradient():
 @pytest.mark.in_turn
 @pytest.mark.parametrize("f", [with_z_loss, per_token], ids=lambda f: f.__name__)
 def test_fp16_gradients_carry_the_upstream_scale(f):
-    """A loss scale of 2^10 keeps gradients from vanishing, as it does in eager."""
+    """A loss scale of 2^10 prevents underflow of gradients, as in eager code."""
     torch._dynamo.reset()
     x, w, t = arguments(torch.float16)
     exact = with_upstream(f, x.double(), w.double(), t, 1)
@@ -148,9 +148,9 @@ def test_memory():
             sum(compiled(x, w, t)).backward()
     size = 4 * n * classes
     assert m.peak_bytes <= 1.1 * (size / 16 + 4 * hidden * (n + classes))
-    found = explain(with_z_loss, x, w, t, num_chunks=16)
-    assert found.num_passes == 2 and found.num_chunks >= 16
-    assert f"{found.num_chunks} chunks, logits formed 2 times" in str(found)
+    report = explain(with_z_loss, x, w, t, num_chunks=16)
+    assert report.num_passes == 2 and report.num_chunks >= 16
+    assert f"{report.num_chunks} chunks, logits formed 2 times" in str(report)
 
 
 def total(x, w, t):
@@ -162,8 +162,8 @@ def weighed(x, w, t):
 
 
 @pytest.mark.parametrize("f", [total, weighed], ids=lambda f: f.__name__)
-def test_an_upstream_gradient_that_is_spread_over_the_logits(f):
-    """No product leads to what the backward multiplies."""
+def test_an_upstream_gradient_that_is_expanded_over_the_logits(f):
+    """The factors of the backward's products are not computed by a product."""
     torch._dynamo.reset()
     x, w, t = arguments()
     reports, ops = [], []

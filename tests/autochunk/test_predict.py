@@ -1,4 +1,4 @@
-"""The predicted peak of forward and backward is what allocations come to, within 5 %."""
+"""The predicted peak of forward and backward is within 5 % of the measured peak."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def top_entropy(x, w, t):
 
 
 def kl_to_reference(x, w, t):
-    """The policy comes before the reference, whose logits have no gradient."""
+    """Compute the policy before the reference, whose logits have no gradient."""
     p = losses.log_probs(x, w, t)
     r = losses.log_probs(x.detach() * 0.5, w.detach() + 0.1, t)
     return ((r - p).exp() - (r - p) - 1).mean()
@@ -54,43 +54,43 @@ def masked(x, w, t):
 
 
 ISSUE = [linear_sum, weighed, with_z_loss, per_token, top_entropy, kl_to_reference, masked]
-# Inductor makes other choices: by up to a third; stacked_0 by 6 % on a processor with AVX2 alone.
+# Inductor chooses other buffers, up to a third more (stacked_0: 6 % on a processor with only AVX2).
 MISSED = {"stacked_0", "stacked_1", "frozen_head"}
 RANGES = [f for f in test_ranges.LOSSES if f.__name__ not in MISSED]
 
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Losses that know their sizes know these; masks are captured."""
+    """Set larger sizes for losses that use constants, and let Dynamo capture masks."""
     for name, size in zip("BTDV", (B, T, D, V), strict=True):
         monkeypatch.setattr(losses, name, size)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
 
 
-def step(f, *given):
-    out = f(*given)
+def step(f, *args):
+    out = f(*args)
     sum(o.sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
 
 
 def moco(q, k, queue):
-    """A column in front of the logits, which are an einsum."""
+    """Put a column in front of the logits, which an einsum computes."""
     one, others = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, queue)
     target = torch.zeros(len(q), dtype=torch.long)
     return F.cross_entropy(torch.cat([one, others], 1) / 0.07, target)
 
 
-def check(f, given):
+def check(f, inputs):
     torch._dynamo.reset()
-    leaves = [a for a in given if a.requires_grad]
+    leaves = [a for a in inputs if a.requires_grad]
     compiled = torch.compile(f, backend=backend, options={"num_chunks": CHUNKS}, dynamic=False)
-    with collected() as reports:  # of the compilation that is measured
-        step(compiled, *given)
-    step(compiled, *given)
+    with collected() as reports:  # reports of the measured compilation
+        step(compiled, *inputs)
+    step(compiled, *inputs)
     for leaf in leaves:
-        leaf.grad = None  # or what a measurement sees freed would count
+        leaf.grad = None  # otherwise the measurement would count its release
     with storage_ops.memory.measure() as m:
-        step(compiled, *given)
+        step(compiled, *inputs)
     (report,) = reports
     assert report.chunked
     assert report.peak_after == pytest.approx(m.peak_bytes, rel=0.05)
@@ -104,7 +104,7 @@ def test_peak(f, sizes):
 
 
 @pytest.mark.in_turn
-def test_a_loss_that_takes_less_as_a_whole_stays_whole(sizes):
+def test_a_loss_that_takes_less_memory_unchunked_is_not_chunked(sizes):
     """Inductor never stores these targets, and every chunk would read them."""
     reports = []
     options = {"num_chunks": None, "memory_budget": SIZE // CHUNKS, "strict": False}
@@ -121,15 +121,18 @@ def test_peak_of_ranges(f):
 
 
 @pytest.mark.slow
-def test_explain_says_the_same(sizes):
+def test_explain_predicts_the_same_peaks(sizes):
     torch._dynamo.reset()
-    given = losses.arguments()
-    found = explain(linear_sum, *given, num_chunks=CHUNKS)
-    assert found.peak_after < 0.3 * SIZE < SIZE <= found.peak_before
+    inputs = losses.arguments()
+    report = explain(linear_sum, *inputs, num_chunks=CHUNKS)
+    assert report.peak_after < 0.3 * SIZE < SIZE <= report.peak_before
     with collected() as reports:
         options = {"num_chunks": CHUNKS}
-        step(torch.compile(linear_sum, backend=backend, options=options, dynamic=False), *given)
-    assert (found.peak_before, found.peak_after) == (reports[0].peak_before, reports[0].peak_after)
+        step(torch.compile(linear_sum, backend=backend, options=options, dynamic=False), *inputs)
+    assert (report.peak_before, report.peak_after) == (
+        reports[0].peak_before,
+        reports[0].peak_after,
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Gradients of compiled steps are those of the forward's dropout masks under every budget."""
+"""Gradients of compiled steps use the forward's dropout masks under every budget."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_dropout_below_a_budget_of_activations(budget, random):
     with config.patch(activation_memory_budget=budget):
         torch.manual_seed(1)
         leaf = v.clone().requires_grad_()
-        (found,) = torch.autograd.grad(compiled(x, leaf, w, t), leaf)
+        (gradient,) = torch.autograd.grad(compiled(x, leaf, w, t), leaf)
         direction, step = torch.randn_like(v), 1e-5
         slope = (at(step) - at(-step)) / (2 * step)
-    torch.testing.assert_close((found * direction).sum(), slope.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((gradient * direction).sum(), slope.detach(), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Losses of ranges of their logits, and of several logits: chunked, in little memory, and right."""
+"""Losses of ranges of logits, and of several logits, are chunked with right gradients."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from . import losses
 
 pytestmark = pytest.mark.in_turn
 
-B, T, D, V = 8, 64, 64, 4000  # as in an issue that was filed: shares of one logits buffer count
+B, T, D, V = 8, 64, 64, 4000
 N, BETA = B * T, 0.1
 
 
 def data(dtype=torch.float32):
-    """Policy (x, w, b), reference (y, v) and targets, of which the last of a sequence are none."""
+    """Return policy (x, w, b), reference (y, v), and targets that ignore the ends of sequences."""
     x, w, b = torch.randn(B, T, D), torch.randn(V, D) * 0.3, torch.randn(V) * 0.1
     y, v, t = torch.randn(B, T, D), torch.randn(V, D) * 0.3, torch.randint(V, (B, T))
     t[:, -5:] = -100
@@ -30,7 +30,7 @@ def log_probs(z, t):
 
 
 def sequences(z, t, mean=False):
-    """Log-probabilities of whole sequences; their mean per token."""
+    """Return the log-probabilities of whole sequences, or their means per token."""
     mask = t != -100
     total = (log_probs(z, t) * mask).sum(-1)
     return total / mask.sum(-1) if mean else total
@@ -61,7 +61,7 @@ def sums_reference_first(x, w, b, y, v, t):
 
 
 def stacked(dim):
-    """The Jensen-Shannon divergence of distillation."""
+    """Return the Jensen-Shannon divergence of distillation, with logits stacked in `dim`."""
 
     def jsd(x, w, b, y, v, t):
         s, q = (x @ w.t()).log_softmax(-1), (y @ v.t()).log_softmax(-1)
@@ -80,12 +80,12 @@ def generalized_jsd(x, w, b, y, v, t):
 
 
 def sliced_first(x, w, b, y, v, t):
-    """The teacher's product is a batch of products, for its weight needs no gradient."""
+    """The teacher's product is a batched one, because its weight needs no gradient."""
     return stacked(0)(x[:, :-1], w, b, y[:, :-1], v, t)
 
 
 def frozen_head(x, w, b, y, v, t):
-    """The gradient of hidden states is a batch of products, too."""
+    """The gradient of the hidden states is a batched product, too."""
     s, q = ((a[:, 1:] @ v.t()).log_softmax(-1) for a in (x, y))
     return F.kl_div(s, q, reduction="batchmean", log_target=True) + (w * b[:, None]).sum() * 1e-6
 
@@ -117,7 +117,7 @@ def measured(x, w, b, y, v, t):
 
 
 def selective(x, w, b, y, v, t):
-    """The log-softmax that forms one sequence after the other."""
+    """Compute the log-softmax one sequence after the other."""
     z = x @ w.t()
     picked = z.gather(-1, t.clamp(min=0)[..., None])[..., 0]
     lse = torch.stack([torch.logsumexp(each, -1) for each in z])
@@ -177,13 +177,15 @@ def kto(x, w, b, y, v, t):
     """Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306."""
     z, good = x @ w.t(), torch.arange(B) % 3 > 0
     gain = sequences(z, t) - sequences(y @ v.t(), t)
-    shown = (z.square() * good.view(-1, 1, 1)).sum().detach()  # nothing that cancels
+    shown = (z.square() * good.view(-1, 1, 1)).sum().detach()  # a sum without cancellation
     return (1 - torch.sigmoid(BETA * gain * torch.where(good, 1, -1))).mean(), shown
 
 
 def grpo(level):
-    """Shao et al. 2024, https://arxiv.org/abs/2402.03300; ratios of whole sequences: Zheng et al.
-    2025, https://arxiv.org/abs/2507.18071. What is shown has a gradient, which nobody asks for."""
+    """Shao et al. 2024, https://arxiv.org/abs/2402.03300, or for sequences Zheng et al. 2025.
+
+    The second is https://arxiv.org/abs/2507.18071. The logged value is not detached.
+    """
 
     def loss(x, w, b, y, v, t):
         p, mask = log_probs(x @ w.t(), t), (t != -100).to(x.dtype)
@@ -201,7 +203,7 @@ def grpo(level):
 
 
 def cosine(x, w, b, y, v, t):
-    """The angle between logits of a student and a teacher, and cross-entropy."""
+    """Return the cosine distance of a student's and a teacher's logits, plus cross-entropy."""
     z, q = x @ w.t(), y @ v.t()
     near = F.cosine_similarity(F.normalize(z, dim=-1), F.normalize(q, dim=-1), dim=-1)
     return F.cross_entropy(z.flatten(0, 1), t.flatten()) + (1 - near).mean()
@@ -215,21 +217,21 @@ LOSSES = [
 ]  # fmt: skip
 
 
-def run(f, given):
-    """Results and gradients, and the share of one logits buffer that they take."""
-    leaves = [a.detach().clone().requires_grad_(a.requires_grad) for a in given]
-    with measure() as found:
+def run(f, inputs):
+    """Return results, gradients, and the peak memory as a share of one logits buffer."""
+    leaves = [a.detach().clone().requires_grad_(a.requires_grad) for a in inputs]
+    with measure() as measurement:
         out = f(*leaves)
         out = out if isinstance(out, tuple) else (out,)
         out[0].backward()
-    share = found.peak_bytes / (N * V * given[0].element_size())
+    share = measurement.peak_bytes / (N * V * inputs[0].element_size())
     return [o.detach() for o in out] + [a.grad for a in leaves if a.grad is not None], share
 
 
 def check(got, plain, exact):
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
-        # Terms of a loss may cancel, and eager's rounding errors with them.
+        # Terms of a loss may cancel, together with eager's rounding errors.
         floor = 1e-5 * want.norm() + 1e-6 * (not want.dim())
         assert (ours - want).norm() <= 4 * (eager - want).norm() + floor
 
@@ -238,15 +240,15 @@ def check(got, plain, exact):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_share_of_the_logits(loss):
     torch._dynamo.reset()
-    given = data()
+    inputs = data()
     options = {"num_chunks": 8, "strict": True}
     compiled = torch.compile(loss, backend=backend.backend, options=options)
-    run(compiled, given)
-    given = data()  # other numbers than those it was compiled with
-    got, share = run(compiled, given)
-    plain, whole = run(loss, given)
-    check(got, plain, run(loss, [a.double() if a.is_floating_point() else a for a in given])[0])
-    # Chunks of a stack inside of sequences are whole sequences, and Inductor stores the stack.
+    run(compiled, inputs)
+    inputs = data()  # other values than in the compilation
+    got, share = run(compiled, inputs)
+    plain, whole = run(loss, inputs)
+    check(got, plain, run(loss, [a.double() if a.is_floating_point() else a for a in inputs])[0])
+    # A stack inside of sequences is chunked by whole sequences, and Inductor stores the stack.
     assert share < (0.8 if loss.__name__ == "stacked_1" else 0.6) and whole > 1.9
 
 
@@ -268,20 +270,20 @@ def test_share_of_the_logits_in_16_bits(loss):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss):
     torch._dynamo.reset()
-    given, reports = data(), []
-    got, _ = run(losses.interpreted(loss, 8, reports=reports), given)
-    exact, _ = run(loss, [a.double() if a.is_floating_point() else a for a in given])
-    check(got, run(loss, given)[0], exact)
+    inputs, reports = data(), []
+    got, _ = run(losses.interpreted(loss, 8, reports=reports), inputs)
+    exact, _ = run(loss, [a.double() if a.is_floating_point() else a for a in inputs])
+    check(got, run(loss, inputs)[0], exact)
     assert reports[0].num_chunks >= 8 and reports[0].peak_after < reports[0].peak_before / 2
 
 
 @pytest.mark.parametrize("loss", [some_and_all, orpo], ids=lambda f: f.__name__)
 def test_sums_of_16_bits(loss):
-    """What ranges add to a gradient is rounded once; the losses' own rounding does not hide it."""
+    """The sum over ranges is rounded once. The losses' own rounding does not hide errors of it."""
     torch._dynamo.reset()
-    given = data(torch.bfloat16)
-    exact, _ = run(loss, [a.double() if a.is_floating_point() else a for a in given])
-    got, plain = run(losses.interpreted(loss, 8), given)[0], run(loss, given)[0]
+    inputs = data(torch.bfloat16)
+    exact, _ = run(loss, [a.double() if a.is_floating_point() else a for a in inputs])
+    got, plain = run(losses.interpreted(loss, 8), inputs)[0], run(loss, inputs)[0]
     (value, *gradients), (eager_value, *eager), (true_value, *true) = got, plain, exact
     rounding = torch.finfo(torch.bfloat16).eps * true_value.abs()
     assert (value - true_value).abs() <= (eager_value - true_value).abs() + 2 * rounding
@@ -307,7 +309,7 @@ def test_dynamic_sizes():
 
 
 def test_a_traced_step():
-    """Autograd has taken ranges apart there already, and zeros are left out of the product."""
+    """Autograd has already decomposed the ranges. The product leaves out zeros."""
 
     def step(x, w):
         p = (x @ w.t())[:, :-1].softmax(-1)
@@ -328,14 +330,14 @@ def test_many_sequences():
         return torch.stack([torch.logsumexp(each, -1) for each in z]).square().sum()
 
     torch._dynamo.reset()
-    given, reports = data(), []
-    got, _ = run(losses.interpreted(each, 8, reports=reports), given)
-    torch.testing.assert_close(got, run(each, given)[0], rtol=1e-4, atol=1e-4)
+    inputs, reports = data(), []
+    got, _ = run(losses.interpreted(each, 8, reports=reports), inputs)
+    torch.testing.assert_close(got, run(each, inputs)[0], rtol=1e-4, atol=1e-4)
     assert reports[0].chunked
 
 
 def test_consecutive_tokens_stay_whole():
-    """Ranges of single tokens would be too many: chunks are whole sequences."""
+    """There would be too many ranges of single tokens, so chunks are whole sequences."""
 
     def steps(x, w, b, y, v, t):
         z = x @ w.t()
@@ -343,22 +345,22 @@ def test_consecutive_tokens_stay_whole():
 
     torch._dynamo.reset()
     (x, *others), reports = data(), []
-    given = x.detach()[:, :24].requires_grad_(), *others
-    got, _ = run(losses.interpreted(steps, 8, reports=reports), given)
-    torch.testing.assert_close(got, run(steps, given)[0], rtol=1e-4, atol=1e-6)
+    inputs = x.detach()[:, :24].requires_grad_(), *others
+    got, _ = run(losses.interpreted(steps, 8, reports=reports), inputs)
+    torch.testing.assert_close(got, run(steps, inputs)[0], rtol=1e-4, atol=1e-6)
     assert reports[0].num_chunks == 8
 
 
 @pytest.mark.parametrize("loss", [dpo, orpo, measured, in_turns], ids=lambda f: f.__name__)
 def test_a_vocabulary_below_four_times_the_hidden_size(loss):
-    """Hidden states are as wide as logits there, and their ranges are not taken apart again."""
+    """Hidden states are then as wide as logits, and their ranges must not be split again."""
 
     def few(x, w, b, y, v, t):
         return loss(x.tanh(), w[:100], b[:100], y.tanh(), v[:100], t.where(t < 0, t % 100))
 
     torch._dynamo.reset()
-    given, reports = data(), []
-    got, _ = run(losses.interpreted(few, 8, reports=reports), given)
-    exact, _ = run(few, [a.double() if a.is_floating_point() else a for a in given])
-    check(got, run(few, given)[0], exact)
+    inputs, reports = data(), []
+    got, _ = run(losses.interpreted(few, 8, reports=reports), inputs)
+    exact, _ = run(few, [a.double() if a.is_floating_point() else a for a in inputs])
+    check(got, run(few, inputs)[0], exact)
     assert reports[0].chunked

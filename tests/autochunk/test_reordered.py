@@ -1,4 +1,4 @@
-"""Targets in another order of the tokens, as mixup adds them, are made chunk by chunk."""
+"""Targets in another order of the tokens, as in mixup, are computed chunk by chunk."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def permuted(x, w, t):
 
 
 def rolled(x, w, t):
-    """As torchvision writes it."""
+    """Mix targets as torchvision does."""
     q = one_hot(t.flatten())
     return F.cross_entropy(flat(x, w), q.roll(1, 0).mul_(0.3).add_(q * 0.7))
 
@@ -39,7 +39,7 @@ def sequences(x, w, t):
 
 
 def pixels(x, w, t):
-    """Classes in dimension 1, mirrored images."""
+    """Mix mirrored images, with classes in dimension 1."""
     z, q = (
         F.linear(x, w).view(2, 2, T, V).movedim(-1, 1),
         one_hot(t).view(2, 2, T, V).movedim(-1, 1),
@@ -56,12 +56,12 @@ def given_permuted(x, w, t):
 
 
 def looked_up(x, w, t):
-    """Rows of a table of all classes."""
+    """Take the targets from the rows of a table of all classes."""
     return F.cross_entropy(flat(x, w), Q.repeat(10, 1)[t.flatten().clamp(min=0)])
 
 
 def by_the_logits(x, w, t):
-    """Rows that the logits choose."""
+    """Take the targets from rows that the logits choose."""
     z = flat(x, w)
     return (z.softmax(-1) * Q.repeat(10, 1)[z.argmax(-1)]).sum(-1).log().mean()
 
@@ -75,13 +75,13 @@ LOSSES = [
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_chunked(loss):
     torch.compiler.reset()
-    given, reports = arguments(), []
-    got = run(interpreted(loss, num_chunks=16, reports=reports), *given)
-    want = run(loss, *(a.double() if a.is_floating_point() else a for a in given))
+    inputs, reports = arguments(), []
+    got = run(interpreted(loss, num_chunks=16, reports=reports), *inputs)
+    want = run(loss, *(a.double() if a.is_floating_point() else a for a in inputs))
     for ours, exact in zip(got, want, strict=True):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-6)
     (report,) = reports
-    beside = 4 * 10 * Q.numel() * (loss in (looked_up, by_the_logits))  # the table
+    beside = 4 * 10 * Q.numel() * (loss in (looked_up, by_the_logits))  # bytes of the table
     gradients = 4 * D * (V + B * T)
     assert report.num_chunks == 16
     assert report.peak_after < beside + gradients + 2 * Q.numel()  # half of the targets

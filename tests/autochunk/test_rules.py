@@ -1,4 +1,4 @@
-"""Test each rule of the table alone: on slices of its arguments, on sums and on factors."""
+"""Test each rule of the table by itself, with slices, sums and factors of its arguments."""
 
 import itertools
 import operator
@@ -25,7 +25,7 @@ def index():
 
 
 def places():
-    """Indices of two dimensions that are broadcast to 3 x 2."""
+    """Return indices for two dimensions that broadcast to 3 x 2."""
     return torch.tensor([[3], [0], [1]]), torch.tensor([2, 2])
 
 
@@ -104,7 +104,7 @@ SAMPLES = {
 
 
 def exists(name):
-    """Some ops are not in every torch."""
+    """Return True if this torch has the op."""
     return name == "getitem" or hasattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1])
 
 
@@ -133,7 +133,7 @@ def sample(name):
 
 
 def node_of(name, args):
-    """A call as a node, and its argument nodes."""
+    """Return a call as a node, and its argument nodes with their values."""
     graph = fx.Graph()
     places = {}
 
@@ -244,14 +244,14 @@ def test_views():
         ((4, 6, 5), Rows(0, 2, 1), (1, 24, 5)),
         ((4, 1, 6, 5), Rows(0, 1, 1), (4, 30)),
     ]:
-        found = reshape(rows, old, new)
+        reshaped = reshape(rows, old, new)
         left = x.view(old).flatten(rows.lo, rows.hi - 1)
-        right = x.view(new).flatten(found.lo, found.hi - 1)
+        right = x.view(new).flatten(reshaped.lo, reshaped.hi - 1)
         groups = left.shape[rows.lo] // rows.per
-        assert groups == right.shape[found.lo] // found.per
+        assert groups == right.shape[reshaped.lo] // reshaped.per
         for g in range(groups):
             a = left.narrow(rows.lo, g * rows.per, rows.per)
-            b = right.narrow(found.lo, g * found.per, found.per)
+            b = right.narrow(reshaped.lo, g * reshaped.per, reshaped.per)
             assert torch.equal(a.flatten(), b.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Sizes that change from call to call: few graphs serve them all, for a given number of chunks."""
+"""A few graphs serve all sizes, for each number of chunks."""
 
 import pytest
 import torch

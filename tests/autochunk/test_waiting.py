@@ -1,4 +1,4 @@
-"""With as many tokens as the hidden size, their gradient waits in the weight's."""
+"""With at most as many tokens as the hidden size, logit gradients are stored in the weight's."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from .losses import z_loss_and_entropy as mixed
 
 
 def focal(x, w, t):
-    """Of capped logits, which are no linear cross-entropy's."""
+    """Return a focal loss of capped logits, which does not become the op."""
     log_p = torch.log_softmax(flat(x, w).float().clamp(-50, 50), -1)
     nll = -log_p.gather(-1, t.flatten().clamp(min=0)[:, None])
     return (nll * (1 - (-nll).exp()) ** 2).mean()
@@ -31,17 +31,17 @@ LOSSES = [biased, distillation, focal, focal_with_bias, mixed, policy_ratio, squ
 
 @pytest.fixture
 def waiting(monkeypatch):
-    """Sums that waited; memory that nobody has written to is not a number."""
-    made = []
+    """Return a list of the stored gradients. Fill unwritten memory with nan."""
+    stored = []
 
     class Watched(assemble.Waiting):
         def settle(self):
-            made.append(self)
+            stored.append(self)
             super().settle()
 
     monkeypatch.setattr("storage_ops.autochunk.runtime.chunk_op.Waiting", Watched)
     torch.use_deterministic_algorithms(True)
-    yield made
+    yield stored
     torch.use_deterministic_algorithms(False)
 
 
@@ -62,11 +62,11 @@ def error(got, want):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_gradients(loss, dtype, num_chunks, waiting):
     torch._dynamo.reset()
-    given = wide(dtype)
-    exact = run(loss, given[0].double(), given[1].double(), given[2])
-    plain = run(loss, *given)
+    inputs = wide(dtype)
+    exact = run(loss, inputs[0].double(), inputs[1].double(), inputs[2])
+    plain = run(loss, *inputs)
     ops = []
-    got = run(interpreted(loss, num_chunks, ops=ops), *given)
+    got = run(interpreted(loss, num_chunks, ops=ops), *inputs)
     assert waiting or "storage_ops.linear_cross_entropy.default" in ops
     for ours, eager, want in zip(got, plain, exact, strict=True):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
@@ -75,8 +75,8 @@ def test_gradients(loss, dtype, num_chunks, waiting):
 
 
 @pytest.mark.parametrize("loss", [focal, focal_with_bias], ids=lambda f: f.__name__)
-def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
-    """All three are of all tokens, in slices of the vocabulary."""
+def test_products_are_computed_for_all_tokens_at_once(loss, waiting, monkeypatch):
+    """All three products have all tokens, and slices of the vocabulary."""
     torch._dynamo.reset()
     rows = []
     matmul = type(assemble._products_of(torch.empty(0)))
@@ -84,8 +84,8 @@ def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
         own = getattr(owner, name)
         watched = lambda *a, f=own, i=left: rows.append(len(a[i])) or f(*a)  # noqa: E731
         monkeypatch.setattr(owner, name, watched)
-    given = wide(torch.float32)
-    torch.testing.assert_close(run(interpreted(loss, 8), *given), run(loss, *given))
+    inputs = wide(torch.float32)
+    torch.testing.assert_close(run(interpreted(loss, 8), *inputs), run(loss, *inputs))
     (one,) = waiting
     slices = len(list(one.tiles()))
     assert len(one.others) == 1 and slices > 1
@@ -96,23 +96,23 @@ def test_no_product_is_formed_chunk_by_chunk(loss, waiting, monkeypatch):
 @pytest.mark.parametrize("vocabulary", [60, 64, 65, 130])
 def test_slices_of_a_small_vocabulary(vocabulary, waiting):
     torch._dynamo.reset()
-    given = torch.randn(2, 3, 7), torch.randn(vocabulary, 7), torch.randint(vocabulary, (2, 3))
-    torch.testing.assert_close(run(interpreted(focal, 3), *given), run(focal, *given))
+    inputs = torch.randn(2, 3, 7), torch.randn(vocabulary, 7), torch.randint(vocabulary, (2, 3))
+    torch.testing.assert_close(run(interpreted(focal, 3), *inputs), run(focal, *inputs))
     assert [(rows.start, rows.stop) for rows, _ in waiting[0].tiles()] == [
         (begin, min(begin + 64, vocabulary)) for begin in range(0, vocabulary, 64)
     ]
 
 
-def test_too_many_tokens_do_not_wait(waiting):
+def test_gradients_of_too_many_tokens_are_not_stored(waiting):
     torch._dynamo.reset()
-    given = wide(torch.float32, hidden=31)
-    torch.testing.assert_close(run(interpreted(focal), *given), run(focal, *given))
+    inputs = wide(torch.float32, hidden=31)
+    torch.testing.assert_close(run(interpreted(focal), *inputs), run(focal, *inputs))
     assert not waiting
 
 
 @pytest.mark.in_turn
 def test_sizes_that_change(waiting):
-    """What fits for some tokens does not for others: the same graph takes both ways."""
+    """One graph handles numbers of tokens that fit and numbers that do not."""
     torch._dynamo.reset()
     compiled = interpreted(focal, dynamic=True)
     for tokens, waits in ((8, True), (11, False), (9, True)):

@@ -16,7 +16,7 @@ from storage_ops.cli import bench
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_part_is_known_and_says_what_it_is():
+def test_every_part_exists_and_has_a_docstring():
     parts = _runner.parts()
     assert {"linear_cross_entropy", "output_discard", "selective_checkpoint", "autochunk"} < {
         *parts
@@ -26,7 +26,7 @@ def test_every_part_is_known_and_says_what_it_is():
         name = part.partition(":")[0]
         places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py"
         assert any(place.is_file() and place.read_text().startswith('"""') for place in places)
-        importlib.import_module(f"benchmarks.{name}")  # names of the package that it uses exist
+        importlib.import_module(f"benchmarks.{name}")  # fails if it uses an unknown name
 
 
 def test_an_unknown_part_is_named(capsys):
@@ -34,7 +34,7 @@ def test_an_unknown_part_is_named(capsys):
     assert "PART is loss. Expected one of autochunk" in " ".join(capsys.readouterr().err.split())
 
 
-def test_without_a_source_tree_it_says_where_to_get_one(capsys, monkeypatch):
+def test_without_a_source_tree_the_error_says_where_to_get_one(capsys, monkeypatch):
     monkeypatch.setattr(bench, "source_tree", lambda: None)
     assert cli.main(["bench"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
@@ -64,7 +64,7 @@ def test_a_quick_run_and_a_part_that_fails(tmp_path, capsys):
 
 
 @pytest.mark.in_turn
-def test_an_interrupt_ends_the_part_and_reports_what_there_is(tmp_path):
+def test_an_interrupt_ends_the_part_and_reports_earlier_results(tmp_path):
     command = [sys.executable, "-m", "storage_ops", "bench", "--quick", "--out", tmp_path]
     running = subprocess.Popen(
         [*command, "storage", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""A sliced vocabulary sends no more than those that `benchmarks/distributed.py` compares with."""
+"""A sliced vocabulary sends no more bytes than its peers in `benchmarks/distributed.py`."""
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ def work(rank):
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
         w = torch.randn(VOCAB // ranks, HIDDEN).to(dtype).requires_grad_()
-        found = {
+        sent_bytes = {
             name: sent(run) for name, run in steps(x, w, torch.randint(VOCAB, (TOKENS,))).items()
         }
         around = 2 * (ranks - 1) / ranks * TOKENS  # bytes that a rank sends to sum a byte per token
         for end in ("", ", sharded"):
-            ours, peer = found["storage_ops" + end], found["torch loss_parallel" + end]
-            # The maximum, the sum and the gradient; and the loss and what calls are compared by.
+            ours, peer = sent_bytes["storage_ops" + end], sent_bytes["torch loss_parallel" + end]
+            # Bytes for the maximum, the sum and the gradient. The loss and its checks add some.
             least = around * (8 + HIDDEN * dtype.itemsize)
             assert least < ours <= least + 100 * ranks
-            assert ours <= peer and ours <= found["Megatron-LM's formula"], found
+            assert ours <= peer and ours <= sent_bytes["Megatron-LM's formula"], sent_bytes
 
 
 class Head(nn.Module):
@@ -53,17 +53,17 @@ def peaks(rank):
         w = torch.randn(vocab // dist.get_world_size(), hidden).to(dtype).requires_grad_()
         target = torch.randint(vocab, (tokens,))
         part = x.chunk(dist.get_world_size())[rank]
-        for end, given, options in (
+        for end, inputs, options in (
             ("", x, {}), (", sharded", part, {"input_grad": "reduce_scatter"})
         ):  # fmt: skip
-            step = so.memory.simulate_step(Head(given, w, options), target, device="cpu")
+            step = so.memory.simulate_step(Head(inputs, w, options), target, device="cpu")
             estimated = (step.peak_bytes - step.timeline[0].nbytes) / 2**20
-            found = []
-            for _ in range(3):  # a thread of gloo may be the last to hold a tensor
+            measured = []
+            for _ in range(3):  # a gloo thread may hold a tensor for longer
                 x.grad = w.grad = None
-                found.append(peak(steps(x, w, target)["storage_ops" + end]))
-            found = min(found)
-            assert abs(found - estimated) <= 0.01 * estimated + 0.05, (end, found, estimated)
+                measured.append(peak(steps(x, w, target)["storage_ops" + end]))
+            measured = min(measured)
+            assert abs(measured - estimated) <= 0.01 * estimated + 0.05, (end, measured, estimated)
 
 
 @pytest.mark.in_turn

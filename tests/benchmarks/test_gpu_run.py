@@ -1,4 +1,4 @@
-"""The queue of calls for a machine with a GPU: arguments, limits, results, what is stale."""
+"""The queue of calls for a machine with a GPU: arguments, limits, results, stale results."""
 
 import json
 import os
@@ -77,22 +77,22 @@ def test_the_next_call_is_the_first_line(tmp_path, monkeypatch):
 def test_results_are_stale_if_their_code_has_changed(monkeypatch):
     assert _gpu_queue.commits_since("no such commit", ["."]) is None
     asked = []
-    monkeypatch.setattr(_gpu_queue, "commits_since", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(_gpu_queue, "commits_since", lambda *args: asked.append(args) or 0)
     assert not _gpu_queue.is_stale({"stem": "storage", "commit": "one, two"})
     assert asked == [("one", ["storage_ops/storage", "csrc/storage"])]
-    monkeypatch.setattr(_gpu_queue, "commits_since", lambda *given: None)
+    monkeypatch.setattr(_gpu_queue, "commits_since", lambda *args: None)
     assert _gpu_queue.is_stale({"stem": "demo", "commit": "lost"})
 
 
 @pytest.mark.in_turn
-def test_without_a_gpu_nothing_passes(tmp_path):
+def test_without_a_gpu_the_command_fails(tmp_path):
     done = call("--call", "rows", "--out", tmp_path)
     assert done.returncode == 1 and "not run: " in done.stdout
     assert "rows decides whether the row kernel reaches its goal" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_rehearsal_writes_what_make_results_takes(tmp_path):
+def test_a_rehearsal_writes_results_for_make_results(tmp_path):
     done = call("--call", "rows", "--dry-run", "--out", tmp_path)
     assert done.returncode == 0, done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
@@ -103,7 +103,7 @@ def test_a_rehearsal_writes_what_make_results_takes(tmp_path):
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch):
-    """Runs stages that do what they are told, and returns outcomes, exit status and log."""
+    """Return a function that runs stages of commands and returns outcomes, status and log."""
 
     def run(minutes, stages, commands, file=""):
         monkeypatch.setattr(_gpu_run, "command", lambda part, path, *options: commands[part])
@@ -142,7 +142,7 @@ def test_a_stage_does_not_begin_without_time(run_of):
 
 
 @pytest.mark.in_turn
-def test_an_interrupt_leaves_all_that_there_is(tmp_path):
+def test_an_interrupt_keeps_earlier_results(tmp_path):
     command = [SCRIPT, "--call", "rows", "--dry-run", "--out", tmp_path]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=WITHOUT_GPU)
     log, until = tmp_path / "log.txt", time.monotonic() + 90
@@ -156,7 +156,7 @@ def test_an_interrupt_leaves_all_that_there_is(tmp_path):
     assert (tmp_path / "results.json").is_file()
 
 
-def test_tests_are_counted_with_what_the_sanitizer_finds(tmp_path, monkeypatch):
+def test_tests_are_counted_together_with_errors_of_the_sanitizer(tmp_path, monkeypatch):
     said = (
         "========= COMPUTE-SANITIZER\n========= Invalid write\n========= ERROR SUMMARY: 1 error\n"
     )

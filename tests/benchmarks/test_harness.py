@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: order, clocks, ratios, results."""
+"""The harness of the benchmarks: order of cases, clocks, ratios, results."""
 
 import json
 import time
@@ -14,7 +14,7 @@ def arguments(tmp_path):
     return _harness.parser("").parse_args(["--json", str(tmp_path / "a.json"), "--device", "cpu"])
 
 
-def test_cases_run_in_turn_and_back():
+def test_cases_run_in_alternating_order():
     order = []
     cases = {name: lambda name=name: order.append(name) for name in "abc"}
     seconds = _harness.interleave(cases, 3)
@@ -22,7 +22,7 @@ def test_cases_run_in_turn_and_back():
     assert {name: len(runs) for name, runs in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_process_time_is_compared_not_waiting():
+def test_process_time_is_compared_without_waiting():
     def work():
         until = time.process_time() + 0.05
         while time.process_time() < until:
@@ -34,7 +34,7 @@ def test_process_time_is_compared_not_waiting():
     assert work_wall >= 0.99 * worked and worked >= 0.05 and wait_wall >= 0.1 > 2 * waited
 
 
-def test_on_a_gpu_the_launches_before_the_first_work_do_not_count(monkeypatch):
+def test_on_a_gpu_launches_before_the_first_kernel_do_not_count(monkeypatch):
     order = []
 
     class Event:
@@ -83,7 +83,7 @@ def test_a_case_that_raises_is_named_and_left_out(capsys, arguments):
     assert "skipped: small: broken" in capsys.readouterr().out
 
 
-def test_the_result_is_whole_at_any_moment(arguments, capsys):
+def test_the_result_file_is_complete_at_any_moment(arguments, capsys):
     def read():
         return json.loads(arguments.json.read_text())
 
@@ -102,11 +102,11 @@ def test_the_result_is_whole_at_any_moment(arguments, capsys):
     assert "running" not in final and "done" not in final
     facts = ("stem", "commit", "day", "hardware", "torch", "storage_ops", "python", "packages")
     assert all(fact in final for fact in facts) and final["torch"] == torch.__version__
-    assert arguments.json.read_text().count("\n  {") == 2  # a row a line
+    assert arguments.json.read_text().count("\n  {") == 2  # one row per line
     assert "curve" not in capsys.readouterr().out
 
 
-def test_no_round_begins_after_the_time_but_a_first(arguments, capsys):
+def test_after_the_time_limit_only_first_rounds_begin(arguments, capsys):
     rounds = []
 
     def rows():
@@ -118,13 +118,13 @@ def test_no_round_begins_after_the_time_but_a_first(arguments, capsys):
     assert len(rounds) == 1 and "1 of 9 rounds" in capsys.readouterr().out
 
 
-def test_peak_is_above_what_was_there():
+def test_the_peak_is_relative_to_the_memory_before():
     base = torch.empty(1 << 20)
     mib = _harness.peak(lambda: (base + 1) + (base + 2))
     assert mib == 12.0
 
 
-def test_hardware_tells_generations_of_one_name_apart(monkeypatch):
+def test_hardware_names_distinguish_generations_of_a_processor(monkeypatch):
     def named(family):
         said = f"cpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: AMD EPYC(tm)\n"
         monkeypatch.setattr(_harness.packed, "processor", lambda: said)

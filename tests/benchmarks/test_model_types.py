@@ -1,4 +1,4 @@
-"""The table of answers for types of models, on small ones."""
+"""The table of answers for model types, with small models."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def case_of(name):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", TINY)
-def test_a_row_of_an_answer(name, monkeypatch):
+def test_the_row_of_a_model(name, monkeypatch):
     """GPT-2 and T5 have tied weights, which count once."""
     monkeypatch.setitem(_model_types.CHANGES, name, TINY[name])
     row = model_types.asked(case_of(name))
@@ -34,26 +34,26 @@ def test_a_row_of_an_answer(name, monkeypatch):
 
 
 @pytest.mark.in_turn
-def test_other_bytes_of_parameters_are_an_error(monkeypatch):
+def test_a_wrong_number_of_parameter_bytes_is_an_error(monkeypatch):
     monkeypatch.setitem(_model_types.CHANGES, "gpt2", TINY["gpt2"])
     monkeypatch.setattr(model_types, "parameter_bytes", lambda model: 3)
     answer = model_types.asked(case_of("gpt2"))["answer"]
     assert answer.startswith(model_types.BROKEN) and answer.endswith("expected 3")
 
 
-def test_a_refusal_is_the_line_of_the_command():
+def test_a_refusal_has_the_message_of_the_command():
     case = Case("transformers: none", "no", "No", "1", lambda folder: ["--hf-config", str(folder)])
     answer = model_types.asked(case)["answer"]
     assert answer.startswith("refused: ") and "config.json" in answer
 
 
-def test_every_type_has_a_class_and_a_name_of_its_own():
-    found = cases()
-    assert len({case.name for case in found}) == len(found) >= 78
-    assert all(case.model_class for case in found)
+def test_every_type_has_a_class_and_a_unique_name():
+    all_cases = cases()
+    assert len({case.name for case in all_cases}) == len(all_cases) >= 78
+    assert all(case.model_class for case in all_cases)
 
 
-def test_a_process_that_fails_is_a_row(monkeypatch):
+def test_a_failed_process_has_a_row(monkeypatch):
     case = case_of("gpt2")
     monkeypatch.setattr(model_types, "asked", lambda case: os.kill(os.getpid(), signal.SIGKILL))
     assert model_types.asked_alone(case)["answer"] == model_types.BROKEN + "exit code -9"

@@ -1,4 +1,4 @@
-"""Peers are called so that they compute the same loss as ours."""
+"""Peers in benchmarks compute the same loss as this package."""
 
 import sys
 import types
@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from benchmarks._loss_peers import PEERS, Missing, Task, Unable, peers
 from benchmarks.linear_cross_entropy import Bench, make, measure
 
-SLOW = ("torch.compile", "Inductor auto_chunker, 8 chunks")  # compiled for too long to test
+SLOW = ("torch.compile", "Inductor auto_chunker, 8 chunks")  # compilation takes too long for a test
 
 
 def task(**more):
-    given = {"tokens": 24, "vocab": 40, "dtype": torch.float32, "device": "cpu", **more}
-    return Task("small", **given)
+    options = {"tokens": 24, "vocab": 40, "dtype": torch.float32, "device": "cpu", **more}
+    return Task("small", **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -43,14 +43,14 @@ def test_peers_that_run_here_agree(softcap, reduction):
 
 
 def test_absent_peers_are_named(capsys):
-    found = dict(peers(task()))
+    installed = dict(peers(task()))
     printed = capsys.readouterr().out
-    assert "eager" in found and "Liger" not in found
+    assert "eager" in installed and "Liger" not in installed
     for name in ("Liger", "CCE", "quack"):
         assert f"skipped: {name}: needs an NVIDIA GPU" in printed
 
 
-def test_a_package_is_called_as_asked(monkeypatch):
+def test_the_options_of_a_package_are_passed_on(monkeypatch):
     calls = []
     fake = types.ModuleType("liger_kernel.transformers.functional")
     fake.liger_fused_linear_cross_entropy = lambda x, w, t, **options: calls.append(options)

@@ -53,7 +53,7 @@ def test_ratios_to_the_best_peers(result):
     assert markdown.ratio_line([row("S1", "eager", 1.0, 2.0)]) == ""
 
 
-def test_a_benchmark_that_was_cut_short_says_so(result):
+def test_the_report_of_an_incomplete_benchmark_says_so(result):
     text = markdown.section({**result, "running": "S2: eager", "done": 0.5}, [])
     assert "did not reach its end" in text and "S2: eager" in text
 
@@ -80,7 +80,7 @@ def test_pictures_are_opaque_and_light(result, tmp_path):
 def test_several_panels_have_a_narrow_picture(result, tmp_path):
     other = [{**r, "shape": "another"} for r in result["rows"]]
     drawn = pictures.draw(tmp_path, {**result, "rows": result["rows"] + other})
-    assert [path.name for path in drawn] == ["loss.png"]  # a report shows the wide one
+    assert [path.name for path in drawn] == ["loss.png"]  # the report shows the wide picture
     paths = drawn[0], tmp_path / f"loss{pictures.NARROW}.png"
     wide, narrow = (image.imread(path).shape for path in paths)
     assert narrow[0] > narrow[1] and narrow[1] < wide[1] / 2 < 600
@@ -121,7 +121,7 @@ def test_large_sizes_of_a_page_are_in_gib():
     assert rows_of.in_readable_units(rows[1:]) == rows[1:]
 
 
-def test_of_many_curves_two_of_one_shape_are_drawn(result, monkeypatch):
+def test_only_two_of_many_curves_are_drawn(result, monkeypatch):
     rows = [row("S", case, 1.0, mib, memory=[[0, mib], [1, 0]]) for case, mib in
             (("plain", 9.0), ("compile", 8.0), ("all", 3.0), ("compile+all", 2.0))]  # fmt: skip
     rows.append(row("T", "all", 1.0, 1.0, memory=[[0, 1.0], [1, 0]]))
@@ -141,25 +141,25 @@ def test_the_demo_is_drawn_from_its_result(tmp_path, monkeypatch):
     seen = []
     drawn = pictures.picture.plot_timelines
     monkeypatch.setattr(
-        pictures.picture, "plot_timelines", lambda *given: (seen.append(given[1]), drawn(*given))
+        pictures.picture, "plot_timelines", lambda *args: (seen.append(args[1]), drawn(*args))
     )
     pictures.demo(tmp_path / "both.png", {**HEAD, "rows": rows})
     assert [m.peak_bytes >> 20 for m in seen[0].values()] == [9, 4]
     assert [s.nbytes >> 20 for s in seen[0]["storage_ops"].timeline] == [1, 4, 2]
-    for each in rows:  # a result that was taken before losses were kept
+    for each in rows:  # an older result without losses
         del each["losses"]
     pictures.demo(tmp_path / "memory.png", {**HEAD, "rows": rows})
     both, memory = (image.imread(tmp_path / f"{name}.png") for name in ("both", "memory"))
     assert both.shape[0] == memory.shape[0] and both.shape[1] > memory.shape[1]
 
 
-def test_pages_have_sizes_in_place_of_short_names():
+def test_pages_have_sizes_instead_of_short_names():
     assert sizes.spelled_out("S1 float32 focal") == "2048 x 768 x 50257, fp32 focal"
     assert sizes.spelled_out("GPT") == "GPT"
     assert sizes.without_names("five rounds, S1 seven") == "five rounds, 2048 x 768 x 50257 seven"
 
 
-def test_what_is_ours():
+def test_cases_of_this_package_are_recognised():
     ours = ("storage_ops, 1/4", "discard, copy", "compile+all", "full_checkpoint", "autochunk")
     assert all(map(rows_of.is_ours, ours))
     assert not any(map(rows_of.is_ours, ("plain", "liger+full_checkpoint", "checkpoint")))
@@ -172,12 +172,12 @@ def test_the_same_result_gives_the_same_picture(result, tmp_path):
     assert first == pictures.draw(tmp_path / "again", result)[0].read_bytes()
 
 
-def test_the_front_of_ours_holds_what_nothing_beats():
+def test_the_front_has_all_pareto_optimal_cases():
     ours = [("a", 1.0, 3.0), ("b", 2.0, 4.0), ("c", 3.0, 2.0), ("d", 4.0, 2.0)]
     assert [case for case, _, _ in pictures._front(ours)] == ["a", "c"]
 
 
-def test_a_stale_result_says_so(result):
+def test_the_report_of_a_stale_result_says_so(result):
     assert "**Stale**" not in markdown.section(result, [])
     assert "**Stale**: the code has changed since." in markdown.section(
         {**result, "stale": True}, []

@@ -10,7 +10,7 @@ from benchmarks.report import kept, pages, pictures
 from benchmarks.report.__main__ import DEMO
 
 
-def test_pages_are_what_make_results_writes():
+def test_pages_are_as_make_results_writes_them():
     texts = {page.name: page.read_text() for page in pages.PAGES}
     for name, text in texts.items():
         assert pages.filled(text) == text, f"{name}: run `make results`"
@@ -25,27 +25,27 @@ def slug(line):
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
-def test_links_in_pages_lead_somewhere(page):
+def test_links_in_pages_have_targets(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not target.startswith("http"):
             name, _, heading = target.partition("#")
-            found = page.parent / name if name else page
-            assert found.exists(), target
-            lines = found.read_text().splitlines() if heading else []
+            path = page.parent / name if name else page
+            assert path.exists(), target
+            lines = path.read_text().splitlines() if heading else []
             assert not heading or heading in map(slug, lines), target
 
 
 @pytest.mark.skipif(
     matplotlib.__version_info__ < (3, 11), reason="matplotlib 3.11 drew it; text of 3.8 is smaller"
 )
-def test_the_picture_of_the_demo_is_that_of_the_kept_result(tmp_path):
+def test_the_picture_of_the_demo_shows_the_kept_result(tmp_path):
     pictures.demo(tmp_path / "demo.png", next(kept.results_of("demo")))
     new, old = (image.imread(path) for path in (tmp_path / "demo.png", DEMO))
     assert new.shape == old.shape and abs(new - old).mean() < 0.01, "run `make results`"
 
 
 @pytest.mark.parametrize("hardware", kept.kept())
-def test_kept_results_say_what_they_are(hardware):
+def test_kept_results_have_their_metadata(hardware):
     for result in kept.kept()[hardware]:
         assert result["hardware"] == hardware and result["commit"] and result["rows"]
         assert "running" not in result
@@ -53,7 +53,7 @@ def test_kept_results_say_what_they_are(hardware):
         assert f"## {result['stem']}\n" in report and result["commit"] in report
 
 
-def test_sections_between_markers_are_replaced_and_nothing_else():
+def test_only_sections_between_markers_are_replaced():
     text = "1\n<!-- results: plan -->\nold\n<!-- end -->\n2\n"
     new = pages.filled(text)
     assert new.startswith("1\n<!-- results: plan -->\n| budget |") and new.endswith(
@@ -65,8 +65,8 @@ def test_sections_between_markers_are_replaced_and_nothing_else():
 
 
 def result(commit, *rows):
-    found = [{"shape": shape, "case": "a", "ms": ms} for shape, ms in rows]
-    return {"stem": "x", "hardware": "h", "commit": commit, "skipped": {}, "rows": found}
+    rows_of_result = [{"shape": shape, "case": "a", "ms": ms} for shape, ms in rows]
+    return {"stem": "x", "hardware": "h", "commit": commit, "skipped": {}, "rows": rows_of_result}
 
 
 def test_new_shapes_replace_old_ones():
@@ -80,19 +80,19 @@ def test_new_shapes_replace_old_ones():
     assert again["skipped"] == {"A: x": "why", "x": "why"}
 
 
-def test_results_are_taken_in(tmp_path, monkeypatch):
+def test_new_results_are_merged_into_kept_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "RESULTS", tmp_path / "kept")
     files = tmp_path / "all.json", tmp_path / "one.json"
     cut = {**result("two", ("B", 3)), "running": "B", "done": 0.5}
     files[0].write_text(json.dumps([result("one", ("A", 1)), cut]))
     files[1].write_text(text_of(result("three", ("A", 5))))
     assert [path.name for path in kept.take(files)] == ["x.json"] * 3
-    found = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
-    assert [(row["shape"], row["ms"]) for row in found["rows"]] == [("A", 5), ("B", 3)]
-    assert found["commit"] == "one, two, three" and "running" not in found
+    kept_result = json.loads((tmp_path / "kept" / "h" / "x.json").read_text())
+    assert [(row["shape"], row["ms"]) for row in kept_result["rows"]] == [("A", 5), ("B", 3)]
+    assert kept_result["commit"] == "one, two, three" and "running" not in kept_result
 
 
-def test_results_of_a_call_are_known_at_their_commit():
+def test_results_of_a_call_have_its_commit():
     called = {**result("one", ("A", 1)), "call": "loss"}
     first = kept.merged(None, called)
     assert first["calls"] == {"loss": "one"} and "call" not in first
@@ -107,9 +107,9 @@ def test_stale_results_are_marked(tmp_path, monkeypatch):
     path.write_text(text_of(result("one", ("A", 1))))
     before = path.read_text()
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
-    monkeypatch.setattr(kept, "is_stale", lambda found: found["stem"] == "x")
+    monkeypatch.setattr(kept, "is_stale", lambda result: result["stem"] == "x")
     assert list(kept.mark_stale()) == [path] and json.loads(path.read_text())["stale"]
-    monkeypatch.setattr(kept, "is_stale", lambda found: False)
+    monkeypatch.setattr(kept, "is_stale", lambda result: False)
     assert list(kept.mark_stale()) == [] and path.read_text() == before
 
 
@@ -121,7 +121,7 @@ def test_gpus_come_first_with_the_versions_of_peers():
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"stem": None}])
-def test_what_is_not_worth_keeping_is_refused(tmp_path, monkeypatch, change):
+def test_quick_and_unnamed_results_are_not_kept(tmp_path, monkeypatch, change):
     monkeypatch.setattr(kept, "RESULTS", tmp_path / "kept")
     whole = {**result("one", ("A", 1)), **change}
     (tmp_path / "a.json").write_text(json.dumps({k: v for k, v in whole.items() if v}))

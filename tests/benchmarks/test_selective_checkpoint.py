@@ -1,4 +1,4 @@
-"""All ways that are compared compute the same thing."""
+"""All cases of the benchmark compute the same loss and gradients."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = {"layers": 1, "width": 32, "heads": 2, "batch": 2, "tokens": 16}
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("mode", ["eager", "traced"])
-def test_every_way_gives_the_same_loss_and_gradients(mode):
+def test_every_case_gives_the_same_loss_and_gradients(mode):
     cases, models = cases_of(mode, SIZES, "cpu", torch.float32)
     base = PLAIN if mode == "eager" else f"{PLAIN}, eager"
     losses = {name: run() for name, run in cases.items()}
@@ -30,13 +30,13 @@ def test_classes_of_other_packages_are_tried_first(monkeypatch, capsys):
         "old": ("builtins", "object"),
     }.items():
         monkeypatch.setitem(_discarding.DISCARDING, name, place)
-    found = _discarding.peers("cpu")
-    assert "ours" in found and "none" not in found and "old" not in found
+    usable = _discarding.peers("cpu")
+    assert "ours" in usable and "none" not in usable and "old" not in usable
     said = capsys.readouterr().out
     assert "skipped: none Class: not usable here (ModuleNotFoundError" in said
     assert "skipped: old object: not usable here (AttributeError" in said
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    loss = _discarding.by_hook(found["ours"], torch.sin, lambda h: h @ w, x).sum()
+    loss = _discarding.by_hook(usable["ours"], torch.sin, lambda h: h @ w, x).sum()
     gradient, *_ = torch.autograd.grad(loss, x)
     right, *_ = torch.autograd.grad((torch.sin(x) @ w).sum(), x)
     assert torch.equal(gradient, right)

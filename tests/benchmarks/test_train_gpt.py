@@ -28,7 +28,7 @@ def assert_same(job, other, exact):
     parameters = [torch.cat([p.flatten() for p in j.model.parameters()]) for j in (job, other)]
     if exact:
         assert job.losses == other.losses and torch.equal(*parameters)
-    else:  # The sign of Adam's step is not certain for the few gradients near 0.
+    else:  # for a few gradients near 0, the sign of Adam's step depends on rounding
         torch.testing.assert_close(job.losses, other.losses, rtol=1e-5, atol=0)
         assert (parameters[0] - parameters[1]).norm() < 1e-4 * parameters[1].norm()
 
@@ -36,7 +36,7 @@ def assert_same(job, other, exact):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_features_give_the_losses_of_plain_with_dropout_and_accumulation(config, dtype):
+def test_features_give_the_losses_of_the_plain_model(config, dtype):
     settings, data = Settings(config, 4, accumulate=2, dtype=dtype), tokens()
     plain = train("plain", settings, data)
     assert plain.losses[0] == pytest.approx(torch.tensor(97.0).log().item(), abs=0.2)
@@ -69,7 +69,7 @@ def test_compiled_features_give_the_losses_of_plain():
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_the_models_are_those_of_transformers(config):
+def test_the_models_agree_with_transformers(config):
     transformers = pytest.importorskip("transformers")
     mine = Decoder(config, features_of("plain")).eval()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_a_resumed_job_continues_exactly(tmp_path):
     straight = train("all", settings, data, steps=6)
     first = Job("all", settings, data, CPU, tmp_path)
     assert not first.resume()
-    for step in range(5):  # the last two are lost
+    for step in range(5):  # the last two steps are lost
         first.step()
         if step == 2:
             first.save()
@@ -157,7 +157,7 @@ def test_gradients_of_several_batches_are_those_of_one():
 
 
 @pytest.mark.in_turn
-def test_everything_on_takes_less_memory_than_the_logits_of_plain():
+def test_with_all_features_a_step_takes_less_memory_than_the_plain_logits():
     config = dataclasses.replace(GPT2, context=128, batch=8, vocab=30000)
     data = tokens(config)
     logits = config.batch * config.context * config.vocab * 4

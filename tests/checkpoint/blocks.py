@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of a transformer; each has six matrix products without a bias, two of them batched."""
+    """Transformer blocks. Each has six matrix products without a bias, two of them batched."""
 
     def __init__(self, layers=4, width=16, dropout=0.2):
         super().__init__()
@@ -81,7 +81,7 @@ def make_input(width=16, dtype=torch.float64):
 
 
 def step(model, x, seed=7, **kwargs):
-    """One forward and backward: output, gradients by name, random state and ops of the backward."""
+    """Run forward and backward. Return output, gradients by name, random state and backward ops."""
     for t in (x, *model.parameters()):
         t.grad = None
     torch.manual_seed(seed)

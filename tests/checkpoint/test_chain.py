@@ -1,4 +1,4 @@
-"""Chains, nesting, interleaving and threads: no order of forwards and backwards is wrong."""
+"""Gradients are right in chains, nested regions, threads, and any order of forward and backward."""
 
 import gc
 import itertools
@@ -41,7 +41,7 @@ def chained(functions, x):
 
 
 def linked(functions, x):
-    """Single regions, each a consumer of the one before; hooks on the next output."""
+    """Run single regions. Each consumes the output of the region before it, as its hook tensor."""
     before = None
     for fn in functions:
         ckpt = so.OutputDiscardCheckpoint()
@@ -90,7 +90,7 @@ def test_regions_that_feed_one_another(path, way):
     same(gradients(way, functions, x, parameters), right)
 
 
-def test_a_chain_recomputes_in_the_order_of_the_forward_and_lets_go_early(path):
+def test_a_chain_recomputes_in_forward_order_and_frees_outputs_early(path):
     order, layers, x = [], *make(3)
 
     def stage(number):
@@ -106,7 +106,7 @@ def test_a_chain_recomputes_in_the_order_of_the_forward_and_lets_go_early(path):
         c = chain.checkpoint(stage(2), b)
         y = c.sin().cos()
     assert [so.is_discarded(t) for t in (a, b, c)] == [True] * 3 and order == [0, 1, 2]
-    # Bytes of what a later region returned are gone when the backward reaches an earlier one.
+    # The output of a later region is freed before the backward reaches an earlier region.
     storages = [weakref.ref(t.untyped_storage()) for t in (a, b, c)]
     alive = []
     x.register_hook(lambda grad: alive.extend(ref() is not None for ref in storages))
@@ -116,7 +116,7 @@ def test_a_chain_recomputes_in_the_order_of_the_forward_and_lets_go_early(path):
     assert alive == [False] * 3
 
 
-def test_a_chain_keeps_what_nothing_has_saved_and_frees_on_request(path):
+def test_a_chain_keeps_outputs_that_no_node_saved_and_frees_them_on_request(path):
     layers, x = make(2)
     with so.OutputDiscardChain() as chain:
         a = chain.checkpoint(layers[0], x)
@@ -129,7 +129,7 @@ def test_a_chain_keeps_what_nothing_has_saved_and_frees_on_request(path):
     same(torch.autograd.grad(last.square().sum(), x), right)
 
 
-def test_a_chain_is_plain_without_grad_and_outside_it_is_an_error():
+def test_a_chain_without_grad_is_plain_calls_and_use_outside_its_block_is_an_error():
     layers, x = make(2)
     with torch.no_grad():
         assert torch.equal(chained(layers, x), chained(layers, x))
@@ -204,7 +204,7 @@ def test_several_forwards_before_the_backwards(path, order):
 
 
 def test_two_threads(path):
-    """Forwards and backwards of one model in two threads at once."""
+    """Two threads run forward and backward of one model at the same time."""
     layers, _ = make()
     functions = [partial(lambda layer, x: layer(x).sin(), layer) for layer in layers]
     inputs = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -240,8 +240,8 @@ def test_one_graph_backward_from_another_thread(path):
     same(got, right)
 
 
-def test_inputs_go_with_the_last_node_of_a_region(path):
-    """Not at the end of the backward: a deep model would hold the inputs of all its layers."""
+def test_inputs_are_freed_with_the_last_node_of_a_region(path):
+    """If they stayed until the backward ends, a deep model would hold the inputs of all layers."""
     layers, x = make(2)
     alive = []
     start = x * 1
@@ -264,20 +264,20 @@ def test_nothing_is_alive_after_backward_without_the_garbage_collector(path, way
     gc.disable()
     try:
         y = way(functions, x)
-        made = [weakref.ref(y)]
+        references = [weakref.ref(y)]
         from storage_ops.checkpoint.region import region
 
         regions = len(region.producers)
         assert regions >= len(layers)
         y.sum().backward()
         del y
-        assert [ref() for ref in made] == [None] and len(region.producers) == 0
+        assert [ref() for ref in references] == [None] and len(region.producers) == 0
         assert not any(type(o) is region.Region for o in gc.get_objects())
     finally:
         gc.enable()
 
 
-def test_torch_func_runs_it_plainly():
+def test_in_torch_func_a_region_is_a_plain_call():
     layers, x = make(2)
     block = so.output_discard(lambda x: layers[0](x).sin(), layers[1])
     right = torch.autograd.grad(layers[1](layers[0](x).sin()).sum(), x)[0]

@@ -1,4 +1,4 @@
-"""Under torch.compile regions become checkpoints; no storage is touched in a graph."""
+"""Under torch.compile, regions become checkpoints, and graphs contain no storage ops."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 
 
 class Mlp(nn.Module):
-    """Two wide activations, of 64 and of 96 features."""
+    """An MLP with two wide activations, of 64 and 96 features."""
 
     def __init__(self, way):
         super().__init__()
@@ -68,7 +68,7 @@ def same(got, right):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("partitioner", ["default", "min cut"])
 @pytest.mark.parametrize("way", ["chain", "linked", "composed"])
-def test_nothing_wide_is_saved(way, partitioner):
+def test_a_compiled_graph_saves_no_wide_activation(way, partitioner):
     if way != "composed" and not lowering._HAS_NUMBERS:
         pytest.skip("this torch saves what passes from one checkpoint to the next")
     torch._dynamo.reset()

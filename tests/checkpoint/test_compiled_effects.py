@@ -1,7 +1,7 @@
-"""What a compiled region does besides returning values happens once, and gradients are eager's.
+"""Side effects of a compiled region happen once, and its gradients are those of eager mode.
 
-The reference is eager mode without regions: torch.compile itself, and torch.utils.checkpoint in it,
-differentiate some of these models wrongly.
+The reference is eager mode without regions, because torch.compile and torch.utils.checkpoint give
+wrong gradients for some of these models.
 """
 
 import copy
@@ -43,7 +43,7 @@ def fresh_dynamo():
 
 
 class Twice(nn.Module):
-    """Calls a layer twice, in a region."""
+    """Calls a layer in a region, twice."""
 
     def __init__(self, layer, region="none", calls=2):
         super().__init__()
@@ -63,8 +63,8 @@ class Twice(nn.Module):
 
 def state_of(model):
     modules = (vars(m) for m in model.modules())
-    found = [t for held in modules for t in held.values() if isinstance(t, torch.Tensor)]
-    return [t.detach().clone() for t in (*found, *model.buffers(), *model.parameters())]
+    tensors = [t for values in modules for t in values.values() if isinstance(t, torch.Tensor)]
+    return [t.detach().clone() for t in (*tensors, *model.buffers(), *model.parameters())]
 
 
 def trained(model, call, xs):
@@ -81,7 +81,7 @@ def trained(model, call, xs):
 def compare(layer, region, backend):
     layer = layer()
     with torch.no_grad():
-        layer(torch.randn(4, WIDTH))  # so that nothing is in its first state
+        layer(torch.randn(4, WIDTH))  # a first call initialises the layer's state
     xs = [torch.randn(4, WIDTH, requires_grad=True) for _ in range(3)]
     plain, model = Twice(copy.deepcopy(layer)), Twice(layer, region)
     state = torch.get_rng_state()
@@ -123,7 +123,7 @@ class Appends(effects.Around):
         *(pytest.param(region, "inductor", marks=pytest.mark.slow) for region in REGIONS[1:]),
     ],
 )
-def test_what_a_layer_appends_is_there_once(region, backend):
+def test_a_layer_appends_to_a_list_once(region, backend):
     layer, x = Appends(), torch.randn(4, WIDTH, requires_grad=True)
 
     def step(model, x):
@@ -145,23 +145,23 @@ def test_what_a_layer_appends_is_there_once(region, backend):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("region", REGIONS)
-def test_parameters_exchanged_for_a_call(region):
+def test_parameters_replaced_by_functional_call(region):
     layer, x = LAYERS["Copied"](), torch.randn(4, WIDTH)
     results = []
     for compiled in (False, True):
         model = Twice(copy.deepcopy(layer), region if compiled else "none")
-        given = {n: torch.randn_like(p, requires_grad=True) for n, p in model.named_parameters()}
-        given = {n: p.detach().fill_(0.3).requires_grad_() for n, p in given.items()}
-        call = lambda given, x, model=model: torch.func.functional_call(model, given, (x,))  # noqa: E731
+        new = {n: torch.randn_like(p, requires_grad=True) for n, p in model.named_parameters()}
+        new = {n: p.detach().fill_(0.3).requires_grad_() for n, p in new.items()}
+        call = lambda new, x, model=model: torch.func.functional_call(model, new, (x,))  # noqa: E731
         call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-        y = call(given, x)
-        gradients = torch.autograd.grad(y.sum(), list(given.values()))
+        y = call(new, x)
+        gradients = torch.autograd.grad(y.sum(), list(new.values()))
         results.append((y.detach(), gradients, [b.clone() for b in model.buffers()]))
     torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.in_turn
-def test_settings_of_dynamo_are_what_they_were():
+def test_settings_of_dynamo_are_restored_after_an_error():
     def fails(x):
         torch._dynamo.graph_break()
         return x

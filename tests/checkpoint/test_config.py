@@ -1,4 +1,4 @@
-"""What configs accept, mean and refuse, and how they are read."""
+"""Values that configs accept and refuse, which layers they match, and formats they load."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def custom_op():
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "overloads"),
     [
         ("aten.mm", {"aten::mm", "aten::mm.dtype"}),
         ("aten.mm.default", {"aten::mm"}),
@@ -46,8 +46,8 @@ def custom_op():
         (torch.ops.higher_order.cond, {"higher_order::cond"}),
     ],
 )
-def test_op_names(name, found):
-    assert resolve([name], "ops") == found
+def test_op_names(name, overloads):
+    assert resolve([name], "ops") == overloads
     Config(["Block"], ops_to_save=[name])
 
 
@@ -70,7 +70,7 @@ def test_op_names(name, found):
     ],
 )
 @pytest.mark.parametrize("field", ["ops_to_save", "ops_to_recompute"])
-def test_op_names_that_mean_nothing(name, message, field):
+def test_unknown_op_names_are_errors(name, message, field):
     with pytest.raises(ValueError, match=message.replace("ops_to_save", field)):
         Config(["Block"], **{field: [name]})
 
@@ -128,56 +128,51 @@ def test_a_composite_op_warns():
 
 
 BAD = [
-    ({"layer_classes": [int]}, TypeError, "<class 'int'>, a type. Expected subclasses of torch.nn"),
-    ({"layer_classes": nn.Linear(1, 1)}, TypeError, "their names, such as 'Linear'"),
-    (
-        {"layer_classes": ["Block", 3]},
-        TypeError,
-        "`layer_classes` contains 3, a int. Expected subc",
+    refused(
+        TypeError, "<class 'int'>, a type. Expected subclasses of torch.nn", layer_classes=[int]
     ),
-    ({"layer_names": 3}, TypeError, "`layer_names` contains 3, a int. Expected names"),
-    ({"layer_names": [Block]}, TypeError, "Expected names; layer_classes takes classes"),
-    (
-        {"layer_names": {"a": 1}},
-        TypeError,
-        "`layer_names` contains {'a': 1}, a dict. Expected names",
+    refused(TypeError, "their names, such as 'Linear'", layer_classes=nn.Linear(1, 1)),
+    refused(
+        TypeError, "`layer_classes` contains 3, a int. Expected subc", layer_classes=["Block", 3]
     ),
-    ({"ops_to_save": 3}, TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op"),
-    (
-        {"ops_to_save": [3]},
-        TypeError,
-        "`ops_to_save` contains 3, a int. Expected the name of an op",
+    refused(TypeError, "`layer_names` contains 3, a int. Expected names", layer_names=3),
+    refused(TypeError, "Expected names; layer_classes takes classes", layer_names=[Block]),
+    refused(
+        TypeError, "`layer_names` contains {'a': 1}, a dict. Expected names", layer_names={"a": 1}
     ),
-    ({"ops_to_save": [torch.mm]}, TypeError, "Expected the name of an op"),
-    ({"mm_shapes_to_save": [(3, 4)]}, TypeError, r"`mm_shapes_to_save` contains \(3, 4\)"),
-    ({"use_reentrant": "no"}, TypeError, "`use_reentrant` is 'no'. Expected True or False"),
-    ({"preserve_rng_state": 1}, TypeError, "`preserve_rng_state` is 1"),
-    ({"allow_no_match": None}, TypeError, "`allow_no_match` is None"),
-    ({"every_k": 0}, ValueError, "`every_k` is 0. Expected a whole number of at least 1"),
-    ({"every_k": 2.0}, ValueError, "`every_k` is 2.0"),
-    ({"every_k": True}, ValueError, "`every_k` is True"),
-    ({"mode": "ful"}, ValueError, "`mode` is 'ful'. Expected .*. Did you mean 'full'?"),
-    (
-        {"determinism_check": "on"},
-        ValueError,
-        "`determinism_check` is 'on'. Expected one of default",
+    refused(
+        TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op", ops_to_save=3
     ),
-    ({"policy": "matmul"}, ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?"),
-    ({"policy": ["matmuls", 3]}, TypeError, "`policy` is 3, a int. Expected one of matmuls"),
-    ({"mode": "selective"}, ValueError, "no option says what to save"),
-    ({"mode": "selective", "ops_to_save": []}, ValueError, "no option says what to save"),
-    ({"mode": "full", "policy": "matmuls"}, ValueError, "but policy is given. Set `mode`"),
-    ({"mode": "output_discard", "ops_to_save": ["aten.mm"]}, ValueError, "ops_to_save is given"),
-    (
-        {"use_reentrant": True, "ops_to_save": ["aten.mm"]},
-        ValueError,
-        "`use_reentrant` is True with",
+    refused(
+        TypeError, "`ops_to_save` contains 3, a int. Expected the name of an op", ops_to_save=[3]
     ),
-    ({"use_reentrant": True, "mode": "output_discard"}, ValueError, "`use_reentrant` is True with"),
-    (
-        {"ops_to_save": ["aten.mm.default"], "ops_to_recompute": ["aten.mm"]},
+    refused(TypeError, "Expected the name of an op", ops_to_save=[torch.mm]),
+    refused(TypeError, r"`mm_shapes_to_save` contains \(3, 4\)", mm_shapes_to_save=[(3, 4)]),
+    refused(TypeError, "`use_reentrant` is 'no'. Expected True or False", use_reentrant="no"),
+    refused(TypeError, "`preserve_rng_state` is 1", preserve_rng_state=1),
+    refused(TypeError, "`allow_no_match` is None", allow_no_match=None),
+    refused(ValueError, "`every_k` is 0. Expected a whole number of at least 1", every_k=0),
+    refused(ValueError, "`every_k` is 2.0", every_k=2.0),
+    refused(ValueError, "`every_k` is True", every_k=True),
+    refused(ValueError, "`mode` is 'ful'. Expected .*. Did you mean 'full'?", mode="ful"),
+    refused(
+        ValueError, "`determinism_check` is 'on'. Expected one of default", determinism_check="on"
+    ),
+    refused(ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?", policy="matmul"),
+    refused(TypeError, "`policy` is 3, a int. Expected one of matmuls", policy=["matmuls", 3]),
+    refused(ValueError, "no option says what to save", mode="selective"),
+    refused(ValueError, "no option says what to save", mode="selective", ops_to_save=[]),
+    refused(ValueError, "but policy is given. Set `mode`", mode="full", policy="matmuls"),
+    refused(ValueError, "ops_to_save is given", mode="output_discard", ops_to_save=["aten.mm"]),
+    refused(
+        ValueError, "`use_reentrant` is True with", use_reentrant=True, ops_to_save=["aten.mm"]
+    ),
+    refused(ValueError, "`use_reentrant` is True with", use_reentrant=True, mode="output_discard"),
+    refused(
         ValueError,
         "`ops_to_recompute` has every op of `ops_to_save`",
+        ops_to_save=["aten.mm.default"],
+        ops_to_recompute=["aten.mm"],
     ),
 ]
 
@@ -189,24 +184,24 @@ def test_wrong_values(options, error, message):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "classes",
     [
         Block, [Block], (Block,), {Block}, frozenset({Block}), "Block", {"Block"},
         [Block, "Block"],
     ],
 )  # fmt: skip
-def test_classes_stand_for_their_names(given):
-    cfg = Config(given)
+def test_classes_stand_for_their_names(classes):
+    cfg = Config(classes)
     named = Config(["Block"])
     assert set(cfg.layer_classes) == {"Block"}
     if len(cfg.layer_classes) == 1:
         assert dataclasses.replace(cfg, layer_classes=list(cfg.layer_classes)) == named
-        assert Config(given) == cfg == copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg))
+        assert Config(classes) == cfg == copy.deepcopy(cfg) == pickle.loads(pickle.dumps(cfg))
         assert repr(dataclasses.replace(cfg, layer_classes=["Block"])) == repr(named)
     assert Config.from_json(json.dumps(dataclasses.asdict(cfg))) == dataclasses.replace(
         cfg, layer_classes=list(cfg.layer_classes)
     )
-    for way in (cfg, {"layer_classes": given}):
+    for way in (cfg, {"layer_classes": classes}):
         model = so.apply_activation_checkpoint(Model(), way)
         assert all(isinstance(layer, so.CheckpointWrapper) for layer in model.layers)
 
@@ -221,7 +216,7 @@ def test_subclasses_of_a_class_do_not_match():
     assert [isinstance(m, so.CheckpointWrapper) for m in model.layers][:3] == [True, False, True]
 
 
-def test_one_name_or_op_will_do_as_a_list():
+def test_a_single_name_or_op_needs_no_list():
     mm = torch.ops.aten.mm
     for field, one in (
         ("layer_names", "layers.*"), ("ops_to_save", "aten.mm"), ("ops_to_save", mm),
@@ -233,7 +228,7 @@ def test_one_name_or_op_will_do_as_a_list():
         assert getattr(Config(["Block"], **{field: (one,)}), field) == (one,)
 
 
-def test_the_mode_follows_from_the_rules():
+def test_the_default_mode_depends_on_the_rules():
     assert Config(["Block"]).effective_mode == "full"
     assert Config(["Block"], ops_to_save=[]).effective_mode == "full"
     for rule in (
@@ -280,14 +275,14 @@ def test_unknown_keys_name_the_nearest(key, near):
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("[1, 2]", TypeError, "Expected a mapping"),
-        ("3", TypeError, "The config is 3"),
-        ("{", ValueError, None),
-        ("nowhere.json", FileNotFoundError, None),
-        (Path("nowhere"), FileNotFoundError, None),
+        pytest.param("[1, 2]", TypeError, "Expected a mapping", id="list"),
+        pytest.param("3", TypeError, "The config is 3", id="number"),
+        pytest.param("{", ValueError, None, id="unclosed brace"),
+        pytest.param("nowhere.json", FileNotFoundError, None, id="missing file"),
+        pytest.param(Path("nowhere"), FileNotFoundError, None, id="missing path"),
     ],
 )
-def test_sources_that_are_no_config(source, error, message):
+def test_invalid_sources_of_a_config_are_errors(source, error, message):
     with pytest.raises(error, match=message):
         Config.from_json(source)
     pytest.importorskip("yaml")
@@ -295,7 +290,7 @@ def test_sources_that_are_no_config(source, error, message):
         Config.from_yaml("nowhere.yaml" if source == "nowhere.json" else source)
 
 
-def test_yaml_never_makes_objects():
+def test_yaml_never_creates_objects():
     pytest.importorskip("yaml")
     with pytest.raises(ValueError, match="The config is not YAML"):
         Config.from_yaml("policy: !!python/object/apply:os.getcwd []")
@@ -349,17 +344,32 @@ def test_one_of_several_names_without_a_match_warns():
 @pytest.mark.parametrize(
     ("model", "cfg", "message"),
     [
-        (3, Config(["Block"]), "`model` is 3, a int. Expected a torch.nn.Module"),
-        (nn.Linear(2, 2), 3, "`cfg` is 3. Expected an ActivationCheckpointConfig"),
-        (torch.jit.script(nn.Linear(2, 2)), Config(layer_names=[""]), "is a ScriptModule"),
+        pytest.param(
+            3,
+            Config(["Block"]),
+            "`model` is 3, a int. Expected a torch.nn.Module",
+            id="number as model",
+        ),
+        pytest.param(
+            nn.Linear(2, 2),
+            3,
+            "`cfg` is 3. Expected an ActivationCheckpointConfig",
+            id="number as config",
+        ),
+        pytest.param(
+            torch.jit.script(nn.Linear(2, 2)),
+            Config(layer_names=[""]),
+            "is a ScriptModule",
+            id="ScriptModule",
+        ),
     ],
 )
-def test_what_is_no_model_or_no_config(model, cfg, message):
+def test_wrong_types_of_model_and_config_are_errors(model, cfg, message):
     with pytest.raises(TypeError, match=message):
         so.apply_activation_checkpoint(model, cfg)
 
 
-def test_a_mapping_will_do_as_config():
+def test_a_mapping_is_accepted_as_config():
     model = so.apply_activation_checkpoint(Model(), {"layer_classes": ["Block"]})
     assert isinstance(model.layers[0], so.CheckpointWrapper)
     with pytest.raises(ValueError, match="unknown key 'layer_clases'"):
@@ -370,7 +380,7 @@ def test_a_mapping_will_do_as_config():
     "how", [{}, {"mode": "output_discard"}, {"policy": "matmuls"}, {"use_reentrant": True}]
 )
 def test_a_forward_that_was_set_on_the_instance_is_checkpointed_and_put_back(how):
-    """As `parallelize` of torchtitan sets it, whose checkpoints come later."""
+    """torchtitan's `parallelize` sets such a forward, and applies checkpoints later."""
 
     def model():
         torch.manual_seed(0)
@@ -398,7 +408,7 @@ def test_a_forward_that_was_set_on_the_instance_is_checkpointed_and_put_back(how
     assert "_own_forward" not in vars(ours.layers[0])
 
 
-def test_a_forward_that_accelerate_puts_back_is_refused_and_nothing_changes():
+def test_a_forward_that_accelerate_restores_is_refused_and_nothing_changes():
     model = Model()
     hooks = pytest.importorskip("accelerate.hooks")
     hooks.add_hook_to_module(model.layers[2], hooks.ModelHook())

@@ -1,4 +1,4 @@
-"""Consumers are found by what they saved, whatever they are; what is not covered is refused."""
+"""Consumers of any kind are found by the tensors they saved. Uncovered ones are errors."""
 
 import gc
 import weakref
@@ -59,8 +59,8 @@ CONSUMERS = {
     "one more region": so.output_discard(torch.sin, torch.square),
 }
 
-# These hold the output by other means than saved tensors (on a CPU, what is offloaded is the very
-# tensor), so it is kept.
+# These consumers refer to the output other than by saved tensors, so the output is kept. On a CPU,
+# offloading returns the same tensor.
 HOLDING = ("stash", "stashed view", "inner pack", "inner offload")
 
 
@@ -119,7 +119,7 @@ def test_autograd_grad_and_two_backwards(path, name):
 @pytest.mark.parametrize(
     "around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)]
 )
-def test_hooks_around_get_all_but_the_output(path, around):
+def test_outer_hooks_get_all_saved_tensors_but_the_output(path, around):
     x = torch.randn(6, 4, 8, requires_grad=True)
     right = gradients(DOWN(F.gelu(x)).sin(), x)
     with around():
@@ -177,7 +177,7 @@ def test_roots_one_after_the_other(path, order):
         (lambda h: h[1:].detach() * OTHER[1:], "something"),
     ],
 )
-def test_a_use_outside_of_the_blocks_is_named_and_nothing_is_freed(use, node):
+def test_a_consumer_outside_of_the_blocks_is_named_and_nothing_is_freed(use, node):
     x = torch.randn(6, 4, 8, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(torch.exp, x)
@@ -194,13 +194,13 @@ def test_a_use_outside_of_the_blocks_is_named_and_nothing_is_freed(use, node):
     assert torch.allclose(x.grad, right[0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_the_caller_keeps_is_no_use():
-    """Views, aliases and containers that only Python holds are freed with the output."""
+def test_references_of_the_caller_do_not_prevent_freeing():
+    """Views, aliases and containers that only Python variables refer to are freed too."""
     x = torch.randn(6, 4, 8, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(torch.exp, x)
     kept = [h, h.detach(), h[2], h.view(-1), h.mT]
-    total = h.sum()  # reads the output, saves nothing of it
+    total = h.sum()  # reads the output but does not save it
     with ckpt.consumer():
         y = h.sin()
         inside = h.flatten()
@@ -210,8 +210,8 @@ def test_what_the_caller_keeps_is_no_use():
     assert torch.allclose(x.grad, x.exp().cos() * x.exp() + x.exp(), rtol=1e-4, atol=1e-5)
 
 
-def test_something_saved_that_is_then_modified_in_place():
-    """Torch does not compare versions of what a hook has packed: the block does."""
+def test_a_saved_tensor_that_is_modified_in_place_is_an_error():
+    """The block compares versions, because torch does not for tensors that a hook packed."""
     x = torch.randn(6, requires_grad=True)
     other = torch.randn(6)
     ckpt = so.OutputDiscardCheckpoint()
@@ -266,7 +266,7 @@ def test_an_exception_in_the_consumer_leaves_nothing_behind(path):
 
 
 def test_a_block_costs_no_walk_over_all_objects(monkeypatch):
-    """The slow search is for what was made outside of the blocks."""
+    """The slow search is only for consumers outside of the blocks."""
     monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked at every object"))
     x = torch.randn(6, 4, 8, requires_grad=True)
     for consumer in CONSUMERS.values():
@@ -275,8 +275,8 @@ def test_a_block_costs_no_walk_over_all_objects(monkeypatch):
     same([so.output_discard(torch.sin, lambda h: h)(x)], [x.sin()])
 
 
-def test_a_leaf_of_the_same_bytes():
-    """As of models that take gradients of their own activations."""
+def test_a_leaf_that_shares_the_output_storage():
+    """Models that differentiate by their own activations create such leaves."""
     x = torch.randn(6, 4, 8, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(torch.exp, x)
@@ -304,13 +304,13 @@ KEEP = {
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_what_a_consumer_keeps_can_be_read(path, name):
+def test_an_output_that_a_consumer_keeps_can_be_read(path, name):
     x = torch.randn(6, 4, 8, requires_grad=True)
-    held = []
-    tensors(so.output_discard(torch.exp, KEEP[name])(x), held)
-    tensors(KEPT, held)
-    assert len(held) == 2 and not any(map(so.is_discarded, held))
-    sum(t.sum() for t in held if t.requires_grad).backward()
+    kept = []
+    tensors(so.output_discard(torch.exp, KEEP[name])(x), kept)
+    tensors(KEPT, kept)
+    assert len(kept) == 2 and not any(map(so.is_discarded, kept))
+    sum(t.sum() for t in kept if t.requires_grad).backward()
     right = []
     tensors(KEEP[name](x.exp()), right)
     assert torch.equal(x.grad, torch.autograd.grad(sum(t.sum() for t in right), x)[0])
@@ -326,31 +326,31 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_consumer_was_given_in_a_container(path, name):
+def test_an_output_in_a_container_that_a_consumer_keeps(path, name):
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    held = []
-    tensors(so.output_discard(lambda x: {"h": x.exp()}, GIVEN[name])(x), held)
-    tensors(KEPT, held)
+    kept = []
+    tensors(so.output_discard(lambda x: {"h": x.exp()}, GIVEN[name])(x), kept)
+    tensors(KEPT, kept)
     KEPT.clear()
-    assert len(held) == 2 and not any(map(so.is_discarded, held))
-    sum(t.sum() for t in held).backward()
+    assert len(kept) == 2 and not any(map(so.is_discarded, kept))
+    sum(t.sum() for t in kept).backward()
     h = x.detach().exp()
     assert torch.allclose(x.grad, h * h.cos() + h)
 
 
 def with_blocks(producer, consumer, x):
     ckpt = so.OutputDiscardCheckpoint()
-    given = ckpt.checkpoint(producer, x)
+    output = ckpt.checkpoint(producer, x)
     with ckpt.consumer():
-        y = consumer(given)
+        y = consumer(output)
     ckpt.discard_output_and_register_recompute()
     return y
 
 
 def with_chain(producer, consumer, x):
     with so.OutputDiscardChain() as chain:
-        given = chain.checkpoint(producer, x)
-        return consumer(given)
+        output = chain.checkpoint(producer, x)
+        return consumer(output)
 
 
 HOLDER = nn.Module()
@@ -375,13 +375,13 @@ def test_a_container_that_a_consumer_stores(path, name, run):
         return y
 
     y = run(lambda x: {"inner": [x.exp()]}, consumer, x)
-    held = KEPT.pop("d") if KEPT else vars(HOLDER).pop("d")
-    while not isinstance(held, torch.Tensor):
-        if hasattr(held, "cell_contents"):
-            held = held.cell_contents
-        held = held["inner"] if isinstance(held, dict) else held[0]
-    assert not so.is_discarded(held)
-    (y + held).sum().backward()
+    stored = KEPT.pop("d") if KEPT else vars(HOLDER).pop("d")
+    while not isinstance(stored, torch.Tensor):
+        if hasattr(stored, "cell_contents"):
+            stored = stored.cell_contents
+        stored = stored["inner"] if isinstance(stored, dict) else stored[0]
+    assert not so.is_discarded(stored)
+    (y + stored).sum().backward()
     h = x.detach().exp()
     assert torch.allclose(x.grad, h * h.cos() + h)
 
@@ -409,16 +409,16 @@ def test_a_container_of_variables_is_freed(path, returned):
         if isinstance(second, tuple):
             second, _ = second
         y = y + consumer(second)
-    for given in (first, second):
-        found = []
-        tensors(given, found)
-        assert so.is_discarded(found[0])
+    for container in (first, second):
+        collected = []
+        tensors(container, collected)
+        assert so.is_discarded(collected[0])
     y.sum().backward()
     h = x.detach().exp()
     assert torch.allclose(x.grad, 2 * h * h.cos())
 
 
-def test_a_container_that_nobody_keeps_is_freed(path):
+def test_a_container_without_references_is_freed(path):
     x, inside = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), []
 
     def consumer(d):
@@ -443,22 +443,22 @@ def test_saved_tensors_that_may_be_modified(path):
     for run in (so.output_discard(producer, lambda h: h @ w), so.CheckpointWrapper(Layer())):
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             right = torch.autograd.grad((producer(x) @ w).sum(), (x, w))
-            found = torch.autograd.grad(run(x).sum(), (x, w))
-        assert all(map(torch.equal, found, right))
+            got = torch.autograd.grad(run(x).sum(), (x, w))
+        assert all(map(torch.equal, got, right))
 
 
-def tensors(value, found):
-    """The tensors in containers and objects."""
+def tensors(value, collected):
+    """Append the tensors in containers and objects to `collected`."""
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        collected.append(value)
     elif value is not None and not isinstance(value, int):
         value = value if isinstance(value, (list, tuple, dict)) else vars(value)
         for each in value.values() if isinstance(value, dict) else value:
-            tensors(each, found)
+            tensors(each, collected)
 
 
-def test_looking_at_variables_leaves_them_alone():
-    """Neither does the frame keep what a variable no longer names, nor lose what it was told."""
+def test_inspecting_local_variables_does_not_change_them():
+    """The frame keeps no tensor that a variable no longer names, and `locals()` stays the same."""
     x = torch.randn(6, 4, 8, requires_grad=True)
     mine = locals()
 
@@ -479,13 +479,13 @@ def test_looking_at_variables_leaves_them_alone():
     assert mine["x"] is x
 
 
-def test_counting_where_dynamo_looks_at_every_call():
-    """As it goes on to do after some errors: arguments of calls have a reference more then."""
+def test_references_are_counted_right_while_dynamo_inspects_every_call():
+    """Dynamo continues to do so after some errors. Arguments then have one more reference."""
     torch._dynamo.reset()
     before = torch._C._dynamo.eval_frame.set_eval_frame(False)
     try:
-        test_what_the_caller_keeps_is_no_use()
-        test_a_leaf_of_the_same_bytes()
+        test_references_of_the_caller_do_not_prevent_freeing()
+        test_a_leaf_that_shares_the_output_storage()
         layer, x = nn.Linear(4, 4).requires_grad_(False), torch.randn(3, 4)
         ckpt = so.OutputDiscardCheckpoint()
         h = ckpt.checkpoint(lambda x: layer(x).view(-1), x)

@@ -1,4 +1,4 @@
-"""Copies of tensors that a region may write: when they are dropped, and code that can write."""
+"""Copies of tensors that a region may write are dropped in time, and code that writes is found."""
 
 import types
 import weakref
@@ -13,7 +13,7 @@ from storage_ops.checkpoint.state.contents import Contents
 
 
 class Comparison:
-    """A comparison of a GPU, which ends when the test says so."""
+    """A comparison on a GPU. The test decides when it ends."""
 
     def __init__(self, differs):
         self.differs, self.ready, self.waited, self.event = differs, False, False, self
@@ -27,16 +27,16 @@ class Comparison:
 
 def compared(differs):
     t = torch.zeros(contents.SMALL)  # four times the bytes of a small tensor
-    held = Contents(t, False, True)
-    held._comparison = Comparison(differs)
-    return t, held, held._comparison
+    contents_ = Contents(t, False, True)
+    contents_._comparison = Comparison(differs)
+    return t, contents_, contents_._comparison
 
 
 def test_a_copy_is_dropped_when_the_device_has_compared_it():
     queue = contents._Compared()
     first, second, third = (compared(differs) for differs in (False, True, False))
-    for _, held, _ in (first, second):
-        queue.append(held)
+    for _, copy, _ in (first, second):
+        queue.append(copy)
     assert first[1].nbytes and second[1].nbytes  # the device has not ended
     first[2].ready = second[2].ready = True
     queue.append(third[1])
@@ -50,27 +50,27 @@ def test_copies_that_wait_for_the_device_keep_to_the_budget(monkeypatch):
     queue, each = contents._Compared(), [compared(False) for _ in range(4)]
     dropped = weakref.ref(compared(False)[1])
     queue._waiting.append(dropped)
-    for _, held, _ in each:
-        queue.append(held)
-    assert [held.nbytes > 0 for _, held, _ in each] == [False, False, True, True]
+    for _, copy, _ in each:
+        queue.append(copy)
+    assert [copy.nbytes > 0 for _, copy, _ in each] == [False, False, True, True]
     assert dropped() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.T, lambda t: t[::2], lambda t: t.conj()])
-def test_a_nan_has_not_changed_and_a_bit_has(dtype, view):
+def test_a_nan_counts_as_unchanged_and_a_flipped_bit_as_changed(dtype, view):
     t = view(torch.randn(300, 400).to(dtype))
     if dtype.is_floating_point:
         t[0, 0] = float("nan")
     for change in (False, True):
-        held = Contents(t, False, True)
-        held._is_small = False
+        copy = Contents(t, False, True)
+        copy._is_small = False
         sums = Contents(t, False, False, summed=True)
         if change:
             last = t.data[-1, -1]
             last.copy_(~last if dtype is torch.bool else last + 1)
-        held.finish(), sums.finish()
-        assert (held.nbytes > 0) is change and (sums.lost() is not None) is change
+        copy.finish(), sums.finish()
+        assert (copy.nbytes > 0) is change and (sums.lost() is not None) is change
 
 
 UNSEEN = code_writes.IN_PLACE | code_writes.UNSEEN
@@ -154,18 +154,18 @@ class Parent(Plain):
 
 
 @pytest.mark.parametrize(
-    "classes, found",
+    "classes, writes",
     [((Plain,), 0), ((Writes,), code_writes.IN_PLACE | code_writes.WITHOUT_GRAD),
      ((Unseen,), UNSEEN), ((nn.Linear,), 0), ((ByAClass,), UNSEEN), ((ByAnotherModule,), UNSEEN),
      ((Parent, Child), UNSEEN), ((Child,), 0), ((BySaving,), 0), ((Imports,), 0)],
 )  # fmt: skip
-def test_how_code_that_the_forward_runs_may_write(classes, found):
-    assert code_writes.of_calls(classes) == found
+def test_kinds_of_writes_in_code_that_the_forward_runs(classes, writes):
+    assert code_writes.of_calls(classes) == writes
 
 
 @pytest.mark.in_turn
 def test_a_hook_that_names_a_whole_model_copies_no_parameters(copied):
-    """Classes of the model define methods that write `.data`, which the hook never runs."""
+    """Some methods of the model write `.data`, but the hook never calls them."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -176,7 +176,7 @@ def test_a_hook_that_names_a_whole_model_copies_no_parameters(copied):
     layer = model.model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: seen.append([type(m) for m in model.modules()]))
     ids = torch.randint(0, 64, (2, 8))
-    if transformers.__version__ < "5":  # a debugger in it may write; the first forward finds out
+    if transformers.__version__ < "5":  # has code that may write, so the first forward decides
         model(input_ids=ids, labels=ids).loss.backward()
         seen.clear(), copied.clear()
     model(input_ids=ids, labels=ids).loss.backward()

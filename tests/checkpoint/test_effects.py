@@ -1,4 +1,4 @@
-"""What a region does besides returning tensors happens once; it gets the caller's own objects."""
+"""Side effects of a region happen once, and a region gets the caller's own objects."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ KINDS = ("full", "selective", "output_discard", "reentrant", "region", "composed
 
 
 class Around(nn.Module):
-    """A layer, and what uses its output."""
+    """A layer, and an op that consumes its output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -28,7 +28,7 @@ class Around(nn.Module):
 
 
 def checkpointed(kind, model):
-    """A function equal to a model, whose layer is a region."""
+    """Return a function like `model` in which the layer is a region."""
     layer, head = model.layer, model.head
     if kind == "region":
 
@@ -58,7 +58,7 @@ def checkpointed(kind, model):
 
 
 def pair(kind, make):
-    """Two equal models: plain, and with a region."""
+    """Return two equal models, plain and with a region, each after the function that calls it."""
     model = Around(make())
     if kind == "chain":
         plain = copy.deepcopy(model)
@@ -79,8 +79,8 @@ def same_state(got, right):
 
 
 def steps(fn, model, inputs, retain=False):
-    """Gradients of some steps, two forwards to a backward."""
-    found = []
+    """Return the gradients of some steps, each with two forwards and one backward."""
+    gradients = []
     for x in inputs:
         model.zero_grad()
         x = x.clone().requires_grad_()
@@ -89,12 +89,12 @@ def steps(fn, model, inputs, retain=False):
         if retain:
             first.backward(retain_graph=True)
         (first + second).backward()
-        found.append([x.grad, *(p.grad for p in model.parameters())])
-    return found
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    return gradients
 
 
 class State(nn.Module):
-    """Reads a state, and writes it in place."""
+    """Reads its state, and writes it in place."""
 
     def __init__(self, how="copy"):
         super().__init__()
@@ -114,7 +114,7 @@ class State(nn.Module):
 
 
 class Attribute(State):
-    """The state is a tensor in an attribute, which is no buffer."""
+    """Has its state in a plain attribute instead of a buffer."""
 
     def __init__(self, how="copy"):
         super().__init__(how)
@@ -123,7 +123,7 @@ class Attribute(State):
 
 
 class Tupled(nn.Module):
-    """A state in a tuple, and a value for a log that has a history."""
+    """Has its state in a tuple, and logs a tensor with an autograd graph."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class Tupled(nn.Module):
 
 
 class Counts(nn.Module):
-    """The load of experts, and what it makes of it."""
+    """Counts the load of experts, and computes a loss from it."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ class FakeQuantized(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A codebook that follows the mean of what is quantised, by `.data`."""
+    """Moves its codebook towards the mean of its inputs, by writing `.data`."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_effects_happen_once_and_gradients_are_those_of_eager(name, kind):
     inputs = [torch.randn(8, 4) for _ in range(3)]
     right = steps(plain, plain_model, inputs)
     got = steps(fn, model, inputs)
-    # It adds in another order.
+    # The reentrant checkpoint adds gradients in another order.
     equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
     for a, b in zip(got, right, strict=True):
         assert all(map(equal, a, b))
@@ -236,18 +236,18 @@ def test_effects_happen_once_and_gradients_are_those_of_eager(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_logged_keeps_no_earlier_region(kind):
+def test_a_logged_value_keeps_no_earlier_region_alive(kind):
     _, _, fn, model = pair(kind, Tupled)
     known = {id(o) for o in gc.get_objects() if type(o) is Region}
     steps(fn, model, [torch.randn(8, 4) for _ in range(6)])
     gc.collect()
     alive = [o for o in gc.get_objects() if type(o) is Region and id(o) not in known]
-    assert len(alive) <= 2  # of the last step, whose value is there
+    assert len(alive) <= 2  # regions of the last step, whose logged value exists
 
 
 @pytest.mark.parametrize("kind", ["full", "composed"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
-def test_effects_of_what_torchscript_compiled_happen_once(kind):
+def test_effects_of_torchscript_modules_happen_once(kind):
     traced = torch.jit.trace(nn.BatchNorm1d(6), torch.randn(5, 6))
     scripted = torch.jit.script(nn.Linear(6, 6))
     layers = (nn.Linear(4, 6), scripted, traced, nn.Tanh())
@@ -273,8 +273,8 @@ def test_effects_happen_once_however_many_backwards(path, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_written_and_nothing_moves(kind):
-    """Neither a version nor a byte of buffers that are only read."""
+def test_buffers_that_are_only_read_do_not_change(kind):
+    """Their versions and bytes stay the same."""
     _, _, fn, model = pair(kind, lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()))
     norm = model.layer[1]
     norm.register_buffer("large", torch.randn(300, 300))
@@ -297,7 +297,7 @@ def test_list_and_dictionary_arguments_are_the_callers_own(kind):
 
     plain, plain_model, fn, model = pair(kind, lambda: Layer(4, 6))
     warns = pytest.warns(UserWarning, match="Layer puts a tensor into one of its arguments")
-    found = []
+    results = []
     for run, module in ((plain, plain_model), (fn, model)):
         x, losses, cache = torch.ones(2, 4, requires_grad=True), [], {}
         with warns if kind == "reentrant" and run is fn else contextlib.nullcontext():
@@ -305,12 +305,12 @@ def test_list_and_dictionary_arguments_are_the_callers_own(kind):
         with_aux = 0 if kind == "reentrant" else sum(losses)
         (y.sum() + with_aux).backward()
         assert len(losses) == len(cache["keys"]) == 1
-        found.append([x.grad, losses[0], cache["keys"][0], module.layer.weight.grad])
-    assert all(map(torch.equal, *found))
+        results.append([x.grad, losses[0], cache["keys"][0], module.layer.weight.grad])
+    assert all(map(torch.equal, *results))
 
 
 class Cache:
-    """As that of keys and values in transformers."""
+    """A cache like the one for keys and values in transformers."""
 
     def __init__(self):
         self.layers, self.seen = [], 0
@@ -322,20 +322,20 @@ class Cache:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_that_is_given_is_written_once(kind):
+def test_an_object_argument_is_written_once(kind):
     class Layer(nn.Linear):
         def forward(self, x, cache):
             k = super().forward(x)
             return k + cache.update(k.detach()).mean(0) * cache.seen
 
     plain, plain_model, fn, model = pair(kind, lambda: Layer(4, 6))
-    found = []
+    results = []
     for run, module in ((plain, plain_model), (fn, model)):
         x, cache = torch.ones(2, 4, requires_grad=True), Cache()
         (run(x, cache) + run(x * 2, cache)).sum().backward()
         assert len(cache.layers) == 2 and cache.seen == 4
-        found.append([x.grad, *cache.layers, module.layer.weight.grad])
-    assert all(map(torch.equal, *found))
+        results.append([x.grad, *cache.layers, module.layer.weight.grad])
+    assert all(map(torch.equal, *results))
 
 
 class Tagged(torch.Tensor):
@@ -354,7 +354,7 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
             return super().forward(scaled[0] * scaled[2] + scaled[1]) * scaled[3]
 
     plain, _, fn, _ = pair(kind, lambda: Layer(4, 6))
-    found = []
+    results = []
     around = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
     for run in (plain, fn):
         seen.clear()
@@ -366,8 +366,8 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
         with around if hooked else contextlib.nullcontext():
             y = run(x, p, mask, leaf)
         y.sum().backward()
-        found.append([z.grad, p.grad, leaf.grad])
-    assert all(map(torch.equal, *found))
+        results.append([z.grad, p.grad, leaf.grad])
+    assert all(map(torch.equal, *results))
     first, again = seen[0], seen[-1]
     assert len(seen) > 1 and type(again[2]) is Tagged and type(again[1]) is nn.Parameter
     assert [t.is_leaf for t in again] == [False, True, True, True]
@@ -387,13 +387,13 @@ def test_hooks_that_a_region_registers_on_its_input_run_once(kind):
     _, _, fn, _ = pair(kind, lambda: Layer(4, 6))
     x = torch.randn(2, 4, requires_grad=True) * 1
     if kind == "reentrant":
-        return  # there the forward has no graph, and the recompute is what registers it
+        return  # its forward has no graph, so only the recompute registers the hook
     fn(x).sum().backward()
     assert calls == [1]
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
-def test_what_a_node_saves_without_a_gradient_is_the_same_object(kind):
+def test_a_node_gets_the_same_object_for_a_saved_tensor_without_grad(kind):
     table = torch.arange(6.0)
     table.note = "mine"
 
@@ -420,7 +420,7 @@ def test_what_a_node_saves_without_a_gradient_is_the_same_object(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_were_exchanged_are_used_as_the_forward_had_them(path, kind):
+def test_the_recompute_uses_the_parameters_that_the_forward_had(path, kind):
     make = lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))  # noqa: E731
     plain, plain_model, fn, model = pair(kind, make)
     new = {
@@ -429,22 +429,22 @@ def test_parameters_that_were_exchanged_are_used_as_the_forward_had_them(path, k
         if kind in ("full", "selective", "output_discard", "reentrant") or n.startswith("layer")
     }
     x = torch.randn(3, 4, requires_grad=True)
-    found = []
+    results = []
     for run, module in ((plain, plain_model), (fn, model)):
         with _exchanged(module, new):
             y = run(x)
         y.sum().backward()
-        found.append([x.grad, *(t.grad for t in new.values())])
+        results.append([x.grad, *(t.grad for t in new.values())])
         x.grad = None
         for t in new.values():
             t.grad = None
         assert all(p.grad is None for n, p in module.named_parameters() if n in new)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
 @contextlib.contextmanager
 def _exchanged(module, new):
-    """As in torch.func.functional_call, around any function of the module."""
+    """Replace parameters as torch.func.functional_call does, around any call of the module."""
     with torch.nn.utils.stateless._reparametrize_module(module, new):
         yield
 
@@ -452,19 +452,19 @@ def _exchanged(module, new):
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_were_assigned(kind):
     plain, plain_model, fn, model = pair(kind, lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh()))
-    x, found = torch.randn(3, 4, requires_grad=True), []
+    x, results = torch.randn(3, 4, requires_grad=True), []
     for run, module in ((plain, plain_model), (fn, model)):
         y, weight = run(x), module.layer[0].weight
         module.layer[0].weight = nn.Parameter(torch.zeros(6, 4))
         y.sum().backward()
         assert module.layer[0].weight is not weight and module.layer[0].weight.grad is None
-        found.append([x.grad, weight.grad])
+        results.append([x.grad, weight.grad])
         x.grad = None
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("kind", ["region", "composed", "chain"])
-def test_a_variable_of_a_loop_is_as_the_forward_had_it(kind):
+def test_the_recompute_sees_the_loop_variable_of_the_forward(kind):
     layers, head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)
 
     def step(checkpoint):

@@ -1,4 +1,4 @@
-"""Random regions with effects, exchanged parameters and errors leave what eager leaves."""
+"""Random regions with side effects, replaced parameters and errors leave eager mode's state."""
 
 import contextlib
 import copy
@@ -12,14 +12,14 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 import storage_ops as so
 
-from .test_left_behind import nothing_is_left
+from .test_left_behind import assert_nothing_is_left
 
 WIDTH = 4
 NOISE = torch.Generator()
 
 
 class Region(nn.Module):
-    """Runs the steps of a plan on its input; each may read and write what the module has."""
+    """Runs the steps of a plan on its input. Each step may read and write the module's state."""
 
     def __init__(self, plan, dtype):
         super().__init__()
@@ -87,7 +87,7 @@ class Region(nn.Module):
         return x * self.count.item() * self.large[0, 0].item()
 
     def do_some(self, x, box, extra):
-        """Writes a buffer only sometimes."""
+        """Write a buffer in some calls only."""
         y = x * self.state.clone()
         if x.detach().real.sum() > 0:
             self.state.mul_(0.9)
@@ -161,7 +161,7 @@ def wrapped(model, kind):
 
 
 def run(model, fn, case):
-    """All that a step leaves: gradients, losses, containers, buffers, random numbers."""
+    """Return all that a step leaves: gradients, losses, containers, buffers, random numbers."""
     torch.manual_seed(case["seed"])
     NOISE.manual_seed(case["seed"])
     dtype, exchange = case["dtype"], case["exchange"]
@@ -197,23 +197,23 @@ def run(model, fn, case):
             loss.backward(retain_graph=True)
     leaves = [x, *old.values(), *new.values(), *model.head.parameters()]
     leaves += [named[n] for n in named if n == "second scale"] + [extra.get("shift", x)]
-    found = [t.grad for t in leaves] + [loss.detach() for loss in losses]
-    found += [t.detach() for t in (*box, *extra["cache"].items, *model.buffers())]
-    found += [model.region.note, torch.get_rng_state(), NOISE.get_state()]
-    found += [torch.as_tensor(extra["cache"].total), torch.tensor(extra.get("seen", 0))]
-    return found, raised
+    state = [t.grad for t in leaves] + [loss.detach() for loss in losses]
+    state += [t.detach() for t in (*box, *extra["cache"].items, *model.buffers())]
+    state += [model.region.note, torch.get_rng_state(), NOISE.get_state()]
+    state += [torch.as_tensor(extra["cache"].total), torch.tensor(extra.get("seen", 0))]
+    return state, raised
 
 
 def check(case):
     torch.manual_seed(case["seed"])
-    # A function has nothing around it that could fail.
+    # A plain function has no module around it that could fail.
     error = None if case["kind"] == "function" else case["error"]
     plain = Around(Region(case["plan"], case["dtype"]), error)
     model = copy.deepcopy(plain)
     plain.region.noise = model.region.noise = NOISE
     right, right_error = run(plain, plain, case)
     got, error = run(model, wrapped(model, case["kind"]), case)
-    nothing_is_left()
+    assert_nothing_is_left()
     assert error is right_error and len(got) == len(right)
     for index, (a, b) in enumerate(zip(got, right, strict=True)):
         assert (a is None) == (b is None), index
@@ -224,5 +224,5 @@ def check(case):
 @given(CASES)
 @pytest.mark.filterwarnings("ignore:.*modifies in place tensors that the")
 @pytest.mark.filterwarnings("ignore:the policy of the selective checkpoint saves nothing")
-def test_random_regions_leave_what_eager_leaves(case):
+def test_random_regions_leave_the_state_of_eager_mode(case):
     check(case)

@@ -1,4 +1,4 @@
-"""Effects that cannot be undone for a recompute are clear errors."""
+"""Side effects that cannot be undone before a recompute raise a clear error."""
 
 import sys
 from functools import partial
@@ -17,14 +17,14 @@ from .test_effects import KINDS, pair, steps
 
 @pytest.fixture
 def no_copies(monkeypatch):
-    """Regions copy nothing that may be written."""
+    """Let regions copy no tensor that they may write."""
     monkeypatch.setattr(effects, "SMALL", 0)
     monkeypatch.setattr(effects, "BUDGET", 0)
     monkeypatch.setattr(effects, "LARGE_BUDGET", 0)
 
 
 class Late(nn.Linear):
-    """Begins to write a large buffer in a later step."""
+    """Writes a large buffer from a later step on."""
 
     writes = False
 
@@ -64,7 +64,7 @@ def test_without_a_copy_a_late_write_is_an_error_once(no_copies, kind):
 
 @pytest.mark.parametrize("kind", ["full", "selective", "output_discard"])
 @pytest.mark.parametrize("change", [lambda t: t.mul_(2), lambda t: t.copy_(t.roll(1, 0))])
-def test_without_a_copy_a_write_that_moves_no_version_is_an_error(no_copies, change, kind):
+def test_without_a_copy_a_write_that_keeps_the_version_is_an_error(no_copies, change, kind):
     class Unseen(nn.Linear):
         def forward(self, x):
             change(self.table.data)
@@ -78,7 +78,7 @@ def test_without_a_copy_a_write_that_moves_no_version_is_an_error(no_copies, cha
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_region_that_writes_what_cannot_be_copied_says_so(no_copies, kind):
+def test_a_write_to_a_tensor_that_cannot_be_copied_is_named(no_copies, kind):
     class Clipped(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -92,8 +92,8 @@ def test_a_region_that_writes_what_cannot_be_copied_says_so(no_copies, kind):
 
 
 @pytest.mark.parametrize("way", ["region", "composed", "layer"])
-def test_a_parameter_that_was_exchanged_out_of_reach_is_an_error(way):
-    """By the number in a loop's variable: which layer that means is not seen from outside."""
+def test_a_parameter_replaced_behind_a_loop_index_is_an_error(way):
+    """The region closes over the index only, so its layer is unknown until it runs."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     x = h = torch.randn(2, 4, requires_grad=True)
 
@@ -121,7 +121,7 @@ def test_a_parameter_that_was_exchanged_out_of_reach_is_an_error(way):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["add_", "data"])
 @pytest.mark.parametrize("place", ["buffer", "attribute"])
-def test_a_large_tensor_that_is_written_late_is_written_once(place, how, kind):
+def test_a_large_tensor_that_a_later_step_writes_is_written_once(place, how, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Late(4, 6, how))
     if place == "attribute":
         for each in (plain_model.layer, model.layer):
@@ -137,7 +137,7 @@ def test_a_large_tensor_that_is_written_late_is_written_once(place, how, kind):
 
 
 @pytest.mark.parametrize("kind", ["full", "output_discard"])
-def test_data_that_the_caller_exchanges_is_found_by_checksums(kind):
+def test_checksums_detect_data_that_the_caller_replaced(kind):
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 3)
     )
@@ -150,7 +150,7 @@ def test_data_that_the_caller_exchanges_is_found_by_checksums(kind):
 
 
 class Interrupt(TorchDispatchMode):
-    """Raises at one op."""
+    """Raises an error at one op."""
 
     def __init__(self, at):
         super().__init__()
@@ -190,8 +190,8 @@ def test_an_interrupt_at_any_op_of_the_backward_leaves_the_buffers():
     assert raised > 20
 
 
-def test_an_interrupt_at_any_line_that_puts_back_leaves_the_buffers():
-    """A signal comes between two lines of Python, where no op runs."""
+def test_an_interrupt_at_any_line_that_restores_state_leaves_the_buffers():
+    """A signal can arrive between two lines of Python, where no op runs."""
     x, files = torch.randn(5, 4, requires_grad=True), (execution.__file__, contents.__file__)
     before, raised = sys.gettrace(), 0
     for at in range(2000):

@@ -33,7 +33,7 @@ class Tracker:
 
 
 def run(producer, *inputs, change=lambda: None, **options):
-    """Gradients and outputs of `producer` and a square, with `change` between the two passes."""
+    """Return gradients and output of `producer` and a square. Call `change` before the backward."""
     results = []
     for discards in (False, True):
         torch.manual_seed(7)
@@ -53,7 +53,7 @@ def same(results):
         assert torch.equal(first, second)
 
 
-def test_a_tracker_is_repeated_and_put_back(path):
+def test_the_states_of_a_tracker_are_repeated_and_restored(path):
     tracker, x = Tracker(), torch.randn(64)
     handle = so.register_rng_tracker(tracker)
     try:
@@ -82,7 +82,7 @@ def test_a_tracker_is_repeated_and_put_back(path):
         handle.remove()
 
 
-def test_generators_that_a_region_is_given_or_closes_over(path):
+def test_generators_in_arguments_and_closures_of_a_region(path):
     shared, x = torch.Generator().manual_seed(3), torch.randn(64)
 
     def noise(x, generator=None):
@@ -99,7 +99,7 @@ def test_generators_that_a_region_is_given_or_closes_over(path):
         assert torch.allclose(leaf.grad, 2 * x * factor * factor, rtol=1e-4)
 
 
-def test_register_rng_tracker_refuses_what_it_cannot_use():
+def test_register_rng_tracker_refuses_objects_without_states():
     with pytest.raises(TypeError, match=r"`tracker` is int\. Expected"):
         so.register_rng_tracker(3)
 
@@ -147,7 +147,7 @@ def test_deterministic_mode(path):
     assert seen == [False, False, False]
 
 
-def test_attention_takes_the_kernel_of_the_forward(path):
+def test_the_recompute_uses_the_attention_kernel_of_the_forward(path):
     seen = []
 
     def producer(x):
@@ -164,7 +164,7 @@ def test_attention_takes_the_kernel_of_the_forward(path):
     assert seen == [(True, False)] * 2 and torch._C._get_flash_sdp_enabled()
 
 
-def test_cudnn_is_off_where_it_was(path):
+def test_cudnn_is_disabled_in_the_recompute_if_it_was_in_the_forward(path):
     seen = []
 
     def producer(x):
@@ -181,7 +181,7 @@ def test_cudnn_is_off_where_it_was(path):
     assert seen == [False, False] and torch.backends.cudnn.enabled
 
 
-def test_autocast_of_the_forward_not_of_the_backward(path):
+def test_the_recompute_uses_the_autocast_of_the_forward(path):
     w = torch.randn(8, 8)
     ckpt = so.OutputDiscardCheckpoint()
     x = torch.randn(4, 8, requires_grad=True)
@@ -196,7 +196,7 @@ def test_autocast_of_the_forward_not_of_the_backward(path):
     y.sum().backward()
 
 
-def test_state_comes_back_when_the_recompute_raises(path):
+def test_state_is_restored_if_the_recompute_raises(path):
     fails = []
     module = nn.Dropout(0.5)
 
@@ -242,7 +242,7 @@ def test_checksums_name_the_first_tensor_that_differs(path, check):
         y.sum().backward()
 
 
-def test_checksums_of_an_output_that_nothing_saves(path):
+def test_checksums_of_an_output_that_no_node_saves(path):
     counter = []
 
     def producer(x):
@@ -260,8 +260,8 @@ def test_checksums_of_an_output_that_nothing_saves(path):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("change", ["doubled", "reversed", "two exchanged"])
-def test_checksums_of_what_cancels_bit_by_bit(dtype, change):
-    # An xor of all elements sees none of the last two, and the first one at random.
+def test_checksums_differ_for_changes_that_an_xor_misses(dtype, change):
+    # An xor of all elements misses "reversed" and "two exchanged", and sometimes "doubled".
     for _ in range(100):
         x = torch.rand(64).mul(99).add(1).to(dtype)
         other = x * 2 if change == "doubled" else x.flip(0)
@@ -274,7 +274,7 @@ def test_checksums_of_what_cancels_bit_by_bit(dtype, change):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
-def test_checksums_of_a_region_that_repeats_itself(path, dtype):
+def test_checksums_of_an_exact_recompute_agree(path, dtype):
     other = torch.randint(-9, 9, (7, 3)).to(dtype)
     producer = lambda x: (F.dropout(x.sin(), 0.3) * other * (x > 0)) * x[:0].sum()  # noqa: E731
     same(run(producer, torch.randn(7, 3), determinism_check="checksum"))
@@ -320,7 +320,7 @@ def test_selective_policies_inside_of_a_region(path, saves):
         return keep if saves and op == torch.ops.aten.mm.default else again
 
     producer = lambda x: (x @ first).sin() @ second  # noqa: E731
-    for end in (torch.sin, lambda h: h):  # the saved product is the output, or it is not
+    for end in (torch.sin, lambda h: h):  # with `lambda h: h`, the saved product is the output
         x = torch.randn(4, 8)
         right = run(lambda x, end=end: end(producer(x)), x)[0]
         leaf = x.clone().requires_grad_()
@@ -342,7 +342,7 @@ def test_selective_policies_inside_of_a_region(path, saves):
     lambda h: h.transpose(0, 1), lambda h: h[:, :1].expand(3, 4, 6), lambda h: h.unfold(1, 2, 1).mT,
 ])  # fmt: skip
 def test_hooks_that_do_not_keep_strides(view):
-    """As `save_on_cpu(pin_memory=True)`, whose memory is contiguous."""
+    """`save_on_cpu(pin_memory=True)` returns contiguous tensors."""
     first, layer = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     x, wanted = torch.randn(3, 5, 6), (*first.parameters(), *layer.parameters())
     right = torch.autograd.grad(layer(view(first(x))).square().sum(), wanted)
@@ -357,9 +357,9 @@ def test_hooks_that_do_not_keep_strides(view):
 def test_strided_nested_tensors():
     layer = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
     parts = [torch.randn(3, 6), torch.randn(2, 6)]
-    found = []
+    results = []
     for run in (layer, so.CheckpointWrapper(copy.deepcopy(layer))):
         x = torch.nested.nested_tensor(parts, requires_grad=True)
         run(x).to_padded_tensor(0.0).square().sum().backward()
-        found.append([*x.grad.unbind(), *(p.grad for p in run.parameters())])
-    assert all(map(torch.equal, *found))
+        results.append([*x.grad.unbind(), *(p.grad for p in run.parameters())])
+    assert all(map(torch.equal, *results))

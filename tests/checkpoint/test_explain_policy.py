@@ -1,4 +1,4 @@
-"""explain_policy: every op with its count, bytes, decision and FLOPs."""
+"""explain_policy lists every op with its count, bytes, decision and FLOPs."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ def test_all_forms_of_a_policy():
         so.explain_policy(layer, x, policy=3)
 
 
-def test_it_agrees_with_what_backward_repeats():
+def test_recomputed_counts_are_those_of_the_backward():
     model, x = Model(layers=1).double(), make_input()
     table = so.explain_policy(model.layers[0], x, policy="matmuls")
     plain = step(model, x)[3]
@@ -67,7 +67,7 @@ def test_it_agrees_with_what_backward_repeats():
         assert again[op] == recomputed[op], op
 
 
-def test_it_prints_as_a_table():
+def test_a_report_prints_as_a_table():
     table = so.explain_policy(nn.Linear(16, 64), torch.randn(4, 16), policy="matmuls")
     text = str(table)
     assert "aten.addmm" in text and "saved" in text and "1 KiB" in text
@@ -75,7 +75,7 @@ def test_it_prints_as_a_table():
     assert "recomputed" in str(so.explain_policy(torch.sin, torch.ones(2), policy="matmuls"))
 
 
-def test_it_runs_the_function_once_and_under_no_checkpoint():
+def test_the_function_runs_once_and_without_a_checkpoint():
     calls = []
 
     def fn(x):

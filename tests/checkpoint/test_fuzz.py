@@ -1,4 +1,4 @@
-"""Random graphs of producers, consumers, views, second uses and dropout, against plain eager."""
+"""Random graphs of producers, consumers, views and dropout have the gradients of eager mode."""
 
 import torch
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ functions = st.lists(st.integers(0, len(OPS) - 1), min_size=1, max_size=4)
 uses = st.lists(
     st.tuples(st.integers(0, len(VIEWS) - 1), st.integers(0, len(ENDS) - 1)), min_size=1, max_size=3
 )
-# Of one region: its ops, what its consumers do, and how the region is run.
+# A region: its ops, the views and ops of its consumers, and the API that runs it.
 regions = st.tuples(functions, uses, st.sampled_from(["block", "composed", "hook", "wrapped"]))
 
 
@@ -46,7 +46,7 @@ def consume(pairs, h):
 
 
 def step(plan, w, discards):
-    """The sum of what all consumers make; every region feeds the next by its consumers' result."""
+    """Return the sum of all consumers' results. Each region reads the result of the one before."""
     x, total = w, w.sum() * 0
     for ops, pairs, way in plan:
         producer, consumer = compose(ops), lambda h, pairs=pairs: consume(pairs, h)

@@ -1,4 +1,4 @@
-"""What identifies the storage of a tensor."""
+"""`storage_key` identifies the storage of a tensor."""
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ def test_a_discard_does_not_change_the_key():
 
 
 @pytest.mark.parametrize("value", [None, 3, "h", [torch.ones(1)], torch.Tensor])
-def test_only_tensors_have_one(value):
+def test_only_tensors_have_a_key(value):
     assert storage_key(value) is None
 
 
-def test_wrappers_that_name_what_they_wrap_have_its_key():
+def test_a_wrapper_has_the_key_of_the_tensor_that_it_wraps():
     a, b = torch.ones(2), torch.ones(2)
     assert storage_key(TwoTensor(a, b)) == storage_key(a)
     assert storage_key(TwoTensor(Secretive(a), b)) == storage_key(b)
@@ -45,7 +45,7 @@ def test_wrappers_that_name_what_they_wrap_have_its_key():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_what_has_no_storage_of_its_own_has_no_key():
+def test_tensors_without_a_storage_have_no_key():
     parts, dense = [torch.ones(2), torch.ones(3)], torch.eye(3)
     for value in (
         Secretive(torch.ones(2)),
@@ -75,7 +75,7 @@ def test_tensors_that_torch_func_wraps_have_no_key():
     assert keys == [None] * 3 and outside == [storage_key(plain)] * 3
 
 
-def test_simulated_tensors_have_keys_also_of_unknown_size():
+def test_fake_tensors_have_keys_even_if_their_size_is_unknown():
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:

@@ -1,4 +1,4 @@
-"""A recompute calls modules as the forward did: with its hooks, and without later ones."""
+"""A recompute runs the hooks of the forward, and none that were added later."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ ERRORS = (RuntimeError, KeyboardInterrupt, GeneratorExit)
 
 
 class Layer(nn.Module):
-    """Every matrix product is squared, so that its gradient depends on what hooks do."""
+    """Squares every matrix product, so that gradients depend on the hooks."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Forward:
-    """Replaces the forward of one module while it is there."""
+    """Replaces the forward of a module until `remove` is called."""
 
     def __init__(self, module):
         self.module = module
@@ -40,7 +40,7 @@ class Forward:
 
 
 def for_linear(module, hook):
-    """A hook of every module, which does something to the linear layers of size 6."""
+    """Return a global hook that acts only on linear layers of size 6."""
     return lambda m, *args: hook(m, *args) if getattr(m, "in_features", 0) == 6 else None
 
 
@@ -76,7 +76,7 @@ ADD = {
 
 
 def gradients(fn, model, x, add, late):
-    """Those of a step with a hook in the forward, or after it."""
+    """Return the gradients of a step with a hook added before the forward, or after it."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     handle = None if late else add(model.layer)
@@ -111,19 +111,19 @@ def test_the_hooks_of_the_forward_are_repeated_and_no_others(name, late, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_run_in_their_order(kind):
+def test_hooks_run_in_the_order_of_the_forward(kind):
     plain, plain_model, fn, model = pair(kind, Layer)
-    found = []
+    results = []
     for call, each in ((plain, plain_model), (fn, model)):
         x = torch.full((3, 4), 0.3, requires_grad=True)
         first = each.layer.second.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
         each.layer.second.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
         y = call(x)
-        first.remove()  # it comes back before the other
+        first.remove()  # the recompute runs it before the other hook
         y.square().sum().backward()
-        found.append(x.grad)
+        results.append(x.grad)
         assert len(each.layer.second._forward_pre_hooks) == 1
-    assert torch.allclose(*found)
+    assert torch.allclose(*results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +145,7 @@ def test_a_hook_that_removes_itself_is_repeated(kind):
 
 
 class Recorder:
-    """Keeps outputs of a module in an attribute and in a list."""
+    """Records outputs of a module in an attribute and in a list."""
 
     def __init__(self, module):
         self.last, self.outputs = None, []
@@ -218,7 +218,7 @@ def test_an_error_in_a_repeated_hook_leaves_no_hook_behind(error, kind):
 
 def test_hooks_in_a_region_within_a_region():
     plain = nn.Sequential(nn.Sequential(Layer(), nn.Linear(6, 4)), nn.Linear(4, 2))
-    x, found = torch.randn(3, 4), []
+    x, results = torch.randn(3, 4), []
     for nested in (False, True):
         if nested:
             so.CheckpointWrapper(plain[0][0])
@@ -227,12 +227,12 @@ def test_hooks_in_a_region_within_a_region():
         handle = plain[0][0].second.register_forward_pre_hook(lambda m, args: (args[0].sin() * 2,))
         y = plain(t)
         handle.remove()
-        found.append(torch.autograd.grad(y.sum(), [t, *plain.parameters()]))
-    assert all(map(torch.equal, *found))
+        results.append(torch.autograd.grad(y.sum(), [t, *plain.parameters()]))
+    assert all(map(torch.equal, *results))
 
 
 def test_hooks_of_a_tiled_module():
-    modules, found = [], []
+    modules, results = [], []
     x = torch.randn(2, 6, 4)
     torch.manual_seed(0)
     modules.append(Layer())
@@ -243,8 +243,8 @@ def test_hooks_of_a_tiled_module():
         handle = ADD["pre hook with an op"](module)
         y = module(t)
         handle.remove()
-        found.append(torch.autograd.grad(y.square().sum(), [t, *module.parameters()]))
-    assert all(map(partial(torch.allclose, rtol=1e-4, atol=1e-5), *found))
+        results.append(torch.autograd.grad(y.square().sum(), [t, *module.parameters()]))
+    assert all(map(partial(torch.allclose, rtol=1e-4, atol=1e-5), *results))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -270,8 +270,8 @@ def test_a_hook_lives_until_the_backward(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dictionary_that_is_given_has_its_order_again(kind):
-    """The items that were deleted since the forward come back where they were."""
+def test_a_dictionary_argument_has_its_order_again(kind):
+    """Items that were deleted after the forward return to their positions."""
 
     class Stacks(nn.Linear):
         def forward(self, x, terms):
@@ -284,16 +284,16 @@ def test_a_dictionary_that_is_given_has_its_order_again(kind):
         pass
 
     plain, _, fn, _ = pair(kind, lambda: Stacks(4, 6))
-    found = []
+    results = []
     for call in (plain, fn):
         terms, x = Terms(), torch.full((3, 4), 0.3, requires_grad=True)
         terms.items = {"a": 1.0, "b": 2.0}
         y = call(x, terms)
         del terms.items["a"]
         y.sin().sum().backward()
-        found.append(x.grad)
+        results.append(x.grad)
         assert terms.items == {"b": 2.0}
-    assert torch.allclose(*found)
+    assert torch.allclose(*results)
 
 
 class Average:
@@ -323,7 +323,7 @@ def by_object(layer):
 @pytest.mark.parametrize("make", [direct, by_object])
 @pytest.mark.parametrize("kind", ["full", "selective", "output_discard"])
 def test_a_hook_that_writes_parameters_of_the_module_around_writes_once(make, kind):
-    """The code that writes them is a method of an object that another function calls."""
+    """A method of an object writes them, and another function calls the method."""
     _, plain, fn, model = pair(kind, Layer)
     gradients = []
     for each, call in ((plain, plain), (model, fn)):

@@ -1,4 +1,4 @@
-"""Embeddings with `max_norm`, and caches that several layers write in place."""
+"""Regions with embeddings with `max_norm`, and with caches that several layers write in place."""
 
 import copy
 from functools import partial
@@ -18,7 +18,7 @@ ROWS, WIDTH, NORM = 2000, 16, 7.3
 
 
 def renormed(dtype=torch.float32):
-    """A weight whose rows max_norm scales, and by rounding scales again in a second call."""
+    """Return a weight whose rows `max_norm` scales in two calls, because of rounding."""
     weight = (torch.randn(ROWS, WIDTH) * 10).to(dtype)
     once = torch.embedding_renorm_(weight.clone(), torch.arange(ROWS), NORM, 2.0)
     assert not torch.equal(once, torch.embedding_renorm_(once.clone(), torch.arange(ROWS), NORM, 2))
@@ -26,7 +26,7 @@ def renormed(dtype=torch.float32):
 
 
 def numbers(x):
-    """Row indices computed from the values of an input that needs a gradient."""
+    """Compute row indices from the values of an input that requires grad."""
     return (x.detach().abs() * 1e5).long() % ROWS
 
 
@@ -59,8 +59,8 @@ def _trained(model):
 
 
 def train(fn, model, inputs, retain=False):
-    """The gradients of some steps of an optimizer, with one forward each."""
-    optimizer, found = torch.optim.SGD(_trained(model), lr=0.1), []
+    """Return the gradients of some steps of an optimizer, with one forward each."""
+    optimizer, gradients = torch.optim.SGD(_trained(model), lr=0.1), []
     for x in inputs:
         optimizer.zero_grad()
         x = x.clone().requires_grad_()
@@ -68,9 +68,9 @@ def train(fn, model, inputs, retain=False):
         if retain:
             loss.backward(retain_graph=True)
         loss.backward()
-        found.append([x.grad.clone(), *(p.grad.clone() for p in _trained(model))])
+        gradients.append([x.grad.clone(), *(p.grad.clone() for p in _trained(model))])
         optimizer.step()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,34 +91,34 @@ def test_an_embedding_with_max_norm_scales_its_rows_once(how, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["twice", "read before", "again"])
 @pytest.mark.parametrize("copied", [True, False])
-def test_rows_that_are_no_longer_those_of_the_forward(monkeypatch, copied, how, kind):
-    """A copy is kept, and an error where there is none."""
+def test_rows_that_changed_after_the_forward(monkeypatch, copied, how, kind):
+    """The recompute uses a copy. Without a copy, there is an error."""
     if (kind, how) == ("reentrant", "again"):
         copied = False  # autograd counts the write of the other forward
     if not copied:
         monkeypatch.setattr(effects, "SMALL", 0)
         monkeypatch.setattr(effects, "BUDGET", 0)
     plain, plain_model, fn, model = pair(kind, lambda: Embeds(how))
-    found, x = [], torch.randn(30, 4)
+    results, x = [], torch.randn(30, 4)
     for call, each in ((plain, plain_model), (fn, model)):
-        given = x.clone().requires_grad_()
-        y = call(given)
+        inputs = x.clone().requires_grad_()
+        y = call(inputs)
         if how == "again":
-            call(given * 2)
+            call(inputs * 2)
         weight = each.layer.table.weight.detach().clone()
         if each is model and not copied:
             with pytest.raises(
                 RuntimeError, match=r"Call it once in the region|was modified in pl"
             ):
                 y.sum().backward()
-            assert given.grad is None
+            assert inputs.grad is None
         else:
             y.sum().backward()
-            found.append([given.grad, *(p.grad for p in each.parameters()), weight])
+            results.append([inputs.grad, *(p.grad for p in each.parameters()), weight])
         assert torch.equal(each.layer.table.weight, weight)
     assert torch._C._len_torch_dispatch_stack() == 0
     equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
-    assert not copied or all(map(equal, *found))
+    assert not copied or all(map(equal, *results))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,7 +199,7 @@ def test_max_norm_in_a_graph(kind, mode):
 def test_max_norm_in_a_simulation():
     model = Embeds()
     weight = model.table.weight.detach().clone()
-    found = []
+    peaks = []
     for checkpoints in (False, True):
         if checkpoints:
             so.CheckpointWrapper(model)
@@ -207,8 +207,8 @@ def test_max_norm_in_a_simulation():
         def step(x):
             model(x).square().sum().backward()
 
-        found.append(so.memory.estimate(step, torch.randn(30, 4)).peak_bytes)
-    assert found[1] - found[0] <= 2 * weight.nbytes and torch.equal(model.table.weight, weight)
+        peaks.append(so.memory.estimate(step, torch.randn(30, 4)).peak_bytes)
+    assert peaks[1] - peaks[0] <= 2 * weight.nbytes and torch.equal(model.table.weight, weight)
 
 
 def test_tiles_scale_rows_more_than_once_which_is_an_error():
@@ -228,14 +228,14 @@ def test_a_parameter_of_tiles_that_was_modified_is_an_error():
 
 
 class Cache:
-    """Keys of earlier tokens."""
+    """Holds the keys of earlier tokens."""
 
     def __init__(self, keys):
         self.keys = [keys]
 
 
 class Rolls(nn.Module):
-    """Reads a cache by a copy, and puts its keys at the end of the cache."""
+    """Reads a copy of a cache, and writes its keys to the end of the cache."""
 
     def __init__(self):
         super().__init__()
@@ -267,22 +267,22 @@ def test_a_rolling_cache_in_an_object(mode, size):
     options = {"use_reentrant": True} if mode == "reentrant" else {"mode": mode}
     options |= {"policy": "matmuls"} if mode == "selective" else {}
     so.apply_activation_checkpoint(model, {"layer_classes": ["Rolls"], **options})
-    found = []
+    results = []
     for each in (plain, model):
         x, cache = torch.ones(3, 4, requires_grad=True), Cache(keys.clone())
         y = each(x, cache)
         y.square().sum().backward()
-        found.append([cache.keys[0], x.grad, *(p.grad for p in each.parameters())])
+        results.append([cache.keys[0], x.grad, *(p.grad for p in each.parameters())])
     equal = partial(torch.allclose, atol=1e-6) if mode == "reentrant" else torch.equal
-    assert all(map(equal, *found))
+    assert all(map(equal, *results))
 
 
 @pytest.mark.parametrize("where", ["argument", "keyword", "list"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "chain"])
 def test_a_cache_that_is_an_argument_is_an_error_that_names_it(kind, where):
     class Writes(nn.Linear):
-        def forward(self, x, *given):
-            cache = given[0] if where == "argument" else given[0][-1]
+        def forward(self, x, *extra):
+            cache = extra[0] if where == "argument" else extra[0][-1]
             y = super().forward(x) * cache.mean()
             cache.mul_(2)
             return y
@@ -297,14 +297,14 @@ def test_a_cache_that_is_an_argument_is_an_error_that_names_it(kind, where):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["attribute", "buffer", "unread"])
-def test_a_large_tensor_that_was_written_since_is_an_error_where_it_is_read(place, kind):
+def test_a_large_tensor_that_was_written_after_the_forward_is_an_error_if_read(place, kind):
     class Reads(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
             return y if place == "unread" else y * self.table.mean().sin()
 
     plain, plain_model, fn, model = pair(kind, lambda: Reads(4, 6))
-    found = []
+    results = []
     for call, each in ((plain, plain_model), (fn, model)):
         table = torch.full((300, 300), 0.5)
         if place == "buffer":
@@ -319,5 +319,5 @@ def test_a_large_tensor_that_was_written_since_is_an_error_where_it_is_read(plac
                 y.sum().backward()
             return
         y.sum().backward()
-        found.append(x.grad)
-    assert torch.allclose(*found)
+        results.append(x.grad)
+    assert torch.allclose(*results)

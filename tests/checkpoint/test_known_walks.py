@@ -1,7 +1,7 @@
-"""What lies around a region is looked at in each call, also where an earlier walk is known.
+"""A region notices changes of the objects around it when it reuses an earlier walk over them.
 
-Each test calls a region until its walk is known, and changes something. The region must then do
-what a walk in Python does.
+Each test calls a region until its walk is known, and then changes an object. The region must do the
+same as with a walk in Python.
 """
 
 import collections
@@ -37,7 +37,7 @@ def draw(x):
 
 
 class Block(nn.Module):
-    """A module with a place of each kind that a walk reads."""
+    """A module with every kind of attribute, container and global that a walk reads."""
 
     shared: typing.ClassVar[list[float]] = [1.0]
 
@@ -164,10 +164,10 @@ def gradients(fn, x, seed, between=lambda: None):
     y = fn(leaf)
     between()
     y.square().sum().backward()
-    found = [leaf.grad, *(p.grad for p in (*fn.parameters(), *SHIFT.parameters()))]
+    leaves = [leaf.grad, *(p.grad for p in (*fn.parameters(), *SHIFT.parameters()))]
     for p in (*fn.parameters(), *SHIFT.parameters()):
         p.grad = None
-    return [y.detach(), *found]
+    return [y.detach(), *leaves]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -183,8 +183,8 @@ def test_a_change_before_the_forward(path, change, monkeypatch):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_the_forward(change, monkeypatch):
-    """The recompute finds what a walk in Python would have restored, and leaves the same."""
-    found = []
+    """The recompute sees and leaves the same values as with a walk in Python."""
+    outcomes = []
     for native in (known_walks._native, None):
         with monkeypatch.context() as patch:
             patch.setattr(known_walks, "_native", native)
@@ -197,12 +197,13 @@ def test_a_change_after_the_forward(change, monkeypatch):
             except RuntimeError as error:
                 result = [str(error)]
             names = [name for name, _ in (*block.named_buffers(), *block.named_modules())]
-            found.append([*result, *names, str(block.count), block.training, sorted(vars(block))])
-    assert all(map(same, *found))
+            attributes = sorted(vars(block))
+            outcomes.append([*result, *names, str(block.count), block.training, attributes])
+    assert all(map(same, *outcomes))
 
 
 class Writes(nn.Module):
-    """A module whose forward changes what the next one reads."""
+    """A module whose forward changes values that the next forward reads."""
 
     def __init__(self, change):
         super().__init__()
@@ -260,7 +261,7 @@ def change_the_mode(module):
     ],
 )  # fmt: skip
 def test_a_change_by_the_forward(path, change):
-    """It happens once, and each recompute finds what its forward found."""
+    """The change happens once, and each recompute sees the values that its forward saw."""
     torch.manual_seed(0)
     plain, fn = Writes(change), so.CheckpointWrapper(Writes(change))
     fn.load_state_dict(plain.state_dict())
@@ -268,9 +269,9 @@ def test_a_change_by_the_forward(path, change):
     for _ in range(CALLS):
         fn(x).sum().backward()
     fn.zero_grad()
-    plain.changes = fn.changes = True  # a number, so the walk is known still
+    plain.changes = fn.changes = True  # a bool is a number, so the walk stays known
     for _ in range(CALLS):
-        found = []
+        outcomes = []
         for call in (plain, fn):
             leaf = x.detach().requires_grad_()
             y = call(leaf)
@@ -282,10 +283,10 @@ def test_a_change_by_the_forward(path, change):
                 call.layer.training,
                 hasattr(call, "extra"),
             )
-            found.append(
+            outcomes.append(
                 [y.detach(), leaf.grad, call.layer.weight.grad, call.mean, call.last, state]
             )
-        assert all(map(same, *found))
+        assert all(map(same, *outcomes))
 
 
 def test_walks_are_known():
@@ -293,13 +294,13 @@ def test_walks_are_known():
         pytest.skip("there is no library for this torch")
     fn, _ = known(Block())
     roots = known_walks.roots_of(functools.partial(Block.forward, fn), [])
-    found, reads = known_walks.find(roots)
-    assert found is not None and reads is None
-    assert found.is_unchanged() and set(found.objects().modules) == {SHIFT, *fn.modules()}
-    assert found.contents(vars(fn)) == vars(fn)
+    walk, reads = known_walks.find(roots)
+    assert walk is not None and reads is None
+    assert walk.is_unchanged() and set(walk.objects().modules) == {SHIFT, *fn.modules()}
+    assert walk.contents(vars(fn)) == vars(fn)
     fn.count += 1
-    assert not found.is_unchanged()
-    assert known_walks.find(roots)[0] is not None  # another number is no other walk
+    assert not walk.is_unchanged()
+    assert known_walks.find(roots)[0] is not None  # a changed number does not need a new walk
 
 
 def test_a_known_walk_keeps_no_model(path):
@@ -316,8 +317,8 @@ def test_containers_that_the_library_does_not_compare(path, kind):
     x = torch.randn(3, requires_grad=True)
     for _ in range(CALLS):
         (right,) = torch.autograd.grad((x * sum(numbers)).sin().sum(), x)
-        (found,) = torch.autograd.grad(run(x).sum(), x)
-        assert torch.equal(found, right)
+        (got,) = torch.autograd.grad(run(x).sum(), x)
+        assert torch.equal(got, right)
 
 
 class Sums(nn.Module):
@@ -329,8 +330,8 @@ class Sums(nn.Module):
         return (x * sum(self.numbers)).sin()
 
 
-def test_random_numbers_of_both_kinds(path):
-    """One number of a pair that the generator has made is left for the next call."""
+def test_normal_numbers_of_float_and_double(path):
+    """torch's generator draws normal numbers in pairs, and keeps the second for the next call."""
 
     class Noise(nn.Module):
         def forward(self, x):
@@ -342,9 +343,9 @@ def test_random_numbers_of_both_kinds(path):
         torch.randn(1)
         y = so.CheckpointWrapper(Noise())(x)
         after = torch.get_rng_state()
-        (found,) = torch.autograd.grad(y.sum(), x)
+        (got,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(torch.get_rng_state(), after)
-        torch.testing.assert_close(found.double(), (y / x).detach())
+        torch.testing.assert_close(got.double(), (y / x).detach())
     finally:
         handle.remove()
 

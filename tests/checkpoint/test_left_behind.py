@@ -1,4 +1,4 @@
-"""No error leaves state behind, and a region that awaits its backward is in nobody's way."""
+"""Errors leave no state behind, and a region before its backward does not affect other code."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ def model(mode):
     return so.apply_activation_checkpoint(module, {"layer_names": ["0"], "mode": mode})
 
 
-def nothing_is_left():
+def assert_nothing_is_left():
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert not scope._scopes.open and not so.checkpoint.state.execution.is_disabled()
     assert torch._C._len_torch_dispatch_stack() == 0
@@ -50,7 +50,7 @@ def test_an_error_around_a_layer(mode, error):
     for _ in range(2):
         with pytest.raises(error):
             module(x)
-        nothing_is_left()
+        assert_nothing_is_left()
     module[2].error = None
     assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], right)
     assert not [r for r in producers.values() if r.discardable]
@@ -84,15 +84,15 @@ def test_an_error_inside_of_a_region(kind, again, error):
     random = torch.get_rng_state()
     with pytest.raises(error):
         run(x).sum().backward()
-    nothing_is_left()
+    assert_nothing_is_left()
     assert torch.equal(torch.get_rng_state(), random) and (layer.h == 1).all()
     layer.fails, x.grad = False, None
     run(x).sum().backward()
     assert (layer.h == 2).all()
 
 
-def test_a_gradient_inside_of_a_region_opens_no_scope_for_good():
-    """As of interatomic potentials, whose forces are gradients of an energy."""
+def test_a_backward_inside_of_a_region_leaves_no_scope_open():
+    """Interatomic potentials do this: their forces are gradients of an energy."""
     module, x = model("output_discard"), torch.randn(2, 4, requires_grad=True)
 
     def force(x):
@@ -101,7 +101,7 @@ def test_a_gradient_inside_of_a_region_opens_no_scope_for_good():
     for fn in (so.output_discard(force, torch.sin), so.CheckpointWrapper(Calls(force))):
         for _ in range(3):
             got = torch.autograd.grad(fn(x).square().sum(), x)[0]
-            nothing_is_left()
+            assert_nothing_is_left()
         y = force(x).sin() if fn is not None and not isinstance(fn, nn.Module) else force(x)
         assert torch.equal(got, torch.autograd.grad(y.square().sum(), x)[0])
 
@@ -173,7 +173,7 @@ def test_a_trace_of_torch_jit(mode):
 
 
 @pytest.mark.parametrize("mode", ["full", "output_discard", "selective"])
-def test_checkpoints_that_are_disabled(mode):
+def test_disabled_checkpoints_are_plain_calls(mode):
     calls = []
 
     class Layer(nn.Linear):
@@ -193,7 +193,7 @@ def test_checkpoints_that_are_disabled(mode):
     h.sum().backward()
     assert calls == [1, 2]
     y = module(x)
-    with so.disable_checkpointing():  # what was checkpointed is recomputed, inside and out
+    with so.disable_checkpointing():  # both the inner and the outer checkpoint recompute
         y.sum().backward()
     assert calls == [1, 2, 1, 1]
 
@@ -231,7 +231,7 @@ def test_checkpoints_that_are_disabled_in_a_trace():
 
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_graph_that_is_never_released(passes):
-    """Of a consumer that saves results of its own ops."""
+    """The consumer saves results of its own ops."""
     down, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
     inputs = []
 
@@ -256,18 +256,18 @@ def test_a_discard_in_debug_mode_whose_graph_is_dropped():
     assert len(guard._messages) == before
 
 
-def test_a_class_goes_with_its_modules():
+def test_a_generated_class_is_freed_with_its_modules():
     class Local(nn.Linear):
         pass
 
     wrapped = so.CheckpointWrapper(Local(4, 4))
-    made = weakref.ref(type(wrapped))
+    reference = weakref.ref(type(wrapped))
     again = so.CheckpointWrapper(Local(4, 4))
-    assert type(again) is made()
+    assert type(again) is reference()
     assert type(so.remove_activation_checkpoint(again)) is Local
     del wrapped, again
     gc.collect()
-    assert made() is None
+    assert reference() is None
 
 
 class Interrupts(TorchDispatchMode):
@@ -302,7 +302,7 @@ def test_an_interrupt_at_any_op_keeps_no_region(mode):
             step(x).sum().backward()
         del step, layer
         x.grad = None
-        x.sin().sum().backward()  # torch's queue forgets the pass that was interrupted
+        x.sin().sum().backward()  # torch's queue then drops the interrupted pass
         if alive() is not None:
             gc.collect()
         assert alive() is None, f"an interrupt at op {at} keeps a region"

@@ -1,4 +1,4 @@
-"""The base of dispatch modes: what Dynamo makes of it."""
+"""LightMode, the base class of the package's dispatch modes, also under Dynamo."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from storage_ops.checkpoint.saved.light_mode import LightMode
 
 
 class Doubles(LightMode):
-    """Doubles what a sine returns."""
+    """Doubles the result of a sine."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Doubles(LightMode):
         return out * 2
 
 
-def test_it_sees_ops_and_returns_what_it_wants():
+def test_a_mode_sees_ops_and_replaces_their_results():
     x = torch.randn(3, dtype=torch.float64)
     with Doubles() as mode:
         got = x.sin() + x.cos()
@@ -32,7 +32,7 @@ def test_it_sees_ops_and_returns_what_it_wants():
     assert mode.frames and not any(mode.frames)
 
 
-def test_outside_of_a_mode_ops_are_as_they_were():
+def test_ops_outside_of_a_mode_do_not_change():
     x = torch.randn(3)
     before = x.sin()
     with Doubles(), pytest.raises(ZeroDivisionError):
@@ -42,7 +42,7 @@ def test_outside_of_a_mode_ops_are_as_they_were():
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_behind_a_graph_break_dynamo_leaves_it_alone(is_reset):
+def test_dynamo_does_not_trace_a_mode_after_a_graph_break(is_reset):
     counter, mode = CompileCounter(), Doubles()
 
     def inner(x):

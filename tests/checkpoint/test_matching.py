@@ -32,14 +32,14 @@ def gradients(call, module, x):
     y = call(x)
     with Ops() as ops:
         y.square().sum().backward()
-    found = [x.grad, *(p.grad for p in module.parameters())]
+    results = [x.grad, *(p.grad for p in module.parameters())]
     x.grad = None
     module.zero_grad()
-    return found, ops.count
+    return results, ops.count
 
 
 def assert_as_eager(make, policy, way):
-    """Compare the first two steps of a module with those of an equal one in eager mode."""
+    """Compare the first two steps of a module with those of an equal plain module."""
     torch.manual_seed(0)
     plain, module = make().double(), make().double()
     module.load_state_dict(plain.state_dict())
@@ -54,7 +54,7 @@ def assert_as_eager(make, policy, way):
 
 
 class InnerBackward(nn.Module):
-    """Runs a backward pass of its own, as a model does that computes forces from an energy."""
+    """Runs a backward pass in its forward, as models do that compute forces from an energy."""
 
     def __init__(self, create_graph):
         super().__init__()
@@ -84,7 +84,7 @@ TABLES = {
 
 
 class Cached(nn.Module):
-    """Its first forward makes a table, at the beginning or between its layers."""
+    """Creates a table in its first forward, at the beginning or between its layers."""
 
     def __init__(self, table, late):
         super().__init__()
@@ -107,12 +107,12 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_table_that_only_the_first_forward_makes(policy, table, late):
+def test_a_table_that_only_the_first_forward_computes(policy, table, late):
     for way in ("wrapper", "torch"):
         assert_as_eager(lambda: Cached(table, late), policy, way)
 
 
-def test_what_is_left_out_does_not_stop_the_use_of_saved_results():
+def test_saved_results_are_used_although_the_recompute_skips_ops():
     torch.manual_seed(0)
     module = so.CheckpointWrapper(Cached("a product", late=True).double(), policy="matmuls")
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -121,7 +121,7 @@ def test_what_is_left_out_does_not_stop_the_use_of_saved_results():
         assert count["mm"] == 6  # all of the backward
 
 
-def test_a_saved_result_that_may_be_of_another_call_is_an_error():
+def test_a_saved_result_that_may_belong_to_another_call_is_an_error():
     fixed, table = torch.ones(4, 4), []
 
     def layer(x):
@@ -207,7 +207,7 @@ READS = {
 
 @pytest.mark.parametrize("how", ["at once", "by hand before", "in turn", "retained"])
 @pytest.mark.parametrize("layer", READS)
-def test_whoever_reads_saved_tensors_again(layer, how):
+def test_saved_tensors_that_are_read_more_than_once(layer, how):
     x, grads = torch.randn(5, requires_grad=True), []
     fn = lambda x: (READS[layer](x), x.cos().exp())  # noqa: E731
     for way in ("plain", "wrapper"):
@@ -239,7 +239,7 @@ class Calls(nn.Module):
 
 
 class Catches(nn.Module):
-    """Falls back on other ops where one fails."""
+    """Catches the error of an op, and runs another op instead."""
 
     def __init__(self):
         super().__init__()
@@ -263,8 +263,8 @@ def test_an_op_that_fails_and_is_caught(policy, way):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, policies.save("aten._to_copy")])
-def test_casts_that_autocast_keeps_from_before_the_region(policy):
-    """Autocast has cast the input and a weight that is no parameter."""
+def test_casts_that_autocast_cached_before_the_region(policy):
+    """Autocast has cast the input and a weight that is not a parameter."""
     torch.manual_seed(0)
     x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     layer = lambda x: (F.linear(F.linear(x, weight).float().sin(), weight) * x).exp()  # noqa: E731

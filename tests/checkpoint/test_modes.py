@@ -1,4 +1,4 @@
-"""A recompute enters the Python modes that were active around the forward alone."""
+"""A recompute enters the Python modes that were active only around the forward."""
 
 from unittest import mock
 
@@ -28,7 +28,7 @@ class Doubled(TorchFunctionMode):
 
 
 class Shifted(TorchDispatchMode):
-    """Changes an op of the forward and an op of the backward."""
+    """Changes the result of an op of the forward and of an op of the backward."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
@@ -52,17 +52,17 @@ class Layer(nn.Module):
 
 
 def gradients(layer, way, forward, backward, x):
-    """The gradients with a mode around the forward and another around the backward."""
+    """Return the gradients with one mode around the forward and another around the backward."""
     run = layer if way is None else WAYS[way](layer)
     with forward:
         y = run(x)
         y = y if way == "discard" else y.square()
     with backward:
         y.sum().backward()
-    found = [x.grad, layer.weight.grad]
+    results = [x.grad, layer.weight.grad]
     x.grad = layer.weight.grad = None
     so.remove_activation_checkpoint(layer)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,12 +71,12 @@ def test_a_mode_around_the_forward(way, mode):
     layer, x = Layer(), torch.randn(6, 4, requires_grad=True)
     forward = mode()
     arounds = [mock.MagicMock(), Doubled()]
-    if way != "tile":  # which makes other products in backward
+    if way != "tile":  # a tiled module runs other products in backward
         arounds.append(forward)
     for backward in arounds:
         right = gradients(layer, None, forward, backward, x)
-        found = gradients(layer, way, forward, backward, x)
-        assert all(map(torch.allclose, found, right))
+        got = gradients(layer, way, forward, backward, x)
+        assert all(map(torch.allclose, got, right))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -128,7 +128,7 @@ def test_modes_end_when_the_recompute_raises():
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
 
 
-def test_counters_of_torch_count_the_forward_alone():
+def test_counters_of_torch_count_only_the_forward():
     layer, x = so.CheckpointWrapper(Layer()), torch.randn(6, 4, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)
@@ -138,7 +138,7 @@ def test_counters_of_torch_count_the_forward_alone():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_attention_that_is_exchanged_for_the_forward(way):
+def test_attention_that_is_replaced_during_the_forward(way):
     class Attention(Layer):
         def forward(self, x):
             q = (x @ self.weight)[:, None, None]
@@ -149,6 +149,6 @@ def test_attention_that_is_exchanged_for_the_forward(way):
     exchanged = lambda q, k, v: before(q, k, v) * 0.3  # noqa: E731
     around = [mock.patch.object(F, "scaled_dot_product_attention", exchanged) for _ in range(2)]
     right = gradients(layer, None, around[0], mock.MagicMock(), x)
-    found = gradients(layer, way, around[1], mock.MagicMock(), x)
-    assert all(map(torch.allclose, found, right))
+    got = gradients(layer, way, around[1], mock.MagicMock(), x)
+    assert all(map(torch.allclose, got, right))
     assert F.scaled_dot_product_attention is before

@@ -1,4 +1,4 @@
-"""Policies that are sets of ops do the same with the kernels of the library and in Python."""
+"""Policies that are sets of ops give the same results with C++ code and with Python."""
 
 import gc
 import os
@@ -71,7 +71,7 @@ def test_which_policies_are_sets_of_ops():
 
 
 @needs_library
-def test_where_python_follows_the_policy():
+def test_cases_in_which_python_follows_the_policy():
     assert all(native.contexts(policy, "New", True) is not None for policy in SETS.values())
     assert all(native.contexts(policy, "New", True) is None for policy in OTHERS.values())
     with Ops():
@@ -163,7 +163,7 @@ class Boom(Exception):
 
 
 class Bomb(TorchDispatchMode):
-    """Raises at one op."""
+    """Raises an error at one op."""
 
     def __init__(self, left):
         super().__init__()
@@ -205,7 +205,7 @@ def test_exceptions_at_every_op(path):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_other_work_is_the_same_error(path):
+def test_a_recompute_with_other_ops_raises_the_same_error(path):
     fixed, table = torch.ones(4, 4), []
 
     def layer(x):
@@ -256,7 +256,7 @@ def test_tensors_of_subclasses_are_left_to_python():
         counts.append(ops.count["mm"])
         assert native.contexts(policy, "Layer", True) is None
     assert native.contexts(policy, "Another", True) is not None
-    assert counts[0] > counts[1]  # the first forward saves nothing
+    assert counts[0] > counts[1]  # the recompute of the first forward runs all ops
 
 
 @needs_library
@@ -281,7 +281,7 @@ def test_products_of_nested_tensors_are_left_to_python():
 
 @needs_library
 def test_an_op_of_a_library_that_returns_its_argument():
-    """Its result has a version of its own, so a write to it would be unseen."""
+    """Its result has its own version counter, so a write to it would not be detected."""
     library = torch.library.Library("storage_ops_test_native", "DEF")
     library.define("same(Tensor x) -> Tensor")
     library.impl("same", lambda x: x.view_as(x), "CPU")
@@ -327,7 +327,7 @@ def test_a_forked_process(path):
     call = region(lambda x: (x @ x).sin(), fresh("aten.mm"))
     right = torch.autograd.grad(call(x).sum(), x)[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads that a child lacks
+        warnings.simplefilter("ignore")  # about the threads, which a forked child does not have
         child = os.fork()
     if child == 0:
         # The engine cannot run in a child after a backward in the parent, but a forward can.
@@ -337,12 +337,12 @@ def test_a_forked_process(path):
     assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], right)
 
 
-def test_results_die_with_the_graph(path):
-    policy, made = fresh("aten.mm"), []
+def test_saved_results_are_freed_with_the_graph(path):
+    policy, references = fresh("aten.mm"), []
 
     def layer(x):
         h = x @ x
-        made.append(weakref.ref(h.untyped_storage()))
+        references.append(weakref.ref(h.untyped_storage()))
         return h.sin()
 
     x = torch.randn(4, 4, requires_grad=True)
@@ -354,14 +354,14 @@ def test_results_die_with_the_graph(path):
             if backward:
                 y.sum().backward()
             del y
-            assert [ref() for ref in made] == [None] * len(made)
+            assert [ref() for ref in references] == [None] * len(references)
     finally:
         gc.enable()
 
 
 @needs_library
 def test_a_collective_that_writes_into_a_saved_result():
-    """It changes no version, so its write is unseen."""
+    """It does not change the version counter, so its write is not detected."""
     policy = fresh("aten.mm")
     x = torch.randn(4, 4, requires_grad=True)
 

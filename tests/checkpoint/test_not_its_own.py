@@ -35,7 +35,7 @@ WAYS = (so.output_discard, by_hook, chained, by_mode)
 
 
 class Holding(nn.Module):
-    """A layer with three tables, which it refers to in different ways and returns in part."""
+    """A layer that refers to three tables in different ways, and returns parts of them."""
 
     def __init__(self, get):
         super().__init__()
@@ -85,24 +85,24 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_somebody_holds_is_kept(way, name):
+def test_an_output_with_other_references_is_kept(way, name):
     """Run two forwards before their backward, and a step afterwards."""
     layer, head, xs = Holding(HELD[name]), nn.Linear(6, 3), torch.randn(3, 5, 6)
-    found = []
+    results = []
     for run in (lambda x: head(layer(x)), way(layer, head)):
         x = xs.clone().requires_grad_()
         layer.cache, before = None, layer.attribute.clone()
         for step in (x[:2], x[2:]):
             loss = sum(run(each).square().sum() for each in step)
             last = layer.last if isinstance(layer.last, list) else [layer.last]
-            held = [*layer.state_dict().values(), layer.attribute, layer.cache, *last]
-            assert not any(t is not None and so.is_discarded(t) for t in held)
+            referenced = [*layer.state_dict().values(), layer.attribute, layer.cache, *last]
+            assert not any(t is not None and so.is_discarded(t) for t in referenced)
             loss.backward()
         assert torch.equal(layer.attribute, before)
-        found.append([x.grad, *(p.grad for p in (*layer.parameters(), *head.parameters()))])
+        results.append([x.grad, *(p.grad for p in (*layer.parameters(), *head.parameters()))])
         layer.zero_grad()
         head.zero_grad()
-    for got, right in zip(*found, strict=True):
+    for got, right in zip(*results, strict=True):
         assert (got is None and right is None) or torch.equal(got, right)
 
 
@@ -125,7 +125,7 @@ def test_a_tensor_of_the_caller_that_the_region_fills(way, alias):
 
 
 def test_an_object_that_holds_an_output_twice():
-    """Outputs of transformers have it as item and attribute, which count as one reference."""
+    """Outputs of transformers have it as item and as attribute, which count as one reference."""
     up, x = nn.Linear(6, 6), torch.randn(5, 6, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     out = ckpt.checkpoint(lambda x: transformers.modeling_outputs.BaseModelOutput(up(x)), x)

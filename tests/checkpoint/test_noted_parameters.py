@@ -1,4 +1,4 @@
-"""What a region notes of parameters is the same in the library and in Python."""
+"""C++ code and Python note the same versions and flags of a region's parameters."""
 
 import torch
 from torch import nn
@@ -13,23 +13,23 @@ path = both_paths(parameters)
 def test_writes_and_frozen_parameters(path):
     with torch.inference_mode():
         without_version = nn.Parameter(torch.ones(1))
-    given = [*(nn.Parameter(torch.ones(2)) for _ in range(3)), without_version]
-    noted = parameters.noted(given)
+    tensors = [*(nn.Parameter(torch.ones(2)) for _ in range(3)), without_version]
+    noted = parameters.noted(tensors)
     assert isinstance(noted, parameters.Noted) == (path == "Python")
     assert noted.written() == [] and noted.frozen_or_not() == []
     with torch.no_grad():
-        given[1].mul_(2)
-        given[1].add_(1)
+        tensors[1].mul_(2)
+        tensors[1].add_(1)
     with torch.inference_mode():
         without_version.mul_(2)
-    given[0].requires_grad_(False)
+    tensors[0].requires_grad_(False)
     assert noted.written() == [(1, 0)]
     assert noted.frozen_or_not() == [(0, True)]
     noted.note_versions()
     assert noted.written() == []
     with torch.no_grad():
-        given[1].add_(1)
+        tensors[1].add_(1)
     assert noted.written() == [(1, 2)]
-    given[0].requires_grad_(True)
+    tensors[0].requires_grad_(True)
     assert noted.frozen_or_not() == []
     assert parameters.noted([]).written() == []

@@ -1,4 +1,4 @@
-"""Results in host memory between forward and backward, over a link that a CPU simulates."""
+"""Results are in host memory between forward and backward. A CPU simulates the link."""
 
 import copy
 import gc
@@ -67,12 +67,12 @@ def test_gradients_are_those_of_eager_bit_for_bit(link, name, dtype):
     assert_same(got, step(model, x))
     assert_same(step(away, x), got)
     assert right[0].shape == got[0].shape
-    # All layers but the last bring back the tensors that they sent.
+    # All layers but the last fetch the tensors that they sent.
     assert sum(entry[0] == "to device" for entry in link.log) >= 3
 
 
-def test_a_read_before_arrival_is_seen(link, monkeypatch):
-    """The poison works: without the waits gradients are NaN."""
+def test_a_read_before_the_tensor_arrives_gives_nan(link, monkeypatch):
+    """Buffers are filled with NaN, so gradients are NaN if the waits are removed."""
     model, x = Model(dropout=0.0), make_input(dtype=torch.float32)
     wait = SimulatedCopy.wait
     away = checkpointed(model, AWAY["matmuls"])
@@ -81,7 +81,7 @@ def test_a_read_before_arrival_is_seen(link, monkeypatch):
     assert x.grad.isnan().all()
 
 
-def test_bytes_are_on_the_host_between(link):
+def test_bytes_are_on_the_host_between_forward_and_backward(link):
     model, x = Model(layers=6, width=64, dropout=0.0), make_input(64, torch.float32)
     kept = {}
     for name, policy in {"saved": policies.matmuls, "away": AWAY["matmuls"]}.items():
@@ -127,26 +127,26 @@ def region(fn, policy=AWAY["everything"]):
     )
 
 
-def test_what_others_hold_stays(link):
-    held = []
+def test_results_with_other_references_stay_on_the_device(link):
+    references = []
 
     def keeps(x):
         h = x.sin()
-        held.append(h.detach())
+        references.append(h.detach())
         y = h.cos()
         return y.exp(), y
 
     x = torch.randn(64, requires_grad=True)
     out, y = region(keeps)(x)
-    again = region(torch.sin)(out)  # the region above may leave now
-    assert torch.equal(held[0], x.detach().sin()) and not so.is_discarded(y)
+    again = region(torch.sin)(out)  # from now on, the results of the first region may be sent
+    assert torch.equal(references[0], x.detach().sin()) and not so.is_discarded(y)
     again.sum().backward()
     reference = x.detach().requires_grad_()
     reference.sin().cos().exp().sin().sum().backward()
     assert torch.equal(x.grad, reference.grad) and not link.log
 
 
-def test_an_in_place_write_in_the_region_recomputes(link):
+def test_a_result_that_the_region_writes_in_place_is_recomputed(link):
     def writes(x):
         h = x.sin()
         y = h * 2
@@ -161,10 +161,10 @@ def test_an_in_place_write_in_the_region_recomputes(link):
     assert torch.equal(grad, torch.autograd.grad(writes(x).tan().sum(), x)[0])
 
 
-def test_an_in_place_write_after_the_region_is_an_error_as_for_what_is_saved(link):
+def test_a_write_through_data_after_the_region_is_accepted(link):
     x = torch.randn(64, requires_grad=True)
     y = region(lambda x: x.sin().cos().exp())(x)
-    y.data.add_(0)  # the bytes of the output, which nothing reads
+    y.data.add_(0)  # does not change the version counter
     y = region(torch.tanh)(y)
     y.sum().backward()
     assert x.grad.isfinite().all()
@@ -255,7 +255,7 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("at", range(0, 40, 3))
-def test_an_interruption_leaves_nothing(link, error, at, monkeypatch):
+def test_an_interruption_leaves_no_state_behind(link, error, at, monkeypatch):
     model, x = Model(dropout=0.0), make_input(dtype=torch.float32)
     right = step(model, x)
     away, count = checkpointed(model, AWAY["matmuls"]), 0
@@ -281,7 +281,7 @@ def test_an_interruption_leaves_nothing(link, error, at, monkeypatch):
     assert not hosts()
 
 
-def test_a_retained_graph_goes_on_after_an_interrupted_backward(link, monkeypatch):
+def test_a_retained_graph_works_after_an_interrupted_backward(link, monkeypatch):
     model, x = Model(dropout=0.0), make_input(dtype=torch.float32)
     right = step(model, x)
     y = checkpointed(model, AWAY["matmuls"])(x)
@@ -302,14 +302,14 @@ def test_a_retained_graph_goes_on_after_an_interrupted_backward(link, monkeypatc
     assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], right[1]["x"])
 
 
-def test_a_graph_that_is_dropped_takes_its_host_memory_with_it(link):
+def test_dropping_a_graph_frees_its_host_memory(link):
     y = checkpointed(Model(), AWAY["matmuls"])(make_input(dtype=torch.float32))
     assert hosts()
     del y
     assert not hosts()
 
 
-def test_without_a_link_and_without_gradients_nothing_leaves():
+def test_nothing_is_offloaded_without_a_link_or_without_gradients():
     model, x = Model(), make_input(dtype=torch.float32)
     away = checkpointed(model, AWAY["matmuls"])
     assert_same(step(away, x), step(checkpointed(model, "matmuls"), x))
@@ -336,7 +336,7 @@ def test_threads_have_regions_of_their_own(link):
     assert all(torch.equal(a, b) for a, b in zip(got, rights, strict=True))
 
 
-def test_hooks_of_saved_tensors_come_first(link):
+def test_saved_tensor_hooks_take_precedence(link):
     model, x = Model(dropout=0.0), make_input(dtype=torch.float32)
     right = step(model, x)
     away = checkpointed(model, AWAY["matmuls"], respect_saved_tensors_hooks=True)
@@ -358,7 +358,7 @@ def test_compiled_and_traced_code_refuses_by_name():
         so.graph.trace_step(lambda x: linear(x).sum().backward(), x)
 
 
-def test_words_combine():
+def test_policies_that_save_offload_and_recompute_combine():
     def ask(policy, op=aten.mm.default):
         policy = policy.begin() if hasattr(policy, "begin") else policy
         ctx = torch.utils.checkpoint.SelectiveCheckpointContext(is_recompute=False)
@@ -380,7 +380,7 @@ def test_words_combine():
             region(torch.sin, lambda *a, **k: "offlaod")(x)
 
 
-def test_what_is_away_says_so_when_it_is_read(link):
+def test_reading_an_offloaded_tensor_is_an_error(link):
     class Spy(nn.Module):
         def forward(self, x):
             h = x.sin()

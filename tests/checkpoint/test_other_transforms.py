@@ -66,7 +66,7 @@ def test_inference_tensors_as_arguments():
     assert torch.equal(torch.autograd.grad(y, x)[0], right[0])
 
 
-def test_jagged_tensors_of_offsets_from_outside_and_from_inside():
+def test_jagged_tensors_with_offsets_from_outside_and_inside_of_a_region():
     offsets = torch.tensor([0, 1, 3])
 
     def region(x, offsets):
@@ -103,7 +103,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_dual_numbers_in_a_level_and_behind_it(name):
+def test_dual_numbers_inside_and_after_a_forward_ad_level(name):
     layer, x, tangent = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     last = torch.sin if name == "discarding" else lambda y: y
     run = WRAPPED[name](Called(lambda x: layer(x).exp()))
@@ -123,7 +123,7 @@ def test_dual_numbers_in_a_level_and_behind_it(name):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_reentrant_checkpoints_do_not_take():
+def test_reentrant_checkpoints_refuse_unsupported_arguments():
     layer = nn.Sequential(nn.Linear(4, 4))
     so.apply_activation_checkpoint(layer, {"layer_names": ["0"], "use_reentrant": True})
     parts = [torch.randn(2, 4), torch.randn(3, 4)]
@@ -149,8 +149,8 @@ def test_inference_mode_inside_of_a_region(name):
         return layer(x * t.sum()).exp()
 
     right = torch.autograd.grad(last(region(x)).sum(), (x, layer.weight))
-    found = torch.autograd.grad(WRAPPED[name](Called(region))(x).sum(), (x, layer.weight))
-    assert all(map(torch.equal, found, right))
+    got = torch.autograd.grad(WRAPPED[name](Called(region))(x).sum(), (x, layer.weight))
+    assert all(map(torch.equal, got, right))
 
 
 @pytest.mark.in_turn
@@ -163,7 +163,7 @@ def test_compiled_autograd_over_eager_regions():
     so.apply_activation_checkpoint(model, {"layer_names": ["1"], "mode": "output_discard"})
     compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
     for _ in range(2):
-        x, found = torch.randn(3, 4), []
+        x, results = torch.randn(3, 4), []
         for each in (plain, model):
             each.zero_grad()
             loss = each(x).square().sum()
@@ -172,5 +172,5 @@ def test_compiled_autograd_over_eager_regions():
             else:
                 with compiled_autograd._enable(torch.compile(backend="aot_eager")):
                     loss.backward()
-            found.append([p.grad for p in each.parameters()])
-        torch.testing.assert_close(*found)
+            results.append([p.grad for p in each.parameters()])
+        torch.testing.assert_close(*results)

@@ -1,4 +1,4 @@
-"""OutputDiscardCheckpoint gives eager's gradients bit for bit, by every storage path."""
+"""OutputDiscardCheckpoint gives the gradients of eager mode bit for bit, on every storage path."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ import storage_ops as so
 
 
 def make():
-    """Return two layers and an input, which depend on the seed of torch alone."""
+    """Return two layers and an input that depend only on torch's seed."""
     return nn.Linear(16, 64), nn.Linear(64, 16), torch.randn(8, 16, requires_grad=True)
 
 
@@ -22,7 +22,7 @@ def gradients(loss, *tensors):
 
 
 def discarded(producer, consumer, *args, **kwargs):
-    """Run producer and consumer with explicit calls. Return the result and the discarded output."""
+    """Run both with explicit calls. Return the result and the discarded output."""
     ckpt = so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(producer, *args, **kwargs)
     y = consumer(h)
@@ -31,7 +31,7 @@ def discarded(producer, consumer, *args, **kwargs):
 
 
 def same_as_eager(producer, consumer, inputs, parameters=(), expect_discarded=True):
-    """Compare eager and discarding runs from one random state, bit for bit."""
+    """Compare eager and discarding runs from the same random state bit for bit."""
     results = []
     for way in ("eager", "discard", "composed"):
         torch.manual_seed(5)
@@ -138,7 +138,7 @@ def test_two_outputs_in_one_storage(path):
         lambda x, w: x.detach(),
     ],
 )
-def test_what_the_region_did_not_make_is_not_freed(path, region):
+def test_an_output_that_the_region_did_not_create_is_not_freed(path, region):
     _, _, x = make()
     w = nn.Parameter(torch.randn(16, 16))
     inner = x * 1
@@ -179,7 +179,7 @@ def test_without_preserved_random_numbers_dropout_differs():
     assert not torch.equal(torch.get_rng_state(), state)
 
 
-def test_autograd_grad_leaves_dot_grad_alone(path):
+def test_autograd_grad_does_not_change_dot_grad(path):
     up, down, x = make()
     y, _ = discarded(up, down, x)
     gradients(y.sum(), x, up.weight)
@@ -255,8 +255,8 @@ def test_inside_torch_checkpoint_and_around_it(path):
         assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
 
 
-def test_checkpoint_around_a_block_that_goes_on_after_the_discard(path):
-    """While it recomputes, an enclosing checkpoint saves the tensors that the consumer saved."""
+def test_an_enclosing_checkpoint_with_ops_after_the_discard(path):
+    """The recompute of the enclosing checkpoint saves the consumer's tensors again."""
     from torch.utils.checkpoint import checkpoint
 
     up, down, x = make()
@@ -312,7 +312,7 @@ def test_a_node_that_reads_its_saved_tensors_twice(path):
         assert len(calls) <= 2
 
 
-def test_a_consumer_that_hands_the_output_on(path):
+def test_a_consumer_that_returns_its_input(path):
     up, down, x = make()
     right = gradients((down(up(x)).sum() + up(x).square().sum()), x)[0]
     y, h = so.output_discard(up, lambda h: (down(h), h.view(-1)))(x)
@@ -323,7 +323,7 @@ def test_a_consumer_that_hands_the_output_on(path):
     assert torch.equal(eval_mode(x), up(x))
 
 
-def test_two_losses_where_eager_needs_no_retained_graph(path):
+def test_two_losses_that_need_no_retained_graph(path):
     _, _, x = make()
     y, _ = discarded(lambda x: x + 1, lambda h: h + h, x)
     y.sum().backward()
@@ -393,7 +393,7 @@ def test_a_saved_view_without_grad_does_not_keep_the_graph_of_its_base(path):
     def producer(x):
         h = x.tanh().exp().sin()
         with torch.no_grad():
-            view = h.view(-1)  # has no node, but its base has
+            view = h.view(-1)  # has no autograd node, unlike its base
         return Scaled.apply(h.cos(), view).sin()
 
     for step in (producer, so.output_discard(producer, torch.square)):

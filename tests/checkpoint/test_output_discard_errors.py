@@ -80,7 +80,7 @@ def test_input_changed_before_backward(path):
 
 
 @pytest.mark.parametrize("hand_on", [lambda h: h, lambda h: h.view(-1)])
-def test_hook_tensor_that_is_the_output(hand_on):
+def test_a_hook_tensor_that_is_the_output_itself(hand_on):
     ckpt, _, h = make()
     with pytest.raises(RuntimeError, match="`hook_tensor` is the output of the region region"):
         ckpt.discard_output_and_register_recompute(hand_on(h))
@@ -118,7 +118,7 @@ def test_parameter_changed_before_backward(path, frozen):
         (lambda x: x.sin()[:2] + 0, r"output 0 of .* was \(4, 4\)"),
     ],
 )
-def test_a_region_that_does_other_work_the_second_time(path, again, message):
+def test_a_recompute_with_other_ops_is_an_error(path, again, message):
     calls = []
 
     def fickle(x):
@@ -176,8 +176,8 @@ def test_a_recompute_that_returns_fewer_outputs():
         y.sum().backward()
 
 
-def test_one_output_that_cannot_be_freed(path):
-    """Outputs that were freed before the error are recomputed at once."""
+def test_an_error_while_freeing_restores_the_other_outputs(path):
+    """Outputs that were freed before the error are recomputed immediately."""
     x = torch.randn(4, 4, requires_grad=True)
     ckpt = so.OutputDiscardCheckpoint()
     first, second = ckpt.checkpoint(lambda x: (x.sin(), x.cos()), x)
@@ -191,8 +191,8 @@ def test_one_output_that_cannot_be_freed(path):
     assert torch.allclose(x.grad, right, rtol=1e-4, atol=1e-5) and seen.shape == (4, 4)
 
 
-def test_an_output_that_lies_elsewhere_in_its_storage_when_it_is_recomputed(path):
-    """At its place in the forward's storage there are other values."""
+def test_an_output_with_another_storage_offset_in_the_recompute(path):
+    """At the offset of the forward, the recomputed storage has other values."""
     calls = []
 
     def either(x):

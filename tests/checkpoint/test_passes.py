@@ -1,4 +1,4 @@
-"""Towers that are frozen, arguments of other classes, and several backward passes."""
+"""Frozen producers, arguments of Megatron's class, and several backward passes."""
 
 import contextlib
 
@@ -12,8 +12,8 @@ import storage_ops as so
 
 @pytest.mark.parametrize("way", ["hook", "block"])
 @pytest.mark.parametrize("trainable", [False, True])
-def test_a_frozen_tower(path, way, trainable):
-    """Its output is freed, and made again where a consumer that is trained needs it."""
+def test_a_frozen_producer(path, way, trainable):
+    """Its output is freed, and recomputed if a trained consumer needs it."""
     up, down = nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 4).requires_grad_(trainable)
     x, ckpt = torch.randn(3, 4), so.OutputDiscardCheckpoint()
     h = ckpt.checkpoint(lambda x: F.gelu(up(x)), x)
@@ -33,7 +33,7 @@ def test_a_frozen_tower(path, way, trainable):
         assert all(map(torch.equal, got, right)) and torch.equal(h, F.gelu(up(x)))
 
 
-def test_what_a_frozen_region_did_not_make_is_not_freed(path):
+def test_an_output_that_a_frozen_region_did_not_create_is_not_freed(path):
     layer, table = nn.Linear(4, 4).requires_grad_(False), torch.randn(3, 4)
 
     def keeps(x):
@@ -59,7 +59,7 @@ def test_arguments_of_megatrons_class(options, message):
 
 @pytest.mark.parametrize("kind", ["output_discard", "full", "selective"])
 def test_graph_exec_groups_share_a_recompute(path, kind):
-    """Several backward passes through one forward, as of schedules of pipelines."""
+    """Pipeline schedules run several backward passes through one forward."""
     from torch.utils.checkpoint import GraphExecGroup
 
     calls = []  # an attribute would be restored
@@ -96,7 +96,7 @@ def test_graph_exec_groups_share_a_recompute(path, kind):
 
 @pytest.mark.parametrize("kind", ["output_discard", "full", "selective"])
 def test_gradients_of_inputs_and_then_of_weights(path, kind):
-    """As of zero-bubble schedules."""
+    """Zero-bubble schedules compute them in this order."""
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Linear(4, 4)
     )
@@ -128,8 +128,8 @@ def test_buffers_of_inference_mode_and_frozen_outputs_that_are_captured(path):
 
 
 @pytest.mark.parametrize("way", ["chain", "regions"])
-def test_the_output_of_a_region_in_a_variable_that_is_bound_anew(path, way):
-    """The second region reads the output of the first by a name that has another value later."""
+def test_the_output_of_a_region_in_a_variable_that_is_reassigned(path, way):
+    """The second region reads the first output by a name that later has another value."""
     layers, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(3, 4, requires_grad=True)
 
     def step(checkpoint):
@@ -147,7 +147,7 @@ def test_the_output_of_a_region_in_a_variable_that_is_bound_anew(path, way):
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], right)
 
 
-def test_buffers_of_modules_that_an_object_has(path):
+def test_buffers_of_modules_in_attributes_of_an_object(path):
     class Trainer:
         def __init__(self):
             self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -1,4 +1,4 @@
-"""What the tests of other checkpoints, and torch's table of ops, have found in ours."""
+"""Faults that the tests of other checkpoints and torch's op database revealed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import storage_ops
 
 
 def _leave_sevens() -> None:
-    """Fill memory that the next tensors get, so that one that nobody writes is noticed."""
+    """Fill free memory with sevens, so that a new tensor that is never written is noticed."""
     for _ in range(3):
         junk = [torch.full((64,), 7.0) for _ in range(64)]
         del junk
 
 
 class Layer(nn.Module):
-    """A function as a module."""
+    """Wraps a function as a module."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call it."""
+        """Call the function."""
         return self.fn(x)
 
 
@@ -59,7 +59,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_an_op_that_writes_after_it_saved_is_repeated_whole(name: str, early_stop: bool) -> None:
+def test_an_op_that_writes_to_its_saved_tensor_runs_to_its_end(name: str, early_stop: bool) -> None:
     fn, seed = LAYERS[name], int(torch.randint(1 << 30, ()))
     expected = _gradient(Layer(fn), seed)
     wrapped = storage_ops.CheckpointWrapper(Layer(fn), early_stop=early_stop)
@@ -68,14 +68,14 @@ def test_an_op_that_writes_after_it_saved_is_repeated_whole(name: str, early_sto
     assert torch.equal(_gradient(outer, seed), expected)
 
 
-def test_an_op_that_writes_after_it_saved_is_repeated_whole_in_a_selective_checkpoint() -> None:
+def test_an_op_that_writes_to_its_saved_tensor_in_a_selective_checkpoint() -> None:
     fn, seed = LAYERS["last"], int(torch.randint(1 << 30, ()))
     expected = _gradient(Layer(fn), seed)
     wrapped = storage_ops.CheckpointWrapper(Layer(fn), ops_to_save=["aten.sin"])
     assert torch.equal(_gradient(wrapped, seed), expected)
 
 
-def test_a_backward_inside_of_a_region_right_after_such_an_op_is_an_error() -> None:
+def test_a_backward_in_a_region_right_after_an_op_that_writes_is_an_error() -> None:
     def fn(x: Tensor) -> Tensor:
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(noisy(x).sum(), x)

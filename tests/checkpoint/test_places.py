@@ -1,4 +1,4 @@
-"""What a region finds in attributes, containers and objects is what its recompute finds there."""
+"""A recompute sees the attributes, containers and objects that the forward saw."""
 
 import collections
 import contextlib
@@ -32,8 +32,8 @@ PLACES = {
 }
 
 
-class Made(nn.Module):
-    """Its weight is made by another network and set from outside, before each call."""
+class Hypernetwork(nn.Module):
+    """Its weight is set from outside before each call. Another network computes the weight."""
 
     def __init__(self, read):
         super().__init__()
@@ -52,11 +52,11 @@ class Made(nn.Module):
 @pytest.mark.parametrize("kind", ["full", "selective", "composed"])
 @pytest.mark.parametrize("way", ["replaced", "kept elsewhere", "plain", "removed"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_that_the_caller_replaced_is_used_as_the_forward_had_it(place, way, kind):
+def test_the_recompute_uses_the_tensor_of_the_forward(place, way, kind):
     put, read = PLACES[place]
-    plain, plain_model, fn, model = pair(kind, lambda: Made(read))
+    plain, plain_model, fn, model = pair(kind, lambda: Hypernetwork(read))
     x, codes, network = torch.randn(5, 4), torch.randn(3, 3), nn.Linear(3, 24)
-    found = []
+    results = []
     for call, each in ((plain, plain_model), (fn, model)):
         loss, kept = 0, []
         for code in codes:
@@ -72,9 +72,9 @@ def test_a_tensor_that_the_caller_replaced_is_used_as_the_forward_had_it(place, 
         network.zero_grad()
         loss.backward()
         assert read(each.layer) is last
-        found.append([p.grad for p in (*network.parameters(), *each.parameters())])
+        results.append([p.grad for p in (*network.parameters(), *each.parameters())])
         network.zero_grad(set_to_none=True)
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -93,21 +93,21 @@ class Flagged(nn.Module):
 
 
 @contextlib.contextmanager
-def during(held, **values):
-    before = {name: vars(held)[name] for name in values if name in vars(held)}
-    vars(held).update(values)
+def during(owner, **values):
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
     try:
         yield
     finally:
         for name in values:
-            del vars(held)[name]
-        vars(held).update(before)
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
 def test_values_that_are_set_around_the_forward(kind):
     plain, plain_model, fn, model = pair(kind, Flagged)
-    found, xs = [], torch.randn(2, 5, 4)
+    results, xs = [], torch.randn(2, 5, 4)
     for call, each in ((plain, plain_model), (fn, model)):
         layer = each.layer
         with during(layer, scale=3.0, squares=True, rate=5), during(layer.config, shift=-1.0):
@@ -115,8 +115,8 @@ def test_values_that_are_set_around_the_forward(kind):
         (y.sum() + call(xs[1]).sum()).backward()
         assert (layer.scale, layer.squares, layer.config.shift) == (1.0, False, 0.5)
         assert layer.rate == 2 and "rate" not in vars(layer) and layer.calls >= 2
-        found.append([p.grad for p in each.parameters()])
-    assert all(map(torch.equal, *found))
+        results.append([p.grad for p in each.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 @dataclasses.dataclass
@@ -172,14 +172,14 @@ def test_generators_that_an_attribute_leads_to(place, kind):
 
     plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
     plain_model.layer.held, model.layer.held = make(generator), make(generator)
-    found, inputs = [], [torch.randn(5, 4)]
+    results, inputs = [], [torch.randn(5, 4)]
     for call, each in ((plain, plain_model), (fn, model)):
         generator.manual_seed(0)
-        found.append([*steps(call, each, inputs)[0], generator.get_state()])
-    assert all(map(torch.equal, *found))
+        results.append([*steps(call, each, inputs)[0], generator.get_state()])
+    assert all(map(torch.equal, *results))
 
 
-OTHERS = {  # makes a generator, draws from it, asks its state
+OTHERS = {  # functions that create a generator, draw from it, and return its state
     "Python": (random.Random, lambda g: g.random(), lambda g: g.getstate()),
     "numpy": (np.random.default_rng, lambda g: g.random(), lambda g: str(g.bit_generator.state)),
     "numpy, older": (np.random.RandomState, lambda g: g.rand(), lambda g: str(g.get_state())),
@@ -199,7 +199,7 @@ def test_generators_of_other_libraries(library, place, kind):
             return y * y.new_tensor([self.draw() for _ in range(6)])
 
     plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
-    found, inputs = [], [torch.randn(5, 4)]
+    results, inputs = [], [torch.randn(5, 4)]
     for call, each in ((plain, plain_model), (fn, model)):
         generator = make(7)
         if place == "attribute":
@@ -209,8 +209,8 @@ def test_generators_of_other_libraries(library, place, kind):
             each.layer.draw = functools.partial(lambda data: draw(data.held), Data(generator))
         else:
             each.layer.draw = lambda generator=generator: draw(generator)
-        found.append((*steps(call, each, inputs)[0], state_of(generator)))
-    (*grads, state), (*right, right_state) = found
+        results.append((*steps(call, each, inputs)[0], state_of(generator)))
+    (*grads, state), (*right, right_state) = results
     assert all(map(torch.equal, grads, right)) and state == right_state
 
 
@@ -278,15 +278,15 @@ def test_state_that_modules_of_a_class_share(kind):
             return torch.tanh(y * noise - self.mean.clone() + self.named["last"])
 
     plain, plain_model, fn, model = pair(kind, lambda: Shared(4, 6))
-    found, inputs = [], [torch.randn(5, 4)]
+    results, inputs = [], [torch.randn(5, 4)]
     for call, each in ((plain, plain_model), (fn, model)):
         Shared.generator.manual_seed(0)
         Shared.mean.zero_()
         Shared.named["last"] = torch.zeros(6)
         grads = steps(call, each, inputs)[0]
         state = [Shared.generator.get_state(), Shared.mean.clone(), Shared.named["last"]]
-        found.append([*grads, *state])
-    assert all(map(torch.equal, *found))
+        results.append([*grads, *state])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "composed"])
@@ -308,7 +308,7 @@ def test_a_statistic_in_an_object(how, kind):
     assert torch.equal(model.layer.statistic.mean, plain_model.layer.statistic.mean)
 
 
-def test_a_logged_output_in_a_list_keeps_no_earlier_step():
+def test_a_logged_output_in_a_list_keeps_no_earlier_step_alive():
     class Logs(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
@@ -333,7 +333,7 @@ def test_a_logged_output_in_a_list_keeps_no_earlier_step():
 def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
     make = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))  # noqa: E731
     plain, plain_model, fn, model = pair(kind, make)
-    found, x = [], torch.randn(3, 4)
+    results, x = [], torch.randn(3, 4)
     for call, each in ((plain, plain_model), (fn, model)):
         weights = each.layer[0].weight, each.layer[2].weight
         for weight in weights:
@@ -343,8 +343,8 @@ def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
             weight.requires_grad_(thaws)
         y.square().sum().backward()
         assert all(weight.requires_grad == thaws for weight in weights)
-        found.append([p.grad for p in each.parameters()])
-    for a, b in zip(*found, strict=True):
+        results.append([p.grad for p in each.parameters()])
+    for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -361,7 +361,7 @@ def test_weights_that_parametrizations_cache(when, kind):
             return self.linear(self.linear(self.first(x)).tanh()).tanh()
 
     plain, plain_model, fn, model = pair(kind, Twice)
-    found, x = [], torch.randn(3, 4, requires_grad=True)
+    results, x = [], torch.randn(3, 4, requires_grad=True)
     cached = nn.utils.parametrize.cached
     for call, each in ((plain, plain_model), (fn, model)):
         with cached() if when != "backward" else contextlib.nullcontext():
@@ -371,8 +371,8 @@ def test_weights_that_parametrizations_cache(when, kind):
         with cached() if when == "backward" else contextlib.nullcontext():
             if when != "both":
                 y.sum().backward()
-        found.append([p.grad for p in each.parameters()])
-    for a, b in zip(*found, strict=True):
+        results.append([p.grad for p in each.parameters()])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     assert nn.utils.parametrize._cache_enabled == 0 and not nn.utils.parametrize._cache
 

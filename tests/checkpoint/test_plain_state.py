@@ -1,4 +1,4 @@
-"""Numbers, flags and containers that a forward changes in attributes are its state too."""
+"""Numbers, flags and containers in attributes are state that a region restores."""
 
 import collections
 import types
@@ -14,7 +14,7 @@ from .test_effects import KINDS, pair, steps
 
 
 class Counts(nn.Linear):
-    """Multiplies its output by a number that a change of its state returns."""
+    """Multiplies its output by a number that `change(self, output)` returns."""
 
     def __init__(self, change):
         super().__init__(4, 6)
@@ -109,14 +109,14 @@ CHANGES = [
 
 
 def state_of(layer):
-    held = {**vars(layer), **vars(layer.object)}
+    attributes = {**vars(layer), **vars(layer.object)}
     names = ("number", "key", "list", "dict", "set", "deque", "nested")
-    return [*(held[name] for name in names), [t.tolist() for t in layer.tensors]]
+    return [*(attributes[name] for name in names), [t.tolist() for t in layer.tensors]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
-def test_a_recompute_finds_the_state_of_the_forward(change, kind):
+def test_a_recompute_sees_the_state_of_the_forward(change, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Counts(change))
     inputs = [torch.randn(5, 4), torch.randn(5, 4), torch.randn(3, 4)]
     right, got = steps(plain, plain_model, inputs), steps(fn, model, inputs)
@@ -127,7 +127,7 @@ def test_a_recompute_finds_the_state_of_the_forward(change, kind):
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_backward_inside_of_the_forward_finds_the_state_too(kind):
+def test_a_backward_inside_of_the_forward_sees_the_state(kind):
     class Forces(Counts):
         def forward(self, x):
             x = x.detach().requires_grad_()
@@ -136,17 +136,17 @@ def test_a_backward_inside_of_the_forward_finds_the_state_too(kind):
 
     for change in (count, append, item):
         plain, plain_model, fn, model = pair(kind, lambda change=change: Forces(change))
-        found = []
+        results = []
         for call, each in ((plain, plain_model), (fn, model)):
             x = torch.ones(5, 4)
             call(x).square().sum().backward()
-            found.append([p.grad for p in each.parameters()])
+            results.append([p.grad for p in each.parameters()])
             assert each.layer.number == (change is count)
-        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*results)
 
 
-def test_what_the_caller_changes_in_between_stays():
-    """The caller takes out of a list what the forward put there, as a trainer does with losses."""
+def test_changes_by_the_caller_before_the_backward_stay():
+    """The caller removes from a list what the forward appended, as trainers do with losses."""
     layer = Counts(append)
     fn = so.CheckpointWrapper(layer)
     y = fn(torch.randn(2, 4, requires_grad=True))
@@ -157,7 +157,7 @@ def test_what_the_caller_changes_in_between_stays():
 
 
 @pytest.mark.parametrize("how", ["replaced", "added"])
-def test_outputs_in_a_list_keep_no_earlier_step(how):
+def test_outputs_in_a_list_keep_no_earlier_step_alive(how):
     class Logs(nn.Linear):
         log = ()
 

@@ -1,4 +1,4 @@
-"""What policies save, and that what they save is right in backward."""
+"""Policies save the ops that they name, and the gradients are right."""
 
 import pickle
 import warnings
@@ -96,7 +96,7 @@ def test_every_kth_counts_within_a_region():
         y = region(layer, policy)(x).sum()
         with Ops() as ops:
             y.backward()
-        # Of five products the first and fourth are saved; the backward has ten of its own.
+        # Of five products, the first and fourth are saved. The backward itself has ten.
         assert ops.count["mm"] == 10 + 3
 
 
@@ -112,19 +112,19 @@ def test_misuse():
 
 
 def test_a_saved_random_op_leaves_later_masks_as_they_were():
-    """torch's own selective checkpoint gives wrong gradients here, silently."""
+    """torch's own selective checkpoint gives wrong gradients here, without an error."""
     x = make_input()
 
     def layer(x):
-        noise = torch.rand_like(x)  # saved: its recompute draws no numbers
-        return F.dropout((x * noise).sin(), 0.5)  # repeats the mask of the forward all the same
+        noise = torch.rand_like(x)  # saved, so the recompute draws no numbers for it
+        return F.dropout((x * noise).sin(), 0.5)  # must repeat the mask of the forward
 
     same_as_eager(layer, policies.save("aten.rand_like"), x)
     same_as_eager(layer, policies.everything, x)
     same_as_eager(lambda x: layer(layer(x).cos()), policies.save("aten.rand_like", "aten.sin"), x)
 
 
-def test_what_is_modified_in_place_is_recomputed_and_said():
+def test_a_result_modified_in_place_is_recomputed_with_a_warning():
     x = make_input()
 
     def layer(x):
@@ -165,14 +165,14 @@ def test_in_place_relu_and_views():
         same_as_eager(layer, policy, x)
 
 
-def test_a_policy_that_saves_nothing_warns_and_says_what_ran():
+def test_a_policy_that_saves_nothing_warns_and_lists_the_ops():
     block = so.CheckpointWrapper(nn.Linear(4, 4), ops_to_save=["aten.mm"])
     with pytest.warns(
         UserWarning, match=r"saves nothing in Linear, .* Its ops are .*aten.addmm x1"
     ) as record:
         block(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    found = [w.filename for w in record if "saves nothing in Linear" in str(w.message)]
-    assert found == [__file__]
+    places = [w.filename for w in record if "saves nothing in Linear" in str(w.message)]
+    assert places == [__file__]
 
 
 @pytest.mark.parametrize("change", ["more calls", "other shapes"])
@@ -192,7 +192,7 @@ def test_work_that_differs_when_it_is_recomputed_is_an_error(change):
 
 
 def test_autocast_and_a_layer_in_two_regions():
-    """The second region finds the weight cast already; its recompute has to cast it."""
+    """In the forward, the second region reuses the cast weight. Its recompute must cast it."""
     first, second, x = nn.Linear(16, 16), nn.Linear(16, 16), make_input(dtype=torch.float32)
     grads = []
     for policy in (None, policies.matmuls, policies.save("aten._to_copy"), policies.everything):
@@ -214,7 +214,7 @@ def test_a_second_backward_without_retain_graph_names_the_region():
         y.sum().backward()
 
 
-def test_saved_results_die_with_the_backward():
+def test_saved_results_are_freed_with_the_backward():
     x = torch.randn(256, 256, requires_grad=True)
     with so.memory.measure() as m:
         y = region(lambda x: (x @ x).sin(), policies.matmuls)(x)
@@ -345,8 +345,8 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_policy_that_is_not_asked_about_an_op_saves_the_same(name):
-    """A policy that counts is told of every call that it counts."""
+def test_a_policy_that_skips_ops_saves_the_same_results(name):
+    """A policy that counts calls is asked about every call that it counts."""
 
     class Function:
         """Has no `may_save`, so it is asked about every call."""
@@ -370,14 +370,14 @@ def test_a_policy_that_is_not_asked_about_an_op_saves_the_same(name):
     for policy in (ASKED[name], Function(ASKED[name])):
         x = torch.ones(4, 4, requires_grad=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some save nothing here
-            for _ in range(2):  # the second time it is known what to ask
+            warnings.simplefilter("ignore")  # some policies save nothing here
+            for _ in range(2):  # in the second call, the ops to ask about are known
                 recording, replaying = selective.contexts(policy)
                 with recording:
                     forward(x)
         with Ops() as ops, replaying:
             forward(x)
-        del ops.count["detach"]  # modes of Python ask for more of them
+        del ops.count["detach"]  # Python modes run additional detaches
         saved.append(ops.count)
     assert saved[0] == saved[1]
     asked = rules.may_save(ASKED[name], torch.ops.aten.relu.default)
@@ -385,7 +385,7 @@ def test_a_policy_that_is_not_asked_about_an_op_saves_the_same(name):
     assert rules.may_save(Function(ASKED[name]), torch.ops.aten.relu.default)
 
 
-def test_what_is_known_of_a_policy_does_not_keep_it():
+def test_cached_answers_of_a_policy_do_not_keep_it_alive():
     def policy(ctx, op, *args, **kwargs):
         return False
 

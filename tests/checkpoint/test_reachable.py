@@ -1,4 +1,4 @@
-"""What a region depends on without being given it: generators, and tensors that must not change."""
+"""Generators and tensors that a region reaches other than by its arguments."""
 
 import functools
 import random
@@ -20,7 +20,7 @@ class Holder:
 
 
 class Noisy(nn.Module):
-    """A generator of its own, as an attribute or as a global."""
+    """Draws from a generator in an attribute if `own`, else from a global one."""
 
     def __init__(self, own=True):
         super().__init__()
@@ -57,7 +57,7 @@ class Call:
 
 
 class Slotted(dict):
-    """Asking it for an attribute that it lacks raises another error."""
+    """Raises another error than AttributeError for a missing attribute."""
 
     __slots__ = ()
     __getattr__ = dict.__getitem__
@@ -114,7 +114,7 @@ def test_generators_are_found(name):
 ])  # fmt: skip
 @pytest.mark.parametrize("registered", [False, True])
 def test_generators_of_checkpointed_layers(options, registered):
-    """torch's own checkpoint repeats the default generators only."""
+    """torch's own checkpoint restores only the default generators."""
     hidden = torch.Generator()
 
     class Layer(nn.Linear):
@@ -142,7 +142,7 @@ def test_generators_of_checkpointed_layers(options, registered):
     {"ops_to_save": ["aten.rand"]}, {"ops_to_save": ["aten.poisson"]},
     {"ops_to_recompute": ["aten.randn"]},
 ])  # fmt: skip
-def test_a_saved_op_leaves_the_generator_that_it_was_given_as_it_did(save):
+def test_a_saved_random_op_advances_its_generator_in_the_recompute(save):
     class Layer(nn.Linear):
         def forward(self, x):
             noise = torch.poisson(torch.full((4,), 9.0), GENERATOR)
@@ -178,7 +178,7 @@ def test_python_and_numpy_when_registered(source):
 
 
 def modified(change, check="default"):
-    """A step in which `change(up, z)` happens before the backward."""
+    """Run a step that calls `change(up, z)` before the backward."""
     up, down = nn.Linear(4, 8), nn.Linear(8, 4)
     z = torch.randn(3, 4, requires_grad=True) * 1
     up.register_buffer("scale", torch.ones(8))
@@ -193,17 +193,17 @@ def modified(change, check="default"):
     (lambda up, z: up.weight.mul_(2), r"\(8, 4\)"), (lambda up, z: up.bias.add_(2), r"\(8,\)"),
     (lambda up, z: up.scale.add_(1), r"\(8,\)"), (lambda up, z: z.detach().mul_(2), r"\(3, 4\)"),
 ])  # fmt: skip
-def test_a_tensor_that_changes_is_an_error_though_autograd_has_not_saved_it(change, shape):
+def test_a_changed_tensor_is_an_error_even_if_autograd_did_not_save_it(change, shape):
     with pytest.raises(RuntimeError, match=f"shape {shape} that .* uses was modified in place"):
         modified(change)
 
 
-def test_a_tensor_that_changes_is_let_through_without_a_check():
+def test_a_changed_tensor_is_accepted_without_a_check():
     modified(lambda up, z: up.bias.add_(2), check="none")
 
 
 def region(fn, x, change=lambda: None):
-    """Gradients of a step in which something changes before the backward."""
+    """Return the gradients of a step that calls `change` before the backward."""
     torch.manual_seed(0)
     y = so.output_discard(fn, lambda h: h.exp())(x)
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_another_tensor_may_change(make):
 
 
 def test_a_part_of_the_same_memory_may_change():
-    """As in models whose parameters are slices of one buffer, with an optimizer in backward."""
+    """Some models have parameters in one buffer, and an optimizer that runs in backward."""
     up, other = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(4))
     flat = torch.randn(20)
     up.weight.data, other.data = flat[:16].view(4, 4), flat[16:]
@@ -256,8 +256,8 @@ class Block(nn.Module):
         return self.norm(so.output_discard(lambda x: self.inner(self.up(x)), self.down)(x))
 
 
-def test_what_a_region_reaches_but_does_not_read_may_change():
-    """The region closes over the whole block; its own statistics change by themselves."""
+def test_tensors_that_a_region_reaches_but_does_not_read_may_change():
+    """The region closes over the whole block, whose running statistics change in each forward."""
     block = Block()
     y = block(torch.randn(6, 4, requires_grad=True))
     block(torch.randn(6, 4))  # running statistics, as under gradient accumulation

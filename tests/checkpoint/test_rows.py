@@ -1,4 +1,4 @@
-"""Layers of mode "output_discard" in a row take no more memory than full checkpoints."""
+"""A row of layers with mode "output_discard" takes little more memory than full checkpoints."""
 
 import weakref
 
@@ -11,7 +11,7 @@ import storage_ops as so
 
 
 class Heavy(nn.Module):
-    """Saves many times its output."""
+    """Saves many times the bytes of its output."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -29,7 +29,7 @@ class Half(nn.Module):
 
 
 class Pair(nn.Module):
-    """A layer of two inputs."""
+    """A layer with two inputs."""
 
     def __init__(self):
         super().__init__()
@@ -59,44 +59,44 @@ class Row(nn.Module):
 
 
 def step(row, x, mode):
-    """Gradients, peak bytes and which outputs were freed."""
+    """Return gradients, peak bytes, and for each output whether it was freed."""
     kinds = sorted({type(layer) for layer in row.layers}, key=str)
     if mode:
         so.apply_activation_checkpoint(row, {"layer_classes": kinds, "mode": mode})
     wanted = [x, *row.parameters()]
-    with so.memory.measure() as found:
+    with so.memory.measure() as measurement:
         loss = row(x)
         freed = row.freed()
         gradients = torch.autograd.grad(loss, wanted)
     so.remove_activation_checkpoint(row)
-    return gradients, found.peak_bytes, freed
+    return gradients, measurement.peak_bytes, freed
 
 
-def test_large_layers_keep_what_the_next_one_reads():
+def test_large_layers_keep_their_outputs():
     row, x = Row(Heavy() for _ in range(8)), torch.randn(512, 32, requires_grad=True)
     right, plain, _ = step(row, x, None)
     _, full, _ = step(row, x, "full")
-    found, peak, freed = step(row, x, "output_discard")
-    assert all(map(torch.equal, found, right))
+    got, peak, freed = step(row, x, "output_discard")
+    assert all(map(torch.equal, got, right))
     assert peak <= 1.05 * full < 0.5 * plain
     assert freed == [False] * 7 + [True]
 
 
-def test_small_layers_are_freed():
+def test_outputs_of_small_layers_are_freed():
     row = Row([nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh()] * 3)
     x = torch.randn(64, 32, requires_grad=True)
     right, *_ = step(row, x, None)
-    found, _, freed = step(row, x, "output_discard")
-    assert all(map(torch.equal, found, right)) and all(freed)
+    got, _, freed = step(row, x, "output_discard")
+    assert all(map(torch.equal, got, right)) and all(freed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_ends_where_it_gets_costly(dtype):
+def test_a_row_ends_before_it_takes_too_much_memory(dtype):
     row, x = Row(Half() for _ in range(16)), torch.randn(4096, dtype=dtype, requires_grad=True)
     right, *_ = step(row, x, None)
     _, full, _ = step(row, x, "full")
-    found, peak, freed = step(row, x, "output_discard")
-    assert all(map(torch.equal, found, right)) and peak <= 1.3 * full
+    got, peak, freed = step(row, x, "output_discard")
+    assert all(map(torch.equal, got, right)) and peak <= 1.3 * full
     assert any(freed) and all(freed) == (dtype == torch.float32)  # a mask of a quarter
 
 
@@ -107,8 +107,8 @@ def test_layers_with_several_inputs():
     row.__class__ = type("Paired", (Row,), {"forward": lambda self, x: forward((x, x.sin()))})
     right, *_ = step(row, x, None)
     _, full, _ = step(row, x, "full")
-    found, peak, _ = step(row, x, "output_discard")
-    assert all(map(torch.equal, found, right)) and peak <= 1.3 * full
+    got, peak, _ = step(row, x, "output_discard")
+    assert all(map(torch.equal, got, right)) and peak <= 1.3 * full
 
 
 def test_saved_bytes_of_inputs_parameters_and_outputs_do_not_count():
@@ -120,5 +120,5 @@ def test_saved_bytes_of_inputs_parameters_and_outputs_do_not_count():
         so.checkpoint.region.region.Options(counts_saved=True),
     )
     region.forward((x,), {})
-    # Saved: x, the weight, exp and its sum. The input and the weight do not count.
+    # The region saves x, the weight, exp and its sum. The first two do not count.
     assert region.allocated.total == 4 * (8 * 32 + 1)

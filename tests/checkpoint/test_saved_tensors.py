@@ -1,4 +1,4 @@
-"""What a region saves is described and compared in the same way by the library and in Python."""
+"""C++ code and Python describe and compare the tensors that a region saves in the same way."""
 
 import gc
 import weakref
@@ -17,13 +17,13 @@ from .paths import both_paths
 path = both_paths(saved_tensors)
 
 
-def test_the_path_is_the_one_of_info(path):
-    made = saved_tensors.saved_tensors(checksums=False, logs_ops=False)
-    assert isinstance(made, saved_tensors.SavedTensors) == (path == "Python")
+def test_info_names_the_code_in_use(path):
+    saved = saved_tensors.saved_tensors(checksums=False, logs_ops=False)
+    assert isinstance(saved, saved_tensors.SavedTensors) == (path == "Python")
     assert path == "Python" or so.info()["saved_tensors"] == "C++"
     for checksums, logs_ops in ((True, False), (False, True)):
-        made = saved_tensors.saved_tensors(checksums, logs_ops)
-        assert isinstance(made, saved_tensors.SavedTensors)
+        saved = saved_tensors.saved_tensors(checksums, logs_ops)
+        assert isinstance(saved, saved_tensors.SavedTensors)
 
 
 def tensors():
@@ -60,9 +60,9 @@ def test_descriptions_are_equal(path, name):
     again.hook()(t)
     again.drop_graphs()
     expected = Saved(t)
-    for (found,) in (again.before(), again.after()):
-        assert all(getattr(found, at) == getattr(expected, at) for at in Saved.__slots__)
-        assert str(found) == str(expected)
+    for (description,) in (again.before(), again.after()):
+        assert all(getattr(description, at) == getattr(expected, at) for at in Saved.__slots__)
+        assert str(description) == str(expected)
     saved_tensors.check(again, "a region", str)
     if path == "C++":
         assert again.fits() == (name not in {"sparse", "subclass", "nested"})
@@ -140,14 +140,14 @@ def test_gradients_are_those_of_eager(path, options):
     for model in blocks:
         torch.manual_seed(3)
         y = model(x).sum()
-        given = (x, *model.parameters())
-        torch.autograd.grad(y, given, retain_graph=True)
+        leaves = (x, *model.parameters())
+        torch.autograd.grad(y, leaves, retain_graph=True)
         (first,) = torch.autograd.grad(y, [x], create_graph=True)
-        grads.append(torch.autograd.grad(y + first.square().sum(), given))
+        grads.append(torch.autograd.grad(y + first.square().sum(), leaves))
     assert all(map(torch.equal, *grads))
 
 
-def test_tensors_are_read_twice_and_by_hand(path):
+def test_saved_tensors_can_be_read_twice_and_from_python(path):
     layer = so.CheckpointWrapper(Block())
     y = layer(torch.randn(5, 6, requires_grad=True))
     node = y.grad_fn.next_functions[1][0]
@@ -159,7 +159,7 @@ def test_tensors_are_read_twice_and_by_hand(path):
 
 
 def test_modes_see_a_detach_and_may_raise(path):
-    """An error of a mode around the backward is raised as it is."""
+    """An error of a mode around the backward reaches the caller unchanged."""
 
     class Stops(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -177,17 +177,17 @@ def test_modes_see_a_detach_and_may_raise(path):
     assert len(again) == 0
 
 
-def test_tensors_die_with_their_nodes(path):
-    """A region holds nothing after its backward, without the garbage collector."""
+def test_saved_tensors_are_freed_with_their_nodes(path):
+    """A region holds no tensor after its backward, without the garbage collector."""
     layer = so.CheckpointWrapper(Block())
     gc.collect()
     gc.disable()
     try:
         x = torch.randn(5, 6, requires_grad=True)
-        given = x * 2
-        alive = weakref.ref(given), weakref.ref(given.untyped_storage())
-        y = layer(given)
-        del given
+        inputs = x * 2
+        alive = weakref.ref(inputs), weakref.ref(inputs.untyped_storage())
+        y = layer(inputs)
+        del inputs
         assert alive[0]() is not None
         y.sum().backward()
         del y
@@ -196,7 +196,7 @@ def test_tensors_die_with_their_nodes(path):
         gc.enable()
 
 
-def test_an_index_of_no_tensor_is_an_error(path):
+def test_an_index_out_of_range_is_an_error(path):
     first = saved_tensors.saved_tensors(False, False)
     again = first.recompute(False)
     assert not again.has(0) and again.take_in_task(0) is None

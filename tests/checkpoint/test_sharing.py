@@ -1,4 +1,4 @@
-"""One activation that several layers and models share: a checkpoint changes one model alone."""
+"""If several models share an activation module, a checkpoint changes only one model."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from storage_ops.checkpoint.layers import transform
 from .blocks import assert_same, step
 
 SHARED = nn.SiLU()
-MEMORY = []  # of the outputs of activations
+MEMORY = []  # storages of the activations' outputs
 
 
 class Feed(nn.Module):
@@ -81,7 +81,7 @@ def test_hooks_and_attributes_are_those_of_one_module():
 
 
 class Counting(nn.Module):
-    """Has a state, so a copy would not be the same."""
+    """Has state, so a copy would behave differently."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Counting, Remembering, nn.PReLU])
-def test_a_module_with_a_state_stays_one(kind):
+def test_a_shared_module_with_state_is_not_copied(kind):
     act = kind()
     model = apply(make(2, act))
     assert model[0].act is model[1].act is act and isinstance(act, so.CheckpointWrapper)
@@ -123,7 +123,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
 
 
 @pytest.mark.in_turn
-def test_a_plan_changes_one_model_alone():
+def test_a_plan_changes_only_its_model():
     model, other, x = make().float(), make().float(), torch.randn(64, 8)
 
     def loss(out):

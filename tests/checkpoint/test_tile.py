@@ -1,4 +1,4 @@
-"""storage_ops.tile: gradients, memory, runs of the forward, and what it refuses."""
+"""Gradients, memory and number of runs of tiled modules, and modules that `tile` refuses."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ class Mlp(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x, scale=1.0):
-        Mlp.runs += x.shape[-2]  # an attribute of the module does not count recomputes
+        Mlp.runs += x.shape[-2]  # on the class, because a recompute restores instance attributes
         return self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x))) * scale
 
 
@@ -73,7 +73,7 @@ def test_the_recompute_repeats_its_random_numbers(training):
     torch.rand(5)
     before = torch.get_rng_state()
     y.sum().backward()
-    assert torch.equal(x.grad, y.detach())  # the mask and its scale, for an input of ones
+    assert torch.equal(x.grad, y.detach())  # both are the scaled mask, because x is ones
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(3)
     pieces = [Same().train(training)(t) for t in torch.tensor_split(x.detach(), 3, 1)]
@@ -119,12 +119,12 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("around", ["ours", "torch", "selective"])
-def test_twice_in_all_within_a_checkpoint(around):
+def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(around):
     plain = Block(Mlp(dropout=0.4)).double()
     block = copy.deepcopy(plain)
     storage_ops.tile(block.mlp, 4)
     x = torch.randn(2, 32, 16, dtype=torch.float64, requires_grad=True)
-    block(x)  # the check
+    block(x)  # the first call checks that the module is token-wise
     calls = []
     block.mlp.up.register_forward_hook(lambda *_: calls.append(1))
 
@@ -170,7 +170,7 @@ def test_the_peak_falls_with_the_number_of_tiles():
 
 
 @pytest.mark.in_turn
-def test_budget_bounds_what_one_tile_takes():
+def test_a_budget_bounds_the_memory_of_a_tile():
     x = torch.randn(2, 512, 32, requires_grad=True)
     g = torch.randn(2, 512, 32)
     fixed = 3 * 32 * 256 * 4 + 2 * x.nbytes + 2 * torch.get_rng_state().nbytes
@@ -225,7 +225,7 @@ def test_double_use_nested_use_and_retained_graphs():
         y.backward()
 
 
-def test_parts_of_the_gradients():
+def test_gradients_of_some_inputs_only():
     plain = Mlp().double()
     tiled = storage_ops.tile(copy.deepcopy(plain), 3)
     x = torch.randn(2, 12, 16, dtype=torch.float64, requires_grad=True)
@@ -295,10 +295,10 @@ def test_under_torch_func():
 
     ours, theirs = (torch.func.grad(loss(m))(values) for m in (tiled, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    # Other parameters in their place get the gradients.
-    given = {k: v.detach().clone().requires_grad_() for k, v in values.items()}
-    loss(tiled)(given).backward()
-    torch.testing.assert_close({k: v.grad for k, v in given.items()}, theirs)
+    # Replaced parameters get the gradients.
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in values.items()}
+    loss(tiled)(leaves).backward()
+    torch.testing.assert_close({k: v.grad for k, v in leaves.items()}, theirs)
 
 
 class Sum(nn.Module):
@@ -307,7 +307,7 @@ class Sum(nn.Module):
 
 
 class ResponseNorm(nn.Module):
-    """As of ConvNeXt V2: a gate of zeros hides the norm over tokens at first."""
+    """Normalises over tokens like ConvNeXt V2, hidden at first by a gate of zeros."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class ResponseNorm(nn.Module):
 
 
 class Gated(nn.Module):
-    """Mixes tokens by an attention whose gate, a number, is closed at first."""
+    """Mixes tokens by an attention whose gate is 0 at first."""
 
     def __init__(self):
         super().__init__()
@@ -339,21 +339,21 @@ class Gated(nn.Module):
         nn.TransformerEncoderLayer(16, 2, batch_first=True),
     ],
 )
-def test_what_is_not_token_wise_is_refused(module):
+def test_a_module_that_is_not_token_wise_is_refused(module):
     x = torch.randn(2, 8, 16)
     if any(isinstance(m, nn.BatchNorm1d) for m in module.modules()):
         x = x[0]
     before = copy.deepcopy(module.state_dict())
     state = torch.get_rng_state()
-    for given in (x, x.relu(), torch.zeros_like(x)):
+    for inputs in (x, x.relu(), torch.zeros_like(x)):
         with pytest.raises(ValueError, match="is not token-wise"):
-            storage_ops.tile(module, 2)(given)
+            storage_ops.tile(module, 2)(inputs)
     assert all(torch.equal(v, module.state_dict()[k]) for k, v in before.items())
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_parameters_that_are_zero_at_first():
-    """The check replaces zeros for itself, also in weights that modules share."""
+def test_the_check_works_for_parameters_that_are_zero():
+    """The check temporarily replaces zeros, also in shared weights."""
     plain = Mlp().double()
     with torch.no_grad():
         plain.down.weight.zero_()
@@ -411,7 +411,7 @@ def test_wrong_arguments():
         torch.autograd.grad(y.sum(), list(mlp.parameters()), create_graph=True)
 
 
-def test_modified_parameters_and_inputs_are_noticed():
+def test_parameters_and_inputs_modified_before_backward_are_errors():
     for modify in (lambda m, x: m.up.weight.mul_(2), lambda m, x: x.mul_(2)):
         module = storage_ops.tile(Mlp(), 2)
         x = torch.randn(1, 8, 16, requires_grad=True) * 1
@@ -436,7 +436,7 @@ def test_a_traced_step():
 
 
 class Products(nn.Module):
-    """Products in a row, followed by what a recompute has to run, or may leave out."""
+    """Matrix products, followed by an op that a recompute must run or may skip."""
 
     def __init__(self, ending):
         super().__init__()
@@ -448,7 +448,7 @@ class Products(nn.Module):
 
 
 class Saves(torch.autograd.Function):
-    """Reads its input in backward, and in forward not."""
+    """Reads its input in backward only."""
 
     @staticmethod
     def forward(ctx, x):
@@ -486,11 +486,11 @@ def test_the_product_that_ends_a_tile_runs_once(ending):
     plain = Products(fn).double()
     tiled = storage_ops.tile(copy.deepcopy(plain), 4)
     x = torch.randn(2, 12, 8, dtype=torch.float64, requires_grad=True)
-    out = tiled(x)  # which checks it, too
+    out = tiled(x)  # the first call also checks the module
     out = tiled(x)
-    with Ops() as ops:  # not in the forward: a mode there may change the product, so it runs again
+    with Ops() as ops:  # only around the backward: a mode around the forward adds a run
         out.square().sum().backward()
-    # Each tile runs one or two products again, and four for gradients.
+    # Each of the four tiles recomputes one product, and runs four for gradients.
     assert ops.count["mm"] == 4 * (1 + 4) + again
     got, x.grad = x.grad, None
     right = plain(x)

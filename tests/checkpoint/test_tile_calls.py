@@ -1,4 +1,4 @@
-"""Calls of tiled modules in every mode, by several threads, and what the first ones settle."""
+"""Calls of tiled modules in every mode and from several threads, and the checks of first calls."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from storage_ops import memory
 from storage_ops.checkpoint.layers import tile
 
 
-def test_budget_is_looked_at_in_every_mode(monkeypatch):
+def test_the_budget_is_evaluated_for_every_mode(monkeypatch):
     class Scaled(nn.Linear):
         def forward(self, x, how="plain", by=1.0):
             return super().forward(x) * by
@@ -38,7 +38,7 @@ def test_budget_is_looked_at_in_every_mode(monkeypatch):
     module(x, how="other")
     module(x)
     module(x, "plain", 1.0)
-    module(x, "plain", 2.0)  # the numbers of a schedule are no choice
+    module(x, "plain", 2.0)  # another number needs no new choice of tiles
     module.train()(x.detach())
     assert len(looked) == 7
 
@@ -55,7 +55,7 @@ class Mean(nn.Module):
         return x + x.mean(-2, keepdim=True)
 
 
-def test_the_check_waits_for_a_call_that_shows_it():
+def test_calls_without_tokens_or_in_inference_mode_are_not_checked():
     x = torch.randn(2, 8, 16)
     for first in (torch.inference_mode(), torch.no_grad()):
         module = storage_ops.tile(nn.Sequential(nn.Linear(16, 16), Mean()), 2)
@@ -80,8 +80,8 @@ def test_an_output_without_a_gradient_has_none():
     x = torch.randn(2, 8, 16, requires_grad=True)
     for plain in (Choice(16, 16), Fixed(16, 16)):
         right = plain(x)
-        found = storage_ops.tile(plain, 2)(x)
-        assert torch.equal(found, right) and not found.requires_grad
+        got = storage_ops.tile(plain, 2)(x)
+        assert torch.equal(got, right) and not got.requires_grad
 
 
 def test_two_threads_may_call_one_tiled_module():
@@ -94,7 +94,7 @@ def test_two_threads_may_call_one_tiled_module():
                 inside.set()
                 done.wait(0.5)
             elif self.first is not None and not is_other:
-                inside.wait(0.1)  # where it may, the other thread comes in
+                inside.wait(0.1)  # without a lock, the other thread would enter here
             return super().forward(x)
 
     inside, done = threading.Event(), threading.Event()
@@ -186,7 +186,7 @@ def test_ops_that_raise_and_ops_behind_a_product(fn):
     torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), wanted), right)
 
 
-def test_transforms_that_tiles_do_not_take():
+def test_transforms_that_tiles_refuse():
     inner = storage_ops.tile(Called(lambda h: torch.func.grad(lambda h: h.sin().sum())(h)), 2)
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"Called calls a transform of torch.func"):

@@ -1,4 +1,4 @@
-"""Layers that a config chooses are checkpointed: gradients, recomputed ops, memory, model."""
+"""Checkpointed layers of a config: gradients, recomputed ops, memory, and the model's interface."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def checkpointed(model, **options):
     return so.apply_activation_checkpoint(copy.deepcopy(model), Config(**options))
 
 
-# Options, and how many mm (of 4 in a block), bmm (of 2) and gelu (1) backward repeats.
+# Options, and how many mm (of 4 in a block), bmm (of 2) and gelu (of 1) the backward repeats.
 MODES = [
     ({}, (4, 2, 1)),
     ({"use_reentrant": True}, (4, 2, 1)),
@@ -39,7 +39,7 @@ MODES = [
     ({"ops_to_save": ["aten.mm", "aten.bmm"], "ops_to_recompute": ["aten.mm"]}, (4, 0, 1)),
     ({"ops_to_recompute": ["aten.mm"]}, (4, 0, 0)),
     ({"policy": "matmuls"}, (0, 0, 1)),
-    # In their order: qkv, scores, values, out, up, down. Saved are the 1st, 3rd and 5th.
+    # Products in order: qkv, scores, values, out, up, down. The 1st, 3rd and 5th are saved.
     ({"policy": ["every_other_mm", "attention"]}, (2, 1, 1)),
     ({"policy": so.policies.every_kth(so.policies.save("aten.mm"), 3)}, (2, 2, 1)),
     ({"policy": lambda ctx, op, *args, **kwargs: op is torch.ops.aten.gelu.default}, (4, 2, 0)),
@@ -148,15 +148,15 @@ def test_memory_between_forward_and_backward():
             out = module(x)
         kept[name] = m.kept_bytes
         report = so.checkpoint_report(module, x)
-        states = 0 if options is None else 3 * 5056  # of the random-number generator
+        states = 0 if options is None else 3 * 5056  # states of the random-number generator
         assert abs(report.kept_bytes + states - m.kept_bytes) < 9000, (name, report)
         assert report.plain_bytes == so.checkpoint_report(model, x).plain_bytes
         out.sum().backward()
         del out
     activation = 8 * 64 * 64 * 4
-    # The selective one keeps a product in each layer, of the size of the layer's input.
+    # A selective checkpoint keeps one product in each layer, as large as the layer's input.
     assert kept["selective"] - kept["full"] == pytest.approx(3 * activation, rel=0.01)
-    # What is discarded is the output of the wide activation.
+    # The discarded tensor is the output of the wide activation.
     assert kept["plain"] - kept["discard"] == pytest.approx(3 * 4 * activation, rel=0.01)
     assert kept["full"] < 0.2 * kept["plain"]
 
@@ -184,8 +184,8 @@ def test_attributes_isinstance_and_mode():
     assert block.note == "a block" and block.attention.dropout == 0.2
     block.note = "changed"
     assert block.note == "changed" and not model.eval().layers[0].training
-    made = type(block)(8)  # someone makes another layer of the same class
-    assert made.mlp.up.in_features == 8 and made(torch.ones(1, 2, 8)).shape == (1, 2, 8)
+    other = type(block)(8)  # a user's code may create another layer of the same class
+    assert other.mlp.up.in_features == 8 and other(torch.ones(1, 2, 8)).shape == (1, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_applying_twice_is_applying_once():
     assert len(wrapped_names(model)) == 4
 
 
-def test_nested_matches_are_left_to_the_outermost():
+def test_of_nested_matches_only_the_outermost_is_checkpointed():
     model = checkpointed(Model(), layer_classes=["Block", "MLP"])
     assert wrapped_names(model) == [f"layers.{i}" for i in range(4)]
     model = checkpointed(Model(), layer_classes=["MLP"], layer_names=["layers.0"])
@@ -316,8 +316,8 @@ def test_report_and_log(caplog):
     with caplog.at_level("INFO", "storage_ops"):
         so.apply_activation_checkpoint(model, Config(["Attention"]))
     report = so.checkpoint_report(model)
-    found = [(r.class_name, r.mode, r.checkpointed, r.total) for r in report.layers]
-    assert sorted(found) == [("Attention", "full", 5, 5), ("MLP", "selective", 2, 5)]
+    rows = [(r.class_name, r.mode, r.checkpointed, r.total) for r in report.layers]
+    assert sorted(rows) == [("Attention", "full", 5, 5), ("MLP", "selective", 2, 5)]
     assert "2 of 5" in str(report) and "2 of 5" in caplog.text and report.kept_bytes is None
     state = [b.clone() for b in model.state_dict().values()]
     with_inputs = so.checkpoint_report(model, torch.randn(2, 6, 16))
@@ -327,7 +327,7 @@ def test_report_and_log(caplog):
     assert len(wrapped_names(model)) == 7
 
 
-def test_without_grad_it_is_a_plain_call():
+def test_without_grad_a_layer_is_a_plain_call():
     model, x = Model().double().eval(), make_input()
     right = model(x)
     for options in ({}, {"use_reentrant": True}, {"policy": "matmuls"}):

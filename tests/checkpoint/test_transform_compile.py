@@ -15,8 +15,8 @@ import storage_ops as so
 from .blocks import Block, Model, make_input, step
 
 Config = so.ActivationCheckpointConfig
-# Options, and how many mm (of 4 in a block) and bmm (of 2) the compiled backward repeats. It needs
-# the result of the last mm for nothing.
+# Options, and how many mm (of 4 in a block) and bmm (of 2) the compiled backward repeats. It does
+# not need the result of the last mm.
 OPTIONS = [
     ({}, (3, 2)),
     ({"ops_to_save": ["aten.mm"]}, (0, 2)),
@@ -34,7 +34,7 @@ def fresh():
 
 
 def counting(counts):
-    """A backend that counts mm and bmm in forward and backward graphs."""
+    """Return a backend that counts mm and bmm in forward and backward graphs."""
 
     def compiler(graph, inputs):
         for node in graph.graph.nodes:
@@ -90,7 +90,7 @@ def test_block_by_block(order, options, repeated):
     got = step(model, x)
     assert_close(got, right)
     assert isinstance(getattr(model.layers[0], "_orig_mod", model.layers[0]), Block)
-    assert counts["mm"] == 2 * (4 + 8 + repeated[0])  # in forward, in backward, again
+    assert counts["mm"] == 2 * (4 + 8 + repeated[0])  # forward, backward, recompute
 
 
 def test_a_policy_that_saves_nothing_warns_when_it_is_compiled():
@@ -103,7 +103,7 @@ def test_a_policy_that_saves_nothing_warns_when_it_is_compiled():
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 4))
 
 
-def test_a_policy_that_counts_on_other_calls_warns_when_it_is_compiled():
+def test_a_policy_that_expects_more_calls_warns_when_it_is_compiled():
     policy = so.policies.save_calls([("aten::addmm", 0), ("aten::mm", 0), ("aten::addmm", 1)])
     context_fn = functools.partial(so.policies.contexts, policy, "a layer")
     f = lambda x, w: checkpoint(  # noqa: E731
@@ -112,10 +112,10 @@ def test_a_policy_that_counts_on_other_calls_warns_when_it_is_compiled():
     x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)
     with pytest.warns(UserWarning, match=r"a layer makes fewer calls of aten.addmm where"):
         torch.compile(f, fullgraph=True, backend="aot_eager")(x, w)
-    f(x, w)  # without a warning in eager code, where no name is another
+    f(x, w)  # without a warning in eager code
 
 
-def test_names_of_a_compiled_model_match_without_what_compile_adds():
+def test_names_match_without_the_prefix_that_compile_adds():
     model = torch.compile(Model(), backend="eager")
     so.apply_activation_checkpoint(model, Config(layer_names=["layers.1"]))
     assert isinstance(model._orig_mod.layers[1], so.CheckpointWrapper)
@@ -131,7 +131,7 @@ def test_inductor():
 
 
 def test_dropout_in_a_compiled_block_has_the_gradients_of_its_own_mask():
-    """The mask of the forward can be read from the output of a layer of ones."""
+    """For an input of ones, the output shows the mask of the forward."""
 
     class Layer(nn.Module):
         def forward(self, x):

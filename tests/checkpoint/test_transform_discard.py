@@ -1,4 +1,4 @@
-"""Layers whose output is freed when the module around them returns, and what stays alive."""
+"""With mode "output_discard", a layer's output is freed when its parent module returns."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ def discarding(model, **options):
 
 
 class Watched(MLP):
-    """Notes the memory of its activation, and keeps the activation itself if told to."""
+    """Notes the storage of its activation, and can keep the activation itself."""
 
     keeps = False
 
@@ -58,14 +58,14 @@ def test_gradients_are_those_of_eager(options):
     assert_same(step(discarding(model, **options), x), right)
 
 
-def test_the_output_is_freed_when_the_holder_returns():
+def test_the_output_is_freed_when_the_parent_returns():
     module, x = discarding(Watched(16, 0.0).double()), make_input()
     y = module(x)
     assert not module.freed_early and module.is_freed()
     y.sum().backward()
 
 
-def test_what_the_holder_keeps_is_kept():
+def test_an_output_that_the_parent_stores_is_kept():
     module, x = discarding(Watched(16, 0.0).double()), make_input()
     module.keeps = True
     y = module(x)
@@ -83,7 +83,7 @@ class Output:
     lambda y, h: Output(y, [h]), lambda y, h: {"y": y, "inner": (h.view(-1),)},
     lambda y, h: transformers.utils.ModelOutput(y=y, inner=[h]),
 ])  # fmt: skip
-def test_what_the_holder_returns_in_an_object_is_kept(make):
+def test_an_output_that_the_parent_returns_in_an_object_is_kept(make):
     class Both(MLP):
         def forward(self, x):
             h = self.act(self.up(x))
@@ -98,7 +98,7 @@ def test_what_the_holder_returns_in_an_object_is_kept(make):
     assert torch.equal(torch.autograd.grad(loss(out), x)[0], right)
 
 
-def test_what_the_holder_returns_is_kept():
+def test_an_output_that_the_parent_returns_is_kept():
     class Both(MLP):
         def forward(self, x):
             h = self.act(self.up(x))
@@ -111,7 +111,7 @@ def test_what_the_holder_returns_is_kept():
     assert torch.equal(torch.autograd.grad(y.square().sum() + h.square().sum(), x)[0], right)
 
 
-def test_a_layer_called_outside_of_its_holder_keeps_its_output():
+def test_a_layer_called_outside_of_its_parent_keeps_its_output():
     module, x = discarding(MLP(16, 0.0)), torch.randn(2, 16, requires_grad=True)
     h = module.act(x)
     h.sum().backward()
@@ -137,7 +137,7 @@ def test_after_an_exception_the_next_forward_is_right():
             module(x)
     module.fails = False
     assert_same(step(module, x), right)
-    h = module.act(x)  # no holder is at work
+    h = module.act(x)  # outside of its parent's forward
     assert not so.is_discarded(h)
 
 
@@ -154,7 +154,7 @@ def test_copies_and_pickles_discard_too():
         assert not other.is_freed() and type(other) is Watched and y.requires_grad
 
 
-def test_other_hooks_of_the_holder_stay():
+def test_other_hooks_of_the_parent_stay():
     module = MLP(16, 0.0)
     calls = []
     module.register_forward_hook(lambda *args: calls.append("hook"))
@@ -164,7 +164,7 @@ def test_other_hooks_of_the_holder_stay():
     assert calls == ["hook"]
 
 
-def test_one_holder_discards_in_one_way():
+def test_a_parent_accepts_only_one_set_of_options():
     model = discarding(Model(layers=2), layer_classes=None, layer_names=["*.act"])
     with pytest.raises(
         RuntimeError, match=r"MLP already frees outputs of layers, with .*Pass the same"
@@ -188,14 +188,14 @@ OPTIONS = [{}, {"policy": "matmuls"}, {"mode": "output_discard", "layer_classes"
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_nothing_is_alive_after_backward_without_the_garbage_collector(options):
-    # The first dispatch mode of a process imports it, wherever that is, and `torch.fx.wrap` in it
-    # leaves a cycle that holds the frames above.
+    # The first dispatch mode of a process imports torch._dynamo, where `torch.fx.wrap` leaves a
+    # cycle that keeps the calling frames alive.
     importlib.import_module("torch._dynamo")
     model = Model(layers=2)
     so.apply_activation_checkpoint(model, Config(**{"layer_classes": ["Block"], **options}))
-    made = []
+    references = []
     for layer in model.layers:
-        hook = lambda m, a, out: made.append(weakref.ref(out.untyped_storage())) or None  # noqa: E731
+        hook = lambda m, a, out: references.append(weakref.ref(out.untyped_storage())) or None  # noqa: E731
         layer.mlp.act.register_forward_hook(hook)
         layer.register_forward_hook(hook)
     x = make_input(dtype=torch.float32)
@@ -205,7 +205,7 @@ def test_nothing_is_alive_after_backward_without_the_garbage_collector(options):
         y = model(x).sum()
         y.backward()
         del y
-        assert made and [ref() for ref in made] == [None] * len(made)
+        assert references and [ref() for ref in references] == [None] * len(references)
     finally:
         gc.enable()
 
@@ -236,7 +236,7 @@ def test_a_block_is_still_a_block():
 
 
 class Wraps(torch.Tensor):
-    """Wraps a tensor, and does not say where it is."""
+    """Wraps a tensor without `__tensor_flatten__`, which would name the inner tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -253,7 +253,7 @@ class Wraps(torch.Tensor):
         return torch.utils._pytree.tree_map_only(torch.Tensor, cls, op(*args, **kwargs))
 
 
-def test_an_output_that_wraps_others_unsaid_is_kept_and_reported(path):
+def test_an_output_with_unknown_inner_tensors_is_kept_and_reported(path):
     class Wrapping(nn.Linear):
         def forward(self, x):
             return super().forward(Wraps(x.detach()))
@@ -273,7 +273,7 @@ def test_an_output_that_wraps_others_unsaid_is_kept_and_reported(path):
     assert up.weight.grad is not None
 
 
-def test_a_holder_whose_class_cannot_change_is_refused_and_nothing_changes():
+def test_a_parent_whose_class_cannot_change_is_refused_and_nothing_changes():
     class Slotted(MLP):
         __slots__ = ("more",)
 
@@ -290,7 +290,7 @@ def test_a_holder_whose_class_cannot_change_is_refused_and_nothing_changes():
     assert not any("_discarding" in vars(m) for m in model.modules())
 
 
-def test_a_layer_that_is_a_holder_too():
+def test_a_layer_that_is_also_a_parent():
     model, x = nn.Sequential(MLP(16, 0.0), nn.Linear(16, 2)).double(), make_input()
     right = step(model, x)
     for first in (True, False):
@@ -304,7 +304,7 @@ def test_a_layer_that_is_a_holder_too():
         assert [type(m) for m in model.modules()][1:3] == [MLP, nn.Linear]
 
 
-def test_what_the_holder_modifies_in_place_is_kept():
+def test_an_output_that_the_parent_modifies_in_place_is_kept():
     class Adding(nn.Module):
         def __init__(self):
             super().__init__()
@@ -322,7 +322,7 @@ def test_what_the_holder_modifies_in_place_is_kept():
     assert all(map(torch.equal, got, right))
 
 
-def test_more_regions_in_a_row_than_python_has_stack_for():
+def test_a_row_of_more_regions_than_the_recursion_limit():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()

@@ -23,7 +23,7 @@ OPTIONS = [
 
 
 def train(module, rank, steps=1):
-    """Losses and parameters after steps of SGD, each rank on inputs of its own."""
+    """Return losses and parameters after steps of SGD. Each rank has its own inputs."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = []
     torch.manual_seed(100 + rank)
@@ -47,7 +47,7 @@ def shard(model):
 
 
 def both_orders(model, cfg, wrap):
-    """Checkpoint, then wrap; and wrap, then checkpoint."""
+    """Return the model checkpointed before it is wrapped, and after."""
     yield wrap(so.apply_activation_checkpoint(copy.deepcopy(model), cfg))
     yield so.apply_activation_checkpoint(wrap(copy.deepcopy(model)), cfg)
 
@@ -94,7 +94,7 @@ def compare_communication():
 
 
 class InPlace(torch.autograd.Function):
-    """Collectives that write into their arguments, as Functions of tensor parallelism call them."""
+    """Calls collectives that write into their arguments, as in Functions for tensor parallelism."""
 
     @staticmethod
     def forward(ctx, x, kind, total):
@@ -108,7 +108,7 @@ class InPlace(torch.autograd.Function):
             x = x.clone()
             dist.all_reduce(x)
             dist.all_reduce(x)
-        elif kind == "total":  # of a buffer, to which the next call adds
+        elif kind == "total":  # the collective is on a buffer to which the next call adds
             total.fill_(x.sum().item())
             dist.all_reduce(total)
             x = x * total
@@ -167,13 +167,13 @@ def compare_in_place_collectives(rank):
                 loss = [(m(x).square() + m(x + 1)).sum() for m in (plain, layer)]
                 right = torch.autograd.grad(loss[0], (x, plain.layer.weight))
                 with Ops() as ops:
-                    found = torch.autograd.grad(loss[1], (x, layer.layer.weight))
-                assert all(map(torch.equal, found, right)), (kind, policy, is_last)
+                    got = torch.autograd.grad(loss[1], (x, layer.layer.weight))
+                assert all(map(torch.equal, got, right)), (kind, policy, is_last)
                 assert torch.equal(layer.total, plain.total)
-                # gloo copies scattered sums in wait(), a modification: they are sent again.
+                # gloo copies scattered sums in wait(). That is a write, so they are sent again.
                 names = ("allreduce_", "alltoall_base_", "allgather_", "_allgather_base_")
                 sent = sum(ops.count[name] for name in names)
-                # Of two collectives on the same bytes, the second overwrites what the first wrote.
+                # The second of two collectives on the same bytes overwrites the first result.
                 again = 2 if kind == "reduce twice" else 0
                 assert sent == again or policy in (None, "matmuls"), (kind, policy, is_last, sent)
 
@@ -218,5 +218,5 @@ def work(rank):
 
 @pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
-def test_parallel_training_as_without_checkpoints():
+def test_parallel_training_gives_the_results_without_checkpoints():
     run_on_ranks(work, WORLD)

@@ -1,4 +1,4 @@
-"""What tiles, reports and simulations leave in a module: nothing, wherever it keeps things."""
+"""Tiles, reports and simulations leave nothing behind in a module's attributes and containers."""
 
 import collections
 import copy
@@ -37,7 +37,7 @@ RUNS = {
 
 
 class Cell(nn.Module):
-    """Keeps tensors in attributes, containers and an object, and numbers beside them."""
+    """Has tensors and numbers in attributes, containers and an object."""
 
     class Cache:
         def __init__(self):
@@ -48,13 +48,13 @@ class Cell(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.register_buffer("total", torch.zeros(8))
         self.scale, self.is_ready = None, False
-        self.linear.weight.scales = torch.ones(8)  # as bitsandbytes keeps those of its weights
+        self.linear.weight.scales = torch.ones(8)  # bitsandbytes sets such an attribute
         self.by_size, self.recent = {}, collections.deque(maxlen=2)
         self.cache = self.Cache()
 
     def forward(self, x):
         scales = getattr(self.linear.weight, "scales", None)
-        if scales is not None:  # it moves them at the first call
+        if scales is not None:  # the first call moves the scales
             self.scales, self.linear.weight.scales = scales, None
         if not self.is_ready:
             self.scale, self.is_ready = torch.linspace(0.5, 1, 8), True
@@ -86,7 +86,7 @@ def test_a_simulation_leaves_nothing_in_a_module(run, after):
     if after:
         model(x)
     before = kept(model[0])
-    if run == "tile by budget":  # which goes on to run the module
+    if run == "tile by budget":  # tiling also runs the module
         pieces = storage_ops.checkpoint.layers.tile_run.Pieces(model, type(model).forward, 1, 1)
         storage_ops.checkpoint.layers.tile.bytes_of_tile(pieces, x, 2)
     else:
@@ -104,15 +104,15 @@ def test_a_module_with_a_lazy_cache_is_tiled_by_budget():
     assert type(cell.linear.weight.grad) is torch.Tensor
 
 
-def test_what_a_function_is_given_is_put_back():
-    given = {"seen": []}
+def test_arguments_of_a_function_are_restored():
+    state = {"seen": []}
 
-    def fn(x, given):
-        given["seen"].append(x + 1)
-        given["last"] = x
+    def fn(x, state):
+        state["seen"].append(x + 1)
+        state["last"] = x
 
-    memory.estimate(fn, torch.randn(3), given)
-    assert given == {"seen": []}
+    memory.estimate(fn, torch.randn(3), state)
+    assert state == {"seen": []}
 
 
 @pytest.mark.parametrize("run", RUNS)

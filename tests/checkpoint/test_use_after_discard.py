@@ -1,4 +1,4 @@
-"""Reading a discarded output never crashes: the guard says so, or else debug mode."""
+"""Reading a discarded output never crashes: the guard or debug mode raises an error."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_every_read_names_the_region_and_the_line(name, debug):
 
 
 @pytest.mark.parametrize("path_name", ["copy"])
-def test_debug_mode_where_there_is_no_guard(path_name):
+def test_debug_mode_raises_without_a_guard(path_name):
     from storage_ops.storage.kernels import storage_path
 
     with storage_path(path_name):

@@ -31,7 +31,7 @@ def test_a_predicate_chooses_layers():
     assert_same(step(model, x), right)
 
 
-def test_a_predicate_is_asked_about_what_the_config_names():
+def test_a_predicate_is_called_for_layers_that_the_config_names():
     model = Model(layers=4)
     so.apply_activation_checkpoint(
         model, {"layer_classes": ["Block"]}, check_fn=lambda name, module: int(name[-1]) % 2
@@ -51,7 +51,7 @@ def test_a_predicate_is_asked_about_what_the_config_names():
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("options", [{}, {"ops_to_save": ["aten.exp"]}])
 def test_early_stop(early_stop, options):
-    """The last product saves nothing that its own result is needed for."""
+    """The recompute can stop before the last product, whose result backward does not need."""
     layer = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 4))
     if options:
         layer.append(nn.Identity())
@@ -114,7 +114,7 @@ def test_options_of_a_wrong_type():
 class Changing(nn.Module):
     def __init__(self):
         super().__init__()
-        Changing.calls = 0  # an attribute of the instance would be restored
+        Changing.calls = 0  # on the class, because a recompute restores instance attributes
 
     def forward(self, x):
         Changing.calls += 1
@@ -127,7 +127,7 @@ class Changing(nn.Module):
 def test_debug_names_the_first_op_that_differs(options):
     x = torch.randn(3, 4, requires_grad=True)
     layer = so.CheckpointWrapper(Changing(), **options)
-    named = "op 1 was aten.sin in forward and aten.slice"  # a policy compares ops anyway
+    named = "op 1 was aten.sin in forward and aten.slice"  # policies always compare ops
     with pytest.raises(
         RuntimeError, match=named if options else "Set debug=True to see the first op"
     ):
@@ -138,7 +138,7 @@ def test_debug_names_the_first_op_that_differs(options):
         layer(x).sum().backward()
 
 
-def test_what_a_policy_saves_goes_through_hooks_when_asked():
+def test_results_that_a_policy_saves_go_through_hooks_if_requested():
     shapes, unpacked = [], []
 
     def pack(t):
@@ -167,7 +167,7 @@ def test_what_a_policy_saves_goes_through_hooks_when_asked():
             assert ((2, 8) in unpacked) == asked
 
 
-def test_offloading_what_a_policy_saves_in_a_model():
+def test_hooks_offload_the_results_that_a_policy_saves():
     model, x = Model(layers=2).double(), make_input()
     right = step(model, x)
     so.apply_activation_checkpoint(
@@ -190,7 +190,7 @@ def test_offloading_what_a_policy_saves_in_a_model():
 
 
 class Attends(nn.Module):
-    """Higher-order ops: a branch, and attention whose scores a function changes."""
+    """Uses higher-order ops: a branch, and attention with a function of its scores."""
 
     def __init__(self):
         super().__init__()

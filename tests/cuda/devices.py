@@ -1,4 +1,4 @@
-"""The same test on the CPU, where its body is tried, and on a GPU, where it matters."""
+"""Helpers to run a test on a GPU, and on a CPU to check the test itself."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def raises(device):
-    """Whether values that break a promise raise; a GPU would have to be waited for to know them."""
+    """Return True if wrong values raise an error. On a GPU, the host does not wait to read them."""
     return device == "cpu"
 
 
@@ -25,7 +25,7 @@ def synchronize(device):
 
 @contextlib.contextmanager
 def side_stream(device):
-    """Run a block on a stream of its own, after and before all else; on the CPU just run it."""
+    """Run a block on its own stream, synchronised before and after. On a CPU, only run it."""
     if device == "cpu":
         yield
         return
@@ -43,10 +43,10 @@ def busy(device):
 
 
 def captured(device, step, warm_up=3):
-    """What replays a step as a CUDA graph, after warm-up; on the CPU the step itself.
+    """Return a function that replays a step as a CUDA graph, or on a CPU the step itself.
 
-    The step must leave its results in tensors that exist before, or return them: they are then the
-    same tensors at every replay.
+    The step must write its results to existing tensors, or return them. Every replay then returns
+    the same tensors.
     """
     with side_stream(device):
         for _ in range(warm_up):
@@ -66,9 +66,9 @@ def captured(device, step, warm_up=3):
 
 @contextlib.contextmanager
 def requested(device):
-    """Peak and kept bytes as they were asked for.
+    """Measure peak and kept bytes as requested from the allocator.
 
-    What the caching allocator of a GPU counts as allocated may be up to a MiB more for each block.
+    The allocated bytes of a GPU's caching allocator may be up to a MiB more for each block.
     """
     if device == "cpu":
         with measure() as result:
@@ -86,7 +86,7 @@ def requested(device):
 
 
 def moved(tree, device):
-    """The arguments of a call with every tensor on a device, as leaves where they were leaves."""
+    """Return arguments with every tensor on a device. Leaves stay leaves."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to(device).requires_grad_(tree.requires_grad)
     if isinstance(tree, (tuple, list)):

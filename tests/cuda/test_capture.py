@@ -1,4 +1,4 @@
-"""CUDA graphs: training steps that are captured once and replayed on new inputs."""
+"""Training steps are captured once as CUDA graphs, and replayed on new inputs."""
 
 import copy
 import os
@@ -16,7 +16,7 @@ import storage_ops as so
 from ..loss.test_linear_cross_entropy import problem
 from .devices import captured, each_device, moved
 
-# A graph cannot hold the random state of the device, so regions that need none are told so.
+# A CUDA graph cannot read the random state of the device, so these regions do not save it.
 NO_RANDOM = {"preserve_rng_state": False}
 
 
@@ -45,13 +45,13 @@ def test_the_loss_replays_on_new_inputs(device, dtype, options):
             target[::3] = -100
         results = [t.clone() for t in replay()]
         for ours, right in zip(results, step(), strict=True):
-            # A capture may choose another workspace, and so another order of the sums.
+            # A capture may use another workspace, and therefore another order of sums.
             difference = (ours - right).double().norm()
             assert difference <= 1e-2 * right.double().norm() and right.isfinite().all()
 
 
 @each_device
-def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
+def test_a_target_out_of_range_gives_nan_only_at_its_replay(device):
     if device == "cpu":
         pytest.skip("raises on a CPU, in tests/loss")
     x, w, target, _ = moved(problem(64, 32, 503, ignored=0.0), device)
@@ -63,9 +63,9 @@ def test_a_captured_target_out_of_range_is_nan_at_its_replay_alone(device):
     assert torch.equal(replay(), right)
 
 
-# The driver loads a kernel's code at its first launch, which may take memory and wait for the
-# device. A capture forbids that to its user; that it does not to the driver is what this finds out.
-# The library has a CUDA runtime of its own, so neither torch's kernels nor its context prepare it.
+# At a kernel's first launch, the driver loads its code, which may allocate memory and wait for the
+# device. During a capture, user code must not do this. This test checks that the driver can. The
+# library has its own CUDA runtime, so torch's earlier launches do not prepare it.
 FIRST_LAUNCHES = """
 import torch
 from tests.cuda.test_row_kernel import DTYPES, OPTIONS, Place, Rows
@@ -100,7 +100,7 @@ def test_the_first_launches_of_a_process_may_be_captured(loading):
 
 
 class Net(nn.Module):
-    """A block and a loss, with what is between freed in several ways."""
+    """A block and a loss. `way` says how intermediate tensors are freed."""
 
     def __init__(self, way, width=64, vocab=503, depth=1):
         super().__init__()
@@ -113,7 +113,7 @@ class Net(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.embedding(tokens)
-        for _ in range(self.depth):  # the same block every time
+        for _ in range(self.depth):  # always the same block
             if self.way == "output_discard":
                 x = x + so.output_discard(self.expand, self.down, **NO_RANDOM)(x)
             elif self.way == "chain":
@@ -130,7 +130,7 @@ class Net(nn.Module):
 
 
 def trainer(net, tokens, targets):
-    """A step of gradient descent in place."""
+    """Return a step of gradient descent in place."""
 
     def step():
         loss = net(tokens, targets)
@@ -180,13 +180,13 @@ def test_a_replay_takes_no_memory_and_the_graph_frees_what_eager_frees():
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         replay = captured("cuda", trainer(net, tokens, targets))
-        torch.cuda.empty_cache()  # of the warm-up
+        torch.cuda.empty_cache()  # frees the memory of the warm-up
         taken = torch.cuda.memory_reserved() - before
         with so.memory.measure("cuda") as m:
             replay()
         assert m.peak_bytes == m.kept_bytes == 0
         return taken
 
-    # Each of the six blocks frees two activations of 12 MiB, and all but one are free at any time.
-    # The first call also makes workspaces of cuBLAS, up to 32 MiB.
+    # Each of the six blocks frees two activations of 12 MiB. At most one block has its own at any
+    # time. The first call also allocates workspaces of cuBLAS, up to 32 MiB.
     assert reserved("output_discard") <= reserved("plain") - (64 << 20)

@@ -1,4 +1,4 @@
-"""Output discarding and selective checkpointing on a GPU, against plain autograd."""
+"""Output discarding and selective checkpointing on a GPU give the results of plain autograd."""
 
 import copy
 
@@ -16,7 +16,7 @@ FUSED = torch.nn.attention.SDPBackend
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, with dropout, in several ways of freeing what is between."""
+    """Attention and SwiGLU with dropout. `way` says how intermediate tensors are freed."""
 
     def __init__(self, way="plain", width=32, dropout=0.3):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
         x = x + y
         if self.way in ("discard", "hook"):
             return x + so.output_discard(self.expand, self.down)(x)
-        if self.way == "chain-eager":  # what the chain does, for comparison: no dropout in the MLP
+        if self.way == "chain-eager":  # the reference for "chain", also without dropout in the MLP
             return x + self.down(F.silu(self.gate(x)) * self.up(x))
         return x + self.down(self.expand(x))
 
@@ -86,7 +86,7 @@ def assert_equal(ours, right):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_discard_of_every_dtype_with_dropout_equals_eager(path, device, way, dtype):
     plain, ours, x = stacks(way, device, dtype)
-    # One kernel for all: with a choice of several, torch may take another in the recompute.
+    # Fix the attention kernel, because torch could choose another one in the recompute.
     with torch.nn.attention.sdpa_kernel(FUSED.MATH), deterministic():
         assert_equal(gradients(ours, x), gradients(plain, x))
 
@@ -100,7 +100,7 @@ def test_a_chain_of_every_dtype_equals_eager(path, device, dtype):
 
 
 class deterministic:
-    """Deterministic algorithms, with a warning where there is none."""
+    """Use deterministic algorithms. Warn for ops that have none."""
 
     def __enter__(self):
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -115,7 +115,7 @@ def test_fused_attention_with_dropout_is_recomputed_with_its_mask(backend):
     plain, ours, x = stacks("discard", "cuda", torch.bfloat16)
     with torch.nn.attention.sdpa_kernel(backend):
         results = gradients(ours, x), gradients(plain, x)
-    for a, b in zip(*results, strict=True):  # the kernels add up in any order
+    for a, b in zip(*results, strict=True):  # the kernels add in any order
         assert (a - b).double().norm() <= 1e-2 * b.double().norm()
 
 
@@ -171,7 +171,7 @@ def test_forward_and_backward_on_a_side_stream(path, device, backward):
     plain, ours, x = stacks("discard", device, torch.float32)
     with torch.nn.attention.sdpa_kernel(FUSED.MATH):
         right = gradients(plain, x)
-        for _ in range(3):  # memory that was freed too early is reused in the next round
+        for _ in range(3):  # memory that is freed too early is reused in the next round
             torch.manual_seed(3)
             ours.zero_grad()
             leaf = x.detach().requires_grad_()
@@ -180,7 +180,7 @@ def test_forward_and_backward_on_a_side_stream(path, device, backward):
                 loss = ours(leaf).double().square().sum()
                 if backward == "same stream":
                     loss.backward()
-            if backward == "another stream":  # autograd runs each node on its forward's stream
+            if backward == "another stream":  # autograd runs each node on the stream of its forward
                 loss.backward()
             got = [loss.detach(), leaf.grad, *(p.grad for p in ours.parameters())]
             for a, b in zip(got, right, strict=True):
@@ -201,7 +201,7 @@ def test_the_consumer_on_another_stream_than_the_producer(path):
             with ckpt.consumer():
                 busy("cuda")
                 y = down(h)
-            ckpt.discard_output_and_register_recompute()  # while the consumer waits for its turn
+            ckpt.discard_output_and_register_recompute()  # before the consumer has run
         poison = torch.full((256, 512), float("nan"), device="cuda")
         main.wait_stream(side)
         got = torch.autograd.grad(y.square().sum(), (x, up.weight))
@@ -260,7 +260,7 @@ def test_a_large_buffer_is_compared_without_a_wait_and_written_once(device):
 
 
 @each_device
-def test_checksums_find_a_region_that_does_not_repeat_itself(device):
+def test_checksums_detect_a_recompute_that_differs(device):
     x = torch.randn(64, device=device, requires_grad=True)
     calls = []
 

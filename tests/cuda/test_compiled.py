@@ -64,19 +64,21 @@ def focal(x, w, t):
 
 
 def concentration(x, w, t):
-    """The op has no such row: the general way."""
+    """Return a loss that does not become the op, but is chunked by the general rewrite."""
     return torch.softmax(F.linear(x, w).float(), -1).square().sum(-1).mean()
 
 
 def preference(x, w, t):
-    """Of pairs of sequences."""
+    """Return a preference loss of pairs of sequences."""
     p = torch.log_softmax(F.linear(x, w).float(), -1).gather(1, t[:, None])
     chosen, rejected = p.view(8, -1).mean(1).chunk(2)
     return -F.logsigmoid(chosen - rejected).mean()
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("hidden", [64, 512])  # with 512 all logits wait in the weight's gradient
+@pytest.mark.parametrize(
+    "hidden", [64, 512]
+)  # with 512, the weight gradient has room for all logits
 @pytest.mark.parametrize("loss", [cross_entropy, focal, preference, concentration])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_auto_chunker(hidden, loss, dtype):
@@ -132,7 +134,7 @@ def test_a_traced_step_with_dropout_equals_eager(device, mode):
 
     step = so.graph.trace_step(train, x)
     before = step.gm.meta["storage_ops_before"].graph
-    assert len(step.gm.graph.nodes) > len(before.nodes)  # some run twice
+    assert len(step.gm.graph.nodes) > len(before.nodes)  # some ops run twice
     for seed in range(2):
         plain.zero_grad()
         ours.zero_grad()

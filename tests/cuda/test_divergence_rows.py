@@ -1,4 +1,4 @@
-"""The row kernel of divergences on a GPU, against plain torch in float64 on the CPU."""
+"""The row kernel of divergences on a GPU agrees with plain torch in float64 on a CPU."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from ..divergence.test_divergence_rows import (
 from .devices import DTYPES, each_device, moved
 
 OPS = torch.ops.storage_ops
-# As on the CPU, with sums in another order and a power of two that is less exact.
+# Larger than on a CPU, because sums have another order and exp2 is less exact.
 BOUNDS = {2: (5e-5, 5e-3, 5e-6), 4: (5e-5, 5e-5, 5e-6), 8: (1e-11, 1e-11, 1e-11)}
 
 
 @pytest.mark.cuda
-def test_there_is_a_kernel():
+def test_the_cuda_kernel_is_registered():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has("storage_ops::_divergence_rows", "CUDA")
 
@@ -31,19 +31,19 @@ def test_there_is_a_kernel():
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
-    given = tiles(dtype, columns, bias=columns % 2 > 0)
-    part_ties(given, 0.7)
-    # So scaled gradients are above the least number that float16 has.
-    compare_rows(OPS._divergence_rows, given, divergence, BOUNDS, "cuda", by=64)
+    arguments = tiles(dtype, columns, bias=columns % 2 > 0)
+    part_ties(arguments, 0.7)
+    # `by` scales the gradients above the smallest number of float16.
+    compare_rows(OPS._divergence_rows, arguments, divergence, BOUNDS, "cuda", by=64)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_two_runs_give_the_same_bits(divergence):
-    given, results = moved(tiles(torch.bfloat16, 50257), "cuda"), []
+    arguments, results = moved(tiles(torch.bfloat16, 50257), "cuda"), []
     upstream = torch.ones(1, device="cuda")
     for _ in range(2):
-        own = [None if t is None else t.clone() for t in given]
+        own = [None if t is None else t.clone() for t in arguments]
         OPS._divergence_rows(*own, upstream, divergence, 0.3, 1.0, UPDATE | GRADIENT, False)
         results.append((own[0], own[4], own[5]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -54,10 +54,10 @@ def test_two_runs_give_the_same_bits(divergence):
 @pytest.mark.parametrize("budget", [None, "400 KiB"])
 @pytest.mark.parametrize("targets", [False, True])
 def test_the_divergence_of_two_heads(device, divergence, budget, targets):
-    made = [torch.randn(*shape) for shape in ((40, 16), (1003, 16), (40, 24), (1003, 24))]
+    tensors = [torch.randn(*shape) for shape in ((40, 16), (1003, 16), (40, 24), (1003, 24))]
     results = []
     for where, dtype in ((device, torch.float32), ("cpu", torch.float64)):
-        x, w, t, head = (m.to(where, dtype) for m in made)
+        x, w, t, head = (m.to(where, dtype) for m in tensors)
         leaves = [x.requires_grad_(), w.requires_grad_()]
         options = {"divergence": divergence, "beta": 0.3}
         if targets:

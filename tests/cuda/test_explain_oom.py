@@ -1,4 +1,4 @@
-"""Out-of-memory errors of the real allocator, and their report of the owners of the memory."""
+"""explain_oom reports the owners of the memory for errors of the real allocator."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @each_device
 @pytest.mark.parametrize("steps", [1, 2])
-def test_who_held_it(device, steps):
+def test_the_report_names_the_owners(device, steps):
     """The last step does not fit, and the report names the owners of the memory."""
     width = 512 if device == "cpu" else 1024
     wide = 4 * width
@@ -22,7 +22,7 @@ def test_who_held_it(device, steps):
     ]
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    # On a GPU the input must be large compared with the workspace of cuBLAS.
+    # On a GPU, the input must be large compared to the workspace of cuBLAS.
     x = torch.randn(1024 if device == "cpu" else 16384, width, device=device)
 
     def step():

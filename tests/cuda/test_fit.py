@@ -1,4 +1,4 @@
-"""Plans of models of transformers: bytes as simulated, within the budget, gradients as without."""
+"""Plans for several models keep to simulated bytes and the budget, and change no gradient."""
 
 import copy
 
@@ -17,15 +17,15 @@ SIZES = {
     "cpu": {"tokens": 64, "width": 64, "layers": 3, "vocab": 512, "image": 112},
     "cuda": {"tokens": 1024, "width": 1024, "layers": 3, "vocab": 8192, "image": 256},
 }
-# Experts take as many tokens as the router gives them, which is not simulated, and neither is what
-# cuDNN takes where it has to be deterministic: on an H200 the UNet took 2.3 % more.
+# The router decides how many tokens an expert gets, which is not simulated. Deterministic
+# algorithms of cuDNN are not simulated either: on an H200, the UNet took 2.3 % more.
 TOLERANCE = {"cpu": {"Mixtral": 0.05}, "cuda": {"Mixtral": 0.05, "UNet": 0.03, "ViT": 0.02}}
 ADAMW = torch.optim.AdamW
 
 
 @pytest.fixture
 def deterministic():
-    """On a GPU backward of attention adds up in any order otherwise."""
+    """Use deterministic algorithms: on a GPU, the backward of attention adds in any order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -68,7 +68,7 @@ def test_plan(device, kind, tmp_path):
     assert plan.peak_bytes <= budget < step.peak_bytes
     assert measured(applied, batch, loss) <= (1 + tolerance) * budget
     plain = gradients(model, batch, loss)
-    exact = all(map(same, gradients(model, batch, loss), plain))  # some kernels never are
+    exact = all(map(same, gradients(model, batch, loss), plain))  # False if a kernel never is
     assert exact or device == "cuda"
     fresh = load_fit(tmp_path / "fit.json", copy.deepcopy(model)).apply()
     assert all(map(same if exact else alike, gradients(fresh, batch, loss), plain))

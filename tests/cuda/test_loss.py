@@ -1,4 +1,4 @@
-"""Linear cross-entropy on a GPU, against float64."""
+"""Linear cross-entropy on a GPU agrees with float64."""
 
 import itertools
 
@@ -12,15 +12,15 @@ from ..loss.test_linear_cross_entropy import REDUCTIONS, error, exact, problem, 
 from ..loss.test_loss_options import CHOICES, arguments, outputs
 from .devices import DTYPES, busy, each_device, moved, raises, side_stream
 
-# As on the CPU (tests/loss), with float32 sums in another order.
+# Bounds of the CPU tests (tests/loss), widened for float32 sums in another order.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
-def compare(device, given, **options):
-    """Loss and gradients on the device against float64 on the CPU."""
-    right, right_grads = exact(*given, **options)
-    loss, grads = run(so.linear_cross_entropy, *moved(given, device), **moved(options, device))
-    dtype = given[0].dtype
+def compare(device, arguments, **options):
+    """Compare loss and gradients on the device with float64 on the CPU."""
+    right, right_grads = exact(*arguments, **options)
+    loss, grads = run(so.linear_cross_entropy, *moved(arguments, device), **moved(options, device))
+    dtype = arguments[0].dtype
     assert loss.device.type == device and error(loss.cpu(), right) < TOLERANCE[dtype]
     for ours, expected in zip(grads, right_grads, strict=True):
         assert ours.dtype == dtype and error(ours.cpu(), expected) < TOLERANCE[dtype]
@@ -31,14 +31,14 @@ def compare(device, given, **options):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
-    given = problem(dtype=dtype, bias=bias)
-    least = smallest_budget(*moved(given, device), reduction=reduction)
-    # An upstream gradient as from a loss scaler: without one float16 loses small gradients.
-    shape = len(given[2]) if reduction == "none" else ()
+    arguments_ = problem(dtype=dtype, bias=bias)
+    least = smallest_budget(*moved(arguments_, device), reduction=reduction)
+    # A large upstream gradient, as from a loss scaler. In float16, small gradients would underflow.
+    shape = len(arguments_[2]) if reduction == "none" else ()
     upstream = torch.rand(shape).double() * 64 + 64
     for budget in (None, least, 10 * least):
-        right, right_grads = exact(*given, upstream=upstream, reduction=reduction)
-        there = moved((*given, upstream), device)
+        right, right_grads = exact(*arguments_, upstream=upstream, reduction=reduction)
+        there = moved((*arguments_, upstream), device)
         loss, grads = run(so.linear_cross_entropy, *there, reduction=reduction,
                           memory_budget=budget)  # fmt: skip
         assert error(loss.cpu(), right) < TOLERANCE[dtype]
@@ -47,12 +47,19 @@ def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
 
 
 @each_device
-@pytest.mark.parametrize("tokens, hidden, vocab", [(512, 256, 5003), (1, 8, 2), (33, 64, 50257)])
+@pytest.mark.parametrize(
+    "tokens, hidden, vocab",
+    [
+        pytest.param(512, 256, 5003, id="odd vocabulary"),
+        pytest.param(1, 8, 2, id="one token"),
+        pytest.param(33, 64, 50257, id="odd tokens"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
     x, w, target, _ = problem(tokens, hidden, vocab, dtype, bias=False, ignored=0.0)
-    # Logits below 2, which bfloat16 rounds by 2**-8 at most: the one row of two classes is off by
-    # as much as two of them are, and nothing averages that.
+    # Logits below 2 are rounded by at most 2**-8 in bfloat16. With one row of two classes, the
+    # error is that of two logits, without averaging.
     x *= 1.9 / (x.float() @ w.float().T).abs().max()
     compare(device, (x, w, target, None))
 
@@ -61,30 +68,30 @@ def test_larger_and_odd_shapes(device, dtype, tokens, hidden, vocab):
 @pytest.mark.parametrize("tokens", [16, 128, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_few_tokens_are_complete_before_they_are_rounded(dtype, tokens, monkeypatch):
-    # The vocabulary is the depth of the product for the input's gradient, and cuBLAS divides it.
+    # The vocabulary is the inner dimension of the input gradient's product, which cuBLAS splits.
     x, w, target, _ = problem(tokens, 256, 128256, dtype, bias=False, ignored=0.0)
-    w = w / 16  # the rounding of logits of about 1 adds little
-    upstream = torch.tensor(64.0 * tokens)  # their gradients are above the least that float16 has
+    w = w / 16  # so that logits are about 1, and their rounding adds little
+    upstream = torch.tensor(64.0 * tokens)  # so that gradients do not underflow in float16
     _, right = exact(x, w, target, None, upstream=upstream.double())
-    made = []
+    runs = []
     for allowed in (True, False):
         name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
         monkeypatch.setattr(torch.backends.cuda.matmul, name, allowed)
         there = moved((x, w, target, None, upstream), "cuda")
         _, (grad, *_) = run(so.linear_cross_entropy, *there)
-        made.append(grad.cpu())
-    assert torch.equal(*made)
+        runs.append(grad.cpu())
+    assert torch.equal(*runs)
     # Logits, their gradient and the result are each rounded once.
-    assert error(made[0], right[0]) < torch.finfo(dtype).eps
+    assert error(runs[0], right[0]) < torch.finfo(dtype).eps
 
 
 def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
-    """A call with some options against the same on the CPU, which tests/loss hold to be right."""
-    made, leaves = arguments(choices, dtype)
-    there = moved(made, device)
-    ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (there, made))
+    """Compare a call with some options with the same call on the CPU, which tests/loss check."""
+    kwargs_, leaves = arguments(choices, dtype)
+    there = moved(kwargs_, device)
+    ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (there, kwargs_))
     grads = []
-    for results, kwargs in ((ours, there), (right, made)):
+    for results, kwargs in ((ours, there), (right, kwargs_)):
         total = sum(
             (r.double() * torch.linspace(1, 2, r.numel(), device=r.device).view(r.shape)).sum()
             for r in results if r.requires_grad
@@ -116,11 +123,11 @@ def test_every_pair_of_options():
 @each_device
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("share", [1.0, 0.1])
-def test_a_target_out_of_range_spoils_its_own_token_alone(device, reduction, share):
+def test_a_target_out_of_range_affects_only_its_own_token(device, reduction, share):
     x, w, target, b = problem(ignored=0.2, vocab=1003)
-    given = moved((x, w, target, b), device)
-    # A bad target in the place of an ignored one is a token more.
-    least = smallest_budget(*given, reduction=reduction) + 1024
+    inputs = moved((x, w, target, b), device)
+    # If a bad target replaces an ignored one, there is one more token.
+    least = smallest_budget(*inputs, reduction=reduction) + 1024
     budget = int(max(least, share * len(x) * 1003 * 4))
     bad = [2, 17, 36]
     for wrong in (-1, 1003, 2**40, -(2**62)):
@@ -144,18 +151,18 @@ def test_a_target_out_of_range_spoils_its_own_token_alone(device, reduction, sha
             right[bad] = -100
             _, expected = exact(x, w, right, b, reduction=reduction)
             assert error(dx[good].cpu(), expected[0][good]) < TOLERANCE[torch.float32]
-    compare(device, (x, w, target, b))  # the device is as good as before
+    compare(device, (x, w, target, b))  # the device still works
 
 
 @each_device
-def test_ignored_tokens_alone_give_nan_and_zero_gradients(device):
+def test_only_ignored_tokens_give_nan_and_zero_gradients(device):
     x, w, target, b = problem()
     target.fill_(-100)
     loss, grads = run(so.linear_cross_entropy, *moved((x, w, target, b), device))
     assert loss.isnan() and all((g == 0).all() for g in grads)
     compare(device, (x, w, target, b), reduction="sum")
-    given = moved((x[:0], w, target[:0], b), device)
-    loss, grads = run(so.linear_cross_entropy, *given, reduction="sum")
+    inputs = moved((x[:0], w, target[:0], b), device)
+    loss, grads = run(so.linear_cross_entropy, *inputs, reduction="sum")
     assert loss == 0 and [g.shape for g in grads] == [(0, 24), w.shape, b.shape]
 
 
@@ -165,8 +172,10 @@ def test_max_valid_leaves_ignored_tokens_out(device, max_valid):
     x, w, target, b = problem(64, ignored=0.0)
     target[torch.randperm(64)[:44]] = -100
     for reduction in REDUCTIONS:
-        given = moved((x, w, target, b), device)
-        loss, grads = run(so.linear_cross_entropy, *given, reduction=reduction, max_valid=max_valid)
+        inputs = moved((x, w, target, b), device)
+        loss, grads = run(
+            so.linear_cross_entropy, *inputs, reduction=reduction, max_valid=max_valid
+        )
         right, right_grads = exact(x, w, target, b, reduction=reduction)
         assert error(loss.cpu(), right) < 1e-5
         assert all(error(a.cpu(), e) < 1e-5 for a, e in zip(grads, right_grads, strict=True))
@@ -174,12 +183,12 @@ def test_max_valid_leaves_ignored_tokens_out(device, max_valid):
 
 @each_device
 def test_more_valid_tokens_than_promised_make_the_loss_nan(device):
-    given = moved(problem(64, ignored=0.0), device)
+    inputs = moved(problem(64, ignored=0.0), device)
     if raises(device):
         with pytest.raises(RuntimeError, match=r"`max_valid` is 63\. Expected at least 64"):
-            run(so.linear_cross_entropy, *given, max_valid=63)
+            run(so.linear_cross_entropy, *inputs, max_valid=63)
     else:
-        assert run(so.linear_cross_entropy, *given, max_valid=63)[0].isnan()
+        assert run(so.linear_cross_entropy, *inputs, max_valid=63)[0].isnan()
 
 
 @each_device
@@ -214,18 +223,18 @@ def test_accumulate_into_a_main_gradient(device, dtype):
 @each_device
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_two_runs_give_the_same_bits(device, reduction):
-    given = moved(problem(256, 64, 3001, torch.bfloat16), device)
-    once, again = (run(so.linear_cross_entropy, *given, reduction=reduction) for _ in range(2))
+    inputs = moved(problem(256, 64, 3001, torch.bfloat16), device)
+    once, again = (run(so.linear_cross_entropy, *inputs, reduction=reduction) for _ in range(2))
     assert torch.equal(once[0], again[0])
     assert all(torch.equal(a, b) for a, b in zip(once[1], again[1], strict=True))
 
 
 @each_device
 def test_a_side_stream(device):
-    given = problem(256, 64, 3001)
+    inputs = problem(256, 64, 3001)
     with side_stream(device):
-        busy(device)  # launches on another stream would read the arguments before they are there
-        compare(device, given)
+        busy(device)  # launches on another stream would read the arguments before the copies end
+        compare(device, inputs)
 
 
 @each_device
@@ -245,8 +254,8 @@ def test_functional_gradients_and_vmap(device):
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"logit_scale": -0.5}])
-def test_of_many_classes_the_largest_are_found_with_ties_in_order(device, dtype, options):
-    """Products of small integers are exact; of 5003 classes few are looked at one by one."""
+def test_topk_of_many_classes_orders_ties_by_class(device, dtype, options):
+    """Products of small integers are exact. With 5003 classes, groups are compared first."""
     x, w = (torch.randint(-2, 3, (n, 6)).to(dtype) for n in (300, 5003))
     target = torch.randint(5003, (300,))
     names = {"returns": ("topk",), "top_k": 17, **options}
@@ -259,15 +268,15 @@ def test_of_many_classes_the_largest_are_found_with_ties_in_order(device, dtype,
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [1.1, 0.4])
-def test_what_the_forward_keeps_serves_one_backward(device, dtype, share):
-    given = problem(300, 64, 5003, dtype, bias=False)
+def test_a_kept_tile_serves_one_backward(device, dtype, share):
+    inputs = problem(300, 64, 5003, dtype, bias=False)
     upstream = torch.rand(300).double() * 64 + 64
-    _, right = exact(*given, upstream=upstream, reduction="none")
-    x, w, target, _ = moved(given, device)
+    _, right = exact(*inputs, upstream=upstream, reduction="none")
+    x, w, target, _ = moved(inputs, device)
     leaves = [x.requires_grad_(), w.requires_grad_()]
     budget = int(share * 300 * 5056 * dtype.itemsize) + (1 << 20)
     loss = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
-    torch.full((4 << 20,), float("nan"), device=device)  # memory that was given back is written to
+    torch.full((4 << 20,), float("nan"), device=device)  # overwrites memory that was freed
     other = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
     for each, again in ((other, True), (other, True), (loss, True), (loss, False), (other, False)):
         grads = torch.autograd.grad(each, leaves, upstream.to(each), retain_graph=again)

@@ -1,4 +1,4 @@
-"""Results in host memory between forward and backward, on a GPU."""
+"""On a GPU, offloaded results are in host memory between forward and backward."""
 
 import copy
 
@@ -21,7 +21,7 @@ def checkpointed(model, policy):
 
 
 def slowed(model, device):
-    """Copies and work meet at other moments with a busy stream before each layer."""
+    """Delay each layer by a busy stream, so that copies and kernels overlap differently."""
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda *_: busy(device))
         layer.register_full_backward_pre_hook(lambda *_: busy(device))
@@ -37,8 +37,8 @@ def test_gradients_are_those_of_eager_bit_for_bit(device, dtype, policy, slow):
     away = checkpointed(model, policy)
     if slow:
         slowed(away, device)
-    with simulated_copies(1e12):  # on a GPU there are real ones
-        for _ in range(3):  # memory is used again
+    with simulated_copies(1e12):  # has no effect on a GPU, where copies are real
+        for _ in range(3):  # later rounds reuse the memory
             x = make_input(64, dtype).detach().to(device).requires_grad_()
             right, got = step(model, x), step(away, x)
             assert_same(got, right)
@@ -56,7 +56,7 @@ def test_on_another_stream(device):
 
 
 @each_device
-def test_bytes_are_on_the_host_between(device):
+def test_bytes_are_on_the_host_between_forward_and_backward(device):
     model = Model(layers=8, width=256, dropout=0.0).to(device, torch.float32)
     x = make_input(256, torch.float32).detach().to(device).requires_grad_()
     kept = {}
@@ -73,14 +73,14 @@ def test_bytes_are_on_the_host_between(device):
 
 
 @pytest.mark.cuda
-def test_a_graph_dropped_in_the_middle_of_copies_harms_nobody():
+def test_dropping_a_graph_during_copies_is_safe():
     model = Model(layers=4, width=256, dropout=0.0).cuda().float()
     away = checkpointed(model, MATMULS)
     x = make_input(256, torch.float32).detach().cuda().requires_grad_()
     right = step(model, x)
     for _ in range(20):
         y = away(x)
-        del y  # its copies may be under way: what is allocated now must not be their memory
+        del y  # copies may still run, so new tensors must not reuse their memory
         assert torch.ones(1 << 16, device="cuda").sum() == 1 << 16
         assert_same(step(away, x), right)
 

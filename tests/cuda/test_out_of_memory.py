@@ -1,4 +1,4 @@
-"""A device that runs out of memory in the middle of a recompute: the next step works."""
+"""If a device runs out of memory during a recompute, the next step works."""
 
 import gc
 
@@ -15,9 +15,9 @@ WAYS = ["output_discard", "hook", "chain", "full", "selective", "mode output_dis
 
 
 class Greedy(nn.Module):
-    """A wide activation that, while `wants` is set, needs more memory than there is."""
+    """A wide activation. While `wants` is set, it allocates more memory than exists."""
 
-    wants = None  # of the class: a recompute has the attributes of the forward
+    wants = None  # on the class, because a recompute restores instance attributes
 
     def __init__(self, width=64):
         super().__init__()
@@ -63,7 +63,7 @@ def make(way, device):
 
 
 def step(net, x, run_out=None):
-    """Gradients of a step; `run_out()` is called between forward and backward."""
+    """Return the gradients of a step. Call `run_out()` between forward and backward."""
     loss = net(x).square().sum()
     if run_out is not None:
         run_out(net)
@@ -71,7 +71,7 @@ def step(net, x, run_out=None):
 
 
 def failing_step(net, x, run_out):
-    """The error of a step, as text: nothing of the step outlives this call."""
+    """Return the error of a step as text, so that no tensor of the step stays alive."""
     try:
         step(net, x, run_out)
     except RuntimeError as error:
@@ -86,8 +86,8 @@ def check(net, x, run_out, device, relieve=lambda: None):
     try:
         with so.memory.measure(device) as m:
             error = failing_step(net, x, run_out)
-            # On a GPU a thread of autograd runs the backward, which raises here before it has let
-            # go of the graph; it has by the time that it has run another.
+            # On a GPU, an autograd thread runs the backward. The error arrives before the thread
+            # has released the graph. After another backward, it has.
             torch.zeros((), device=device, requires_grad=True).sum().backward()
     finally:
         gc.enable()
@@ -107,14 +107,14 @@ def want_too_much(net):
 
 @each_device
 @pytest.mark.parametrize("way", WAYS)
-def test_the_error_arrives_memory_comes_back_and_the_next_step_works(device, way):
+def test_after_the_error_memory_is_freed_and_the_next_step_works(device, way):
     net, x = make(way, device), torch.randn(256, 64, device=device, requires_grad=True)
     error = check(net, x, want_too_much, device)
     assert device == "cpu" or error[0] == "OutOfMemoryError"
 
 
 @each_device
-def test_a_graph_that_is_kept_can_be_used_again(path, device):
+def test_a_retained_graph_can_be_used_again(path, device):
     net = make("output_discard", device)
     x = torch.randn(256, 64, device=device, requires_grad=True)
     leaves = (x, *net.parameters())
@@ -131,13 +131,13 @@ def test_a_graph_that_is_kept_can_be_used_again(path, device):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("way", WAYS)
-def test_a_device_that_is_really_full(way):
-    # The wide activation is 64 MiB; all else is 8 MiB or less, from segments of 20 MiB.
+def test_a_device_without_free_memory(way):
+    # The wide activation has 64 MiB. All other tensors have at most 8 MiB, in segments of 20 MiB.
     net, x = make(way, "cuda"), torch.randn(1 << 15, 64, device="cuda", requires_grad=True)
     total = torch.cuda.mem_get_info()[1]
 
     def fill(net):
-        # Room for one wide tensor: a gradient of it, or the first of two in the recompute.
+        # Leave room for one wide tensor: a gradient, or the first of two in the recompute.
         torch.cuda.empty_cache()
         room = torch.cuda.memory_reserved() + (112 << 20)
         torch.cuda.set_per_process_memory_fraction(room / total)

@@ -1,4 +1,4 @@
-"""Peak memory on a GPU, to the byte where the allocator alone decides it."""
+"""Peak memory on a GPU is as computed, to the byte if only the allocator determines it."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from .devices import each_device, requested
 
 N = 4 << 20  # bytes of a tensor
 LAYERS = 5
-NO_RANDOM = {"preserve_rng_state": False}  # the state of the CPU's numbers takes memory there
+NO_RANDOM = {"preserve_rng_state": False}  # on a CPU, the saved random state would count
 
 
 def producer(x):
@@ -33,32 +33,32 @@ def forward(way, x):
 
 
 def measured(way, device):
-    """Peak and kept bytes of a forward, and the peak of its backward."""
-    with requested(device):  # which sees later what was allocated under it
+    """Return peak and kept bytes of a forward, and the peak of its backward."""
+    with requested(device):  # so that releases of tensors allocated here count later
         x = torch.randn(N // 4, device=device).requires_grad_()
         upstream, x.grad = torch.ones_like(x), torch.zeros_like(x)
     with requested(device) as there:
         y = forward(way, x)
     with requested(device) as back:
         y.backward(upstream)
-    assert back.kept_bytes == -there.kept_bytes + N  # y itself is still here
+    assert back.kept_bytes == -there.kept_bytes + N  # only y is still alive
     return there.peak_bytes / N, there.kept_bytes / N, back.peak_bytes / N
 
 
 @each_device
 def test_a_stack_of_regions_to_the_byte(path, device):
-    # Forward. Plain saves the input and the exponential of each layer; its output is the next
-    # input. The peak is in the last layer, where the square, or the sine, is there as well.
+    # Forward: the plain stack saves the input and the exponential of each layer, whose output is
+    # the next input. The peak is in the last layer, where the square or the sine also exists.
     plain = measured("plain", device)
     assert plain[:2] == (2 * LAYERS, 2 * LAYERS)
     # A checkpoint saves nothing inside of the producer, but sine saves the producer's output.
     theirs = measured("checkpoint", device)
     assert theirs[:2] == (2 * LAYERS, 2 * LAYERS)
-    # Discarded, only the inputs remain: one tensor a layer.
+    # With discarding, only the inputs remain: one tensor per layer.
     ours = measured("discard", device)
     assert ours[:2] == (LAYERS + 1, LAYERS)
-    # Backward, on top of that: of sine, its cosine, the product with the gradient and what that
-    # becomes; ours holds the exponential, made again, beside them.
+    # Backward, additionally: the cosine, its product with the gradient, and the next gradient. With
+    # discarding, also the recomputed exponential.
     assert (plain[2], theirs[2], ours[2]) == (3, 3, 4)
 
 
@@ -93,7 +93,7 @@ def test_the_peak_of_a_block_is_the_estimated_one(name, way):
     sizes = (2, 256, 1024, torch.float32)
     blocks, x = stack(name, *sizes, "cuda"), torch.randn(2, 512, 256, device="cuda")
     x.requires_grad_()
-    step(blocks, x, WAYS[way])  # makes the workspaces of cuBLAS
+    step(blocks, x, WAYS[way])  # allocates the workspaces of cuBLAS
     x.grad = None
     blocks.zero_grad()
     inputs = x.nbytes + sum(p.nbytes for p in blocks.parameters())
@@ -108,7 +108,7 @@ def test_the_peak_of_a_block_is_the_estimated_one(name, way):
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["mm", "mm to fp32", "addmm to fp32"])
 def test_products_take_a_workspace_once(kind):
-    # What the peaks here leave out by a run before them. It is the allocator's, so that it counts.
+    # An earlier run excludes the workspace in other tests. The allocator provides it, so it counts.
     left, right = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
     out = torch.zeros(512, 512, device="cuda", dtype=torch.float32 if "fp32" in kind else None)
     out = out if "fp32" in kind else out.bfloat16()
@@ -166,24 +166,24 @@ def test_the_loss_keeps_to_its_budget_and_plan(dtype, share, grads, reduction):
         planner.choose = choose
     returned = sum(t.grad.nbytes for t in (x, w) if t.grad is not None)
     assert m.peak_bytes - returned <= budget
-    if reduction == "mean":  # otherwise the forward runs before there are gradients
+    if reduction == "mean":  # otherwise the forward runs before gradients exist
         ((problem, plan),) = chosen
         assert m.peak_bytes - returned <= plan.peak_bytes
-        # 16-bit products may take less than the plan has to reserve for them.
+        # 16-bit products may take less than the plan reserves for them.
         sizes = (plan.rows, plan.widest, hidden, True)
         reserved = max(problem.matmul.scratch_bytes(kind, *sizes) for kind in Kind)
         assert m.peak_bytes >= 0.95 * plan.peak_bytes - reserved
 
 
 @each_device
-def test_logits_never_exist(device):
+def test_the_logits_are_never_allocated(device):
     tokens, hidden, vocab = 4096, 64, 50257
     x = torch.randn(tokens, hidden, device=device, requires_grad=True)
     w = torch.randn(vocab, hidden, device=device, requires_grad=True)
     target = torch.randint(vocab, (tokens,), device=device)
     so.linear_cross_entropy(x[:8], w, target[:8]).backward()
     x.grad = w.grad = None
-    budget = tokens * vocab  # a quarter of the logits; a GPU would take all of them by itself
+    budget = tokens * vocab  # a quarter of the logits, while a GPU's default is all of them
     with requested(device) as m:
         so.linear_cross_entropy(x, w, target, memory_budget=budget).backward()
     assert m.peak_bytes < tokens * vocab * 4 / 3

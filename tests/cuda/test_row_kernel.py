@@ -1,4 +1,4 @@
-"""The row kernel of the loss on a GPU, against the one for the CPU."""
+"""The row kernel of the loss on a GPU agrees with the CPU kernel."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ def test_the_cuda_library_is_loaded():
 
 
 class Place(NamedTuple):
-    """Where rows are, and the ops that work on them there."""
+    """A device, and the ops to call on it."""
 
     device: str
     ops: Any
@@ -122,10 +122,10 @@ class Rows:
         kept += [2] if self.phases & SLOPE else []
         kept += [3, 4] if self.spread else []
         torch.testing.assert_close(state[kept], right[0][kept], rtol=tolerance, atol=tolerance)
-        if self.scalars[0] == 0:  # the soft-cap creates ties, which both round differently
+        if self.scalars[0] == 0:  # a soft-cap creates ties, which the two kernels round differently
             assert torch.equal(argmax, right[1])
         rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(logits.dtype, tolerance)
-        # Where the soft-cap saturates, its slope is the difference of two numbers near 1.
+        # If the soft-cap saturates, its slope is the difference of two numbers near 1.
         atol = min(tolerance, 1e-5 if self.scalars[0] else 1e-6)
         torch.testing.assert_close(logits.double(), right[2].double(), rtol=rounding, atol=atol)
 
@@ -173,7 +173,7 @@ def test_row_kernel_finds_the_first_maximum(dtype, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [9, 700, 4099])
-def test_row_kernel_tells_nan_from_infinite_logits(dtype, columns):
+def test_row_kernel_distinguishes_nan_from_infinite_logits(dtype, columns):
     p = Rows(dtype, columns)
     p.target.clamp_(0)
     for row, values in enumerate(itertools.product([INF, NAN, -INF, 0.5], repeat=2)):
@@ -183,11 +183,11 @@ def test_row_kernel_tells_nan_from_infinite_logits(dtype, columns):
     assert lse[:16].isnan().any() and (lse == INF).any()
     ends = [0, *sorted(torch.randint(columns + 1, (3,)).tolist()), columns]
     for slices in ([(0, columns)], list(itertools.pairwise(ends))):
-        state, found, _ = p.run(GPU, *((begin, end, UPDATE) for begin, end in slices))
+        state, largest, _ = p.run(GPU, *((begin, end, UPDATE) for begin, end in slices))
         shift, total = state[:2].double()
         ours = torch.where(shift == INF, INF, shift + total.log())
         torch.testing.assert_close(ours, lse, rtol=1e-5, atol=1e-5, equal_nan=True)
-        assert torch.equal(found, argmax)
+        assert torch.equal(largest, argmax)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,7 +200,7 @@ def test_row_kernel_gives_the_same_bits_twice(dtype):
 @pytest.mark.parametrize("wrong", [-1, -(2**62), 50, 2**40])
 @pytest.mark.parametrize("options", ["plain", "class_weight"])
 @pytest.mark.parametrize("last", [GRADIENT, EXPONENTIALS])
-def test_targets_out_of_range_make_nan_and_touch_nothing(wrong, options, last):
+def test_targets_out_of_range_give_nan_and_write_nothing(wrong, options, last):
     p = Rows(torch.float32, 50, **OPTIONS[options])
     bad = [0, 5, 32]
     others = [i for i in range(33) if i not in bad]
@@ -214,7 +214,7 @@ def test_targets_out_of_range_make_nan_and_touch_nothing(wrong, options, last):
     assert torch.equal(argmax, right[1])
 
 
-def test_rows_on_a_side_stream_are_not_mixed_up_with_the_default_one():
+def test_rows_on_a_side_stream_run_on_that_stream():
     p, side = Rows(torch.float32, 4099), torch.cuda.Stream()
     right = p.run(CPU, (0, 4099, UPDATE | GRADIENT))
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""A gradient times the upstream number, of which 1 leaves it alone, on the CPU and on a GPU."""
+"""`_scale` multiplies a gradient by the upstream number, and skips the work for 1."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("by", [1.0, 0.37, 0.0, -2.0, float("inf"), NAN])
 @pytest.mark.parametrize("count", [0, 1, 7, 4099, 3 * (1 << 15) + 5])
-@pytest.mark.parametrize("first", [0, 1])  # element: an odd one is on no 16-byte boundary
+@pytest.mark.parametrize("first", [0, 1])  # first element: 1 is not on a 16-byte boundary
 def test_products(device, dtype, by, count, first):
     numbers = torch.randn(count, dtype=torch.float64).to(dtype)
     numbers[: count // 9] = NAN
@@ -68,17 +68,17 @@ def test_losses_that_are_scaled_before_backward(device, dtype):
         return [leaf.grad for leaf in leaves]
 
     run = captured(device, step)
-    for value in (1.0, 8.0, 1.0, 0.375):  # the captured launches do not know it
+    for value in (1.0, 8.0, 1.0, 0.375):  # the captured launches read the value on the device
         by.fill_(value)
-        made = run()
-        for ours, first in zip(made, once, strict=True):
+        scaled = run()
+        for ours, first in zip(scaled, once, strict=True):
             wide = first.to(torch.promote_types(dtype, torch.float32))
-            # Gradients in float16 are made when the factor is known: small ones keep their bits.
+            # float16 gradients are computed with the factor, so small ones do not underflow.
             rtol = 4e-3 if dtype == torch.float16 else 0
             torch.testing.assert_close(ours, (wide * value).to(dtype), rtol=rtol, atol=rtol / 100)
 
 
-def test_a_factor_of_one_is_no_product(monkeypatch):
+def test_a_factor_of_one_skips_the_multiplication(monkeypatch):
     numbers, right = torch.full((3,), NAN), torch.ones(3)
     monkeypatch.setattr(torch.Tensor, "mul_", lambda self, by: self.copy_(right))
     SCALE(numbers, torch.tensor(1.0))

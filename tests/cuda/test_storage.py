@@ -14,8 +14,8 @@ from .devices import DTYPES, each_device, moved, side_stream, synchronize
 
 KINDS = [*DTYPES, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 NBYTES = 4 << 20
-# Ops that opcheck does not try here: a stream has another number on a GPU, one takes no tensor, and
-# one asks a group of ranks (test_two_gpus).
+# Ops that opcheck does not test here: stream numbers differ on a GPU, one op takes no tensor, one
+# needs a group of ranks (test_two_gpus).
 ELSEWHERE = {"_record_stream", "_product_kind", "_check_ranks"}
 
 
@@ -41,8 +41,8 @@ def test_views_of_every_dtype_see_the_bytes_again(path, device, dtype):
 
 
 @each_device
-def test_bytes_go_back_at_the_discard_and_live_until_their_last_user(path, zero_copy, device):
-    with so.memory.measure(device):  # which sees later what was allocated under it
+def test_a_discard_frees_bytes_and_shared_bytes_live_until_their_last_user(path, zero_copy, device):
+    with so.memory.measure(device):  # so that releases of tensors allocated here count later
         dst, src = block(device), block(device, 1.0)
     with so.memory.measure(device) as m:
         so.discard_storage(dst)
@@ -59,7 +59,7 @@ def test_bytes_go_back_at_the_discard_and_live_until_their_last_user(path, zero_
 
 
 @each_device
-def test_either_side_may_go_first(path, device):
+def test_either_tensor_of_a_share_can_be_freed_first(path, device):
     for discard_first in (True, False):
         dst, src = block(device), block(device, 3.0)
         so.share_storage(dst, src)
@@ -89,7 +89,7 @@ def test_bad_arguments_change_nothing(path, device):
 
 @each_device
 @pytest.mark.skipif(not so.info()["guard"], reason="no guard for this torch")
-def test_reading_after_the_discard_is_an_error_and_the_device_lives_on(device):
+def test_reading_after_the_discard_is_an_error_and_the_device_still_works(device):
     t = torch.ones(64, device=device)
     view = t[3:]
     so.discard_storage(t, guard="gone")
@@ -109,7 +109,7 @@ def test_reading_after_the_discard_is_an_error_and_the_device_lives_on(device):
 
 
 @each_device
-def test_debug_mode_finds_reads_where_there_is_no_guard(path, device):
+def test_debug_mode_detects_reads_without_a_guard(path, device):
     t = torch.ones(64, device=device)
     so.discard_storage(t, guard=None)
     with so.check_discarded(), pytest.raises(so.DiscardedTensorError, match="add"):
@@ -130,7 +130,7 @@ def test_autograd_sees_shared_bytes(path, device):
 
 
 @each_device
-def test_bytes_that_were_made_on_a_side_stream(path, device):
+def test_bytes_that_a_side_stream_computed(path, device):
     for _ in range(5):
         dst = block(device)
         so.discard_storage(dst)

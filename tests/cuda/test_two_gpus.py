@@ -1,4 +1,4 @@
-"""More than one GPU: skipped by name where there is one. Not run yet on a machine with two."""
+"""Tests for several GPUs. They are skipped with fewer than two, and have not run yet."""
 
 import pytest
 import torch
@@ -111,15 +111,15 @@ def _fsdp(net):
 def _discarding(rank):
     x = torch.randn(32, 64, device="cuda")
     for wrap in (_fsdp, nn.parallel.DistributedDataParallel):
-        found = []
+        results = []
         for mode in (None, "output_discard"):
             net = _blocks(mode, wrap)
             for _ in range(2):
                 net.zero_grad()
                 net(x).square().mean().backward()
             grads = [p.grad for p in net.parameters()]
-            found.append([g.full_tensor() if wrap is _fsdp else g for g in grads])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), wrap
+            results.append([g.full_tensor() if wrap is _fsdp else g for g in grads])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), wrap
 
 
 def _estimated(rank):
@@ -140,5 +140,5 @@ def _estimated(rank):
 
 
 @pytest.mark.parametrize("work", [_sequence_shards, _discarding, _estimated])
-def test_ranks_that_talk_by_nccl(work, tmp_path):
+def test_ranks_that_communicate_by_nccl(work, tmp_path):
     mp.spawn(_on_nccl, (work, f"file://{tmp_path}/ranks"), nprocs=2)

@@ -1,4 +1,4 @@
-"""Modules, reports, integrations and whole trainings on a GPU."""
+"""Modules, reports, integrations and training jobs on a GPU."""
 
 import copy
 import dataclasses
@@ -73,7 +73,7 @@ def test_reports_of_a_model_on_the_device(device):
 @pytest.mark.cuda  # for the CPU: tests/benchmarks/test_train_gpt.py
 @pytest.mark.parametrize("kv_heads", [None, 2], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_trainings_with_all_parts_have_the_losses_of_plain(kv_heads, dtype):
+def test_training_with_all_parts_has_the_losses_of_the_plain_model(kv_heads, dtype):
     config = dataclasses.replace(TINY, kv_heads=kv_heads)
     settings, data = Settings(config, 5, accumulate=2, dtype=dtype), torch.randint(1003, (2000,))
     losses, peaks = {}, {}
@@ -102,7 +102,7 @@ def test_a_resumed_job_on_a_gpu_continues_exactly(tmp_path):
     for job in jobs:
         for _ in range(3):
             job.step()
-    # The gradient of an embedding is summed in any order on a GPU.
+    # A GPU sums the gradient of an embedding in any order.
     torch.testing.assert_close(jobs[0].losses, jobs[1].losses, rtol=1e-3, atol=0)
     assert jobs[0].losses[:3] == pytest.approx(jobs[1].losses[:3], rel=1e-4)
 

@@ -26,22 +26,22 @@ enum class Wait { kNothing, kWarp, kBlock, kDone };
 
 struct Thread {
   Fiber fiber;
-  unsigned number;  // in the block
+  unsigned number;  // index in the block
   Wait waits;
-  Site site;        // of what it waits in
-  unsigned mask;    // of the lanes that it waits for
-  unsigned passed;  // barriers
+  Site site;        // of the call in which it waits
+  unsigned mask;    // of the lanes for which it waits
+  unsigned passed;  // number of barriers
   uint64_t offered, heard[kLanes];
 };
 
 std::mt19937_64 random_bits;
 std::vector<std::unique_ptr<Thread>> pool;
-std::vector<Thread*> block, ready;  // the threads of the block by number, and who can go on
+std::vector<Thread*> block, ready;  // the block's threads by number, and those to continue
 std::map<const void*, std::unique_ptr<char[]>> shared;
 const std::function<void()>* body = nullptr;
 Thread* current = nullptr;
-unsigned at_barrier = 0, in_exchange[kMostThreads / kLanes];  // how many threads, which lanes
-char launched, finished, even_barrier, odd_barrier;           // tokens
+unsigned at_barrier = 0, in_exchange[kMostThreads / kLanes];  // numbers of threads and lane masks
+char launched, finished, even_barrier, odd_barrier;           // tokens for the sanitizer
 
 Index index_of(unsigned number) {
   const Index& b = blockDim;
@@ -64,12 +64,12 @@ std::string described(const Thread* thread) {
 }
 
 [[noreturn]] void fail(const std::string& what) {
-  pool.clear();  // their stacks hold calls that will not return
+  pool.clear();  // their stacks contain calls that will not return
   throw std::runtime_error("CUDA emulation: " + what);
 }
 
 #if !defined(EMULATION_THREAD) && !defined(EMULATION_ADDRESS)
-const char* broken = nullptr;  // what the running thread did, that a signal told of
+const char* broken = nullptr;  // the error of the running thread, set by a signal
 
 void on_signal(int number) {
   broken = number == SIGSEGV ? " touches memory outside of its tensors"
@@ -77,7 +77,7 @@ void on_signal(int number) {
   current->fiber.leave();
 }
 
-// The handlers of the signals while kernels run. A thread that gets one never runs again.
+// The signal handlers while kernels run. A thread that gets a signal never runs again.
 class Handlers {
  public:
   Handlers() {
@@ -112,7 +112,7 @@ void run_thread() {
   current->fiber.leave();
 }
 
-// Lets threads go on that are all in the same call.
+// Continues threads that are all in the same call.
 void let_go(const std::vector<Thread*>& group) {
   for (Thread* thread : group) {
     const Site &site = thread->site, &first = group[0]->site;
@@ -124,7 +124,7 @@ void let_go(const std::vector<Thread*>& group) {
   ready.insert(ready.end(), group.begin(), group.end());
 }
 
-// Lets the lanes that the thread waits for go on, and itself, if all of them are there.
+// If all lanes for which the thread waits have arrived, continues them and the thread.
 void meet_in_warp(const Thread* thread) {
   const unsigned warp = thread->number / kLanes, mask = thread->mask;
   in_exchange[warp] |= 1u << thread->number % kLanes;
@@ -147,7 +147,7 @@ void run_block(Handlers& handlers) {
   shared.clear();
   at_barrier = 0;
   std::fill(std::begin(in_exchange), std::end(in_exchange), 0);
-  // Threads of other blocks on the same fibers: a sanitizer would take them for one and the same.
+  // Blocks get different fibers. Otherwise, a sanitizer would confuse threads of two blocks.
   std::shuffle(pool.begin(), pool.end(), random_bits);
   block.clear();
   for (unsigned k = 0; k < blockDim.x * blockDim.y * blockDim.z; ++k) {
@@ -160,7 +160,7 @@ void run_block(Handlers& handlers) {
   }
   ready = block;
   std::shuffle(ready.begin(), ready.end(), random_bits);
-  // Either any thread is next, or the one that could go on last: a few get far ahead.
+  // The next thread is any thread, or the last one to become ready, so that a few get far ahead.
   const bool in_any_order = random_bits() & 1;
   size_t done = 0;
   while (!ready.empty()) {
@@ -193,7 +193,7 @@ void wait(Wait reason, Site site) {
 }  // namespace
 
 void barrier(Site site) {
-  // Whoever is at the next barrier has nothing to do with those who still leave this one.
+  // Threads at the next barrier must not synchronize with threads that still leave this one.
   char* const token = current->passed++ % 2 ? &odd_barrier : &even_barrier;
   release(token);
   wait(Wait::kBlock, site);

@@ -1,4 +1,4 @@
-"""Compiles CUDA sources for the CPU, into libraries that register their ops for its tensors."""
+"""Compile CUDA sources for the CPU, into libraries whose ops run on CPU tensors."""
 
 import ctypes
 import fcntl
@@ -24,20 +24,20 @@ KERNELS = [
 NAMESPACE = "storage_ops_emulated"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
-# As nvcc: its header comes first, pointers are cast as the hardware allows, and a product and its
-# sum are rounded once. A variable that nobody wrote has no useful value.
+# As with nvcc, its header comes first, pointers are cast as the hardware allows, and a product and
+# its sum are rounded once. Variables start with a pattern, so that unwritten ones are noticed.
 KERNEL = [
     "-x", "c++", "-include", "cuda_runtime.h", "-fno-strict-aliasing", "-march=native",
     "-ffp-contract=fast", "-Wno-unknown-pragmas", "-ftrivial-auto-var-init=pattern",
 ]  # fmt: skip
-# Of the kernels alone: the fibers that they run on are not to be looked at. Without another, an
-# address that is not aligned for its type ends in a signal.
+# Sanitizers for the kernels only, because they do not support the fibers that run the kernels. With
+# "", an access that is not aligned for its type ends in a signal.
 SANITIZERS = {
     "": ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"],
     "thread": ["-O1", "-g", "-fsanitize=thread"],
     "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }
-# What kernels ask of torch and its CUDA library, and torch_cuda.cpp answers.
+# Functions of torch and its CUDA library that kernels call. torch_cuda.cpp replaces them.
 WRAPPED = [
     "aoti_torch_library_init_impl",
     "aoti_torch_get_current_cuda_stream",
@@ -49,7 +49,7 @@ WRAPPED = [
 
 
 def why_not() -> str:
-    """Why kernels cannot be emulated here; empty if they can."""
+    """Return the reason why kernels cannot be emulated here, or an empty string."""
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return "the emulation is for Linux on x86-64"
     if not all(kernel.exists() for kernel in KERNELS):
@@ -58,7 +58,7 @@ def why_not() -> str:
 
 
 def _compile(folder: Path, kernels: Sequence[Path], sanitizer: str, namespace: str) -> Path:
-    from build_tools.ninja_file import STABLE  # not beside tests that were copied
+    from build_tools.ninja_file import STABLE  # missing in a copy of the tests
 
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
@@ -86,7 +86,7 @@ def _compile(folder: Path, kernels: Sequence[Path], sanitizer: str, namespace: s
 def built(
     sanitizer: str = "", kernels: Sequence[Path] = KERNELS, namespace: str = NAMESPACE
 ) -> Path:
-    """The library of some CUDA sources, compiled again where one or a header has changed."""
+    """Return the library of some CUDA sources. Compile it if a source or header has changed."""
     sources = [*(ROOT / "csrc").rglob("*.h"), *HERE.rglob("*.h"), *HERE.rglob("*.cuh")]
     sources += [*HERE.glob("*.cpp"), HERE / "build.py", *kernels]
     sources += [header for kernel in kernels for header in kernel.parent.glob("*.cuh")]
@@ -96,7 +96,7 @@ def built(
     folder = ROOT / "build/cuda_emulation"
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{sanitizer or 'plain'}-{digest.hexdigest()[:16]}.so"
-    with open(folder / "lock", "w") as lock:  # by one process, while the others wait
+    with open(folder / "lock", "w") as lock:  # one process compiles, others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -113,7 +113,7 @@ def _schemas_in(namespace: str) -> torch.library.Library:
 
 
 def load(library: Path, namespace: str = NAMESPACE) -> ctypes.CDLL:
-    """Make the ops of a library callable that was compiled for this namespace."""
+    """Load a library, and make its ops callable in the namespace that it was compiled for."""
     _schemas_in(namespace)
     torch.ops.load_library(library)
     return ctypes.CDLL(str(library))

@@ -8,7 +8,7 @@ from .ops import emulated
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests that are for a GPU."""
+    """Leave out the tests that need a GPU."""
     here = {item for item in items if os.path.dirname(item.path) == os.path.dirname(__file__)}
     left_out = [item for item in items if item in here and item.get_closest_marker("cuda")]
     items[:] = [item for item in items if item not in here or not item.get_closest_marker("cuda")]
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled():
-    """The emulated ops; every test here is skipped where there can be none."""
+    """Return the emulated ops, or skip all tests here if kernels cannot be emulated."""
     if reason := build.why_not():
         pytest.skip(reason)
     return emulated()
@@ -25,5 +25,5 @@ def compiled():
 
 @pytest.fixture(autouse=True)
 def order_of_threads(compiled):
-    """Drawn like the inputs."""
+    """Draw the order of threads from the test's seed."""
     compiled.seed(torch.initial_seed() % 2**32)

@@ -1,6 +1,6 @@
-"""The row kernel with faults planted in it, each of which the emulation has to find.
+"""The row kernel with planted faults, each of which the emulation must detect.
 
-`python -m tests.cuda_emulation.faults LIBRARY NAME SEED` runs one of them, for a sanitizer to see.
+`python -m tests.cuda_emulation.faults LIBRARY NAME SEED` runs one of them under a sanitizer.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from .ops import SANITIZER, Emulated
 
 NAMESPACE = "storage_ops_planted"
 KERNEL, HEADER = "linear_cross_entropy.cu", "launch.cuh"
-# Where what is right in a source gives way to what is wrong while THIS is planted; and what becomes
-# of it: results that are wrong, or what the emulation says.
+# Each fault has a file, the right code, the wrong code that replaces it while THIS is true, and the
+# effect: wrong results, or the message of the emulation.
 FAULTS = {
     "no barrier in a reduction": (
         HEADER, "__syncthreads();", "if (!THIS) __syncthreads();", "wrong results",
@@ -60,7 +60,7 @@ FAULTS = {
 
 
 def compile_planted(folder: Path, sanitizer: str = SANITIZER) -> Path:
-    """A library of the kernel with all faults in it, of which `plant` chooses one."""
+    """Compile the kernel with all faults, of which `plant` enables one. Return the library."""
     texts = {name: (build.ROOT / "cuda" / name).read_text() for name in (KERNEL, HEADER)}
     for number, (file, right, wrong, _) in enumerate(FAULTS.values(), 1):
         assert right in texts[file], right
@@ -77,12 +77,12 @@ def plant(ops: Emulated, name: str) -> None:
     ctypes.c_int.in_dll(ops.library, "planted").value = number
 
 
-def found(ops: Emulated, trials: int = 12) -> str:
-    """How a fault of the kernel shows against the one for the CPU; empty if it does not."""
+def effect_of_fault(ops: Emulated, trials: int = 12) -> str:
+    """Return how the kernel's results differ from the CPU kernel's, or an empty string."""
     for trial in range(trials):
         columns, options = (1000, 2048, 4100)[trial % 3], [*OPTIONS.values()][trial]
         p = Rows((torch.float32, torch.bfloat16)[trial % 2], columns, **options)
-        cut = columns // 3 | 1  # the second slice begins where no vector does
+        cut = columns // 3 | 1  # the second slice is not aligned to a vector
         sliced = [(*s, phase) for phase in (UPDATE, GRADIENT) for s in ((0, cut), (cut, columns))]
         try:
             p.compare(Place("cpu", ops), (0, columns, UPDATE | GRADIENT))
@@ -101,4 +101,4 @@ if __name__ == "__main__":
     torch.manual_seed(int(seed))
     kernel.seed(int(seed) % 2**32)
     plant(kernel, fault)
-    print(found(kernel) or "no fault was found")
+    print(effect_of_fault(kernel) or "no fault was found")

@@ -1,4 +1,4 @@
-// Stacks to run threads of a kernel on, and what the sanitizers have to know of them.
+// Stacks for threads of a kernel, and the calls that describe them to the sanitizers.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,8 +13,8 @@ extern "C" void AnnotateIgnoreWritesEnd(const char*, int);
 #include <sanitizer/asan_interface.h>
 #endif
 
-// Keeps the registers that belong to a caller on its stack, whose pointer it saves, and goes on
-// with another one.
+// Saves the caller's registers on its stack, stores the stack pointer, and continues on another
+// stack.
 extern "C" void emulation_switch_stacks(void** save, void* resume);
 asm(R"(
 .text
@@ -38,7 +38,7 @@ emulation_switch_stacks:
 
 namespace emulation {
 
-// Something that runs on a stack of its own, in turns with the scheduler.
+// A function on its own stack that alternates with the scheduler.
 class Fiber {
  public:
   Fiber() {
@@ -62,15 +62,15 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Makes `body` what runs next. It must not return.
+  // Makes the fiber run `body` next. `body` must not return.
   void start(void (*body)()) {
     auto** top = reinterpret_cast<void**>(stack_ + kStackBytes);
-    *--top = nullptr;  // where `body` would return to
+    *--top = nullptr;  // the return address of `body`
     *--top = reinterpret_cast<void*>(body);
     pointer_ = top - kSavedRegisters;
   }
 
-  // Called by the scheduler: runs until the fiber calls `leave`.
+  // The scheduler calls this. It runs until the fiber calls `leave`.
   void enter() {
 #if defined(EMULATION_THREAD)
     scheduler_known_as_ = __tsan_get_current_fiber();
@@ -98,7 +98,7 @@ class Fiber {
 #endif
 };
 
-// What is done before `release(token)` happens before what is done after `acquire(token)`.
+// Everything before `release(token)` happens before everything after `acquire(token)`.
 inline void release([[maybe_unused]] void* token) {
 #if defined(EMULATION_THREAD)
   __tsan_release(token);
@@ -111,7 +111,7 @@ inline void acquire([[maybe_unused]] void* token) {
 #endif
 }
 
-// While one exists, nothing that is written counts as written by the thread that runs.
+// While one exists, the sanitizer ignores writes of the running thread.
 struct Unwatched {
 #if defined(EMULATION_THREAD)
   Unwatched() { AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }

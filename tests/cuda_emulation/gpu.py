@@ -1,4 +1,4 @@
-"""The loss as it runs on a GPU, for tensors of the CPU: kernels, products, plans and choices."""
+"""Run the loss on CPU tensors as on a GPU: its kernels, products, plans and choices."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from storage_ops.matmul import aten as products
 
 
 def in_place(t: torch.Tensor) -> np.ndarray:
-    """Its elements, those of bfloat16 as bits. After `numpy()` torch could not resize it."""
+    """Return the elements of `t`, bfloat16 as bits. Torch cannot resize it after `t.numpy()`."""
     kind = np.dtype(str(t.dtype).removeprefix("torch.").replace("bfloat16", "uint16"))
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     memory = (ctypes.c_byte * ((last + 1) * kind.itemsize if t.numel() else 0)).from_address(
@@ -29,7 +29,7 @@ def in_place(t: torch.Tensor) -> np.ndarray:
 
 
 def numbers(t: torch.Tensor) -> np.ndarray:
-    """The values of a matrix in the type that its products are summed in; no tensor is made."""
+    """Return the values of a matrix in the dtype of its products' sums, without a new tensor."""
     if t.dtype == torch.bfloat16:
         wide = in_place(t).astype(np.uint32)
         wide <<= 16
@@ -39,11 +39,11 @@ def numbers(t: torch.Tensor) -> np.ndarray:
 
 
 def write(values: np.ndarray, out: torch.Tensor) -> torch.Tensor:
-    """Round values into a matrix; no tensor is made."""
+    """Round values into a matrix, without a new tensor."""
     if out.dtype == torch.bfloat16:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = bits >> 16
-        rounded &= 1  # ties go to the even one
+        rounded &= 1  # ties round to even
         rounded += bits
         rounded += 0x7FFF
         rounded >>= 16
@@ -75,12 +75,12 @@ def addmm_of_an_older_torch(self, *args, **kwargs):
 
 
 def bias_gradient(dz, out):
-    """A GPU widens what it reads, without a copy."""
+    """Sum a bias gradient without a copy, because a GPU converts elements as it reads them."""
     in_place(out)[...] += numbers(dz).sum(0)
 
 
 class Products:
-    """`torch`, for products: those in 16 bits take no memory that torch counts, as on a GPU."""
+    """Replaces `torch` in products. As on a GPU, 16-bit products use no memory of torch."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -100,11 +100,11 @@ class Products:
 
 @contextlib.contextmanager
 def pretended(ops, adds_wide: bool):
-    """Within it the loss takes tensors of the CPU for those of an H100, and `ops` for its kernels.
+    """Let the loss treat CPU tensors as tensors of an H100, with `ops` as its kernels.
 
     Args:
-        ops: what to call the kernels of.
-        adds_wide: whether torch adds a product of 16-bit matrices to a wider one.
+        ops: the object that has the kernels.
+        adds_wide: True if torch can add a product of 16-bit matrices to a wider matrix.
     """
 
     kernels = {
@@ -120,7 +120,7 @@ def pretended(ops, adds_wide: bool):
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             for name, kernel in kernels.items():
                 aten.impl(name, kernel, "CPU")
-        # Tests ask for the products of a CPU as well.
+        # Tests also use the products of a CPU.
         on_gpu = functools.cache(lambda dtype, *rest: products.Aten(dtype.itemsize, cuda=True))
         patch.setattr(matmul, "of", on_gpu)
         patch.setattr(products, "_adds_wide", {})

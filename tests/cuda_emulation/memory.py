@@ -1,4 +1,4 @@
-"""Copies of tensors between pages that nobody may touch, for a kernel to run on."""
+"""Copies of tensors between protected pages, to detect accesses outside of a tensor."""
 
 import ctypes
 import mmap
@@ -7,15 +7,15 @@ import torch
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PAGE = mmap.PAGESIZE
-_VECTOR = 16  # bytes of the widest access, whose alignment kernels may depend on
-_POISON = 0xFF  # numbers of these bytes are nan or -1
+_VECTOR = 16  # bytes of the widest access, to which kernels may align
+_POISON = 0xFF  # floating-point numbers of these bytes are nan, integers -1
 
 
 class Fenced:
-    """A copy of a tensor with the alignment, the strides and the gaps that it has.
+    """A copy of a tensor with the same alignment, strides and gaps.
 
-    Its first or its last byte, as `side` says, is within 16 bytes of a page without access. What
-    lies between, and the rest of the page at its other end, is nan.
+    `side` says whether its first or last byte is within 16 bytes of a page without access. Bytes
+    between, and the rest of the page at the other end, are nan.
     """
 
     def __init__(self, original: torch.Tensor, side: str) -> None:
@@ -42,9 +42,9 @@ class Fenced:
         self.tensor = flat.as_strided(original.shape, original.stride())
 
     def take_back(self) -> None:
-        """Write what became of the copy, and of the gaps in it, to the original.
+        """Copy the bytes back to the original, including the gaps.
 
-        As a kernel does it: autograd does not see it.
+        Like a kernel, this is not seen by autograd.
         """
         for around in self._around:
             if self._area[around].strip(bytes([_POISON])):
@@ -53,9 +53,9 @@ class Fenced:
 
 
 def call_fenced(op: torch._ops.OpOverload, *args: object, number: int) -> object:
-    """Call an op on fenced copies of its tensors, and take back those that it writes.
+    """Call an op on fenced copies of its tensors, and copy back those that it writes.
 
-    By the `number` of the call, each has its fence before its first byte or behind its last.
+    The `number` of the call decides whether the fence is before or behind each tensor.
     """
     fences = {
         i: Fenced(arg, ("start", "end")[(i + number) % 2])

@@ -1,4 +1,4 @@
-"""The ops that have kernels for a GPU, called with these kernels on tensors of the CPU."""
+"""The ops with CUDA kernels, which run emulated on CPU tensors."""
 
 import ctypes
 import functools
@@ -10,16 +10,16 @@ import torch
 from . import build
 from .memory import call_fenced
 
-# "thread" or "address" where python runs under that sanitizer; see `make sanitize`.
+# "thread" or "address" if Python runs under this sanitizer, as in `make sanitize`.
 SANITIZER = os.environ.get("STORAGE_OPS_EMULATION_SANITIZER", "")
 
 
 class Emulated:
-    """Stands in for `torch.ops.storage_ops`. An op without a kernel for a GPU is the ordinary one.
+    """Replaces `torch.ops.storage_ops`. Ops without a CUDA kernel are the ordinary ones.
 
     Attributes:
         library: the compiled kernels.
-        calls: how many of its ops were called.
+        calls: the number of calls of emulated ops.
     """
 
     def __init__(self, library: Path, namespace: str = build.NAMESPACE) -> None:
@@ -27,7 +27,7 @@ class Emulated:
         self._namespace = namespace
 
     def seed(self, seed: int) -> None:
-        """Fix the order of threads from here on."""
+        """Seed the order of threads of later calls."""
         self.library.emulation_seed(ctypes.c_uint64(seed))
 
     def __getattr__(self, name: str) -> object:
@@ -45,5 +45,5 @@ class Emulated:
 
 @functools.cache
 def emulated() -> Emulated:
-    """The ops, compiled and loaded at the first call."""
+    """Return the emulated ops. The first call compiles and loads them."""
     return Emulated(build.built(SANITIZER))

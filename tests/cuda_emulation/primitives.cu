@@ -1,4 +1,4 @@
-// Small kernels, each of which does one thing that threads can do together, right or wrong.
+// Small kernels, each for one correct or wrong interaction of threads.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -18,7 +18,7 @@ __global__ void exchange(unsigned* out, unsigned) {
   out[thread] = votes ^ sum;
 }
 
-// Each thread hands a number to the next of its warp, and then to the next of its block.
+// Each thread passes a number to the next of its warp, and then to the next of its block.
 __global__ void rotate(unsigned* out, unsigned) {
   auto& shared = storage_ops::shared_memory<unsigned[1024]>();
   const unsigned thread = threadIdx.x, warp = thread / 32 * 32, lane = thread % 32;
@@ -57,7 +57,7 @@ constexpr void (*kKernels[])(unsigned*, unsigned) = {exchange,  rotate, unwritte
 
 }  // namespace
 
-// Runs a kernel by its number; what the emulation says of it goes to `message`.
+// Runs a kernel by its number. The emulation writes its error to `message`.
 extern "C" __attribute__((visibility("default"))) void run_primitive(int kernel, unsigned blocks,
                                                                      unsigned threads,
                                                                      unsigned* out, char* message,

@@ -1,4 +1,4 @@
-"""The emulated row kernel of divergences, by the tests of the one for the CPU."""
+"""The emulated row kernel of divergences passes the tests of the CPU kernel."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test the emulation: it detects each fault that is planted in the kernel."""
+"""The emulation detects each fault that is planted in the kernel."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from . import build
-from .faults import FAULTS, NAMESPACE, compile_planted, found, plant
+from .faults import FAULTS, NAMESPACE, compile_planted, effect_of_fault, plant
 from .ops import SANITIZER, Emulated
 
 RACES = [fault for fault, (*_, shows) in FAULTS.items() if shows == "wrong results"]
@@ -23,10 +23,10 @@ def kernel(compiled, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(SANITIZER != "", reason="the sanitizer ends the run first")
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_planted_faults_are_found_and_nothing_else(kernel, fault):
+def test_planted_faults_are_detected(kernel, fault):
     kernel.seed(torch.initial_seed() % 2**32)
     plant(kernel, fault)
-    says = found(kernel)
+    says = effect_of_fault(kernel)
     if fault:
         assert re.search(FAULTS[fault][-1], says)
     else:
@@ -52,7 +52,7 @@ def watched(compiled, tmp_path_factory):
     bool(os.environ.get("CI")), reason="`make sanitize` watches the kernels themselves"
 )
 @pytest.mark.parametrize("fault", ["", *RACES])
-def test_thread_sanitizer_sees_races(watched, fault):
+def test_the_thread_sanitizer_detects_races(watched, fault):
     settings = {
         "LD_PRELOAD": runtime("tsan"),
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66",

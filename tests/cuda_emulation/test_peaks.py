@@ -1,17 +1,17 @@
-"""Peaks of the loss against plans for a GPU, by the tests of those for the CPU."""
+"""Peaks of the loss as on a GPU pass the tests of plans for the CPU."""
 
 import pytest
 import torch
 
 from ..borrow import borrowed
 from ..loss import test_planner
-from ..loss.test_planner import plans  # noqa: F401 (a fixture of the tests)
+from ..loss.test_planner import plans  # noqa: F401 (a fixture)
 from .gpu import pretended
 
 LEFT_OUT = frozenset(
     {
-        "test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens",  # a GPU works on each
-        "test_the_processor_is_asked_and_no_mode_of_fake_tensors",
+        "test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens",  # a GPU computes them
+        "test_facts_of_the_processor_are_read_outside_of_dispatch_modes",
     }
 )
 
@@ -21,6 +21,6 @@ globals().update(borrowed(test_planner, LEFT_OUT))
 
 @pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["adds_wide", "multiplies"])
 def as_on_a_gpu(request):
-    """With the kernel of the CPU: it allocates nothing either, and is a hundred times as fast."""
+    """Use the CPU kernel, which also allocates nothing, and is a hundred times as fast."""
     with pretended(torch.ops.storage_ops, request.param):
         yield

@@ -1,4 +1,4 @@
-"""What threads can do together, by small kernels, against what CUDA says of it."""
+"""Emulated barriers, votes, shuffles and shared memory behave as CUDA documents."""
 
 import ctypes
 
@@ -22,7 +22,7 @@ def library(compiled):
 
 @pytest.fixture
 def run(library):
-    """Runs a kernel: what each of its threads wrote, and what the emulation says of it."""
+    """Return a function that runs a kernel and returns the threads' output and error message."""
     library.emulation_seed(ctypes.c_uint64(torch.initial_seed() % 2**32))
 
     def run(kernel, blocks, threads):
@@ -68,11 +68,11 @@ def test_shared_memory_is_not_zero_before_it_is_written(run):
         ("unaligned", "not aligned"),
     ],
 )
-def test_what_a_gpu_may_pass_over_is_an_error(run, kernel, expected):
+def test_undefined_behaviour_that_a_gpu_may_ignore_is_an_error(run, kernel, expected):
     for _ in range(5):
         says = run(kernel, 2, 64)[1]
         assert any(words in says for words in expected.split("|")), says
-    assert run("rotate", 2, 64)[1] == ""  # nothing of them is left
+    assert run("rotate", 2, 64)[1] == ""  # the error does not affect later kernels
 
 
 @pytest.mark.parametrize("blocks, threads", [(1, 0), (0, 32), (1, 1025)])

@@ -1,4 +1,4 @@
-"""Run the tests of the CUDA and of the CPU row kernel on the emulated kernel."""
+"""The emulated row kernel passes the tests of the CUDA and of the CPU kernel."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from ..loss import test_row_kernel_fuzz as fuzz
 NEEDS_A_GPU = frozenset(
     {
         "test_the_cuda_library_is_loaded",
-        "test_rows_on_a_side_stream_are_not_mixed_up_with_the_default_one",
+        "test_rows_on_a_side_stream_run_on_that_stream",
     }
 )
 FOR_THE_CPU = frozenset(
     {
         "test_a_target_out_of_range_changes_nothing",  # a GPU cannot raise
-        "test_vector_exponential_is_within_2_ulp",  # a GPU's is less exact
+        "test_vector_exponential_is_within_2_ulp",  # a GPU's exponential is less exact
     }
 )
 

@@ -1,4 +1,4 @@
-"""The emulated product with the upstream number, by the tests for a GPU."""
+"""The emulated `_scale` passes the tests for a GPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.in_turn
 
 OF_OTHER_KERNELS = frozenset(
     {"test_errors", "test_losses_that_are_scaled_before_backward",
-     "test_a_factor_of_one_is_no_product"}
+     "test_a_factor_of_one_skips_the_multiplication"}
 )  # fmt: skip
 globals().update(borrowed(on_gpu, without=OF_OTHER_KERNELS))
 

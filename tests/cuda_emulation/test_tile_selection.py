@@ -1,4 +1,4 @@
-"""The emulated sums of tiles, by the tests of those for the CPU."""
+"""The emulated sums of tiles pass the tests for the CPU."""
 
 import pytest
 

@@ -1,11 +1,11 @@
-// What the kernels ask of torch's CUDA library, for one device that has one stream. Their ops are
-// registered for tensors of the CPU, in EMULATION_NAMESPACE.
+// The functions of torch's CUDA library that the kernels call, for one device with one stream. The
+// kernels' ops are registered for CPU tensors, in EMULATION_NAMESPACE.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdio>
 
-// The linker sends calls of `x` to `__wrap_x`, and of `__real_x` to `x`.
+// The linker redirects calls of `x` to `__wrap_x`, and of `__real_x` to `x`.
 extern "C" {
 
 AOTITorchError __real_aoti_torch_library_init_impl(const char*, const char*, const char*, uint32_t,

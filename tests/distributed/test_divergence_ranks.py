@@ -1,4 +1,4 @@
-"""The divergence of two heads whose vocabulary is spread over two gloo ranks equals the whole."""
+"""The divergence of two heads with slices of the vocabulary on two gloo ranks equals the whole."""
 
 import itertools
 
@@ -31,10 +31,10 @@ def heads(dtype):
 def compare(rank):
     kinds = [("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3), ("tvd", 0.5), ("cosine", 0.5)]
     dtypes = (torch.float64, torch.bfloat16)
-    for dtype, (kind, beta), given in itertools.product(dtypes, kinds, OPTIONS):
-        made, options = heads(dtype), {**given, "divergence": kind, "beta": beta}
+    for dtype, (kind, beta), change in itertools.product(dtypes, kinds, OPTIONS):
+        tensors, options = heads(dtype), {**change, "divergence": kind, "beta": beta}
         if kind == "cosine":
-            if dtype == torch.bfloat16:  # its sums are the same code
+            if dtype == torch.bfloat16:  # same code for the sums
                 continue
             options["temperature"] = 1.0
         weight = torch.rand(2, 9).masked_fill(torch.rand(2, 9) < 0.3, 0)
@@ -42,8 +42,8 @@ def compare(rank):
         mine, results = SLICES[rank], []
         for function, part in ((so.linear_kl_div, mine), (reference.linear_kl_div, slice(None))):
             ours = part is mine
-            x, t = made[0].clone(), made[3]
-            w, b, tw, tb = (made[k][part].clone() for k in (1, 2, 4, 5))
+            x, t = tensors[0].clone(), tensors[3]
+            w, b, tw, tb = (tensors[k][part].clone() for k in (1, 2, 4, 5))
             if not ours:
                 x, t, w, b, tw, tb = (v.double() for v in (x, t, w, b, tw, tb))
             leaves = [v.requires_grad_() for v in (x, w, b)]
@@ -53,17 +53,17 @@ def compare(rank):
             whole = [slice(None), *([slice(None)] * 2 if ours else [mine] * 2)]
             grads = [v.grad[p].double() for v, p in zip(leaves, whole, strict=True)]
             results.append((loss.detach().double(), *grads))
-        if kind == "tvd" and dtype == torch.bfloat16:  # signs flip where logits are equal
+        if kind == "tvd" and dtype == torch.bfloat16:  # signs differ where logits are equal
             results = [r[:1] for r in results]
         if dtype == torch.float64:
             torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
             continue
-        for got, right in zip(*results, strict=True):  # an element may be off by what logits are
+        for got, right in zip(*results, strict=True):  # an element may have the error of a logit
             assert (got - right).norm() <= 5e-2 * right.norm() + 1e-2
 
 
 def transforms(rank):
-    """compile, func.grad, no_grad, and a mesh in the place of a group."""
+    """compile, func.grad, no_grad, and a mesh instead of a group."""
     x, w, _, t, tw, _ = heads(torch.float64)
     w, tw = w[SLICES[rank]].clone(), tw[SLICES[rank]].clone()
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -96,7 +96,7 @@ def refused(rank):
         so.linear_kl_div(x, w, teacher_topk=stored, process_group=group)
     with pytest.raises(TypeError, match="`process_group` is 3"):
         so.linear_kl_div(x, w, t, tw, process_group=3)
-    with pytest.raises(ValueError, match="differ"):  # on every rank, not a hang
+    with pytest.raises(ValueError, match="differ"):  # every rank raises, none hangs
         so.linear_kl_div(x, w, t, tw, process_group=group, divergence=("jsd", "tvd")[rank])
     alone = ("Expected", {"token_weight": torch.rand(3)}), ("rank 0 .* has refused", {})
     with pytest.raises(ValueError, match=alone[rank > 0][0]):

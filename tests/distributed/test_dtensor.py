@@ -1,4 +1,4 @@
-"""Linear cross-entropy of DTensors equals that of the whole tensors, whatever their placements."""
+"""Linear cross-entropy of DTensors with any placements equals that of the whole tensors."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from storage_ops.loss import reference
 from ..ranks import assert_same, run_on_ranks
 
 SHAPE, VOCAB, HIDDEN = (4, 6), 30, 8
-LINE, PLANE = 2, 4  # ranks of a mesh of one dimension, and of one of 2 x 2
+LINE, PLANE = 2, 4  # ranks of a mesh with one dimension, and with 2 x 2
 OPTIONS = [
     {},
     {"shift": 1, "token_weight": True, "weight": True, "softcap": 3.0},
@@ -27,15 +27,15 @@ OPTIONS = [
 def placed(t, mesh, placements, grad=True):
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    # distribute_tensor does not take Partial. So each rank gets an equal share of the sum.
+    # distribute_tensor does not take Partial, so each rank gets an equal share of the sum.
     pending = [d for d, p in enumerate(placements) if isinstance(p, Partial)]
     whole = [Replicate() if d in pending else p for d, p in enumerate(placements)]
     local = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     local = local.redistribute(mesh, whole).to_local()
     for d in pending:
         local = local / mesh.size(d)
-    found = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
-    return found.requires_grad_(grad)
+    dtensor = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
+    return dtensor.requires_grad_(grad)
 
 
 def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torch.float64):
@@ -95,7 +95,7 @@ def on_a_plane(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for of_input, of_weight in (
         ([Shard(0), Replicate()], [Replicate(), Shard(0)]),  # data and tensor parallel
-        ([Shard(0), Shard(1)], [Replicate(), Shard(0)]),  # and a sequence that is sharded
+        ([Shard(0), Shard(1)], [Replicate(), Shard(0)]),  # also a sharded sequence
         ([Shard(0), Shard(0)], [Replicate(), Shard(0)]),
         ([Shard(0), Shard(1)], [Replicate(), Replicate()]),  # data and context parallel
         ([Shard(0), Replicate()], [Shard(1), Shard(0)]),
@@ -109,13 +109,13 @@ needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch ha
 
 @pytest.mark.in_turn
 @needs_distributed
-def test_every_placement_on_a_mesh_of_one_dimension():
+def test_every_placement_on_a_mesh_with_one_dimension():
     run_on_ranks(on_a_line, LINE)
 
 
 @pytest.mark.in_turn
 @needs_distributed
-def test_two_dimensions():
+def test_placements_on_a_mesh_with_two_dimensions():
     run_on_ranks(on_a_plane, PLANE)
 
 
@@ -154,7 +154,7 @@ def in_a_plan(rank):
         torch.testing.assert_close(loss.full_tensor(), right)
         for name, p in net.named_parameters():
             torch.testing.assert_close(p.grad.full_tensor(), whole.get_parameter(name).grad)
-        plain = net.head(x, target)  # the same on every rank: so is the loss, and no DTensor
+        plain = net.head(x, target)  # the loss is the same on every rank and no DTensor
         assert type(plain) is torch.Tensor
         torch.testing.assert_close(plain, whole.head(x, target))
     mine = whole.head.linear.weight.tensor_split(LINE)[rank]
@@ -196,5 +196,5 @@ def test_the_head_of_a_parallel_plan():
 
 @pytest.mark.in_turn
 @needs_distributed
-def test_what_has_no_strategy_is_refused_on_every_rank():
+def test_unsupported_placements_are_refused_on_every_rank():
     run_on_ranks(refused, PLANE)

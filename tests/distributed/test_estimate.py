@@ -1,4 +1,4 @@
-"""What one rank takes, estimated without the others, is what it takes among them."""
+"""The estimated memory of one rank without the others equals the memory it uses among them."""
 
 import contextlib
 import math
@@ -73,7 +73,7 @@ def fsdp(mesh, model=None, **how):
 
 
 def fsdp_mixed(mesh):
-    # Products of 16 bits take memory on a CPU that the estimate does not know of.
+    # 16-bit products on a CPU use memory that the estimate does not include.
     half = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     return fsdp(mesh, Model().double(), mp_policy=half)
 
@@ -116,7 +116,7 @@ def sequence(mesh):
 
 
 class Sliced(Model):
-    """With the loss of a sliced vocabulary as its head."""
+    """The model with the loss of a sliced vocabulary as its head."""
 
     def __init__(self, mesh, budget=None):
         super().__init__()
@@ -136,9 +136,9 @@ def ddp(mesh, **how):
     return DistributedDataParallel(Model(), process_group=mesh.get_group(), **how)
 
 
-WAYS = {
+PLANS = {
     "fsdp": fsdp,
-    "fsdp, whole between": lambda mesh: fsdp(mesh, reshard_after_forward=False),
+    "fsdp, no reshard after forward": lambda mesh: fsdp(mesh, reshard_after_forward=False),
     "fsdp, mixed": fsdp_mixed,
     "fsdp, checkpointed": fsdp_checkpointed,
     "fsdp, discarded": lambda mesh: fsdp_checkpointed(mesh, "output_discard"),
@@ -162,7 +162,7 @@ def loss(logits):
 
 
 def trained(model, ids, optimizer, rounds, measure=contextlib.nullcontext):
-    """Train, with what `measure` gives of each round."""
+    """Train. Return the loss's and `measure`'s results of each round."""
     for _ in range(rounds):
         optimizer.zero_grad()
         with measure() as m:
@@ -172,10 +172,10 @@ def trained(model, ids, optimizer, rounds, measure=contextlib.nullcontext):
 
 
 def measured(model, ids, optimizer, enough):
-    """Bytes that a later step takes above what was there, and how many steps told so.
+    """Return the bytes that a later step uses above the bytes before it, and the number of steps.
 
-    A thread of gloo may be the last to hold a tensor, and what it frees is not counted: the least,
-    of as many steps as it takes to come down to what is `enough` on every rank.
+    A gloo thread may hold a tensor last, and its frees are not counted. So steps repeat until the
+    least of them is at most `enough` on every rank.
     """
     peaks = []
     for m in trained(model, ids, optimizer, ROUNDS, memory.measure):
@@ -198,19 +198,19 @@ def compare(way, build, mesh):
             model, ids, loss=loss, optimizer=torch.optim.AdamW, device="cpu"
         )
         estimated = step.peak_bytes - step.timeline[0].nbytes
-        found, rounds = measured(model, ids, optimizer, 1.01 * estimated)
+        peak, rounds = measured(model, ids, optimizer, 1.01 * estimated)
         torch.manual_seed(0)
-        other = build(mesh)  # that nobody simulated
+        other = build(mesh)  # without a simulation
         list(trained(other, ids, torch.optim.AdamW(other.parameters()), rounds))
     for p, right in zip(model.parameters(), other.parameters(), strict=True):
         assert all(map(torch.equal, inside(p.detach()), inside(right.detach())))
     assert list(model.state_dict()) == list(other.state_dict())
-    assert abs(estimated - found) <= 0.01 * found, (way, estimated, found)
+    assert abs(estimated - peak) <= 0.01 * peak, (way, estimated, peak)
 
 
 def every_way(rank):
     mesh = init_device_mesh("cpu", (2,))
-    for way, build in WAYS.items():
+    for way, build in PLANS.items():
         compare(way, build, mesh)
 
 
@@ -220,16 +220,16 @@ def every_mesh(rank):
         compare(way, build, mesh)
 
 
-def test_the_peak_of_a_rank_is_estimated_within_a_percent():
+def test_the_estimated_peak_of_a_rank_is_within_a_percent():
     run_on_ranks(every_way, 2)
 
 
-def test_the_peak_on_a_mesh_is_estimated_within_a_percent():
+def test_the_estimated_peak_on_a_mesh_is_within_a_percent():
     run_on_ranks(every_mesh, 4)
 
 
 def alone(_, work):
-    """Call `work` as one rank of a thousand that are not there."""
+    """Call `work` as one of a thousand ranks. The others do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
@@ -249,18 +249,18 @@ def sizes_of_many():
     fsdp(mesh["dp"], model)
     ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
     step = memory.simulate_step(model, ids, loss=meta_loss, optimizer=torch.optim.AdamW)
-    # Slices of rows: of a vector of 64 one rank in 8 has a number, and this is the first.
+    # Each rank has a slice of the rows. One rank in 8, as this one, has a number of a vector of 64.
     rows = sum(-(-len(p) // 512) * p[0].numel() * p.itemsize for p in model.parameters())
     assert rows <= step.by_owner["parameters"] <= rows + 512 * len(list(model.parameters()))
     assert step.by_owner["gathered parameters"] > total / 8
-    # Each layer is gathered twice, what is left of the root once, and all gradients are reduced.
+    # FSDP gathers each layer twice and the rest of the root once, and reduces all gradients.
     layer = sum(-(-len(p) // 512) * 512 * p[0].numel() * 4 for p in model.layers[0].parameters())
     whole = rows * 512
     gathered = (whole + LAYERS * layer) * 511 // 512
     assert abs(step.sent_bytes["all_gather"] - gathered) < 100, (step.sent_bytes, gathered)
     assert abs(step.sent_bytes["reduce_scatter"] - whole * 511 // 512) < 100
     report = memory.will_it_fit(model, ids, "1MiB", loss=meta_loss)
-    workspaces = report.by_owner["workspaces of cuBLAS"]  # of an H100, which the step was not for
+    workspaces = report.by_owner["workspaces of cuBLAS"]  # of an H100, which this step does not use
     assert not report.fits and report.peak_bytes == step.peak_bytes + workspaces
     assert all(p.is_meta for p in model.parameters())
 
@@ -291,14 +291,14 @@ def nested(mesh):
 
 
 def partly(mesh):
-    """Layers that belong to the root, but for one."""
+    """All layers but one belong to the root."""
     model = Model()
     fully_shard(model.layers[1], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
 class Summing(nn.Module):
-    """A layer that has its own way of being a part of one."""
+    """A layer that communicates by itself."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +317,7 @@ def summing(mesh=None):
 
 
 def once_for_all():
-    """Layers that run the same ops are simulated once, with one ledger for all."""
+    """Layers with the same ops are simulated once, with one ledger for all."""
     mesh = init_device_mesh("cpu", (512, 2), mesh_dim_names=("dp", "tp"))
     ids = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
     how = {"loss": meta_loss, "optimizer": torch.optim.AdamW, "device": "h100"}
@@ -362,7 +362,7 @@ def optimizers():
         model = fsdp_and_tp(mesh)
     for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
 
-        class Same(optimizer):  # of which it is not known that it updates numbers by themselves
+        class Same(optimizer):  # not known to update each number by itself
             pass
 
         ours, right = (
@@ -375,12 +375,12 @@ def optimizers():
 
 
 def choices():
-    """Gradients of choices are copies of zeros inside of a DTensor, elsewhere written in place."""
+    """The gradient of an indexed DTensor is a copy of zeros. Others are written in place."""
     mesh = init_device_mesh("cpu", (1024,))
     local, ids = torch.rand(512, 1024, requires_grad=True), torch.zeros(512, 1, dtype=torch.int64)
     x, i = (DTensor.from_local(t, mesh, [Replicate()]) for t in (local, ids))
-    for given, index, copies in ((local, ids, 1), (x, i, 2)):
-        e = memory.estimate(lambda t=given, i=index: t.gather(1, i).sum().backward())
+    for source, index, copies in ((local, ids, 1), (x, i, 2)):
+        e = memory.estimate(lambda t=source, i=index: t.gather(1, i).sum().backward())
         assert e.peak_bytes - e.input_bytes == pytest.approx(copies * local.nbytes, rel=0.01)
 
 
@@ -417,17 +417,17 @@ def test_plans_of_one_rank():
     on_no_ranks(plans)
 
 
-def test_alike_layers_of_fsdp_are_simulated_once():
+def test_equal_layers_of_fsdp_are_simulated_once():
     on_no_ranks(once_for_all)
 
 
-def test_gradients_of_choices_of_dtensors():
+def test_gradients_of_indexed_dtensors():
     on_no_ranks(choices)
 
 
-def test_updates_of_parts_are_those_of_dtensors():
+def test_updates_of_local_tensors_and_of_dtensors_use_equal_memory():
     on_no_ranks(optimizers)
 
 
-def test_what_is_not_simulated_is_refused_by_name():
+def test_unsupported_wrappers_are_refused_by_name():
     on_no_ranks(refusals)

@@ -1,4 +1,4 @@
-"""One rank fails, or dies, where ranks communicate: every rank ends with an error."""
+"""If one rank fails or dies where ranks communicate, every rank ends with an error."""
 
 import datetime
 import gc
@@ -52,7 +52,7 @@ class Fault(torch.autograd.Function):
 
 
 def step(fault):
-    """One step; returns what would be left behind."""
+    """Run one step. Return weak references to objects that must not stay."""
     up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
     seen, calls = [], []
 
@@ -80,7 +80,7 @@ def step(fault):
 
 def nothing_is_left():
     gc.collect()
-    until = time.monotonic() + 5  # a thread of gloo may hold an input of its last work
+    until = time.monotonic() + 5  # a gloo thread may hold an input of its last work
     while producers and time.monotonic() < until:
         time.sleep(0.05)
     assert not producers
@@ -91,7 +91,7 @@ def nothing_is_left():
 
 
 def step_of_loss(fault):
-    """The same for a sliced vocabulary, whose collectives are under way beside products."""
+    """The same for a sliced vocabulary, whose collectives run beside products."""
     x, w = torch.randn(64, WIDTH, requires_grad=True), torch.randn(50, WIDTH, requires_grad=True)
     target, error = torch.arange(64), None
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""FSDP2: what is discarded is made again below FSDP's hooks, from parameters that FSDP gathers."""
+"""FSDP2: a recompute runs below FSDP's hooks, with parameters that FSDP gathers."""
 
 import contextlib
 from unittest import mock
@@ -22,7 +22,7 @@ WAYS = ("before", "after", "hook", "captured", "given")
 
 
 class Mlp(nn.Module):
-    """A block; `way` is how it discards its activation by itself."""
+    """A block. `way` says how it discards its activation."""
 
     def __init__(self, way):
         super().__init__()
@@ -35,7 +35,7 @@ class Mlp(nn.Module):
         def act(x):
             return self.drop(torch.tanh(self.up(x)))
 
-        def captured(x):  # reaches the parameters alone, as does what they are given to
+        def captured(x):  # reaches only the parameters, as does the next function
             return drop(torch.tanh(nn.functional.linear(x, weight, bias)))
 
         def given_to(x, weight, bias):
@@ -44,10 +44,10 @@ class Mlp(nn.Module):
         if self.way not in ("hook", "captured", "given"):
             return x + self.down(act(x))
         fn = {"hook": act, "captured": captured, "given": given_to}[self.way]
-        given = (x, weight, bias) if self.way == "given" else (x,)
-        # Megatron-LM's call: the gradient of the block's output restores, before FSDP's own hook.
+        args = (x, weight, bias) if self.way == "given" else (x,)
+        # Megatron-LM's call: the gradient of the block's output restores before FSDP's hook.
         ckpt = so.OutputDiscardCheckpoint()
-        h = ckpt.checkpoint(fn, *given)
+        h = ckpt.checkpoint(fn, *args)
         y = x + self.down(h)
         ckpt.discard_output_and_register_recompute(y)
         assert so.is_discarded(h)
@@ -71,22 +71,22 @@ def build(way, names=("0", "1"), nested=False, **how):
 
 
 def train(net, x, accumulate=False):
-    """Losses and gradients of two steps; dropout draws the same numbers for every net."""
+    """Return losses and gradients of two steps. Dropout draws the same numbers for every net."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for _ in range(2):
         net.zero_grad()
         for last in (False, True) if accumulate else (True,):
             net.set_requires_gradient_sync(last)
             loss = net(x).square().mean()
             loss.backward()
-            found.append(loss.detach())
-        found += [p.grad.full_tensor() for p in net.parameters()]
+            results.append(loss.detach())
+        results += [p.grad.full_tensor() for p in net.parameters()]
         assert not whole(net)
         with torch.no_grad():
             for p in net.parameters():
                 p -= 0.1 * p.grad
-    return found
+    return results
 
 
 def states(net):
@@ -94,15 +94,15 @@ def states(net):
 
 
 def groups(net):
-    found = []
+    present = []
     for state in states(net).values():
         group = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        found += [g for g in group if g is not None]
-    return found
+        present += [g for g in group if g is not None]
+    return present
 
 
 def whole(net):
-    """The groups of parameters that are gathered."""
+    """Return the groups of parameters that are gathered."""
     return [group for group in groups(net) if group.is_unsharded]
 
 
@@ -124,7 +124,7 @@ def every_way(rank):
     ):
         accumulate = options.pop("accumulate", False)
         right = train(build("plain", **options), x, accumulate)
-        # A nested module gathers its parameters as it is called, and not before.
+        # A nested module gathers its parameters only when it is called.
         for way in WAYS[:3] if "nested" in options else WAYS:
             same(train(build(way, **options), x, accumulate), right)
 
@@ -140,7 +140,7 @@ def hybrid(rank):
 
 
 def tensor_parallel(rank):
-    """A mesh of two dimensions equals one process; what is drawn differs, so nothing is."""
+    """A mesh with two dimensions equals one process. No random numbers, as they would differ."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     torch.manual_seed(0)
@@ -167,7 +167,7 @@ def tensor_parallel(rank):
 
 
 def gathers(rank):
-    """Nothing is gathered twice for one layer, nor for a row, whose outputs are kept here."""
+    """Nothing is gathered twice for one layer, or for a row, whose outputs stay here."""
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)[rank]
     counts, most = {}, {}
     for way, names in (("plain", ()), ("before", ("1",)), ("hook", ()), ("row", ("0", "1", "2"))):
@@ -180,7 +180,7 @@ def gathers(rank):
         for block in net:
             block.up.register_forward_hook(look)
             block.down.register_forward_hook(lambda *a: a[-1].register_hook(look) and None)
-        for _ in range(2):  # the first step is that which learns the order of modules
+        for _ in range(2):  # the first step learns the order of modules
             wraps = _fsdp_param_group.foreach_all_gather
             with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=wraps) as gather:
                 net(x).sum().backward()
@@ -190,14 +190,14 @@ def gathers(rank):
 
 
 class Around(nn.Sequential):
-    """Calls its first module, of FSDP, in a region."""
+    """Calls its first module, which FSDP shards, in a region."""
 
     def forward(self, x):
         return self[2](so.output_discard(self[0], self[1])(x))
 
 
 def a_part(rank):
-    """The backward ends before that of the module: its parameters are sharded all the same."""
+    """If the backward ends before that of the module, its parameters are sharded again."""
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)[rank]
     for kind in (nn.Sequential, Around):
         torch.manual_seed(0)
@@ -210,18 +210,18 @@ def a_part(rank):
         if kind is nn.Sequential:
             so.apply_activation_checkpoint(net, {"layer_names": ["0"], "mode": "output_discard"})
         for whole_graph in (True, False, True):
-            found = []
+            outputs = []
             for disabled in (so.disable_checkpointing(), contextlib.nullcontext()):
                 torch.manual_seed(1)
                 with disabled:
                     y = net(x)
-                # No hook of FSDP sees a backward that begins below the output of its root.
+                # FSDP has no hook in a backward that begins below the output of its root.
                 begin = y if whole_graph else inner[-1]
                 (weight,) = torch.autograd.grad(begin.square().sum(), [head.weight])
-                found.append([y.detach(), weight])
+                outputs.append([y.detach(), weight])
                 assert not whole(block)
-            same(*found)
-            with torch.no_grad():  # parameters that stayed whole would stay what they were
+            same(*outputs)
+            with torch.no_grad():  # parameters that stayed whole would keep their old values
                 for p in net.parameters():
                     p.mul_(1.1)
 
@@ -237,7 +237,7 @@ class _Fails(torch.autograd.Function):
 
 
 class Failing(nn.Module):
-    """Raises in its recompute, or in its backward."""
+    """Raises in its recompute or in its backward."""
 
     calls = 0
 
@@ -246,7 +246,7 @@ class Failing(nn.Module):
         self.linear, self.when = nn.Linear(WIDTH, WIDTH), ""
 
     def forward(self, x):
-        Failing.calls += 1  # an attribute of the instance would be restored
+        Failing.calls += 1  # the recompute would restore an attribute of the instance
         if self.when == "recompute" and Failing.calls == 2:
             raise KeyboardInterrupt
         x = torch.tanh(self.linear(x))
@@ -254,7 +254,7 @@ class Failing(nn.Module):
 
 
 def errors(rank):
-    """After an error in the recompute, or after it, the layer is sharded as in forward."""
+    """After an error in or after the recompute, the layer is sharded as in forward."""
     x = torch.randn(3, 5, WIDTH)[rank]
     for when in ("recompute", "backward"):
         failing = Failing()

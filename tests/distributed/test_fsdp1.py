@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: what it frees under a region is said; otherwise all works."""
+"""FullyShardedDataParallel: an error says what it frees under a region. All else works."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class Norm(nn.Module):
-    """So small that its output is freed in a row of layers too."""
+    """A layer so small that its output is freed in a row of layers too."""
 
     def __init__(self, way):
         super().__init__()
@@ -90,5 +90,5 @@ def every_way(rank):
 
 
 @pytest.mark.in_turn
-def test_discarding_under_fsdp1_is_right_or_refused():
+def test_discarding_under_fsdp1_is_correct_or_refused():
     run_on_ranks(every_way, 2)

@@ -1,4 +1,4 @@
-"""`gradient_tolerance` where ranks hold slices of the vocabulary: the bound is that of the sum."""
+"""`gradient_tolerance` with slices of the vocabulary on ranks: the bound is that of the sum."""
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,13 @@ def compare(rank):
         x, part, target, gradient_tolerance=TOLERANCE, returns=("loss", "dropped"),
         process_group=dist.group.WORLD,
     )  # fmt: skip
-    found = torch.autograd.grad(loss, (x, part))
+    ours = torch.autograd.grad(loss, (x, part))
     exact = storage_ops.linear_cross_entropy(x, w, target)
     expected = torch.autograd.grad(exact, (x, w))
     torch.testing.assert_close(loss, exact)
     assert 0 < dropped.max() <= TOLERANCE
-    assert 0 < relative(found[0], expected[0]) < TOLERANCE
-    assert relative(found[1], expected[1][mine]) < TOLERANCE
+    assert 0 < relative(ours[0], expected[0]) < TOLERANCE
+    assert relative(ours[1], expected[1][mine]) < TOLERANCE
     seen = [torch.empty_like(dropped) for _ in range(world)]
     dist.all_gather(seen, dropped)
     assert all(other.equal(dropped) for other in seen)
@@ -46,13 +46,13 @@ def compare_divergences(rank):
         x, part, teacher, head[mine], gradient_tolerance=TOLERANCE, reduction="sum",
         process_group=dist.group.WORLD,
     )  # fmt: skip
-    found = torch.autograd.grad(loss, (x, part))
+    ours = torch.autograd.grad(loss, (x, part))
     exact = storage_ops.linear_kl_div(x, w, teacher, head, reduction="sum")
     expected = torch.autograd.grad(exact, (x, w))
     torch.testing.assert_close(loss, exact)
-    far = (found[0] - expected[0]).norm(dim=1)
+    far = (ours[0] - expected[0]).norm(dim=1)
     assert 0 < far.max() <= TOLERANCE * w.detach().norm(dim=1).max()
-    assert 0 < relative(found[1], expected[1][mine]) < 0.5
+    assert 0 < relative(ours[1], expected[1][mine]) < 0.5
 
 
 def test_divergences_of_slices():

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two gloo ranks: the gradients of a discarding model are those of a plain one."""
+"""DDP and FSDP2 on two gloo ranks: discarding does not change the gradients of a model."""
 
 import pytest
 import torch

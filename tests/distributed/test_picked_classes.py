@@ -1,4 +1,4 @@
-"""Log-probabilities of classes that lie on several ranks, and of the most probable of all."""
+"""Log-probabilities of classes on several ranks, and of the most probable of all."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ OPTIONS = [
 
 def compare(rank, sizes, options, key):
     mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    # Small integers: products are exact, and many logits equal, on several ranks.
+    # With small integers, products are exact and many logits on several ranks are equal.
     x = torch.randint(-2, 3, (2, 9, HIDDEN)).double()
     w, b = torch.randint(-2, 3, (VOCAB, HIDDEN)).double(), torch.zeros(VOCAB).double()
     last = options.get("valid_classes", VOCAB)
@@ -68,5 +68,5 @@ def work(rank):
 
 
 @pytest.mark.in_turn
-def test_every_rank_has_all_of_them():
+def test_every_rank_returns_all_log_probabilities():
     run_on_ranks(work, 3)

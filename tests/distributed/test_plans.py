@@ -1,4 +1,4 @@
-"""Plans of `fit` for one rank of many: FSDP around layers and inside of them."""
+"""Plans of `fit` for one rank of many, with FSDP around layers and inside them."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Expert(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.down(torch.tanh(self.up(x))) + 0  # a view would lose the hooks of FSDP
+        return self.down(torch.tanh(self.up(x))) + 0  # a view would lose FSDP's hooks
 
 
 class Mixture(Block):
@@ -44,7 +44,7 @@ class Mixture(Block):
 
 
 def experts(mesh, **how):
-    """Experts apart from their layer, as in torchtitan."""
+    """Shard experts separately from their layer, as torchtitan does."""
     model = Model()
     model.layers = nn.ModuleList(Mixture() for _ in range(3))
     for layer in model.layers:
@@ -54,7 +54,7 @@ def experts(mesh, **how):
 
 
 def alone():
-    """What is composed of layers is what a whole step takes, with each plan."""
+    """With each plan, the peak composed from layers equals that of a whole step."""
     mesh = init_device_mesh("cpu", (2, 512), mesh_dim_names=("dp", "tp"))
     ids = torch.zeros(16, 64, dtype=torch.int64)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -76,7 +76,7 @@ def alone():
 
 
 def among_others(rank):
-    """Gradients are those of the model without a plan, and the peak is the one of the plan."""
+    """Gradients equal those of the model without a plan, and the peak equals the plan's."""
     mesh = init_device_mesh("cpu", (2,))
     ids = torch.randint(512, (4, 32))
     how = HOW | {"optimizer": torch.optim.AdamW}

@@ -1,4 +1,4 @@
-"""Ranks with slices of other sizes, with padding, and calls of ranks that differ."""
+"""Ranks with slices of different sizes, with padding, and with different calls."""
 
 from unittest import mock
 
@@ -35,7 +35,7 @@ def slices_of(sizes, rank):
 
 
 def compare(rank, sizes, valid, options, plan, tokens):
-    """A rank's part of loss and gradients against the whole without its padding."""
+    """Compare a rank's part of loss and gradients with the whole without padding."""
     x, w, target = arguments(tokens=tokens)
     last = valid or VOCAB
     target.remainder_(last)[3] = -100
@@ -68,7 +68,7 @@ def unequal_slices(rank):
                     compare(rank, sizes, valid, options, plan, tokens)
 
 
-def cut_as_dtensor_does(rank):
+def sliced_as_by_dtensor(rank):
     """507 classes on four ranks: 127, 127, 127 and 126."""
     globals()["VOCAB"] = 507
     sizes = [len(part) for part in torch.arange(VOCAB).chunk(4)]
@@ -78,7 +78,7 @@ def cut_as_dtensor_does(rank):
 
 
 def rounded(rank):
-    """16-bit sums that lie in the gradient of classes that are borrowed."""
+    """16-bit sums in the memory of the gradient of borrowed classes."""
     sizes, (x, w, target) = [30, 20, 16], arguments(torch.bfloat16, 4)
     mine = slices_of(sizes, rank)
     here, whole = ([x.clone(), v.clone()] for v in (w[mine], w.double()))
@@ -112,7 +112,7 @@ def partial(rank):
 
 
 def calls_that_differ(rank):
-    """Each raises on all ranks, and the next call is right."""
+    """Each call raises on all ranks, and the next call is correct."""
     group = dist.group.WORLD
     x, w, target = arguments()
     w, other = w[slices_of([22] * 3, rank)], torch.randint(VOCAB, (40,))
@@ -130,20 +130,20 @@ def calls_that_differ(rank):
         ("options", {}, {"valid_classes": 60 + alone}),
         ("the divisor", {}, {"reduction": "sum", "divisor": torch.tensor(7.0 + alone)}),
     ]:  # fmt: skip
-        given = {"x": x, "w": w, "target": target, **changed}
+        args = {"x": x, "w": w, "target": target, **changed}
         with pytest.raises(ValueError, match=f"{message}.* on ranks 0 and 1 .* differ"):
-            so.linear_cross_entropy(*given.values(), process_group=group, **options)
+            so.linear_cross_entropy(*args.values(), process_group=group, **options)
         so.linear_cross_entropy(x, w, target, process_group=group)
-    # What one rank raises for by itself, the others are told of.
+    # The other ranks get an error that one rank raises by itself.
     for changed, error in (({"w": w[:0]}, ValueError), ({"target": target.short()}, TypeError)):
-        given = {"x": x, "w": w, "target": target, **(changed if alone else {})}
+        args = {"x": x, "w": w, "target": target, **(changed if alone else {})}
         kind, message = (error, "Expected") if alone else (ValueError, "rank 1 .* has refused")
         with pytest.raises(kind, match=message):
-            so.linear_cross_entropy(*given.values(), process_group=group)
+            so.linear_cross_entropy(*args.values(), process_group=group)
         so.linear_cross_entropy(x, w, target, process_group=group)
     with pytest.raises(ValueError, match=r"`valid_classes` is 44\. Expected 45 to 66"):
         so.linear_cross_entropy(x, w, target, process_group=group, valid_classes=44)
-    # Every rank is told of a target that is no class, wherever its class would be.
+    # Every rank raises for a target that is no class, on whichever rank its class would be.
     with pytest.raises(RuntimeError, match="`target` 66 is out of range"):
         so.linear_cross_entropy(x, w, target.index_fill(0, torch.tensor(2), 66),
                                 process_group=group)  # fmt: skip
@@ -151,7 +151,7 @@ def calls_that_differ(rank):
 
 
 def asked_in_the_backward(rank):
-    """Only the forward compares."""
+    """Only the forward compares the ranks' calls."""
     x, w, target = arguments()
     w = w[slices_of([22] * 3, rank)].requires_grad_()
     with mock.patch.object(ranks, "_compared", wraps=ranks._compared) as compared:
@@ -173,4 +173,4 @@ def test_ranks(work):
 
 @pytest.mark.in_turn
 def test_slices_that_do_not_divide_the_vocabulary():
-    run_on_ranks(cut_as_dtensor_does, 4)
+    run_on_ranks(sliced_as_by_dtensor, 4)

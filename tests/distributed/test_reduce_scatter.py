@@ -1,4 +1,4 @@
-"""A sequence that is sharded over the ranks of a vocabulary: gathered and scattered inside."""
+"""The loss gathers and scatters a sequence that is sharded over the ranks of a vocabulary."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def compiled(rank):
     for options in ({}, {"reduction": "none"}):
         for dynamic in (False, True):
             torch._dynamo.reset()
-            # By which ranks learn that one of them has fewer classes.
+            # This call shows the ranks that one of them has fewer classes.
             compare(rank, (2, 6), 1, torch.float32, options, True)
             call = torch.compile(so.linear_cross_entropy, fullgraph=True, dynamic=dynamic)
             compare(rank, (2, 6), 1, torch.float32, options, True, call)
@@ -90,10 +90,10 @@ def test_every_rank_gets_the_gradient_of_its_tokens():
 
 @pytest.mark.slow
 @needs_distributed
-def test_compiled_it_is_the_same():
+def test_the_compiled_loss_is_equal():
     run_on_ranks(compiled, WORLD)
 
 
 @needs_distributed
-def test_sizes_that_do_not_fit_are_named():
+def test_errors_name_sizes_that_do_not_match():
     run_on_ranks(errors, WORLD)

@@ -1,4 +1,4 @@
-"""Regions that communicate: their outputs in flight, on some ranks only, local ones of DTensors."""
+"""Regions that communicate: outputs in flight, on some ranks only, or local ones of DTensors."""
 
 import time
 import warnings
@@ -25,7 +25,7 @@ WIDTH, ROWS = 32, 256
 
 
 class Late(torch.autograd.Function):
-    """Lets the other rank wait for this one."""
+    """Makes the other rank wait for this one."""
 
     @staticmethod
     def forward(ctx, x, seconds):
@@ -38,7 +38,7 @@ class Late(torch.autograd.Function):
 
 
 class _Handle(torch.autograd.Function):
-    """An all-gather that has only begun, in a plain tensor."""
+    """An unfinished all-gather in a plain tensor."""
 
     @staticmethod
     def forward(ctx, x, begun):
@@ -102,13 +102,13 @@ def layers(dtype=torch.float64):
 
 def gradients(fn, x, modules, g):
     parameters = [p for m in modules for p in m.parameters() if p.requires_grad]
-    found = []
-    for _ in range(2):  # a buffer that is reused shows what the first did to it
+    results = []
+    for _ in range(2):  # in the second, a reused buffer shows the effect of the first
         torch.manual_seed(2)
         leaf = x.clone().requires_grad_()
         y = fn(leaf)
-        found += [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], g)]
-    return found
+        results += [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], g)]
+    return results
 
 
 def same(ours, right, **tolerance):
@@ -172,7 +172,7 @@ def in_flight(rank):
 
 
 def frozen(rank):
-    """The consumer of one rank has no use for what is gathered; the other cannot do without it."""
+    """Only the other rank's consumer needs the gathered tensor."""
     x = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)[rank]
     g = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
     for who in (0, 1):
@@ -210,7 +210,7 @@ class Parallel(nn.Module):
 
 
 def local_outputs(rank):
-    """The local tensors that tensor parallelism hands on are freed as others are."""
+    """The local tensors of tensor parallelism are freed as others are."""
     mesh = init_device_mesh("cpu", (2,))
     net = Parallel().double()
     torch.manual_seed(1)
@@ -228,7 +228,7 @@ def local_outputs(rank):
             full = [t.full_tensor() if isinstance(t, DTensor) else t for t in ours]
             same(full, whole, rtol=1e-12, atol=1e-12)
         freed = []
-        for _ in range(4):  # a thread of gloo may hold the output of its last work for a moment
+        for _ in range(4):  # a gloo thread may briefly hold the output of its last work
             ckpt = so.OutputDiscardCheckpoint()
             h = ckpt.checkpoint(producer, x.clone().requires_grad_())
             with ckpt.consumer():
@@ -240,7 +240,7 @@ def local_outputs(rank):
 
 
 class FromCache(torch.autograd.Function):
-    """Returns a view of a tensor that somebody keeps."""
+    """Returns a view of a cached tensor."""
 
     @staticmethod
     def forward(ctx, x, cache):
@@ -260,7 +260,7 @@ def kept_by_others(rank):
 
 
 def returned_parameter(rank):
-    """A hook on what is no result of the region would stay for good."""
+    """A hook on a tensor that the region did not compute would stay forever."""
     up, down = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def gather(x):

@@ -1,4 +1,4 @@
-"""Deferred logits that a model returns: DDP and FSDP find in them what the loss will use."""
+"""DDP and FSDP find the tensors that the loss uses in deferred logits that a model returns."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ D, V = 8, 19
 
 
 class Model(nn.Module):
-    """In the manner of transformers."""
+    """A model with the interface of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def sharded(model, **how):
 
 ROUNDED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 WAYS = {
-    "unused parameters are looked for": (replicated, {"find_unused_parameters": True}),
+    "find unused parameters": (replicated, {"find_unused_parameters": True}),
     "static graph": (replicated, {"static_graph": True}),
     "sharded": (sharded, {}),
     "another dtype of outputs": (fully_shard, {"mp_policy": ROUNDED}),
@@ -61,7 +61,7 @@ def gradients_equal(rank):
         model.load_state_dict(plain.state_dict())
         so.patch_causal_lm(model, logits="deferred")
         wrapped = wrap(model, **how)
-        for _ in range(2):  # a static graph's first step is not like the others
+        for _ in range(2):  # the first step of a static graph differs
             model.zero_grad()
             loss(wrapped, ids[rank]).backward()
         rounding = 1e-10 if "mp_policy" not in how else 0.1
@@ -84,5 +84,5 @@ def on_a_rank(rank):
 
 
 @pytest.mark.in_turn
-def test_gradients_on_ranks():
+def test_gradients_under_ddp_and_fsdp():
     run_on_ranks(on_a_rank, 2)

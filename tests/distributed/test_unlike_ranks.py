@@ -1,4 +1,4 @@
-"""Regions that communicate, where what autograd saves differs between ranks."""
+"""Regions that communicate where autograd saves different tensors on each rank."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ class Send(torch.autograd.Function):
 
 
 class Exchange(torch.autograd.Function):
-    """Exchanges a tensor with the other rank, by messages that are no collectives."""
+    """Exchanges a tensor with the other rank by messages instead of a collective."""
 
     @staticmethod
     def forward(ctx, x):
@@ -113,7 +113,7 @@ class Gathered(Layer):
 
 
 class Experts(Layer):
-    """Every token goes to the expert of rank 0; rank 1 skips its own."""
+    """Every token goes to the expert of rank 0. Rank 1 skips its own."""
 
     def __init__(self):
         super().__init__()
@@ -129,14 +129,14 @@ class Experts(Layer):
 
 
 class Nested(nn.Sequential):
-    """A region in a region; the inner one is the module "1"."""
+    """A region in a region. The inner one is the module "1"."""
 
     def __init__(self):
         super().__init__(Experts(), Parallel())
 
 
 class Sharded(Layer):
-    """Experts that FSDP gathers inside of the region."""
+    """Experts that FSDP gathers inside the region."""
 
     def __init__(self):
         super().__init__()
@@ -159,12 +159,12 @@ def gradients(kind, config):
             fully_shard(layer)
         fully_shard(net)
     torch.manual_seed(1 + dist.get_rank())
-    x, found = torch.randn(TOKENS, WIDTH, dtype=torch.float64), []
+    x, results = torch.randn(TOKENS, WIDTH, dtype=torch.float64), []
     for _ in range(2):
         net.zero_grad()
         net(x).square().mean().backward()
-        found += [p.grad for p in net.parameters()]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+        results += [p.grad for p in net.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in results]
 
 
 def every_kind(rank):

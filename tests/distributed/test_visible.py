@@ -1,4 +1,4 @@
-"""What traces and CommDebugMode see of the collectives of a sliced vocabulary."""
+"""Traces and CommDebugMode show the collectives of a sliced vocabulary."""
 
 import pytest
 import torch
@@ -42,14 +42,16 @@ def arguments(options, dtype=torch.float64, part=PART, tokens=TOKENS):
 
 
 def step(loss):
-    """A function that returns results and gradients."""
+    """Return a function that returns results and gradients."""
 
     def run(x, w, target):
-        found = loss(x, w, target)
-        found = found if isinstance(found, tuple) else (found,)
-        found = tuple(part for each in found for part in (each if type(each) is tuple else (each,)))
-        total = sum(part.sum() for part in found if part.is_floating_point())
-        return (*found, *torch.autograd.grad(total, (x, w)))
+        results = loss(x, w, target)
+        results = results if isinstance(results, tuple) else (results,)
+        results = tuple(
+            part for each in results for part in (each if type(each) is tuple else (each,))
+        )
+        total = sum(part.sum() for part in results if part.is_floating_point())
+        return (*results, *torch.autograd.grad(total, (x, w)))
 
     return run
 
@@ -68,26 +70,26 @@ def names(gm):
 def traces(rank):
     for options in OPTIONS:
         run = step(loss_with(options))
-        given = arguments(options)
-        right = run(*given)
+        args = arguments(options)
+        right = run(*args)
         for mode in ("real", "fake"):
-            gm = make_fx(run, tracing_mode=mode)(*given)
+            gm = make_fx(run, tracing_mode=mode)(*args)
             assert COLLECTIVES & set(names(gm))
             assert not any("linear_cross_entropy" in str(name) for name in names(gm))
             other = arguments(options)
-            with torch.no_grad():  # the graph has the backward in it
-                found, again = gm(*other), gm(*given)
-            torch.testing.assert_close(found, run(*other))
+            with torch.no_grad():  # the graph includes the backward
+                results, again = gm(*other), gm(*args)
+            torch.testing.assert_close(results, run(*other))
             torch.testing.assert_close(again, right)
 
 
 def order(rank):
-    """A chunk's maxima are under way while the next is multiplied, and so are its sums later."""
+    """A chunk's maxima, and later its sums, are sent while the next chunk is multiplied."""
     p = Problem(3 * TOKENS, HIDDEN, PART, matmul.of(torch.float32, "cpu", 1), several=True)
     plan = planner.parse(p, f"token-chunked {TOKENS} {PART}")
     assert planner.schedule_of(p, plan.key).tiles == 2
-    given = arguments({}, torch.float32, tokens=3 * TOKENS)
-    gm = make_fx(step(loss_with({"plan": plan})), tracing_mode="fake")(*given)
+    args = arguments({}, torch.float32, tokens=3 * TOKENS)
+    gm = make_fx(step(loss_with({"plan": plan})), tracing_mode="fake")(*args)
     product = torch.ops.storage_ops._product.default
     hidden, chunks = [], 0
     for node in gm.graph.nodes:
@@ -100,7 +102,7 @@ def order(rank):
             hidden.append(between)
             chunks += node.args[1] == "max"
     assert chunks == 3
-    # Of each chunk the maximum, the sums and the gradient; before the first there is nothing.
+    # Each chunk sends the maximum, the sums and the gradient. There is no product before the first.
     assert len(hidden) == 3 * chunks and hidden.count(0) <= 3, hidden
 
 
@@ -108,26 +110,26 @@ def counts(rank):
     from torch.distributed.tensor.debug import CommDebugMode
 
     for options in OPTIONS:
-        run, given = step(loss_with(options)), arguments(options)
-        right = run(*given)
+        run, args = step(loss_with(options)), arguments(options)
+        right = run(*args)
         with CommDebugMode() as seen:
-            found = run(*given)
-        torch.testing.assert_close(found, right, rtol=0, atol=0)
+            ours = run(*args)
+        torch.testing.assert_close(ours, right, rtol=0, atol=0)
         kinds = {str(op).split(".")[-1]: n for op, n in seen.get_comm_counts().items()}
         assert kinds["all_reduce"] >= 2, kinds
         assert seen.get_total_counts() > 2
 
 
 def compiled(rank):
-    """Slices of different sizes, twice: what Inductor got wrong while the call was in pieces."""
+    """Compile slices of different sizes, twice. Inductor was wrong when the call was in pieces."""
     for extra in (0, 7):
         torch._dynamo.reset()
         loss = loss_with({"memory_budget": BUDGET})
         run = step(torch.compile(loss, fullgraph=True))
         for seed in (1, 2):
             torch.manual_seed(seed)
-            given = arguments({}, torch.float32, part=PART + extra * (1 - 2 * rank))
-            torch.testing.assert_close(run(*given), step(loss)(*given))
+            args = arguments({}, torch.float32, part=PART + extra * (1 - 2 * rank))
+            torch.testing.assert_close(run(*args), step(loss)(*args))
 
 
 def steps(rank):
@@ -136,11 +138,11 @@ def steps(rank):
 
         def train(x, w, target, loss=loss, around=around):
             if around:
-                found = torch.utils.checkpoint.checkpoint(loss, x, w, target, use_reentrant=False)
+                value = torch.utils.checkpoint.checkpoint(loss, x, w, target, use_reentrant=False)
             else:
-                found = loss(x, w, target)
-            found.backward()
-            return found.detach()
+                value = loss(x, w, target)
+            value.backward()
+            return value.detach()
 
         right = train(x, w, target)
         grads, x.grad, w.grad = (x.grad, w.grad), None, None

@@ -70,7 +70,7 @@ def compare(rank, dtype, options, bias):
 
 
 def infinite_and_nan(rank):
-    """The logits of one class are infinite, and those of another, on a later rank, nan."""
+    """The logits of one class are infinite. Those of another class, on a later rank, are nan."""
     x, target = torch.randn(4, HIDDEN), torch.tensor([0, 30, -100, 60])
     w, b, part = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB), VOCAB // WORLD
     for large, nan in ((5, 50), (50, 5), (30, 31), (31, 30)):
@@ -103,18 +103,18 @@ def work(rank):
 
 @pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
-def test_a_nan_is_above_an_infinite_logit_whatever_their_ranks():
+def test_a_nan_is_above_an_infinite_logit_on_any_ranks():
     run_on_ranks(infinite_and_nan, WORLD)
 
 
 @pytest.mark.in_turn
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
-def test_every_rank_has_the_loss_and_its_part_of_the_gradients():
+def test_every_rank_returns_the_loss_and_its_part_of_the_gradients():
     run_on_ranks(work, WORLD)
 
 
 def copies(rank):
-    """Of a module with a group: a deep copy, and what was pickled."""
+    """Copy and pickle a module with a group."""
     whole = so.LinearCrossEntropyLoss(HIDDEN, VOCAB, label_smoothing=0.1)
     alone, _ = dist.new_subgroups(1)
     x, target = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5,))

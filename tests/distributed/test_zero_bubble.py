@@ -1,4 +1,4 @@
-"""Schedules whose backward is for the inputs first and for the weights later, in parts."""
+"""Schedules that compute gradients of inputs first and those of weights later, in parts."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ MODES = ("full", "selective", "save_on_cpu", "output_discard", "composed", "hook
 
 
 class Block(nn.Module):
-    """SwiGLU: two weights whose gradients come in passes of their own."""
+    """SwiGLU, with two weights whose gradients come in separate passes."""
 
     def __init__(self, mode):
         super().__init__()
@@ -67,7 +67,7 @@ def stage(mode, seed, layers=3):
 def test_inputs_first_then_weights_in_parts(mode):
     seed = torch.random.initial_seed()
     x, g = torch.randn(2, 4, WIDTH, dtype=torch.float64)
-    found = []
+    results = []
     for way in ("plain", mode):
         net, leaf = stage(way, seed), x.clone().requires_grad_()
         inside = []
@@ -80,16 +80,16 @@ def test_inputs_first_then_weights_in_parts(mode):
             y = net(leaf)
         if way == "plain":
             y.backward(g)
-            found.append([leaf.grad, *(p.grad for p in net.parameters())])
+            results.append([leaf.grad, *(p.grad for p in net.parameters())])
             continue
         (dx,), groups = stage_backward_input([y], [g], [leaf], net.parameters())
         assert len(groups) > 3  # weights of one block are in several
         stage_backward_weight(net.parameters(), groups)
-        found.append([dx, *(p.grad for p in net.parameters())])
+        results.append([dx, *(p.grad for p in net.parameters())])
         del y, dx, groups
         gc.collect()
         assert inside and not any(ref() is not None for ref in inside)
-    for right, ours in zip(*found, strict=True):
+    for right, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
 
 

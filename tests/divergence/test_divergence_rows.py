@@ -1,4 +1,4 @@
-"""The row kernel of divergences, the native one where there is one, against its definition."""
+"""The row kernel of divergences, native where possible, against its definition."""
 
 import itertools
 
@@ -13,7 +13,7 @@ UPDATE, GRADIENT = 1, 2
 
 
 def tiles(dtype, columns, count=7, bias=True):
-    """Arguments of the kernel up to upstream, in matrices with longer rows than they need."""
+    """Return the kernel's arguments up to upstream, in matrices with longer rows than needed."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     heads = [(torch.randn(count, columns + 9) * 3).to(dtype)[:, :columns] for _ in range(2)]
     offsets = [torch.randn(columns, dtype=wide) if bias else None for _ in range(2)]
@@ -21,12 +21,12 @@ def tiles(dtype, columns, count=7, bias=True):
     return *heads, *offsets, state, torch.full((count,), torch.nan, dtype=wide)
 
 
-def part_ties(given, scale):
+def part_ties(args, scale):
     """Change the teacher until no class is nearly as likely under both heads' scaled logits.
 
-    Total variation has a kink there: which side of it a class is on is up to the last bit.
+    Total variation has a kink there, and the last bit decides on which side a class is.
     """
-    student, teacher, *biases = given[:4]
+    student, teacher, *biases = args[:4]
     while True:
         logs = [(scale * (head.double() + (0 if bias is None else bias))).log_softmax(-1)
                 for head, bias in zip((student, teacher), biases, strict=True)]  # fmt: skip
@@ -36,31 +36,31 @@ def part_ties(given, scale):
         teacher[tied] += 1
 
 
-# Relative errors of statistics and gradients, by the bytes of a logit; absolute ones of statistics.
+# By the bytes of a logit: relative errors of statistics and gradients, absolute ones of statistics.
 BOUNDS = {2: (2e-5, 5e-3, 2e-6), 4: (2e-5, 2e-5, 2e-6), 8: (1e-12, 1e-12, 1e-12)}
 
 
-def compare_rows(kernel, given, divergence, bounds, device="cpu", by=1.0):
-    """Run a kernel on a device, with fences and poison, against plain torch in float64.
+def compare_rows(kernel, args, divergence, bounds, device="cpu", by=1.0):
+    """Compare a kernel on a device, with fences and poison, with plain torch in float64.
 
-    by: of the upstream gradients, as a loss scaler has it.
+    by: factor of the upstream gradients, like that of a loss scaler.
     """
-    dtype, columns, wide = given[0].dtype, given[0].shape[1], given[4].dtype
-    double = [None if t is None else t.to(torch.float64, copy=True) for t in given]
+    dtype, columns, wide = args[0].dtype, args[0].shape[1], args[4].dtype
+    double = [None if t is None else t.to(torch.float64, copy=True) for t in args]
     upstream = by * torch.randn(7, dtype=wide)
     options = (divergence, 0.3, 0.7)
     rows.divergence_rows(*double, upstream.double(), *options, UPDATE | GRADIENT, False)
     rtol, apart, atol = bounds[dtype.itemsize]
-    offsets = [None if t is None else t.to(device) for t in given[2:4]]
+    offsets = [None if t is None else t.to(device) for t in args[2:4]]
     for phases, over in itertools.product(([UPDATE | GRADIENT], [UPDATE, GRADIENT]), (False, True)):
         fences = torch.full((2, 7, columns + 9), 9.0, dtype=dtype, device=device)
-        fences[0, :, :columns], fences[1, :, :columns] = given[0], given[1]
+        fences[0, :, :columns], fences[1, :, :columns] = args[0], args[1]
         heads = list(fences[:, :, :columns])
-        poisoned = [torch.full_like(t, torch.nan, device=device) for t in given[4:]]
+        poisoned = [torch.full_like(t, torch.nan, device=device) for t in args[4:]]
         own = [*heads, *offsets, *poisoned]
         for phase in phases:
             kernel(*own, upstream.to(device), *options, phase, over)
-        assert torch.equal(heads[not over].cpu(), given[not over])
+        assert torch.equal(heads[not over].cpu(), args[not over])
         torch.testing.assert_close(own[4].cpu(), double[4].to(wide), rtol=rtol, atol=atol)
         torch.testing.assert_close(own[5].cpu(), double[5].to(wide), rtol=rtol, atol=atol)
         error = (own[over].cpu().double() - double[0]).norm() / double[0].norm().clamp_min(1e-30)
@@ -73,28 +73,28 @@ def compare_rows(kernel, given, divergence, bounds, device="cpu", by=1.0):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_rows_against_plain_torch_in_float64(dtype, divergence, columns):
-    given = tiles(dtype, columns, bias=columns % 2 > 0)
+    args = tiles(dtype, columns, bias=columns % 2 > 0)
     if columns > 1:
-        part_ties(given, 0.7)
-    compare_rows(OPS._divergence_rows, given, divergence, BOUNDS)
+        part_ties(args, 0.7)
+    compare_rows(OPS._divergence_rows, args, divergence, BOUNDS)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_parts_of_rows_from_the_statistics_of_whole_ones(divergence):
-    given = tiles(torch.float64, 3000)
+def test_parts_of_rows_from_the_statistics_of_whole_rows(divergence):
+    args = tiles(torch.float64, 3000)
     upstream = torch.randn(1, dtype=torch.float64)
     options = (divergence, 0.6, 1.0)
-    parts = given[0].clone()
-    OPS._divergence_rows(*given, upstream, *options, UPDATE | GRADIENT, False)
+    parts = args[0].clone()
+    OPS._divergence_rows(*args, upstream, *options, UPDATE | GRADIENT, False)
     for part in (slice(0, 1000), slice(1000, 3000)):
-        heads = (parts[:, part], given[1][:, part], given[2][part], given[3][part])
-        OPS._divergence_rows(*heads, *given[4:], upstream, *options, GRADIENT, False)
-    torch.testing.assert_close(parts, given[0])
+        heads = (parts[:, part], args[1][:, part], args[2][part], args[3][part])
+        OPS._divergence_rows(*heads, *args[4:], upstream, *options, GRADIENT, False)
+    torch.testing.assert_close(parts, args[0])
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_rows_of_infinities_and_nans(divergence):
-    """As in plain torch, element by element; rows without weight are 0."""
+    """Each element is as in plain torch. Rows without weight are 0."""
     results = []
     for kernel in (OPS._divergence_rows, rows.divergence_rows):
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_rows_of_infinities_and_nans(divergence):
         teacher[5, 1999] = torch.nan
         logits[6, 3] = torch.inf
         logits[7] = -torch.inf
-        logits[8, 0] = torch.nan  # of a row without weight
+        logits[8, 0] = torch.nan  # in a row without weight
         state, loss, upstream = torch.zeros(3, 9), torch.zeros(9), torch.ones(9)
         upstream[8] = 0
         kernel(logits, teacher, None, None, state, loss, upstream, divergence, 0.5, 1.0, 3, False)
@@ -122,7 +122,7 @@ def test_rows_of_infinities_and_nans(divergence):
 
 
 def test_the_vector_logarithm():
-    """Of jsd: from probabilities of every size, in float32 against float64."""
+    """The logarithm in jsd, for probabilities of every size, in float32 against float64."""
     logits = torch.linspace(-86, 0, 4096).view(1, -1)
     teacher = logits.flip(1).contiguous()
     loss, double = torch.zeros(1), torch.zeros(1, dtype=torch.float64)

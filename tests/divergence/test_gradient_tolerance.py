@@ -1,4 +1,4 @@
-"""`gradient_tolerance` of a divergence: its bound for each token, and what stays exact."""
+"""`gradient_tolerance` of a divergence: its bound for each token, and the exact parts."""
 
 from dataclasses import replace
 
@@ -17,19 +17,19 @@ DIVERGENCES = ["forward", "reverse", "jsd", "tvd"]
 
 @pytest.fixture
 def shares(monkeypatch):
-    """Make small heads select; return the share of the classes of each tile that they multiply."""
-    found, multiply = [], sums.multiply
+    """Make small heads select. Return the share of classes that they multiply in each tile."""
+    multiplied, multiply = [], sums.multiply
 
     def counted(chosen, *args):
         bounds, tokens = chosen.bounds, len(chosen.tokens)
         gathered = sum(count * (bounds[k + 1] - bounds[k]) for k, count in enumerate(chosen.counts))
         rest = chosen.flat * (bounds[-1] - bounds[len(chosen.counts)])
-        found.append((gathered + rest) / tokens / bounds[-1])
+        multiplied.append((gathered + rest) / tokens / bounds[-1])
         multiply(chosen, *args)
 
     monkeypatch.setattr(cost, "selecting", lambda p, share, _: replace(p, multiplied=share))
     monkeypatch.setattr(sums, "multiply", counted)
-    return found
+    return multiplied
 
 
 def heads(tokens=300, dtype=torch.float64):
@@ -49,8 +49,8 @@ def gradients(args, tolerance, weight=None, **options):
     return loss.detach(), *torch.autograd.grad(upstream, args[:2])
 
 
-def relative(found, expected):
-    return ((found - expected).double().norm() / expected.double().norm()).item()
+def relative(ours, expected):
+    return ((ours - expected).double().norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -59,66 +59,66 @@ def relative(found, expected):
 def test_the_bound_of_each_token(shares, divergence, dtype, temperature):
     args, tolerance = heads(dtype=dtype), 0.1
     how = {"divergence": divergence, "temperature": temperature, "reduction": "sum"}
-    loss, *found = gradients(args, tolerance, **how)
+    loss, *ours = gradients(args, tolerance, **how)
     exact, *expected = gradients(args, 0.0, **how)
     assert loss.equal(exact)
     assert min(shares) < 0.8
-    far = (found[0] - expected[0]).double().norm(dim=1)
+    far = (ours[0] - expected[0]).double().norm(dim=1)
     rounding = 2e-2 if dtype == torch.bfloat16 else 1e-5
     most = tolerance * args[1].detach().double().norm(dim=1).max()
     assert (far <= most + rounding * expected[0].double().norm(dim=1)).all()
-    assert far.max() > most / 100  # something is left out
-    assert relative(found[1], expected[1]) < 0.5
+    assert far.max() > most / 100  # some classes are left out
+    assert relative(ours[1], expected[1]) < 0.5
 
 
-def test_a_smaller_tolerance_is_nearer(shares):
+def test_a_smaller_tolerance_has_a_smaller_error(shares):
     args = heads(dtype=torch.float32)
     _, *expected = gradients(args, 0.0)
     errors = []
     for tolerance in (0.3, 0.1, 0.03):
-        _, *found = gradients(args, tolerance)
-        errors.append([relative(a, b) for a, b in zip(found, expected, strict=True)])
+        _, *ours = gradients(args, tolerance)
+        errors.append([relative(a, b) for a, b in zip(ours, expected, strict=True)])
     assert errors[0] > errors[1] > errors[2]
     assert sorted(shares) == shares
 
 
-def test_zero_is_as_without_the_option(shares):
+def test_zero_equals_the_default(shares):
     args = heads(dtype=torch.bfloat16)
     loss = storage_ops.linear_kl_div(*args)
     expected = torch.autograd.grad(loss, args[:2])
-    _, *found = gradients(args, 0.0)
-    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+    _, *ours = gradients(args, 0.0)
+    assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
     assert not shares
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_weights_and_upstream_do_not_change_what_is_left_out(shares, reduction):
+def test_weights_and_upstream_do_not_change_the_classes_left_out(shares, reduction):
     """A token leaves out the same classes with weight 1e-6, -3 or 1."""
     args, tokens = heads(), 300
     weight = torch.randn(tokens, dtype=torch.float64)
     weight[:3] = torch.tensor([0, 1e-6, -3])
     how = {"token_weight": weight, "reduction": reduction, "divergence": "jsd"}
     each = None if reduction == "mean" else torch.rand(tokens, dtype=torch.float64)
-    _, *found = gradients(args, 0.05, each, **how)
+    _, *ours = gradients(args, 0.05, each, **how)
     _, *expected = gradients(args, 0.0, each, **how)
     upstream = weight / weight.sum() if each is None else weight * each
     most = 0.05 * args[1].detach().norm(dim=1).max() * upstream.abs()
-    far = (found[0] - expected[0]).norm(dim=1)
+    far = (ours[0] - expected[0]).norm(dim=1)
     assert (far <= most * (1 + 1e-6) + 1e-14).all()
     assert far[0] == 0
     assert min(shares) < 0.8
 
 
 def test_targets_keep_their_gradient(shares):
-    """Targets of nearly no probability keep their gradient beside a divergence."""
+    """Targets with nearly no probability keep their gradient beside a divergence."""
     args = heads()
     target = (args[0] @ args[1].T).argmin(1)
     how = {"target": target, "target_weight": 0.5, "reduction": "sum"}
-    _, *found = gradients(args, 0.2, **how)
+    _, *ours = gradients(args, 0.2, **how)
     _, *expected = gradients(args, 0.0, **how)
     assert min(shares) < 0.8
     rows = target.unique()
-    torch.testing.assert_close(found[1][rows], expected[1][rows])
+    torch.testing.assert_close(ours[1][rows], expected[1][rows])
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
@@ -127,9 +127,9 @@ def test_a_stored_teacher(shares, tail):
     stored = torch.log_softmax(teacher @ head.T, 1).topk(20)
     args = x, w
     how = {"teacher_topk": tuple(stored), "teacher_tail": tail, "reduction": "sum"}
-    _, *found = gradients(args, 0.05, **how)
+    _, *ours = gradients(args, 0.05, **how)
     _, *expected = gradients(args, 0.0, **how)
-    far = (found[0] - expected[0]).norm(dim=1)
+    far = (ours[0] - expected[0]).norm(dim=1)
     assert (far <= 0.05 * w.detach().norm(dim=1).max()).all()
     assert min(shares) < 0.8
 
@@ -139,23 +139,23 @@ def test_budgets(shares, budget):
     args = heads(700, torch.float32)
     _, *expected = gradients(args, 0.0, memory_budget=budget)
     with measure() as measured:
-        _, *found = gradients(args, 0.02, memory_budget=budget)
-    assert shares or budget == "5 MiB"  # which has room for few tokens at a time
-    assert relative(found[0], expected[0]) < 0.2
+        _, *ours = gradients(args, 0.02, memory_budget=budget)
+    assert shares or budget == "5 MiB"  # 5 MiB has room for few tokens at a time
+    assert relative(ours[0], expected[0]) < 0.2
     if budget:
-        outputs = sum(t.nbytes for t in found)
+        outputs = sum(t.nbytes for t in ours)
         assert measured.peak_bytes - outputs <= int(budget.split()[0]) * 2**20
 
 
-def test_a_token_with_nan_is_nan_alone(shares):
+def test_only_the_token_with_nan_is_nan(shares):
     x, w, teacher, head = heads()
     spoilt = teacher.clone()
     spoilt[5] = torch.nan
-    _, found, _ = gradients((x, w, spoilt, head), 0.05, reduction="sum")
+    _, ours, _ = gradients((x, w, spoilt, head), 0.05, reduction="sum")
     _, expected, _ = gradients((x, w, teacher, head), 0.0, reduction="sum")
-    assert found[5].isnan().all()
+    assert ours[5].isnan().all()
     others = torch.arange(len(x)) != 5
-    assert relative(found[others], expected[others]) < 0.1
+    assert relative(ours[others], expected[others]) < 0.1
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -170,8 +170,8 @@ def test_compiled(shares, backend):
     for dynamic in (False, True):
         torch._dynamo.reset()
         value = torch.compile(loss, fullgraph=True, backend=backend, dynamic=dynamic)(*args)
-        found = value.detach(), *torch.autograd.grad(value, args[:2])
-        for a, b in zip(found, expected, strict=True):
+        ours = value.detach(), *torch.autograd.grad(value, args[:2])
+        for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b)
     assert len(shares) == 3
 
@@ -192,13 +192,13 @@ def test_transforms_and_autocast(shares):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
-def test_kd_takes_it(shares, alpha):
+def test_kd_passes_the_option_on(shares, alpha):
     args, target = heads(dtype=torch.float32), torch.randint(CLASSES, (300,))
     loss = losses.kd(*args, target, alpha=alpha, gradient_tolerance=0.05)
-    found = torch.autograd.grad(loss, args[:2])
+    ours = torch.autograd.grad(loss, args[:2])
     expected = torch.autograd.grad(losses.kd(*args, target, alpha=alpha), args[:2])
     assert shares
-    assert all(relative(a, b) < 0.2 for a, b in zip(found, expected, strict=True))
+    assert all(relative(a, b) < 0.2 for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize(

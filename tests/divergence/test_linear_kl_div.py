@@ -16,32 +16,32 @@ FLIPS = 0.5
 
 
 def problem(dtype=torch.float32, tokens=(3, 9), hidden=24, teacher=16, vocab=131):
-    """Return both heads, and token weights, some of which are 0."""
+    """Return the tensors of both heads, and token weights, some of which are 0."""
     sizes = {
         "x": (*tokens, hidden), "w": (vocab, hidden), "b": (vocab,),
         "t": (*tokens, teacher), "tw": (vocab, teacher), "tb": (vocab,),
     }  # fmt: skip
-    made = {k: (torch.randn(n) * (0.3 if "w" in k else 1)).to(dtype) for k, n in sizes.items()}
+    tensors = {k: (torch.randn(n) * (0.3 if "w" in k else 1)).to(dtype) for k, n in sizes.items()}
     weight = torch.rand(tokens) + 0.1
     weight[torch.rand(tokens) < 0.3] = 0
     weight[..., -1:] = 1
-    return made, weight
+    return tensors, weight
 
 
-def stored(made, count, temperature=1.0):
-    """The teacher's most probable classes."""
-    z = made["t"].double() @ made["tw"].double().T + made["tb"].double()
+def stored(tensors, count, temperature=1.0):
+    """Return the teacher's most probable classes."""
+    z = tensors["t"].double() @ tensors["tw"].double().T + tensors["tb"].double()
     values, ids = torch.log_softmax(z / temperature, -1).topk(count)
-    wide = torch.float64 if made["t"].dtype == torch.float64 else torch.float32
+    wide = torch.float64 if tensors["t"].dtype == torch.float64 else torch.float32
     return values.to(wide), ids
 
 
-def run(function, made, upstream=None, teacher_topk=None, **options):
-    """Loss and gradients of the student."""
-    leaves = [made[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
-    teacher = (made["t"], made["tw"])
+def run(function, tensors, upstream=None, teacher_topk=None, **options):
+    """Return the loss and gradients of the student."""
+    leaves = [tensors[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
+    teacher = (tensors["t"], tensors["tw"])
     if teacher_topk is None:
-        options["teacher_bias"] = made["tb"]
+        options["teacher_bias"] = tensors["tb"]
     else:
         teacher, options["teacher_topk"] = (None, None), teacher_topk
     loss = function(leaves[0], leaves[1], *teacher, linear_bias=leaves[2], **options)
@@ -50,24 +50,24 @@ def run(function, made, upstream=None, teacher_topk=None, **options):
     return loss.detach(), [t.grad for t in leaves]
 
 
-def exact(made, upstream=None, teacher_topk=None, token_weight=None, **options):
+def exact(tensors, upstream=None, teacher_topk=None, token_weight=None, **options):
     if teacher_topk is not None:
         teacher_topk = (teacher_topk[0].double(), teacher_topk[1])
-    double = {k: t.double() for k, t in made.items()}
+    double = {k: t.double() for k, t in tensors.items()}
     weight = None if token_weight is None else token_weight.double()
     return run(reference.linear_kl_div, double, upstream, teacher_topk, token_weight=weight,
                **options)  # fmt: skip
 
 
-def away_from_the_kink(made, weight, margin, likely, shift, temperature, teacher_topk=None,
+def away_from_the_kink(tensors, weight, margin, likely, shift, temperature, teacher_topk=None,
                        teacher_tail="bucket", softcap=None, teacher_softcap=None, **_):  # fmt: skip
-    """Token weights, 0 where both heads find a class so alike likely that rounding decides.
+    """Return token weights, 0 where a class is about equally likely in both heads.
 
-    The sign of tvd's gradient flips there. It has little effect at a class less than `likely`.
+    Rounding decides the sign of tvd's gradient there. A class less than `likely` has little effect.
     """
 
     def head(x, w, bias, cap):
-        z = made[x].double() @ made[w].double().T + made[bias].double()
+        z = tensors[x].double() @ tensors[w].double().T + tensors[bias].double()
         z = z if cap is None else cap * torch.tanh(z / cap)
         return (z / temperature).softmax(-1)
 
@@ -88,9 +88,9 @@ def error(ours, expected):
     return ((ours.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def smallest_budget(made, **options):
+def smallest_budget(tensors, **options):
     with pytest.raises(ValueError, match="Expected at least") as complaint:
-        run(so.linear_kl_div, made, memory_budget=0, **options)
+        run(so.linear_kl_div, tensors, memory_budget=0, **options)
     return int(str(complaint.value).split("at least ")[1].split()[0])
 
 
@@ -101,7 +101,7 @@ def smallest_budget(made, **options):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teacher, budget):
-    made, weight = problem(dtype)
+    tensors, weight = problem(dtype)
     flips = divergence == "tvd" and dtype.itemsize == 2 and teacher == "hidden"
     caps = {"softcap": 2.5} if teacher != "hidden" else {"softcap": 2.5, "teacher_softcap": 1.5}
     for shift, temperature, more in ((False, 1.0, {}), (True, 1.7, {}), (True, 0.8, caps)):
@@ -110,17 +110,19 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
             "temperature": temperature, "token_weight": weight, **more,
         }  # fmt: skip
         if teacher != "hidden":
-            options["teacher_topk"] = stored(made, 5, temperature)
+            options["teacher_topk"] = stored(tensors, 5, temperature)
             options["teacher_tail"] = "renormalize" if "re" in teacher else "bucket"
         if divergence == "tvd":
             margin, likely = (0.05 if dtype.itemsize == 2 else 1e-4), (0.03 if flips else 0)
-            options["token_weight"] = away_from_the_kink(made, weight, margin, likely, **options)
-        least = smallest_budget(made, **options)
+            options["token_weight"] = away_from_the_kink(tensors, weight, margin, likely, **options)
+        least = smallest_budget(tensors, **options)
         memory_budget = least if budget == "smallest" else None
         shape = (3, 9 - shift) if reduction == "none" else ()
         upstream = (torch.rand(shape) + 0.5).double()
-        loss, grads = run(so.linear_kl_div, made, upstream, memory_budget=memory_budget, **options)
-        expected, right = exact(made, upstream, **options)
+        loss, grads = run(
+            so.linear_kl_div, tensors, upstream, memory_budget=memory_budget, **options
+        )
+        expected, right = exact(tensors, upstream, **options)
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert error(loss, expected) < TOLERANCE[dtype]
         for ours, wanted in zip(grads, right, strict=True):
@@ -130,9 +132,9 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
 
 def test_the_definitions_from_their_formulas():
     """Compare with the formulas, written independently of the reference."""
-    made, _ = problem(torch.float64)
-    p = ((made["t"] @ made["tw"].T + made["tb"]) / 2).softmax(-1).flatten(0, 1)
-    q = ((made["x"] @ made["w"].T + made["b"]) / 2).softmax(-1).flatten(0, 1)
+    tensors, _ = problem(torch.float64)
+    p = ((tensors["t"] @ tensors["tw"].T + tensors["tb"]) / 2).softmax(-1).flatten(0, 1)
+    q = ((tensors["x"] @ tensors["w"].T + tensors["b"]) / 2).softmax(-1).flatten(0, 1)
 
     def kl(one, other):
         return torch.distributions.kl_divergence(
@@ -147,15 +149,15 @@ def test_the_definitions_from_their_formulas():
     for divergence, each in right.items():
         for function in (so.linear_kl_div, reference.linear_kl_div):
             for reduction in ("mean", "sum", "none"):
-                loss, _ = run(function, made, divergence=divergence, beta=0.2, temperature=2.0,
+                loss, _ = run(function, tensors, divergence=divergence, beta=0.2, temperature=2.0,
                               reduction=reduction)  # fmt: skip
                 wanted = each.view(3, 9) if reduction == "none" else getattr(each, reduction)()
                 torch.testing.assert_close(loss, wanted)
 
 
 def test_the_ends_of_beta():
-    made, _ = problem(torch.float64)
-    value = functools.partial(run, so.linear_kl_div, made)
+    tensors, _ = problem(torch.float64)
+    value = functools.partial(run, so.linear_kl_div, tensors)
     assert value(divergence="jsd", beta=0)[0] == value(divergence="forward")[0]
     assert value(divergence="jsd", beta=1)[0] == value(divergence="reverse")[0]
     small = 1e-7
@@ -165,74 +167,78 @@ def test_the_ends_of_beta():
 
 
 def test_temperature_squared_is_an_option():
-    made, _ = problem(torch.float64)
-    plain, grads = run(so.linear_kl_div, made, temperature=3.0)
-    scaled, more = run(so.linear_kl_div, made, temperature=3.0, scale_by_temperature=True)
+    tensors, _ = problem(torch.float64)
+    plain, grads = run(so.linear_kl_div, tensors, temperature=3.0)
+    scaled, more = run(so.linear_kl_div, tensors, temperature=3.0, scale_by_temperature=True)
     torch.testing.assert_close(scaled, plain * 9)
     torch.testing.assert_close(more, [g * 9 for g in grads])
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_stored_teacher_of_all_classes_is_the_teacher(divergence):
-    made, _ = problem(vocab=50)
-    expected, right = run(so.linear_kl_div, made, divergence=divergence)
+    tensors, _ = problem(vocab=50)
+    expected, right = run(so.linear_kl_div, tensors, divergence=divergence)
     for tail in ("bucket", "renormalize"):
-        loss, grads = run(so.linear_kl_div, made, teacher_topk=stored(made, 50), teacher_tail=tail,
-                          divergence=divergence)  # fmt: skip
+        loss, grads = run(so.linear_kl_div, tensors, teacher_topk=stored(tensors, 50),
+                          teacher_tail=tail, divergence=divergence)  # fmt: skip
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_outside_of_a_stored_teacher():
-    made, _ = problem(torch.float64)
-    whole = run(so.linear_kl_div, made, reduction="none")[0]
+def test_classes_outside_a_stored_teacher():
+    tensors, _ = problem(torch.float64)
+    whole = run(so.linear_kl_div, tensors, reduction="none")[0]
     before = torch.zeros_like(whole)
     for count in (1, 5, 30, 131):  # with fewer classes the heads differ less
-        part = run(so.linear_kl_div, made, reduction="none", teacher_topk=stored(made, count))[0]
+        part = run(
+            so.linear_kl_div, tensors, reduction="none", teacher_topk=stored(tensors, count)
+        )[0]
         assert ((part >= before - 1e-12) & (part <= whole + 1e-12)).all()
         before = part
     torch.testing.assert_close(before, whole)
     # The stored classes have all the probability of the teacher, so all others have 0.
-    values, ids = stored(made, 5)
+    values, ids = stored(tensors, 5)
     values = values.log_softmax(-1)
-    log_q = torch.log_softmax(made["x"] @ made["w"].T + made["b"], -1).gather(-1, ids)
-    part = run(so.linear_kl_div, made, reduction="none", teacher_topk=(values, ids))[0]
+    log_q = torch.log_softmax(tensors["x"] @ tensors["w"].T + tensors["b"], -1).gather(-1, ids)
+    part = run(so.linear_kl_div, tensors, reduction="none", teacher_topk=(values, ids))[0]
     torch.testing.assert_close(part, (values.exp() * (values - log_q)).sum(-1))
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_classes_without_probability(divergence):
-    made, _ = problem(torch.float64, tokens=(4,))
-    made["tb"][3] = made["b"][3] = -torch.inf  # 0 log 0 is 0
-    loss, grads = run(so.linear_kl_div, made, divergence=divergence, beta=0.4)
+    tensors, _ = problem(torch.float64, tokens=(4,))
+    tensors["tb"][3] = tensors["b"][3] = -torch.inf  # 0 log 0 is 0
+    loss, grads = run(so.linear_kl_div, tensors, divergence=divergence, beta=0.4)
     without = {k: torch.cat([t[:3], t[4:]]) if k in ("w", "b", "tw", "tb") else t
-               for k, t in made.items()}  # fmt: skip
+               for k, t in tensors.items()}  # fmt: skip
     expected, right = exact(without, divergence=divergence, beta=0.4)
     torch.testing.assert_close(loss, expected)
     grads[1:] = [torch.cat([g[:3], g[4:]]) for g in grads[1:]]
     torch.testing.assert_close(grads, right)
-    made["tb"][5] = -torch.inf
-    loss = run(so.linear_kl_div, made, divergence=divergence, beta=0.4)[0]
+    tensors["tb"][5] = -torch.inf
+    loss = run(so.linear_kl_div, tensors, divergence=divergence, beta=0.4)[0]
     assert loss.isinf() if divergence == "reverse" else loss.isfinite()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_tokens_are_not_read(reduction):
-    made, weight = problem(torch.float64)
-    expected, right = run(so.linear_kl_div, made, token_weight=weight, reduction=reduction)
+    tensors, weight = problem(torch.float64)
+    expected, right = run(so.linear_kl_div, tensors, token_weight=weight, reduction=reduction)
     for name in ("x", "t"):
-        made[name][weight == 0] = torch.nan
-    loss, grads = run(so.linear_kl_div, made, token_weight=weight, reduction=reduction)
+        tensors[name][weight == 0] = torch.nan
+    loss, grads = run(so.linear_kl_div, tensors, token_weight=weight, reduction=reduction)
     torch.testing.assert_close((loss, grads), (expected, right))
     mask = weight > 0
-    loss, grads = run(so.linear_kl_div, made, token_weight=mask, reduction=reduction)
-    expected, right = run(so.linear_kl_div, made, token_weight=mask.double(), reduction=reduction)
+    loss, grads = run(so.linear_kl_div, tensors, token_weight=mask, reduction=reduction)
+    expected, right = run(
+        so.linear_kl_div, tensors, token_weight=mask.double(), reduction=reduction
+    )
     torch.testing.assert_close((loss, grads), (expected, right))
 
 
 def test_nothing_to_do():
-    made, weight = problem()
-    loss, grads = run(so.linear_kl_div, made, token_weight=torch.zeros_like(weight))
+    tensors, weight = problem()
+    loss, grads = run(so.linear_kl_div, tensors, token_weight=torch.zeros_like(weight))
     assert loss.isnan() and all(not g.any() for g in grads)
     empty, _ = problem(tokens=(0,))
     loss, grads = run(so.linear_kl_div, empty, reduction="sum")
@@ -240,42 +246,42 @@ def test_nothing_to_do():
 
 
 def test_padding_of_the_vocabulary():
-    made, weight = problem(torch.float64)
-    made["tw"], made["tb"] = (torch.cat([made[k], made[k][:9]]) for k in ("tw", "tb"))
+    tensors, weight = problem(torch.float64)
+    tensors["tw"], tensors["tb"] = (torch.cat([tensors[k], tensors[k][:9]]) for k in ("tw", "tb"))
     for budget, reduction in itertools.product((None, 60_000), ("mean", "none")):
         options = {"valid_classes": 100, "token_weight": weight, "reduction": reduction}
-        loss, grads = run(so.linear_kl_div, made, memory_budget=budget, **options)
-        expected, right = exact(made, **options)
+        loss, grads = run(so.linear_kl_div, tensors, memory_budget=budget, **options)
+        expected, right = exact(tensors, **options)
         torch.testing.assert_close((loss, grads), (expected, right))
         assert not grads[1][100:].any() and not grads[2][100:].any()
 
 
 def test_a_teacher_of_another_dtype():
-    made, _ = problem()
+    tensors, _ = problem()
     for name in ("t", "tw", "tb"):
-        made[name] = made[name].bfloat16()
-    loss, grads = run(so.linear_kl_div, made)
-    expected, right = exact(made)
+        tensors[name] = tensors[name].bfloat16()
+    loss, grads = run(so.linear_kl_div, tensors)
+    expected, right = exact(tensors)
     assert error(loss, expected) < 1e-2
     assert all(error(a, b) < 1e-2 for a, b in zip(grads, right, strict=True))
 
 
-def test_strides_that_no_product_takes():
-    made, _ = problem(torch.float64)
-    expected = run(so.linear_kl_div, made)
+def test_strides_that_products_refuse():
+    tensors, _ = problem(torch.float64)
+    expected = run(so.linear_kl_div, tensors)
     for name in ("x", "t", "w", "tw"):
-        wide = torch.zeros(*made[name].shape, 2, dtype=torch.float64)
-        wide[..., 0] = made[name]
-        made[name] = wide[..., 0]
-    torch.testing.assert_close(run(so.linear_kl_div, made), expected)
+        wide = torch.zeros(*tensors[name].shape, 2, dtype=torch.float64)
+        wide[..., 0] = tensors[name]
+        tensors[name] = wide[..., 0]
+    torch.testing.assert_close(run(so.linear_kl_div, tensors), expected)
 
 
 @pytest.mark.parametrize("frozen", [{"x"}, {"w", "b"}, {"b"}, {"x", "w", "b"}])
 def test_frozen_arguments(frozen):
-    made, _ = problem(torch.float64)
-    _, right = run(so.linear_kl_div, made)
-    leaves = {k: made[k].clone().requires_grad_(k not in frozen) for k in ("x", "w", "b")}
-    teacher = [made[k].clone().requires_grad_() for k in ("t", "tw", "tb")]
+    tensors, _ = problem(torch.float64)
+    _, right = run(so.linear_kl_div, tensors)
+    leaves = {k: tensors[k].clone().requires_grad_(k not in frozen) for k in ("x", "w", "b")}
+    teacher = [tensors[k].clone().requires_grad_() for k in ("t", "tw", "tb")]
     loss = so.linear_kl_div(leaves["x"], leaves["w"], *teacher[:2], linear_bias=leaves["b"],
                             teacher_bias=teacher[2])  # fmt: skip
     assert loss.requires_grad == (len(frozen) < 3)
@@ -289,20 +295,20 @@ def test_frozen_arguments(frozen):
 @pytest.mark.parametrize("teacher", ["hidden", "topk"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shift", [False, True])
-def test_as_on_a_gpu_where_nobodymay_count(monkeypatch, shift, reduction, teacher):
-    """A GPU computes all tokens, or the first max_valid. Ignored ones must have no effect."""
-    made, weight = problem(torch.float64)
+def test_ignored_tokens_on_a_gpu_have_no_effect(monkeypatch, shift, reduction, teacher):
+    """A GPU computes all tokens, or the first max_valid."""
+    tensors, weight = problem(torch.float64)
     options = {"token_weight": weight, "shift": shift, "reduction": reduction}
     if teacher == "topk":
-        options["teacher_topk"] = stored(made, 4)
-    expected = run(so.linear_kl_div, made, **options)
+        options["teacher_topk"] = stored(tensors, 4)
+    expected = run(so.linear_kl_div, tensors, **options)
     count = int((weight[:, 1:] if shift else weight).count_nonzero())
     with pytest.raises(RuntimeError, match=f"`max_valid` is {count - 1}"):
-        run(so.linear_kl_div, made, max_valid=count - 1, **options)
+        run(so.linear_kl_div, tensors, max_valid=count - 1, **options)
     monkeypatch.setattr(loss_tokens, "may_count", lambda target: False)
     for max_valid in (None, "sync", count, count + 2):
         torch.testing.assert_close(
-            run(so.linear_kl_div, made, max_valid=max_valid, **options), expected
+            run(so.linear_kl_div, tensors, max_valid=max_valid, **options), expected
         )
-    loss, _ = run(so.linear_kl_div, made, max_valid=count - 1, **options)
+    loss, _ = run(so.linear_kl_div, tensors, max_valid=count - 1, **options)
     assert loss.isnan().any()

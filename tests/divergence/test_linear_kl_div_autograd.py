@@ -1,4 +1,4 @@
-"""linear_kl_div in autograd, torch.func, torch.compile, autocast; its errors; its memory."""
+"""linear_kl_div in autograd, torch.func, torch.compile and autocast. Its errors and memory."""
 
 import pytest
 import torch
@@ -15,25 +15,25 @@ FUNCTIONS = (so.linear_kl_div, reference.linear_kl_div)
 
 
 def arguments(dtype=torch.float64, **sizes):
-    made, weight = problem(dtype, **sizes)
-    leaves = [made[k].requires_grad_() for k in ("x", "w")]
-    return leaves, (made["t"], made["tw"]), weight
+    tensors, weight = problem(dtype, **sizes)
+    leaves = [tensors[k].requires_grad_() for k in ("x", "w")]
+    return leaves, (tensors["t"], tensors["tw"]), weight
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("divergence", [d for d in DIVERGENCES if d != "tvd"])
 @pytest.mark.parametrize("topk", [False, True])
 def test_gradcheck(divergence, reduction, topk):
-    made, weight = problem(torch.float64, (2, 3), 5, 4, 11)
-    teacher = {"teacher_topk": stored(made, 3)} if topk else {
-        "teacher_input": made["t"], "teacher_weight": made["tw"]
+    tensors, weight = problem(torch.float64, (2, 3), 5, 4, 11)
+    teacher = {"teacher_topk": stored(tensors, 3)} if topk else {
+        "teacher_input": tensors["t"], "teacher_weight": tensors["tw"]
     }  # fmt: skip
 
     def loss(x, w, b):
         return so.linear_kl_div(x, w, linear_bias=b, divergence=divergence, beta=0.3, **teacher,
                                 token_weight=weight, reduction=reduction)  # fmt: skip
 
-    assert torch.autograd.gradcheck(loss, [made[k].requires_grad_() for k in ("x", "w", "b")])
+    assert torch.autograd.gradcheck(loss, [tensors[k].requires_grad_() for k in ("x", "w", "b")])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -73,18 +73,18 @@ def test_second_derivatives_are_refused(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_func_grad_and_vmap(reduction):
-    made, weight = problem(torch.float64)
+    tensors, weight = problem(torch.float64)
     results = []
     for function in FUNCTIONS:
 
         def loss(x, w, t, weight, function=function):
-            value = function(x, w, t, made["tw"], token_weight=weight, reduction=reduction)
+            value = function(x, w, t, tensors["tw"], token_weight=weight, reduction=reduction)
             return value.sum()
 
-        given = (made["x"], made["w"], made["t"], weight)
-        each = torch.vmap(torch.func.grad(loss), (0, None, 0, 0))(*given)
-        results.append((torch.func.grad(loss, (0, 1))(*given), each,
-                        torch.vmap(loss, (0, None, 0, 0))(*given)))  # fmt: skip
+        args = (tensors["x"], tensors["w"], tensors["t"], weight)
+        each = torch.vmap(torch.func.grad(loss), (0, None, 0, 0))(*args)
+        results.append((torch.func.grad(loss, (0, 1))(*args), each,
+                        torch.vmap(loss, (0, None, 0, 0))(*args)))  # fmt: skip
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
@@ -94,22 +94,22 @@ def test_func_grad_and_vmap(reduction):
 @pytest.mark.parametrize("topk", [False, True])
 def test_compile(backend, dynamic, topk):
     torch._dynamo.reset()
-    made, weight = problem(torch.float32)
-    known = stored(made, 4)
+    tensors, weight = problem(torch.float32)
+    known = stored(tensors, 4)
 
     def step(function, x, w, t, weight, values, ids):
-        teacher = (None, None) if topk else (t, made["tw"])
+        teacher = (None, None) if topk else (t, tensors["tw"])
         return function(
             x * 1.5, w, *teacher, token_weight=weight, shift=True, divergence="jsd",
             teacher_topk=(values, ids) if topk else None, memory_budget=100_000,
-        ) + function(x, w, t, made["tw"], reduction="none").sum()  # fmt: skip
+        ) + function(x, w, t, tensors["tw"], reduction="none").sum()  # fmt: skip
 
     compiled = torch.compile(lambda *a: step(so.linear_kl_div, *a), fullgraph=True,
                              backend=backend, dynamic=dynamic)  # fmt: skip
     for length in (9, 7):
-        leaves = [made["x"][:, :length].detach().requires_grad_(), made["w"].requires_grad_()]
-        given = [t[:, :length] for t in (made["t"], weight, *known)]
-        ours, right = compiled(*leaves, *given), step(reference.linear_kl_div, *leaves, *given)
+        leaves = [tensors["x"][:, :length].detach().requires_grad_(), tensors["w"].requires_grad_()]
+        args = [t[:, :length] for t in (tensors["t"], weight, *known)]
+        ours, right = compiled(*leaves, *args), step(reference.linear_kl_div, *leaves, *args)
         torch.testing.assert_close(ours, right)
         got, expected = (torch.autograd.grad(v, leaves) for v in (ours, right))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -117,17 +117,17 @@ def test_compile(backend, dynamic, topk):
 
 @pytest.mark.parametrize("tracing", ["real", "symbolic"])
 def test_make_fx(tracing):
-    made, _ = problem()
+    tensors, _ = problem()
 
     def step(x, w, t, tw):
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
         loss = so.linear_kl_div(x, w, t, tw)
         return loss, *torch.autograd.grad(loss, (x, w))
 
-    given = [made[k] for k in ("x", "w", "t", "tw")]
-    graph = make_fx(step, tracing_mode=tracing)(*given)
+    args = [tensors[k] for k in ("x", "w", "t", "tw")]
+    graph = make_fx(step, tracing_mode=tracing)(*args)
     assert not any("aten.mm" in str(node.target) for node in graph.graph.nodes)
-    torch.testing.assert_close(graph(*given), step(*given))
+    torch.testing.assert_close(graph(*args), step(*args))
 
 
 def test_autocast():
@@ -157,16 +157,16 @@ def test_no_grad():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("times", [1, 1.5, 4])
 def test_the_budget_is_kept(dtype, reduction, topk, times):
-    """By allocation events; nothing as large as the logits is ever allocated."""
+    """Allocation events show it, and that nothing as large as the logits is ever allocated."""
     tokens, vocab = 400, 20_003
-    made, weight = problem(dtype, (tokens,), 32, 48, vocab)
+    tensors, weight = problem(dtype, (tokens,), 32, 48, vocab)
     options = {"token_weight": weight, "reduction": reduction, "divergence": "jsd"}
     options["softcap"] = 3.0 if times == 1.5 else None
-    teacher = {"teacher_input": made["t"], "teacher_weight": made["tw"]}
+    teacher = {"teacher_input": tensors["t"], "teacher_weight": tensors["tw"]}
     if topk:
-        options["teacher_topk"], teacher = stored(made, 8), {}
-    budget = int(smallest_budget(made, **options) * times)
-    leaves = [made[k].requires_grad_() for k in ("x", "w", "b")]
+        options["teacher_topk"], teacher = stored(tensors, 8), {}
+    budget = int(smallest_budget(tensors, **options) * times)
+    leaves = [tensors[k].requires_grad_() for k in ("x", "w", "b")]
 
     def step():
         loss = so.linear_kl_div(leaves[0], leaves[1], linear_bias=leaves[2], **teacher, **options,
@@ -184,14 +184,14 @@ def test_the_budget_is_kept(dtype, reduction, topk, times):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_sums_are_in_fp32_at_any_number_of_chunks(dtype):
-    made, _ = problem(dtype, (512,), 64, 48, 1003)
-    made = {k: t * 0.5 for k, t in made.items()}
-    double = {k: t.double() for k, t in made.items()}
+    tensors, _ = problem(dtype, (512,), 64, 48, 1003)
+    tensors = {k: t * 0.5 for k, t in tensors.items()}
+    double = {k: t.double() for k, t in tensors.items()}
     _, right = run(reference.linear_kl_div, double)
-    whole = run(reference.linear_kl_div, made)[1]
-    least = smallest_budget(made)
+    whole = run(reference.linear_kl_div, tensors)[1]
+    least = smallest_budget(tensors)
     for budget in (None, least, 2 * least):
-        _, grads = run(so.linear_kl_div, made, memory_budget=budget)
+        _, grads = run(so.linear_kl_div, tensors, memory_budget=budget)
         for ours, plain, wanted in zip(grads, whole, right, strict=True):
             ours, plain = ((g.double() - wanted).norm() / wanted.norm() for g in (ours, plain))
             assert ours <= 1.1 * plain + 1e-3
@@ -240,20 +240,20 @@ GOOD = {"divergence": "jsd", "temperature": 2.0}
     ],
 )
 def test_errors(change, kind, message):
-    made, weight = problem()
-    given = {
-        "input": made["x"], "linear_weight": made["w"], "teacher_input": made["t"],
-        "teacher_weight": made["tw"], "token_weight": weight, **GOOD,
+    tensors, weight = problem()
+    args = {
+        "input": tensors["x"], "linear_weight": tensors["w"], "teacher_input": tensors["t"],
+        "teacher_weight": tensors["tw"], "token_weight": weight, **GOOD,
     }  # fmt: skip
-    so.linear_kl_div(**given)
+    so.linear_kl_div(**args)
     with pytest.raises(kind) as raised:
-        so.linear_kl_div(**{**given, **change})
+        so.linear_kl_div(**{**args, **change})
     assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
 def test_errors_of_a_stored_teacher():
-    made, _ = problem()
-    values, ids = stored(made, 4)
+    tensors, _ = problem()
+    values, ids = stored(tensors, 4)
     for wrong, kind, message in (
         (ids.float(), TypeError, "int64, int32 or uint8 class indices"),
         (ids[..., :3], ValueError, "`teacher_topk` has shapes"),
@@ -261,4 +261,4 @@ def test_errors_of_a_stored_teacher():
         (ids * 0, RuntimeError, "the id 0 twice for a token"),
     ):
         with pytest.raises(kind, match=message):
-            so.linear_kl_div(made["x"], made["w"], teacher_topk=(values, wrong))
+            so.linear_kl_div(tensors["x"], tensors["w"], teacher_topk=(values, wrong))

@@ -13,18 +13,18 @@ from .test_linear_kl_div import DIVERGENCES, TOLERANCE, error, problem, smallest
 
 
 def targets(tokens=(3, 9), vocab=131):
-    made = torch.randint(vocab, tokens)
-    made[torch.rand(tokens) < 0.3] = -100
-    made[..., -1] = 1
-    return made
+    ids = torch.randint(vocab, tokens)
+    ids[torch.rand(tokens) < 0.3] = -100
+    ids[..., -1] = 1
+    return ids
 
 
-def results(function, made, wide=False, upstream=None, **options):
-    """Loss and gradients of the student; in float64 if `wide`."""
-    given = {k: t.double() for k, t in made.items()} if wide else made
-    leaves = [given[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
+def results(function, tensors, wide=False, upstream=None, **options):
+    """Return the loss and gradients of the student, in float64 if `wide`."""
+    inputs = {k: t.double() for k, t in tensors.items()} if wide else tensors
+    leaves = [inputs[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
     if "teacher_topk" not in options:
-        options |= {"teacher_input": given["t"], "teacher_weight": given["tw"]}
+        options |= {"teacher_input": inputs["t"], "teacher_weight": inputs["tw"]}
     loss = function(leaves[0], leaves[1], linear_bias=leaves[2], **options)
     upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss)
     return loss.detach(), torch.autograd.grad(loss, leaves, upstream)
@@ -35,35 +35,38 @@ def results(function, made, wide=False, upstream=None, **options):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("budget", ["default", "smallest"])
 def test_loss_and_gradients_against_float64(dtype, divergence, reduction, budget):
-    made, weight = problem(dtype)
+    tensors, weight = problem(dtype)
     for shift, more in (
         (False, {}),
         (True, {"token_weight": weight, "temperature": 1.7, "scale_by_temperature": True}),
         (False, {"softcap": 2.5, "valid_classes": 120, "temperature": 0.8}),
-        (True, {"teacher_topk": stored(made, 5), "token_weight": weight}),
+        (True, {"teacher_topk": stored(tensors, 5), "token_weight": weight}),
     ):
         options = {"target": targets(vocab=120), "target_weight": 0.7, "shift": shift}
         options |= {"reduction": reduction, "divergence": divergence, "beta": 0.3, **more}
-        given = {k: v for k, v in options.items() if k != "teacher_topk"}
-        least = smallest_budget(made, **options)
+        exact_options = {k: v for k, v in options.items() if k != "teacher_topk"}
+        least = smallest_budget(tensors, **options)
         options["memory_budget"] = least if budget == "smallest" else None
         upstream = torch.rand((3, 9 - shift) if reduction == "none" else ()).double() + 0.5
-        loss, grads = results(so.linear_kl_div, made, upstream=upstream, **options)
+        loss, grads = results(so.linear_kl_div, tensors, upstream=upstream, **options)
         if "teacher_topk" in more:
-            given["teacher_topk"] = (more["teacher_topk"][0].double(), more["teacher_topk"][1])
-        expected, right = results(reference.linear_kl_div, made, True, upstream, **given)
+            exact_options["teacher_topk"] = (
+                more["teacher_topk"][0].double(),
+                more["teacher_topk"][1],
+            )
+        expected, right = results(reference.linear_kl_div, tensors, True, upstream, **exact_options)
         assert error(loss, expected) < TOLERANCE[dtype]
         for ours, wanted in zip(grads, right, strict=True):
             assert ours.dtype == dtype and error(ours, wanted) < TOLERANCE[dtype]
 
 
 def test_it_is_the_sum_of_both_losses():
-    made, _ = problem(torch.float64)
+    tensors, _ = problem(torch.float64)
     target = targets()
-    each = results(so.linear_kl_div, made, token_weight=(target != -100).double())
-    x, w, b = (made[k].clone().requires_grad_() for k in ("x", "w", "b"))
+    each = results(so.linear_kl_div, tensors, token_weight=(target != -100).double())
+    x, w, b = (tensors[k].clone().requires_grad_() for k in ("x", "w", "b"))
     nll = so.linear_cross_entropy(x, w, target, linear_bias=b)
-    both = results(so.linear_kl_div, made, target=target, target_weight=2.0)
+    both = results(so.linear_kl_div, tensors, target=target, target_weight=2.0)
     torch.testing.assert_close(both[0], each[0] + 2 * nll.detach())
     for one, other, grad in zip(both[1], each[1], torch.autograd.grad(nll, (x, w, b)), strict=True):
         torch.testing.assert_close(one, other + 2 * grad)
@@ -75,14 +78,14 @@ def test_it_is_the_sum_of_both_losses():
 @pytest.mark.parametrize("times", [1, 3])
 def test_the_budget_is_kept(dtype, reduction, times):
     tokens, vocab = 400, 20_003
-    made, _ = problem(dtype, (tokens,), 32, 48, vocab)
+    tensors, _ = problem(dtype, (tokens,), 32, 48, vocab)
     options = {"target": targets((tokens,), vocab), "reduction": reduction, "divergence": "jsd"}
-    options["memory_budget"] = smallest_budget(made, **options) * times
-    results(so.linear_kl_div, made, **options)
-    leaves = [made[k].requires_grad_() for k in ("x", "w", "b")]
+    options["memory_budget"] = smallest_budget(tensors, **options) * times
+    results(so.linear_kl_div, tensors, **options)
+    leaves = [tensors[k].requires_grad_() for k in ("x", "w", "b")]
     with so.memory.measure() as m:
-        loss = so.linear_kl_div(leaves[0], leaves[1], made["t"], made["tw"], linear_bias=leaves[2],
-                                **options)  # fmt: skip
+        loss = so.linear_kl_div(leaves[0], leaves[1], tensors["t"], tensors["tw"],
+                                linear_bias=leaves[2], **options)  # fmt: skip
         grads = torch.autograd.grad(loss.sum(), leaves)
     returned = loss.nbytes + sum(g.nbytes for g in grads)
     assert m.peak_bytes - returned <= options["memory_budget"]
@@ -92,9 +95,9 @@ def test_the_budget_is_kept(dtype, reduction, times):
 def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype):
     """With one dtype the gradient overwrites the teacher's logits."""
     tokens, vocab = 256, 20_003
-    made, _ = problem(torch.float32, (tokens,), 32, 48, vocab)
-    x, w = made["x"].requires_grad_(), made["w"].requires_grad_()
-    t, head = ((made[k] if same_dtype else made[k].bfloat16()) for k in ("t", "tw"))
+    tensors, _ = problem(torch.float32, (tokens,), 32, 48, vocab)
+    x, w = tensors["x"].requires_grad_(), tensors["w"].requires_grad_()
+    t, head = ((tensors[k] if same_dtype else tensors[k].bfloat16()) for k in ("t", "tw"))
     peaks = []
     for target in (None, torch.randint(vocab, (tokens,))):
         with so.memory.measure() as m:
@@ -107,26 +110,28 @@ def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype):
 
 def test_products_of_knowledge_distillation(monkeypatch):
     """There are four products, including the teacher's. Two separate losses need seven."""
-    kind, formed = type(of(torch.float32, "cpu", 1)), []
+    kind, products = type(of(torch.float32, "cpu", 1)), []
     for name in ("logits", "input_gradient", "weight_gradient"):
         plain = getattr(kind, name)
         monkeypatch.setattr(
-            kind, name, lambda *args, f=plain, n=name, **more: (formed.append(n), f(*args, **more))
+            kind,
+            name,
+            lambda *args, f=plain, n=name, **more: (products.append(n), f(*args, **more)),
         )
     x, w, t, head = torch.randn(8, 9, 16), torch.randn(300, 16), torch.randn(8, 9, 12), None
     head = torch.randn(300, 12)
     x.requires_grad_(), w.requires_grad_()
     loss = losses.kd(x, w, t, head, torch.randint(300, (8, 9)), temperature=2.0, shift=True)
     loss.backward()
-    assert sorted(formed) == ["input_gradient", "logits", "logits", "weight_gradient"]
+    assert sorted(products) == ["input_gradient", "logits", "logits", "weight_gradient"]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compile_checkpoint_and_transforms(reduction):
     torch._dynamo.reset()
-    made, _ = problem(torch.float64)
-    leaves = tuple(made[k].requires_grad_() for k in ("x", "w"))
-    teacher, target = (made["t"], made["tw"]), targets()
+    tensors, _ = problem(torch.float64)
+    leaves = tuple(tensors[k].requires_grad_() for k in ("x", "w"))
+    teacher, target = (tensors["t"], tensors["tw"]), targets()
 
     def loss(x, w):
         options = {"target": target, "target_weight": 0.4, "reduction": reduction}
@@ -155,10 +160,12 @@ def test_compile_checkpoint_and_transforms(reduction):
     ],
 )
 def test_errors(change, kind, message):
-    made, _ = problem()
-    given = {"target": targets(), "target_weight": 1.0}
+    tensors, _ = problem()
+    args = {"target": targets(), "target_weight": 1.0}
     with pytest.raises(kind) as raised:
-        so.linear_kl_div(made["x"], made["w"], made["t"], made["tw"], **{**given, **change})
+        so.linear_kl_div(
+            tensors["x"], tensors["w"], tensors["t"], tensors["tw"], **{**args, **change}
+        )
     assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
@@ -166,17 +173,17 @@ def test_errors(change, kind, message):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_a_simulation_counts_the_tiles(reduction, with_targets):
-    made, _ = problem(torch.float32, (256,), 32, 48, 8003)
-    leaves = [made[k].requires_grad_() for k in ("x", "w")]
+    tensors, _ = problem(torch.float32, (256,), 32, 48, 8003)
+    leaves = [tensors[k].requires_grad_() for k in ("x", "w")]
     options = {"target": torch.randint(8003, (256,))} if with_targets else {}
 
     def step():
-        loss = so.linear_kl_div(*leaves, made["t"], made["tw"], reduction=reduction,
+        loss = so.linear_kl_div(*leaves, tensors["t"], tensors["tw"], reduction=reduction,
                                 memory_budget="4 MiB", **options)  # fmt: skip
         torch.autograd.grad(loss.sum(), leaves)
 
     step()
     with so.memory.measure() as m:
         step()
-    found = so.memory.estimate(step)
-    assert found.peak_bytes - found.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
+    estimated = so.memory.estimate(step)
+    assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)

@@ -1,4 +1,4 @@
-"""Steps that find the gradients of earlier batches: their peaks, plans for them, and advice."""
+"""Steps with gradient accumulation: their peaks, plans for them, and advice."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
-from tests.simulate.models import MODELS, made, run
+from tests.simulate.models import MODELS, build, run
 from tests.simulate.test_step import checkpointed, levels, measured
 
 pytestmark = pytest.mark.in_turn
@@ -18,7 +18,7 @@ ADAM = torch.optim.AdamW
 @pytest.mark.parametrize("way", ["none", "full", "matmuls"])
 @pytest.mark.parametrize("name", MODELS)
 def test_peaks_and_recordings(name, way):
-    model, batch, loss = made(name, torch.float32)
+    model, batch, loss = build(name, torch.float32)
     checkpointed(model, way)
     how = {"loss": loss, "optimizer": ADAM}
     assert levels(model, batch, accumulate=True, **how) >= 2
@@ -35,7 +35,7 @@ def test_peaks_and_recordings(name, way):
 
 @pytest.fixture
 def gpt():
-    return made("gpt", torch.float32)
+    return build("gpt", torch.float32)
 
 
 def test_plans(gpt):
@@ -75,7 +75,7 @@ def test_advice_and_reports(gpt):
 
 
 @pytest.mark.parametrize("call", [simulate_step, will_it_fit, storage_ops.fit])
-def test_how_many_batches_there_are_is_not_asked(call):
-    given = ("1GiB",) if call is not simulate_step else ()
+def test_a_number_of_batches_is_not_accepted(call):
+    budget = ("1GiB",) if call is not simulate_step else ()
     with pytest.raises(TypeError, match=r"`accumulate` is 4\. Expected True if gradients of sev"):
-        call(torch.nn.Linear(2, 2), torch.ones(2), *given, accumulate=4)
+        call(torch.nn.Linear(2, 2), torch.ones(2), *budget, accumulate=4)

@@ -54,14 +54,14 @@ def test_a_table_a_picture_and_a_plan_for_the_real_model(command, tmp_path, caps
     ("kind", "options"), [("llama", {}), ("gpt2", {"use_cache": False, "pad_token_id": 0})], ids=str
 )
 def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
-    """In bfloat16 as from_pretrained loads it: buffers in float32, and with a cache by default."""
-    made = {
+    """from_pretrained loads bfloat16 weights, float32 buffers, and a config with a cache."""
+    configs = {
         "llama": partial(transformers.LlamaConfig, **SIZES, num_attention_heads=4),
         "gpt2": partial(  # transformers 4 has a mask of all positions in each layer
             transformers.GPT2Config, n_embd=64, n_layer=3, n_head=4, vocab_size=256, n_positions=128
         ),
     }
-    config = made[kind](bos_token_id=1, eos_token_id=2)
+    config = configs[kind](bos_token_id=1, eos_token_id=2)
     auto = transformers.AutoModelForCausalLM
     auto.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     saved, budget = tmp_path / "fit.json", 67 << 20
@@ -74,7 +74,7 @@ def test_a_plan_is_for_the_model_that_is_loaded(tmp_path, kind, options):
     model.train()
     ids = torch.randint(0, 256, (2, 128))
     batch = {"input_ids": ids, "labels": ids}
-    model(**batch).loss.backward()  # what a first forward notes does not matter
+    model(**batch).loss.backward()  # attributes that a first forward sets do not matter
     model.zero_grad()
     plan = storage_ops.load_fit(saved, model)
     assert plan._actions
@@ -98,7 +98,7 @@ def test_json(command, capsys):
     assert {action["mode"] for action in facts["actions"]} == {"full"}
 
 
-def test_it_cannot_fit(command, tmp_path, capsys):
+def test_exit_code_and_message_if_no_plan_fits(command, tmp_path, capsys):
     saved = tmp_path / "fit.json"
     for more in ([], ["--json", "--save", str(saved)]):
         assert cli.main([*command, "--budget", "1MiB", *more]) == 1

@@ -1,4 +1,4 @@
-"""A model with a plan may be compiled, before or after: what the plan recomputes is recomputed."""
+"""Plans work with torch.compile before or after: the compiled graph recomputes what they say."""
 
 import copy
 import re
@@ -52,7 +52,7 @@ def test_gradients_of_a_compiled_model_with_a_plan(make, share):
 
 
 class Residual(nn.Module):
-    """An MLP around which the input goes."""
+    """An MLP with a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Residual(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the model", "its layers"])
 def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
-    recomputes = []  # whether a graph that was compiled does
+    recomputes = []  # for each compiled graph, whether it recomputes
 
     def backend(graph, inputs):
         recomputes.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
@@ -85,7 +85,7 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     budget = int(re.findall(r"\((\d+) bytes\)", str(error.value))[-1])
     plan = storage_ops.fit(model, x, budget)
     same = storage_ops.fit(plain, x, budget)
-    # In eager mode the last layer may keep all: its backward comes first, and frees as it goes.
+    # In eager mode the last layer can keep all, because its backward runs first and frees tensors.
     assert [(row.names, row.action) for row in plan.rows] == [(["0", "1", "2"], "full checkpoint")]
     assert [row.names for row in same.rows] == [["0", "1"], ["2"]]
     plan.save(tmp_path / "plan.json")
@@ -95,12 +95,12 @@ def test_a_plan_for_a_model_that_is_compiled_already(how, tmp_path):
     plan.undo()
     seen = len(recomputes)
     torch.testing.assert_close(model(x), right)
-    assert len(recomputes) == seen  # what was compiled before serves again
+    assert len(recomputes) == seen  # earlier compiled graphs are reused
     storage_ops.load_fit(tmp_path / "plan.json", copy.deepcopy(plain)).apply()
 
 
-def test_what_a_compiled_layer_keeps_is_there_to_the_end_of_its_backward():
-    """Its weights' gradients are formed last."""
+def test_a_compiled_layer_holds_saved_tensors_until_its_backward_ends():
+    """Compiled code computes the gradients of weights last."""
     model, x = nn.Sequential(Residual(), Residual(), Residual()), torch.randn(1024, 16)
     eager, compiled = (Search(m, x)._variants[0].costs for m in (model, torch.compile(model)))
     for one, other in zip(map(dict, eager), map(dict, compiled), strict=True):
@@ -109,8 +109,8 @@ def test_what_a_compiled_layer_keeps_is_there_to_the_end_of_its_backward():
         assert (fused.forward, fused.kept) == (keep.forward, keep.kept)
 
 
-def test_products_of_experts_are_kept_in_compiled_code_too():
-    """transformers does them by an op of its own there, from version 5 on."""
+def test_compiled_code_keeps_products_of_experts():
+    """From version 5 on, transformers has its own op for them in compiled code."""
     transformers = pytest.importorskip("transformers", "5")
     config = transformers.MixtralConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
@@ -135,7 +135,7 @@ def test_products_of_experts_are_kept_in_compiled_code_too():
     assert counts == [2, 0]
 
 
-def test_what_is_fused_costs_little_to_compute_again():
+def test_recomputing_fused_ops_costs_little():
     model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(1024, 16)
     budget = int(0.8 * storage_ops.memory.simulate_step(model, x).peak_bytes)
     eager = storage_ops.fit(model, x, budget)
@@ -146,7 +146,7 @@ def test_what_is_fused_costs_little_to_compute_again():
 
 
 class Attention(nn.Module):
-    """Products, and between them what compiled code fuses, random numbers too."""
+    """Matrix products, with ops between them that compiled code fuses, also random ones."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Attention(nn.Module):
         return x + nn.functional.dropout(self.down(weights @ v), 0.1)
 
 
-def test_products_are_kept_and_what_is_fused_is_free():
+def test_products_are_kept_and_fused_ops_are_recomputed_for_free():
     model, x = nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 256, 32)
     highest = storage_ops.memory.simulate_step(model, x).peak_bytes
     plan = storage_ops.fit(torch.compile(model, backend="eager"), x, int(0.75 * highest))
@@ -166,6 +166,6 @@ def test_products_are_kept_and_what_is_fused_is_free():
     recomputed = {row.action for row in plan.rows} - {"keep"}
     assert recomputed and all("addmm" in action for action in recomputed)
     assert storage_ops.fit(model, x, int(0.75 * highest)).seconds > 0.0
-    # Where all fits, nothing is recomputed.
+    # If everything fits, nothing is recomputed.
     whole = storage_ops.fit(torch.compile(model, backend="eager"), x, highest)
     assert [row.action for row in whole.rows] == ["keep"]

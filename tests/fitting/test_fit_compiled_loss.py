@@ -1,4 +1,4 @@
-"""Plans that choose the budget of a loss which torch.compile(backend="storage_ops") compiles."""
+"""Plans that choose the budget of a loss compiled by torch.compile(backend="storage_ops")."""
 
 import copy
 
@@ -8,13 +8,13 @@ import torch
 import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import simulate_step
-from tests.simulate.test_estimate_compiled import losses, made, measured_peak
+from tests.simulate.test_estimate_compiled import losses, measured_peak, parts
 
 from .test_fit_heads import smallest_of
 
 pytestmark = pytest.mark.in_turn
 
-made = made  # a fixture
+parts = parts  # a fixture
 ACTIONS = ["full", "selective", "linear_cross_entropy"]
 
 
@@ -32,12 +32,12 @@ def compiled(function, **options):
 @pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recognised", "chunked"])
-def test_measured_peaks(made, name):
-    model, x, head, labels = made
+def test_measured_peaks(parts, name):
+    model, x, head, labels = parts
     plain = losses(head, labels)[name]
     loss = compiled(plain, strict=True, memory_budget="8 MiB")
-    right = gradients(*made, plain)
-    none = measured_peak(*made, loss)  # compiled, with the user's own budget
+    right = gradients(*parts, plain)
+    none = measured_peak(*parts, loss)  # compiled, with the user's own budget
     search = Search(model, x, loss, actions=ACTIONS)
     assert simulate_step(model, x, loss=loss).peak_bytes == pytest.approx(none, rel=0.03)
     least = smallest_of(search)
@@ -47,17 +47,17 @@ def test_measured_peaks(made, name):
     plan.apply()
     with pytest.raises(RuntimeError, match="the loss has the budget of a plan"):
         storage_ops.fit(model, x, "1GiB", loss=loss)
-    peak = measured_peak(*made, loss)
+    peak = measured_peak(*parts, loss)
     assert plan.peak_bytes <= least and peak <= 1.03 * least
     assert peak < none - (4 << 20)
-    for ours, theirs in zip(gradients(*made, loss), right, strict=True):
+    for ours, theirs in zip(gradients(*parts, loss), right, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
     plan.undo()
-    assert measured_peak(*made, loss) == pytest.approx(none, rel=1e-3)
+    assert measured_peak(*parts, loss) == pytest.approx(none, rel=1e-3)
 
 
-def test_saved_and_loaded(made, tmp_path):
-    model, x, head, labels = made
+def test_saved_and_loaded(parts, tmp_path):
+    model, x, head, labels = parts
     loss = compiled(losses(head, labels)["recognised"])
     search = Search(model, x, loss, actions=ACTIONS)
     plan = search.plan(smallest_of(search))

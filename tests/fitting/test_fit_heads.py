@@ -21,7 +21,7 @@ VOCAB, WIDTH = 4096, 64
 
 
 class Body(nn.Module):
-    """Hidden states of a small language model."""
+    """The layers of a small language model, without a head."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Body(nn.Module):
 
 
 class Model(Body):
-    """The same that ends in its loss."""
+    """A language model that returns its loss."""
 
     def __init__(self, **options):
         super().__init__()
@@ -51,7 +51,7 @@ class Model(Body):
 
 
 class Tied(Model):
-    """With one weight for the embedding and the head."""
+    """A language model with one weight for the embedding and the head."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Tied(Model):
 
 
 class Within(nn.Module):
-    """With the head deep in a module that is no list."""
+    """A language model whose head is nested in other modules."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Within(nn.Module):
 
 
 class Several(Body):
-    """With two heads in a list, as for multi-token prediction."""
+    """A language model with two heads in a list, as for multi-token prediction."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Several(Body):
 
 
 class Sequence(nn.Module):
-    """With a head that is given positions of its own."""
+    """A model whose head is called with keyword arguments."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def batch():
 
 
 def peak_of_a_step(model, ids, loss=None, beside=()):
-    """Measured, with everything that is there before."""
+    """Return the measured peak of a step, including parameters, inputs and optimizer state."""
     parameters = list({id(p): p for m in (model, *beside) for p in m.parameters()}.values())
     optimizer = ADAM(parameters)
 
@@ -127,9 +127,9 @@ def peak_of_a_step(model, ids, loss=None, beside=()):
 def gradients(model, ids):
     model.zero_grad()
     model(ids).backward()
-    found = [p.grad.clone() for p in model.parameters()]
+    gradients_ = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    return found
+    return gradients_
 
 
 def smallest_of(search):
@@ -149,7 +149,7 @@ def test_measured_peaks(name):
     smallest = smallest_of(search)
     none = simulate_step(model, ids, optimizer=ADAM).peak_bytes
     if name != "with its own budget":
-        assert smallest < none - 4 * ids.numel() * VOCAB // 2  # half of the logits at least
+        assert smallest < none - 4 * ids.numel() * VOCAB // 2  # saves at least half of the logits
     seconds = []
     for share in (0.0, 0.5):
         budget = int(smallest + share * (none - smallest))
@@ -174,7 +174,7 @@ def test_measured_peaks(name):
 
 
 @pytest.mark.kernels
-def test_the_loss_has_the_head(tmp_path):
+def test_a_loss_function_that_contains_the_head(tmp_path):
     torch.manual_seed(0)
     body, ids = Body(), batch()
 
@@ -236,7 +236,7 @@ def test_the_whole_model_is_a_head():
 
 
 @pytest.mark.kernels
-def test_a_given_plan_gives_way():
+def test_a_plan_of_the_head_is_replaced_and_restored():
     ids = batch()
     own = storage_ops.plan(512, WIDTH, VOCAB, dtype=torch.float32, device="cpu")
     model = Model(plan=own)
@@ -248,7 +248,7 @@ def test_a_given_plan_gives_way():
     assert model.head.options["plan"] is own
 
 
-def test_where_there_is_none():
+def test_models_without_a_head_or_with_a_shared_head_are_refused():
     body, ids = Body(), batch()
     with pytest.raises(ValueError, match="there is no loss that it can change"):
         storage_ops.fit(body, ids, "1GiB", actions=["linear_cross_entropy"])
@@ -262,7 +262,7 @@ def test_where_there_is_none():
 def test_a_slice_of_the_vocabulary(monkeypatch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    monkeypatch.setattr(actions, "_SHARES", (1 / 4,))  # of less, thousands of tiles are simulated
+    monkeypatch.setattr(actions, "_SHARES", (1 / 4,))  # smaller shares simulate thousands of tiles
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         with torch.device("meta"):

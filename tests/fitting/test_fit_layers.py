@@ -1,4 +1,4 @@
-"""The modules that `fit` takes as layers, those that share a simulation, and those it tiles."""
+"""Which modules `fit` plans as layers, which of them share a simulation, and which it tiles."""
 
 import copy
 import dataclasses
@@ -51,16 +51,16 @@ class Part(nn.Module):
     ],
     ids=["tuple", "list", "private", "number", "function", "lambda"],
 )
-def test_layers_that_differ_in_what_they_do_by_an_attribute(small, large):
+def test_layers_that_compute_something_else_by_an_attribute_are_simulated_apart(small, large):
     model, x = nn.Sequential(Part(**small), Part(**small), Part(**large)), torch.randn(8, 16, 32)
     search = Search(model, x, actions=["full"])
     none = simulate_step(model, x).peak_bytes
-    assert abs(search.problem.peak([0] * 3) - none) <= 16  # the tensor that a function is given
+    assert abs(search.problem.peak([0] * 3) - none) <= 16
     kept = [options[0].kept for options in search.problem.options]
     assert kept[0] == kept[1] < kept[2]
 
 
-def test_a_plan_is_for_the_model_when_deepspeed_has_partitioned_it():
+def test_a_plan_still_applies_after_deepspeed_has_partitioned_the_model():
     """ZeRO-3 empties parameters, and sets attributes on them and on every module."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 64) for _ in range(3)))
     x = torch.randn(8, 2, 16)
@@ -81,7 +81,7 @@ def test_a_plan_is_for_the_model_when_deepspeed_has_partitioned_it():
     model(x).sum().backward()
 
 
-def test_a_plan_is_not_for_a_model_that_differs_by_a_tuple(tmp_path):
+def test_a_plan_is_refused_for_a_model_that_differs_by_a_tuple(tmp_path):
     x = torch.randn(8, 16, 32)
     plan = storage_ops.fit(nn.Sequential(Part(shape=(1, 4)), Part(shape=(4, 1))), x, "1GiB")
     plan.save(tmp_path / "fit.json")
@@ -116,7 +116,7 @@ class Mixing(nn.Module):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_tiled(middle, is_tiled):
+def test_only_token_wise_modules_are_tiled(middle, is_tiled):
     last = nn.Linear(32 if isinstance(middle, nn.Sequential) else 64, 32)
     layer = nn.ModuleDict({"body": nn.Sequential(nn.Linear(32, 64), middle, last)})
     assert choices._token_wise(layer) == (("body",) if is_tiled else ())
@@ -153,7 +153,7 @@ class Boxed(Part):
         return Out(super().forward(x.hidden if isinstance(x, Out) else x))
 
 
-def test_layers_that_return_objects_are_left_alone():
+def test_layers_that_return_objects_are_not_planned():
     model = nn.Sequential(*(Boxed(shape=(4, 1)) for _ in range(3)))
     x = torch.randn(4, 16, 32)
 
@@ -193,7 +193,7 @@ class Prefixed(nn.Module):
         return x.square().mean()
 
 
-def test_a_cache_with_a_history_is_extended_once():
+def test_a_cache_with_an_autograd_graph_is_extended_once():
     model, x = Prefixed(), torch.randn(4, 16, 32)
     none = simulate_step(model, x).peak_bytes
     assert storage_ops.fit(model, x, "1GiB").peak_bytes == none
@@ -223,8 +223,8 @@ def test_second_derivatives_are_refused():
         storage_ops.fit(Force(), torch.randn(8, 16, 32), "1GiB")
 
 
-def test_a_model_as_from_pretrained_returns_it():
-    """The model is in eval mode, where layers write into the cache that it creates by default."""
+def test_a_model_in_eval_mode_with_a_cache():
+    """from_pretrained returns such a model. Its layers write into a cache that it creates."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
@@ -274,7 +274,7 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
     assert simulate_step(model, x).peak_bytes == second.peak_bytes
 
 
-def test_the_peak_without_a_plan_is_simulated_where_layers_do_not_add_up(monkeypatch):
+def test_the_peak_without_a_plan_is_simulated_if_the_sum_over_layers_is_inexact(monkeypatch):
     model, x = mlps(), torch.randn(512, 32)
     highest = simulate_step(model, x).peak_bytes
     whole = storage_ops.fit(model, x, 2 * highest)
@@ -292,7 +292,7 @@ def ending_in(*last):
 
 
 class TwoHeads(nn.Module):
-    """An actor and a critic on one trunk: two gradients arrive at its output."""
+    """An actor and a critic on one trunk, whose output gets two gradients."""
 
     def __init__(self, trunk):
         super().__init__()
@@ -304,7 +304,7 @@ class TwoHeads(nn.Module):
 
 
 class Added(nn.Module):
-    """Adds up the outputs of layers, so that none of them is saved."""
+    """Sums the outputs of its layers, so that none of them is saved."""
 
     def __init__(self, layers):
         super().__init__()
@@ -339,7 +339,7 @@ def test_outputs_that_layers_save_count_once(make):
 
 
 def test_the_peak_of_a_step_is_never_refused(monkeypatch):
-    """The sum over layers may exceed the peak of the whole step."""
+    """`fit` accepts it as a budget although the sum over layers may be larger."""
     model, x = mlps(), torch.randn(512, 32)
     highest = simulate_step(model, x).peak_bytes
     kind = storage_ops.fitting.solve.ActionProblem

@@ -1,4 +1,4 @@
-"""Plans of models whose forward registers buffers."""
+"""Plans of models that register buffers in their forward."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import storage_ops as so
 
 
 class Masked(nn.Module):
-    """Keeps a mask for the next call in a buffer, as long as the longest sequence so far."""
+    """Keeps a mask in a buffer, as long as the longest sequence so far."""
 
     def __init__(self):
         super().__init__()

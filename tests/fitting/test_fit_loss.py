@@ -32,7 +32,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def searched():
-    """A model as it was made, its batch, and what is known of them."""
+    """Return an unchanged model, its batch, and a finished search."""
     model, batch = llama()
     return model, batch, Search(model, batch, optimizer=ADAM, actions=ACTIONS)
 
@@ -79,7 +79,7 @@ def test_plans_with_the_loss(searched):
         assert type(model) is kind and model(**batch).logits is not None
 
 
-def test_it_is_saved_and_loaded(tmp_path, searched):
+def test_a_plan_with_the_loss_is_saved_and_loaded(tmp_path, searched):
     _, batch, search = searched
     least = min(way.problem.peak(way.problem.smallest()) for way in search._variants[1:])
     plan = search.plan(int(least * 1.05))
@@ -94,7 +94,7 @@ def test_it_is_saved_and_loaded(tmp_path, searched):
     assert other(**batch).logits is not None
 
 
-def test_where_the_loss_cannot_be_replaced():
+def test_a_loss_that_cannot_be_replaced_is_refused():
     model, batch = llama()
     actions = ["linear_cross_entropy"]
 
@@ -130,7 +130,7 @@ def test_a_plan_that_costs_time_names_the_loss_that_needs_no_logits(searched):
     assert hint not in str(with_all.plan(int(1.1 * least)))
 
 
-def test_a_loss_that_trains_nothing():
+def test_a_loss_without_a_gradient_is_refused():
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
     frozen = copy.deepcopy(model).requires_grad_(False)
     for each, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
@@ -141,7 +141,7 @@ def test_a_loss_that_trains_nothing():
                 call(each, x, "1GiB", loss)
 
 
-def test_a_plan_leaves_a_patch_alone_that_is_there(searched):
+def test_a_plan_does_not_remove_an_earlier_patch(searched):
     _, batch, search = searched
     least = min(way.problem.peak(way.problem.smallest()) for way in search._variants[1:])
     plan = search.plan(int(least * 1.05))
@@ -156,7 +156,7 @@ def test_a_plan_leaves_a_patch_alone_that_is_there(searched):
     plan.undo()
 
 
-def test_the_error_says_who_holds_the_bytes():
+def test_the_error_names_the_owners_of_the_memory():
     model, batch = llama()
     with pytest.raises(ValueError, match="smallest that a step") as error:
         storage_ops.fit(model, batch, "1MiB", optimizer=ADAM)

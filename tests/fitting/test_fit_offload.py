@@ -1,4 +1,4 @@
-"""Plans that keep results in host memory, over a link that a CPU simulates."""
+"""Plans that save results in host memory. A CPU simulates the link."""
 
 import copy
 
@@ -48,7 +48,7 @@ def test_plans_over_a_fast_link_are_faster_and_exact(name):
                 assert torch.equal(ours, theirs)
             model.zero_grad()
             state = copy.deepcopy(model.state_dict())
-            # Of what torch allocates besides results 64 bytes are unknown here and there.
+            # Some allocations of 64 bytes inside torch are not simulated.
             assert measured_peak(model, batch) <= plan.peak_bytes * 1.001 <= budget * 1.001
             model.load_state_dict(state)
             plan.undo()
@@ -56,7 +56,7 @@ def test_plans_over_a_fast_link_are_faster_and_exact(name):
 
 
 @pytest.mark.slow
-def test_only_as_much_as_the_link_hides():
+def test_plans_offload_only_as_much_as_the_link_hides():
     model, batch = llama()
     budget = sum(extremes(Search(model, batch, optimizer=ADAM))) // 2
     asked = {"optimizer": ADAM, "actions": ACTIONS}
@@ -75,7 +75,7 @@ def test_only_as_much_as_the_link_hides():
 
 
 @pytest.mark.in_turn
-def test_named_devices_have_links_and_plans_say_what_is_away(tmp_path):
+def test_named_devices_have_links_and_plans_print_offloaded_bytes(tmp_path):
     with torch.device("meta"):
         model, _ = llama()
     batch = tuple(torch.zeros(64, 96, dtype=torch.int64, device="meta") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Layers whose sizes depend on the values of integers that they get."""
+"""Plans of layers whose sizes depend on the values of integer arguments."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import storage_ops as so
 
 
 class Padding(nn.Module):
-    """Makes as many rows as the longest sequence has."""
+    """Creates as many rows as the longest sequence has tokens."""
 
     def __init__(self):
         super().__init__()
@@ -58,9 +58,9 @@ def test_plans_know_the_values_that_layers_read(make):
         model.zero_grad()
         with so.memory.measure("cpu") as m:
             model(x, lengths).sum().backward()
-        given = sum(p.nbytes for p in model.parameters()) + x.nbytes + lengths.nbytes
-    assert abs(plan.peak_bytes - m.peak_bytes - given) <= 0.01 * plan.peak_bytes
-    # What was computed from the layers is what a simulation of the whole step finds.
+        inputs_bytes = sum(p.nbytes for p in model.parameters()) + x.nbytes + lengths.nbytes
+    assert abs(plan.peak_bytes - m.peak_bytes - inputs_bytes) <= 0.01 * plan.peak_bytes
+    # The sum over layers agrees with a simulation of the whole step.
     assert abs(plan.totals["none"][0] - plain) <= 1e-3 * plain
 
 
@@ -80,7 +80,7 @@ class Choosing(Padding):
         return super().forward(x, lengths), x[: len(lengths)].argmax(1)
 
 
-def test_values_that_nobody_knows_are_an_error_in_fit_too():
+def test_unknown_values_are_an_error_in_fit():
     model, batch = Net(Choosing), (torch.randn(10, 64), torch.tensor([3, 5, 2]))
     for call in (so.memory.simulate_step, lambda *args: so.fit(*args, "1GiB")):
         with pytest.raises(RuntimeError, match="needs the values of a tensor"):
@@ -121,7 +121,7 @@ def test_layers_with_a_router_are_planned_with_an_assumption():
 
 
 class Writing(nn.Module):
-    """A layer that writes in place, so that its parameters are copied in its first forward."""
+    """A layer that writes in place, so a region copies its parameters in the first forward."""
 
     def __init__(self):
         super().__init__()

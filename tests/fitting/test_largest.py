@@ -1,4 +1,4 @@
-"""`find_largest` and `fit --find`: the largest number that fits, and the next that does not."""
+"""`find_largest` and `fit --find` find the largest number that fits."""
 
 import json
 from functools import partial
@@ -35,9 +35,9 @@ def test_bisection_finds_what_a_scan_finds(peak, limit, last):
         tried.append(number)
         return peak(number)
 
-    found, first = _bisected(counted, limit, last)
+    largest, first = _bisected(counted, limit, last)
     scanned = next((n for n in range(1, 20_000) if peak(n) > limit), 20_000) - 1
-    assert first == peak(1) and found == min(scanned, last)
+    assert first == peak(1) and largest == min(scanned, last)
     assert len(tried) < 80 and all(1 <= n <= last for n in tried)
 
 
@@ -69,7 +69,7 @@ def test_the_next_number_does_not_fit():
     )  # fmt: skip
     with pytest.raises(ValueError, match="`device` is 'h1'"):
         find(device="h1")
-    assert largest.found is None and largest.kept is None  # workspaces of cuBLAS alone are larger
+    assert largest.found is None and largest.kept is None  # cuBLAS workspaces exceed the budget
     assert largest.least_bytes > 64 << 20 and "Nothing fits into 6 MiB" in str(largest)
     find = partial(storage_ops.find_largest, model, make_batch, "74MiB", None, torch.optim.AdamW)
     largest = find(device="h100", accumulate=True, actions=["full"])

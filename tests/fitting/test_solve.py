@@ -1,4 +1,4 @@
-"""The choice of actions against all choices."""
+"""The solver's choice of actions is as good as the best of all choices."""
 
 import itertools
 import random
@@ -30,18 +30,18 @@ def everything(problem):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_choice_is_better(seed):
     problem = drawn(seed)
-    found = everything(problem)
-    assert problem.peak(problem.smallest()) == min(peak for peak, _ in found)
-    for budget in sorted({peak for peak, _ in found}):
-        best = min(seconds for peak, seconds in found if peak <= budget)
+    outcomes = everything(problem)
+    assert problem.peak(problem.smallest()) == min(peak for peak, _ in outcomes)
+    for budget in sorted({peak for peak, _ in outcomes}):
+        best = min(seconds for peak, seconds in outcomes if peak <= budget)
         choice = problem.fastest(budget)
         assert problem.peak(choice) <= budget
         assert problem.seconds(choice) == pytest.approx(best, abs=1e-9)
-    assert problem.fastest(min(peak for peak, _ in found) - 1) is None
+    assert problem.fastest(min(peak for peak, _ in outcomes) - 1) is None
 
 
 @pytest.mark.in_turn
-def test_with_many_sums_it_is_within_two_percent(monkeypatch):
+def test_with_many_states_the_choice_is_within_two_percent(monkeypatch):
     rng = random.Random(5)
     options = [Option(0, 100, 1.0)] + [
         Option(k, k + 100, 1.0 - (k / 1000) ** rng.uniform(0.5, 0.9)) for k in range(40, 1000, 97)
@@ -56,7 +56,7 @@ def test_with_many_sums_it_is_within_two_percent(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_calls_of_one_layer_have_one_action(seed):
-    """A layer that runs twice has one option, and the plan is none worse than simple ones."""
+    """A layer that runs twice has one action, and the plan is no worse than simple ones."""
     alone = drawn(seed)
     layers = len(alone.options)
     between = [*alone.between, *alone.between[:layers]]

@@ -19,14 +19,14 @@ BACKWARD = 2 * B * H * Q * K * (3 * D + 2 * V)
 
 
 def tensors(heads, *, behind=False):
-    """Queries, keys, values and the gradient of the result; heads before or behind the sequence."""
+    """Return queries, keys, values and the gradient, with heads before or after the sequence."""
     shapes = [(B, H, Q, D), (B, heads, K, D), (B, heads, K, V), (B, H, Q, V)]
-    found = [torch.empty(shape, device="meta") for shape in shapes]
-    return [t.transpose(1, 2) for t in found] if behind else found
+    shaped = [torch.empty(shape, device="meta") for shape in shapes]
+    return [t.transpose(1, 2) for t in shaped] if behind else shaped
 
 
 class Recorded(TorchDispatchMode):
-    """The operations of every op, by name."""
+    """Records the operations of every op by name."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def test_attention_of_a_gpu(kernel, heads):
 
 @pytest.mark.parametrize("heads", [H, 2])
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
-def test_heads_behind_the_sequence(kernel, heads):
+def test_heads_after_the_sequence(kernel, heads):
     q, k, v, grad = tensors(heads, behind=True)
     forward = getattr(aten, f"_{kernel}_attention_forward").default
     backward = getattr(aten, f"_{kernel}_attention_backward").default
@@ -61,7 +61,7 @@ def test_heads_behind_the_sequence(kernel, heads):
     assert flops_of(backward, (grad, q, k, v), {}, None) == BACKWARD
 
 
-def test_sequences_in_one_dimension():
+def test_sequences_packed_in_one_dimension():
     q, k, v = (t.flatten(0, 1) for t in tensors(H, behind=True)[:3])
     offsets = torch.empty(B + 1, dtype=torch.int32, device="meta")
     forward = aten._flash_attention_forward.default
@@ -70,7 +70,7 @@ def test_sequences_in_one_dimension():
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_attention_of_a_cpu_as_that_of_a_gpu(heads):
+def test_attention_on_a_cpu_counts_as_on_a_gpu(heads):
     q = torch.randn(2, 4, 16, 8, requires_grad=True)
     k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(2))
     with Recorded() as recorded:
@@ -96,7 +96,7 @@ GROUPS, ROWS, INNER, COLUMNS = 3, 8, 4, 6  # rows of all groups
 
 
 def products_of_groups():
-    """Both factors, offsets, and the operations, in each of the ways that groups lie."""
+    """Return both factors, offsets and the operations for each layout of groups."""
     offsets, whole = torch.tensor([2, 2, ROWS], dtype=torch.int32), 2 * ROWS * INNER * COLUMNS
     new = functools.partial(torch.randn, dtype=torch.bfloat16)
     yield new(ROWS, INNER), new(GROUPS, INNER, COLUMNS), offsets, whole
@@ -135,7 +135,7 @@ def test_products_that_the_counter_of_torch_lacks():
     assert flops_of(aten.addbmm.default, batch, {}, None) == 2 * 120
 
 
-def test_products_of_groups_by_transformers():
+def test_grouped_products_of_transformers():
     pytest.importorskip("transformers.integrations.moe")
     x, w = torch.randn(ROWS, INNER), torch.randn(GROUPS, INNER, COLUMNS)
     offsets, ops = torch.tensor([2, 2, ROWS]), torch.ops.transformers

@@ -1,4 +1,4 @@
-"""The table of ops: every row of a product, and how rows are looked up."""
+"""The table of ops: all rows with products, and the lookup of rows."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PRODUCTS = sorted(name for name, row in ops.described().items() if "product" in 
 
 
 def overload(name):
-    """The default overload of an op by its name in the table; skips the test if torch lacks it."""
+    """Return the default overload of an op by its name. Skip the test if torch lacks it."""
     namespace, _, op = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), op, None)
     if packet is None:
@@ -23,7 +23,7 @@ def overload(name):
 
 
 def factors(name, product):
-    """Two factors in the form of a row, the other arguments of the op, and the multiplications."""
+    """Return two factors for a row, the op's other arguments and the number of multiplications."""
     batch = (BATCH,) if "bmm" in name else ()
     left, right = torch.rand(*batch, ROWS, INNER), torch.rand(*batch, INNER, COLUMNS)
     expected = 2 * ROWS * INNER * COLUMNS * (BATCH if batch else 1)
@@ -40,7 +40,7 @@ def factors(name, product):
 def arguments(name, product):
     left, right, expected = factors(name, product)
     before = []
-    if product.left:  # something that the product is added to
+    if product.left:  # the product is added to this
         before = [torch.zeros(ROWS) if product.form == "vector" else torch.zeros(COLUMNS)]
         if name == "aten::baddbmm":
             before = [torch.zeros(BATCH, 1, COLUMNS)]
@@ -56,7 +56,9 @@ def test_operations_of_products(name):
     assert ops.facts_of(op).product is product
     assert policies.matmuls(None, op) == CheckpointPolicy.MUST_SAVE
     formula = flop_registry.get(op.overloadpacket)
-    if formula is not None and product.form != "groups" and "scaled" not in name:  # more arguments
+    if (
+        formula is not None and product.form != "groups" and "scaled" not in name
+    ):  # others have more arguments
         assert formula(*args, out_val=None) == expected
 
 
@@ -96,7 +98,7 @@ def test_a_row_of_an_overload_comes_before_those_of_an_op_and_of_a_tag(monkeypat
 
 def test_every_row_names_an_op():
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    # Ops of later versions of torch and of other libraries are not there.
+    # Ops of later versions of torch and of other libraries are absent.
     names = {name.partition(".")[0] for name in ops.described() if name.startswith("aten::")}
     later = {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2", "aten::_fused_rms_norm"}
     assert names - known <= later | {"aten::_grouped_mm", "aten::_scaled_grouped_mm"}

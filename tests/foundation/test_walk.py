@@ -62,7 +62,7 @@ def test_every_kind_of_holder():
         assert all(v.read() is v.value for v in visits)
 
 
-def test_places_can_be_written_where_python_can():
+def test_writable_places_can_be_written():
     layer, items = nn.Linear(2, 2), [torch.ones(1)]
     layer.extra = torch.ones(1)
     new = torch.zeros(1)
@@ -74,14 +74,14 @@ def test_places_can_be_written_where_python_can():
     assert not fixed.is_writable
 
 
-def test_a_read_follows_holders_that_were_replaced():
+def test_reads_follow_replaced_holders():
     holder = SimpleNamespace(model=nn.Linear(2, 2))
     weight = next(v for v in walk([("x", holder)]) if v.name == "x.model.weight")
     holder.model = nn.Linear(2, 2)
     assert weight.read() is holder.model.weight
 
 
-def test_a_value_at_two_places_is_first_once():
+def test_a_value_at_two_places_is_first_at_only_one():
     t = torch.ones(1)
     visits = [v for v in walk([("x", {"a": t, "b": t})]) if v.value is t]
     assert [(v.name, v.is_first) for v in visits] == [("x['a']", True), ("x['b']", False)]
@@ -92,17 +92,17 @@ def test_modules_gradients_and_hooks():
     layer.weight.grad = torch.ones(2, 2)
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen[0])
     layer.register_forward_hook(lambda *_: seen[0])
-    found = names_of(nn.Sequential(layer))
-    assert found["x.0.weight"] is layer.weight and found["x.0.weight.grad"] is layer.weight.grad
-    assert found["seen[0]"] is seen[0]
+    names = names_of(nn.Sequential(layer))
+    assert names["x.0.weight"] is layer.weight and names["x.0.weight.grad"] is layer.weight.grad
+    assert names["seen[0]"] is seen[0]
 
 
-def test_globals_that_are_set_are_named():
+def test_assigned_globals_are_named():
     assert names_of_globals(reads_globals.__code__) == ("NOTHING", "SHARED", "torch")
     assert "NOTHING" in names_of(reads_globals)
 
 
-def test_functions_of_other_packages_name_globals_that_are_not_followed():
+def test_globals_of_other_packages_are_named_but_not_followed():
     scope = {"found": [torch.ones(1)], "__name__": "elsewhere.module"}
     exec("def step():\n    return found", scope)
     step = scope["step"]
@@ -110,12 +110,12 @@ def test_functions_of_other_packages_name_globals_that_are_not_followed():
     assert "found" in names_of(step)
 
 
-def test_functions_are_left_out_if_asked():
+def test_functions_are_omitted_on_request():
     t = torch.ones(1)
     assert "t" not in names_of({"f": lambda: t}, into_functions=False)
 
 
-def test_data_is_not_looked_into_but_layers_and_states_are():
+def test_layers_and_states_are_searched_but_data_is_not():
     assert len(list(walk([("x", list(range(LONG + 1)))]))) == 1
     assert len(list(walk([("x", [torch.ones(1)] * (LONG + 1))]))) == LONG + 2
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(LONG + 1)]
@@ -138,7 +138,7 @@ def test_cycles_end():
     assert len(list(walk([("x", x)]))) == 2
 
 
-def test_one_of_several_views_that_no_longer_says_whether_it_is_a_leaf():
+def test_one_of_several_views_that_cannot_say_whether_it_is_a_leaf():
     base = nn.Parameter(torch.ones(4))
     view, _ = base.split(2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Graphs of torch.compile, and what torch's own pass makes of them."""
+"""Graphs of torch.compile, and the results of torch's own recomputing pass on them."""
 
 import contextlib
 import operator
@@ -15,11 +15,11 @@ from storage_ops import graph
 from storage_ops.graph.nodes import compute_value, copy_of, fake_modes
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-# torch 2.11 traces it as well, but leaves random ops and all but the first pass without tags.
+# torch 2.11 also traces autograd, but does not tag random ops and later backward passes.
 TRACES_GRAD = hasattr(torch._dynamo.config, "trace_autograd_ops") and VERSION >= (2, 12)
 torch_pass = None
 if TRACES_GRAD and VERSION >= (2, 13):
-    # Before, it tells backward passes by other signs.
+    # Earlier versions recognise backward passes differently.
     from torch._functorch._activation_checkpointing import (
         remat_using_tags_for_fwd_loss_bwd_graph_pass as torch_pass,
     )
@@ -27,7 +27,7 @@ if TRACES_GRAD and VERSION >= (2, 13):
 
 @contextlib.contextmanager
 def whole_steps():
-    """torch.compile takes steps that call autograd, and leaves what is tagged to us."""
+    """Let torch.compile trace steps that call autograd, without torch's own recomputing pass."""
     ours = {"remat_using_tags_for_fwd_loss_bwd_graph": False}
     known = {k: v for k, v in ours.items() if hasattr(functorch_config, k)}
     with torch._dynamo.config.patch(trace_autograd_ops=True), functorch_config.patch(known):
@@ -35,7 +35,7 @@ def whole_steps():
 
 
 def compiled(step, *args, rewrite=graph.remat, dynamic=None):
-    """Results of a step, with the generator's state after, whose one graph is rewritten first."""
+    """Rewrite the one graph of a step and run it. Return results and the generator's state."""
     graphs = []
 
     def compile_graph(gm, _):
@@ -57,7 +57,7 @@ def graph_of(step, *args):
 
 
 def check_against_eager(step, *args, dynamic=None):
-    """A step's graph and what becomes of it, which must give the bits of eager mode."""
+    """Check that the rewritten step gives the bits of eager mode. Return both graphs."""
     rewritten = []
 
     def rewrite(gm):
@@ -77,7 +77,7 @@ def boxed(gm, _):
 
 
 def joint_of(fn, *args):
-    """The joint graph of a function."""
+    """Return the joint graph of a function."""
     joint = []
 
     def partition(gm, inputs, **options):
@@ -90,7 +90,7 @@ def joint_of(fn, *args):
 
 
 def shape_of(gm):
-    """What a graph calls, in order, and on what; where items are taken does not matter."""
+    """Return the calls of a graph in order, with their arguments, without getitem."""
     known, calls = {}, []
     for node in gm.graph.nodes:
         args = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
@@ -105,7 +105,7 @@ def shape_of(gm):
 
 
 def by_torch(gm):
-    """What torch's own pass makes of a graph, with values of its own in every node."""
+    """Return the result of torch's own pass on a copy of a graph."""
     after = torch_pass.remat_using_tags_for_fwd_loss_bwd_graph(copy_of(gm))
     (mode,) = fake_modes(after.graph)
     for node in after.graph.nodes:

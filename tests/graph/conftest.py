@@ -1,4 +1,4 @@
-"""What several tests of graphs need."""
+"""Fixtures of the tests of graphs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers whose forward does more than return a value, and regions to run them in."""
+"""Layers with side effects in their forward, and regions to run them in."""
 
 import os
 from functools import partial
@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Around(nn.Module):
-    """A linear layer on either side of what has the effect, so that there is much to recompute."""
+    """Has linear layers before and after the op with the effect, so regions recompute them."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class BatchNorm2d(Around):
 
 
 class StatisticsRead(Around):
-    """Reads what the batch norm wrote, before and after it does."""
+    """Reads the statistics before and after the batch norm writes them."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class StatisticsRead(Around):
 
 
 class Copied(Around):
-    """A recurrent state that is written in place."""
+    """Writes a recurrent state in place."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Copied(Around):
 
 
 class Viewed(Around):
-    """A view of the state is taken before it is written, and read on both sides of that."""
+    """Takes a view of the state before it writes the state, and reads the view before and after."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Viewed(Around):
 
 
 class Replaced(Around):
-    """A recurrent state that is a new tensor each time."""
+    """Replaces its recurrent state by a new tensor each time."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Replaced(Around):
 
 
 class Attribute(Around):
-    """The same, without being a buffer."""
+    """Replaces its state, which is an attribute instead of a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Attribute(Around):
 
 
 class Swapped(Around):
-    """Two states change places."""
+    """Swaps two states."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class Swapped(Around):
 
 
 class Quantized(Around):
-    """torch.ao's fake quantization, whose scale follows the values it sees."""
+    """Uses torch.ao's fake quantization, whose scale depends on the values so far."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Quantized(Around):
 
 
 class Spectral(Around):
-    """The old spectral_norm, which iterates on buffers and sets the weight as an attribute."""
+    """Uses the old spectral_norm, which iterates on buffers and sets the weight as an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class Spectral(Around):
 
 
 class Parametrized(Around):
-    """The new spectral_norm."""
+    """Uses the new spectral_norm."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class Router(Around):
 
 
 class Noise(Around):
-    """Random numbers that are kept in a buffer."""
+    """Draws random numbers into a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ class Noise(Around):
 
 
 class Average(Around):
-    """Moving averages of several buffers, by an op that writes all of them."""
+    """Updates moving averages in several buffers by one op."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ class Average(Around):
 
 
 class Parameter(Around):
-    """A parameter that is kept small, without a gradient for that."""
+    """Scales a parameter down in place, under no_grad."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ class Parameter(Around):
 
 
 class Input(Around):
-    """Modifies what it is given."""
+    """Modifies its input in place."""
 
     def effect(self, x):
         return x.sin()
@@ -285,7 +285,7 @@ class Holder(nn.Module):
 
 
 def wrapped(fn, *args, **options):
-    """A module that is checkpointed itself; a function that is not one is left as it is."""
+    """Call a module in a checkpoint wrapper. Call a function that is not a module directly."""
     holder = Holder(fn)
     if isinstance(fn, nn.Module):
         storage_ops.apply_activation_checkpoint(holder, Config(layer_names=["layer"], **options))
@@ -311,7 +311,7 @@ REGIONS = FUNCTIONS | WRAPPERS
 
 
 def pairs(layers, regions):
-    """Every layer in every kind of region; in CI a sixth of these, of each layer and each kind."""
+    """Return every layer with every kind of region. In CI, a sixth of them covers every layer."""
     every = 6 if os.environ.get("CI") else 1
     return [
         (layer, region)

@@ -100,7 +100,7 @@ def count(gm, *ops):
 
 
 def both(fn, *args):
-    """Results of `fn` and of its trace from one seed, the states after them, and the trace."""
+    """Return results and random states of `fn` and of its trace from one seed, and the trace."""
     state = torch.get_rng_state()
     eager = fn(*args), torch.get_rng_state()
     torch.set_rng_state(state)

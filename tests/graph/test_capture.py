@@ -1,4 +1,4 @@
-"""Random ops of GPU steps: the graph they make, and its form that a CUDA graph can capture."""
+"""Random ops of GPU steps in traced graphs, and the form that a CUDA graph can capture."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ MM = torch.ops.aten.mm.default
 
 
 def masks(x, w):
-    """Results and gradients that show which numbers the forward and its recomputes drew."""
+    """Return results and gradients that show the numbers of the forward and of its recomputes."""
 
     def region(x):
         inner = checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=False)
@@ -35,7 +35,7 @@ def masks(x, w):
 
 
 class OnGPU(fx.Interpreter):
-    """Gives the nodes of a graph the values that they would have on a GPU, which need not be."""
+    """Gives the nodes of a graph fake values on a GPU, which need not exist."""
 
     def run_node(self, node):
         node.kwargs = {
@@ -47,7 +47,7 @@ class OnGPU(fx.Interpreter):
 
 
 def on_gpu(step):
-    """The graph of a step before recomputation, as if traced on a GPU."""
+    """Return the graph of a step before recomputation, as if traced on a GPU."""
     gm = capture.copy_of(step.gm.meta["storage_ops_before"])
     mode = FakeTensorMode()
     with mode, torch.no_grad():
@@ -61,11 +61,11 @@ def on_gpu(step):
     return gm
 
 
-def test_the_state_of_a_gpu_is_saved_and_put_back():
+def test_the_random_state_of_a_gpu_is_saved_and_restored():
     gm = recompute(on_gpu(graph.trace_step(masks, *leaves((4, 4), (4, 4)))), foreign=False)
     saves = [n for n in gm.graph.nodes if n.target is run_and_save_rng_state]
     again = [n for n in gm.graph.nodes if n.target is run_with_rng_state]
-    assert len(saves) == 2 and len(again) == 3  # what is in two regions is run three times
+    assert len(saves) == 2 and len(again) == 3  # an op in two nested regions runs three times
     for node in saves:
         state, result = node.meta["val"]
         assert (state.device.type, state.numel()) == ("cpu", 16)
@@ -117,7 +117,7 @@ def test_copies_draw_the_numbers_of_their_op_at_every_run(monkeypatch):
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
-def test_what_draws_nothing_on_a_gpu_stays_as_it_is():
+def test_ops_that_draw_nothing_on_a_gpu_do_not_change():
     step = both(masks, *leaves((4, 4), (4, 4)))
     gm, generators = graph.capturable(step.gm)
     assert gm is not step.gm and gm.code == step.gm.code and generators == []
@@ -158,7 +158,7 @@ def test_a_cuda_graph_captures_a_step_with_recomputed_dropout(context):
     assert count(step.gm, SAFE) == len(generators) == 2
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries make their workspaces before a capture
+    with torch.cuda.stream(side):  # libraries must allocate workspaces before the capture
         step(x)
     torch.cuda.current_stream().wait_stream(side)
     w.grad = None

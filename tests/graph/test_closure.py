@@ -1,4 +1,4 @@
-"""Traced steps: tensors in several places, gradients that fn sets, objects that hold tensors."""
+"""Traced steps with shared tensors, gradients that fn sets, and objects that hold tensors."""
 
 import collections
 import copy
@@ -13,7 +13,7 @@ from storage_ops import graph
 
 
 def assert_equals_eager(make, calls=3):
-    """`make` returns a step, its arguments, and the tensors and modules to compare afterwards."""
+    """Compare traced and eager steps. `make` returns a step, arguments, and tensors to compare."""
     ends = []
     for traced in (False, True):
         state = torch.get_rng_state()
@@ -55,7 +55,7 @@ def test_one_tensor_in_several_arguments():
         untied(tied, x)
 
 
-def test_a_batch_that_is_given_twice_may_differ_later_unless_it_is_modified():
+def test_a_batch_passed_twice_may_differ_later_unless_it_is_modified():
     x = rows(3)
     traced = graph.trace_step(lambda a, b: (a * b).sum(), x, x)
     a, b = rows(3), rows(3)
@@ -66,7 +66,7 @@ def test_a_batch_that_is_given_twice_may_differ_later_unless_it_is_modified():
         writes(x, x)
 
 
-def test_arguments_that_are_closed_over():
+def test_arguments_that_are_also_closed_over():
     def make():
         model = linear(3, 4)
 
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_missing_in_the_trace_stays_missing():
     assert torch.equal(unused.weight, before)
 
 
-def test_memory_that_is_exchanged_is_refused():
+def test_replacing_the_memory_of_a_tensor_is_refused():
     model, x = linear(3, 4), rows(2, 3)
     before = model.weight.detach().clone()
 
@@ -250,12 +250,12 @@ def test_objects_that_hold_tensors_are_read_at_each_call(kind, argument):
     else:
         holder = kind(rows(3))
 
-    def read(held):
-        return held[0] if by_key else held.x
+    def read(obj):
+        return obj[0] if by_key else obj.x
 
-    if argument and kind is collections.deque:  # a pytree
+    if argument and kind is collections.deque:  # a deque is a pytree
         return
-    step = (lambda held: read(held) * 2) if argument else (lambda: read(holder) * 2)
+    step = (lambda obj: read(obj) * 2) if argument else (lambda: read(holder) * 2)
     args = (holder,) if argument else ()
     traced = graph.trace_step(step, *args)
     if by_key:
@@ -265,7 +265,7 @@ def test_objects_that_hold_tensors_are_read_at_each_call(kind, argument):
     torch.testing.assert_close(traced(*args), read(holder) * 2)
 
 
-def test_what_cannot_be_followed_is_refused():
+def test_unsupported_operations_in_a_step_are_refused():
     model, x = linear(3, 4), rows(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -313,19 +313,19 @@ def test_lstm_in_single_precision():
     assert torch.backends.mkldnn.enabled
 
 
-def test_a_step_without_tensors_among_its_arguments():
+def test_a_step_without_tensor_arguments():
     model, x = linear(3, 4), rows(2, 3)
     torch.testing.assert_close(graph.trace_step(lambda: model(x))(), model(x).detach())
     flag = graph.trace_step(lambda double: model(x) * (2 if double else 1), True)
     torch.testing.assert_close(flag(True), 2 * model(x).detach())
 
 
-def test_a_view_that_raises_when_asked_whether_it_is_a_leaf():
+def test_a_view_whose_is_leaf_raises():
     def make():
         model = linear(3, 3)
         base = torch.randn(8, requires_grad=True) * 1
         model.views = list(base.chunk(2))
-        base.mul_(2)  # as FSDP1 leaves views of its flat parameter
+        base.mul_(2)  # FSDP1 leaves views of its flat parameter in this state
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def step(x):

@@ -21,7 +21,7 @@ REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 def gpt(mode, sync):
-    """A step of two micro-batches. The first one may skip averaging its gradients."""
+    """Return a step of two micro-batches. The first one may skip averaging its gradients."""
     model = DistributedDataParallel(GPT(layers=1, mode=mode).double())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -38,7 +38,7 @@ def gpt(mode, sync):
 
 
 def norm():
-    """Batch norms, whose statistics are those of the first rank, and gradients that add up."""
+    """Return a step with batch norms, whose statistics are the first rank's."""
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 4))
     model = DistributedDataParallel(model.double())
 

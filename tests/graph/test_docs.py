@@ -1,4 +1,4 @@
-"""The page about traced steps prints what it says."""
+"""The examples of the page about traced steps print the shown output."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "traced-steps.md"
 
 
-def test_the_page_prints_what_it_says():
+def test_the_examples_print_the_shown_output():
     blocks = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 3
     names = {}

@@ -1,4 +1,4 @@
-"""What a region of a traced step does besides returning values happens once, as in eager mode."""
+"""Side effects of regions in a traced step happen once, as in eager mode without regions."""
 
 import copy
 
@@ -23,12 +23,12 @@ def state_of(model):
 
 
 def trained(model, region, xs, traced, calls=2):
-    """Losses, gradients, and the state of a model after each of several steps."""
+    """Return losses, gradients and the state of a model after each of several steps."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step(x):
         total = x
-        for _ in range(calls):  # the same region again reads what it wrote before
+        for _ in range(calls):  # a later call of the region reads state that an earlier one wrote
             total = total + region(model, total * 0.5)
         loss = total.square().mean()
         return loss.detach(), torch.autograd.grad(loss, [x, *parameters])
@@ -45,10 +45,10 @@ def trained(model, region, xs, traced, calls=2):
 
 
 def compare(make, region, calls=2):
-    """A trace with the regions against eager mode without them, bit for bit."""
+    """Compare a trace with regions bit for bit with eager mode without regions."""
     model = make()
     with torch.no_grad():
-        model(torch.randn(4, WIDTH))  # so that nothing is in its first state
+        model(torch.randn(4, WIDTH))  # a first call initialises the layer's state
     xs = [torch.randn(4, WIDTH, requires_grad=True) for _ in range(3)]
     state, other = torch.get_rng_state(), copy.deepcopy(model)
     eager = trained(model, nothing, xs, False, calls)
@@ -64,7 +64,7 @@ def test_effects_happen_once(layer, region):
 
 
 def same_as_eager(make, region, *args):
-    """A step, made with a region or with none, in eager mode without regions and traced with."""
+    """Compare a traced step with regions with an eager step without regions."""
     results = []
     for traced in (False, True):
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def same_as_eager(make, region, *args):
 
 
 class Auxiliary(effects.Around):
-    """Puts a loss into a list and a count into a dict, both of which its caller gave it."""
+    """Puts a loss into a list and a count into a dictionary of its caller."""
 
     def effect(self, x):
         self.losses.append(x.square().mean())
@@ -94,7 +94,7 @@ class Auxiliary(effects.Around):
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_what_a_layer_appends_is_there_once(region):
+def test_a_layer_appends_to_a_list_once(region):
     def make(region):
         layer = Auxiliary()
 
@@ -113,7 +113,7 @@ def test_what_a_layer_appends_is_there_once(region):
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_a_region_gets_the_tensors_themselves(region):
+def test_a_region_gets_the_callers_tensor_objects(region):
     def make(region):
         seen = []
 
@@ -161,8 +161,8 @@ def test_arguments_of_a_step_keep_their_type_and_attributes():
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("region", REGIONS)
-def test_parameters_exchanged_for_a_call(region, inner):
-    """Meta-learning: a loss at parameters that a step of gradient descent has reached."""
+def test_parameters_replaced_for_a_call(region, inner):
+    """As in meta-learning, the loss is at parameters after a step of gradient descent."""
 
     def make(region):
         class Net(nn.Module):
@@ -175,20 +175,20 @@ def test_parameters_exchanged_for_a_call(region, inner):
 
         net = Net()
 
-        def step(x, given):
+        def step(x, parameters):
             loss_at = lambda p: torch.func.functional_call(net, p, (x,)).square().mean()  # noqa: E731
-            new = {name: p * 2 for name, p in given.items()}
+            new = {name: p * 2 for name, p in parameters.items()}
             if inner:
                 loss = loss_at(new)
                 gradients = torch.autograd.grad(loss, list(new.values()), create_graph=True)
                 new = {n: p - 0.1 * g for (n, p), g in zip(new.items(), gradients, strict=True)}
             loss = loss_at(new) + loss_at(dict(net.named_parameters()))
-            targets = [*given.values(), *net.parameters()]
+            targets = [*parameters.values(), *net.parameters()]
             return loss.detach(), torch.autograd.grad(loss, targets)
 
         return step
 
-    given = {
+    parameters = {
         name: torch.randn_like(p, requires_grad=True)
         for name, p in [
             *((f"body.{n}", p) for n, p in effects.LAYERS["Replaced"]().named_parameters()),
@@ -196,12 +196,12 @@ def test_parameters_exchanged_for_a_call(region, inner):
         ]
     }
     x = torch.randn(4, WIDTH)
-    same_as_eager(make, REGIONS[region], x, given)
+    same_as_eager(make, REGIONS[region], x, parameters)
 
 
 @pytest.mark.parametrize("region", FUNCTIONS)
 def test_a_parameter_modified_before_backward(region):
-    """What eager mode refuses is refused; what it can differentiate is differentiated as there."""
+    """A trace refuses what eager mode refuses, and otherwise has the gradients of eager mode."""
     weight, shift = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
 
     def step(x, which, by_data, region=FUNCTIONS[region]):
@@ -257,7 +257,7 @@ def test_state_in_closures_and_containers():
     same_as_eager(make, effects.not_reentrant, torch.randn(4, WIDTH))
 
 
-def test_state_that_a_graph_cannot_keep_is_an_error_and_stays_as_it_was():
+def test_unsupported_state_is_an_error_and_does_not_change():
     model = nn.Module()
     model.register_buffer("none", None)
     model.weight = nn.Parameter(torch.ones(WIDTH))
@@ -296,7 +296,7 @@ def test_state_that_a_graph_cannot_keep_is_an_error_and_stays_as_it_was():
     assert model.seen is seen
 
 
-def test_a_buffer_that_takes_part_in_the_graph_leaves_it():
+def test_a_buffer_with_an_autograd_graph_is_detached():
     w, total = nn.Parameter(torch.ones(3)), torch.zeros(3)
 
     def step(x):

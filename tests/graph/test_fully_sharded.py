@@ -26,12 +26,12 @@ def shard(model, **options):
     return fully_shard(model, **options)
 
 
-# The DTensor of torch 2.11 takes no symbol for a number, such as the size of an AdamW step.
+# DTensors of torch 2.11 do not accept a symbol as a number, such as the step size of AdamW.
 OPTIMIZER = torch.optim.SGD if torch.__version__.startswith("2.11") else torch.optim.AdamW
 
 
 class Around(nn.Module):
-    """A checkpoint inside of which parameters are gathered."""
+    """Calls a block in a checkpoint, inside of which parameters are gathered."""
 
     def __init__(self, block):
         super().__init__()
@@ -46,7 +46,7 @@ def local(t):
 
 
 def compare(rank, mode, layers=1, around=False, close=(1e-10, 1e-12), **options):
-    """Losses, gradients and parameters after steps of which one runs eagerly."""
+    """Compare losses, gradients and parameters after steps. One of the steps runs eagerly."""
     results = []
     seed = int(torch.randint(1 << 30, ()))
     for traced in (False, True):
@@ -87,7 +87,7 @@ def work(rank):
     for mode, around in (("selective", False), ("none", True)):
         gm, parameters = compare(rank, mode, layers=2, around=around)
         assert count(gm, SCATTER) == parameters
-        # Gathered again where backward reads them, with a checkpoint around that or not.
+        # Parameters are gathered again where the backward reads them, with or without a checkpoint.
         assert parameters + 8 < count(gm, GATHER) <= 2 * parameters
     compare(rank, "full", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -81,7 +81,7 @@ def whole(t):
 
 
 def compare(build, ranks_of_data=1, rank_of_data=0, close=(1e-11, 1e-12), drop=0.2):
-    """A traced step equals an eager one, and without dropout one process on all of the data."""
+    """Compare a traced step with an eager one, and without dropout with one process on all data."""
     seed = int(torch.randint(1 << 30, ()))
     results, gm = [], None
     for how in ("alone", "eager", "traced"):
@@ -153,7 +153,7 @@ def over_four(rank):
 
 
 class Attention(nn.Module):
-    """Queries of a part of the sequence, and the keys and values of all of it."""
+    """Attends with queries of a part of the sequence to the keys and values of the whole."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
 
 def over_a_sequence(rank):
-    """Context parallelism by gathered keys and values is traced; torch's ring is refused."""
+    """Context parallelism by gathered keys and values is traced. Torch's ring is refused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -219,7 +219,7 @@ def asynchronous(rank):
         pytest.raises(ValueError, match=r"up.weight is a DTensor.*_micro_pipeline_tp.*torch.comp"),
     ):
         graph.trace_step(lambda x: model(x).sum(), x)
-    with config.patch(_micro_pipeline_tp=True):  # nothing of it concerns a plain model
+    with config.patch(_micro_pipeline_tp=True):  # does not affect a model without DTensors
         plain = nn.Linear(WIDTH, 2)
         graph.trace_step(lambda x: plain(x).sum(), x)
 

@@ -1,4 +1,4 @@
-"""Random small models, policies and dropouts: eager, traced and compiled gradients."""
+"""Eager, traced and compiled gradients of random small models, policies and dropouts agree."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.dropout = dropout
 
     def forward(self, x):
-        # Makes the gradient contiguous: torch's fake of native_dropout_backward says that any is.
+        # Make the gradient contiguous, as torch's fake kernel of native_dropout_backward assumes.
         x = x.flatten().view_as(x)
         return F.scaled_dot_product_attention(
             x, x, x, dropout_p=self.dropout if self.training else 0
@@ -93,7 +93,7 @@ blocks = st.lists(
 
 
 def build(plan, seed):
-    """A model and its loss."""
+    """Return a model and its loss."""
     torch.manual_seed(seed)
     model = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *(OPS[op](i) for i, op in enumerate(ops)))
@@ -109,7 +109,7 @@ def build(plan, seed):
 
 
 def run(plan, seed, how):
-    """Loss, gradients and the state of the generator after one step."""
+    """Return loss, gradients and the state of the generator after one step."""
     model, loss_of = build(plan, seed)
     if how == "compiled":
         loss_of = torch.compile(loss_of, backend="aot_eager")
@@ -132,13 +132,13 @@ def run(plan, seed, how):
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=blocks, seed=st.integers(0, 2**31))
 def test_eager_traced_and_compiled_agree(plan, seed):
-    # Eager selective checkpointing refuses in-place ops on what it saves; the numbers are the same.
+    # Eager selective checkpoints refuse in-place ops on saved results, unlike full checkpoints.
     plain = [(ops, "full" if r == "selective" else r, saved) for ops, r, saved in plan]
     eager = run(plain, seed, "eager")
     torch.testing.assert_close(run(plan, seed, "traced"), eager, rtol=0, atol=0, equal_nan=True)
     torch._dynamo.reset()
     with inductor_config.patch(fallback_random=True):  # compiled ops draw eager's numbers
-        # torch 2.10 does not compile a region with a policy, and refuses as it does in eager mode.
+        # torch 2.10 does not compile a region with a policy, and refuses it as in eager mode.
         compiled = run(plan if torch.__version__ >= "2.11" else plain, seed, "compiled")
     torch.testing.assert_close(compiled[:2], eager[:2], equal_nan=True)
     assert torch.equal(compiled[2], eager[2])

@@ -1,4 +1,4 @@
-"""Recomputation in traced steps: what is run twice, with which numbers, and what is refused."""
+"""Recomputation in traced steps: which ops run twice, their random numbers, and refusals."""
 
 import functools
 
@@ -60,7 +60,7 @@ def test_the_published_repro(context, mms):
     read = backward.args[1]
     assert read.target is MM
     assert (read is products[0]) == (mms == 5)
-    if mms == 6:  # the forward's copy has died before
+    if mms == 6:  # the forward's copy has been freed before
         assert max(map(nodes.index, products[0].users)) < nodes.index(read)
 
 
@@ -99,7 +99,7 @@ def test_marks_stay_inside_their_region():
 
 @pytest.mark.parametrize("context", [None, selective()])
 def test_chunked_loss_then_the_backward_of_the_model(context):
-    """Three backward passes, each with a region of its own."""
+    """There are three backward passes, each with its own region."""
     options = {"use_reentrant": False, **({} if context is None else {"context_fn": context})}
     x = torch.randn(8, 4, dtype=torch.double)
     w, head = leaves((4, 4), (4, 5))
@@ -196,7 +196,7 @@ def test_output_discard_becomes_a_region_whose_output_is_recomputed(layers):
 
     x = torch.randn(512, 4, dtype=torch.double)
     traced = both(step, x)
-    assert len(calls) == 2 * layers + layers  # eager twice, the trace once
+    assert len(calls) == 2 * layers + layers  # twice in eager mode, once in the trace
     plain = graph.trace_step(
         lambda x: torch.autograd.grad(
             functools.reduce(
@@ -206,11 +206,11 @@ def test_output_discard_becomes_a_region_whose_output_is_recomputed(layers):
         ), x,
     )  # fmt: skip
     assert count(traced.gm, aten.gelu.default) == 2 * layers
-    # With one layer backward begins where the forward has just freed the output.
+    # With one layer, the backward begins just after the forward has freed the output.
     assert layers == 1 or traced.peak.peak_bytes < plain.peak.peak_bytes
 
 
-def test_own_regions_under_make_fx():
+def test_marked_regions_under_make_fx():
     w, v = leaves((4, 16), (16, 4))
     ckpt = storage_ops.OutputDiscardCheckpoint()
 
@@ -255,10 +255,10 @@ def test_effects_happen_once():
 
 
 @pytest.mark.parametrize("must", [False, True])
-def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
+def test_communication_is_repeated_only_if_the_policy_requires_it(fake_group, must):
     from torch.distributed import _functional_collectives as collectives
 
-    # The second name is that of torch before 2.13.
+    # The op has the second name in torch before 2.13.
     names = ("all_gather_single_autograd", "all_gather_tensor_autograd")
     all_gather = next(getattr(collectives, n) for n in names if hasattr(collectives, n))
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -278,7 +278,7 @@ def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
     traced = graph.trace_step(step, *leaves((4, 4), (4, 4)))
     waits = torch.ops._c10d_functional.wait_tensor.default
     assert count(traced.gm, gather) == 1 + must
-    assert count(traced.gm, waits) == 2 + must  # with that of the gradient
+    assert count(traced.gm, waits) == 2 + must  # including the gradient's
 
 
 def test_policies_see_the_arguments_and_the_order_of_ops():
@@ -316,7 +316,7 @@ def test_policies_see_the_arguments_and_the_order_of_ops():
         )
 
 
-def test_verify_finds_a_recompute_that_draws_anew(monkeypatch):
+def test_verify_detects_a_recompute_with_new_random_numbers(monkeypatch):
     monkeypatch.setattr(rng, "replay", lambda *args: None)
 
     def step(x):
@@ -328,16 +328,16 @@ def test_verify_finds_a_recompute_that_draws_anew(monkeypatch):
         graph.remat(traced.gm, verify=True)
 
 
-def test_verify_takes_a_graph_with_inputs_in_a_dict():
-    given = {"a": torch.randn(3), "b": torch.randn(3)}
-    gm = make_fx(lambda p: (p["a"].sin() * p["b"],))(given)
+def test_verify_accepts_a_graph_with_inputs_in_a_dict():
+    inputs = {"a": torch.randn(3), "b": torch.randn(3)}
+    gm = make_fx(lambda p: (p["a"].sin() * p["b"],))(inputs)
     with pytest.warns(UserWarning, match="does not say what was checkpointed"):
         again = graph.remat(gm, verify=True)
-    torch.testing.assert_close(again(given), gm(given))
+    torch.testing.assert_close(again(inputs), gm(inputs))
 
 
 def test_buffers_of_a_region_that_runs_twice():
-    """As under gradient accumulation; without checkpoints the statistics are the same."""
+    """Under gradient accumulation, statistics are the same as without checkpoints."""
     x, models = torch.randn(6, 4), []
     for checkpointed in (False, True):
         torch.manual_seed(0)
@@ -393,7 +393,7 @@ def test_a_compiled_trace_and_a_later_compile(mode):
     torch._dynamo.reset()
 
 
-def test_modules_that_are_checkpointed_elsewhere_are_not_touched():
+def test_modules_with_other_checkpoints_do_not_change():
     before = torch.utils.checkpoint.CheckpointFunction
     with pytest.raises(ZeroDivisionError):
         graph.trace_step(lambda x: 1 / 0, torch.ones(1))
@@ -404,8 +404,8 @@ def test_modules_that_are_checkpointed_elsewhere_are_not_touched():
     assert layer.weight.grad is not None
 
 
-def test_a_backward_that_a_thread_with_numbers_of_its_own_runs(monkeypatch):
-    """As on a GPU, whose backward runs in a thread that has made no autograd node before."""
+def test_a_backward_in_a_thread_with_its_own_sequence_numbers(monkeypatch):
+    """On a GPU, the backward runs in a thread that has created no autograd node before."""
     real = torch.autograd._get_sequence_nr
 
     def number():
@@ -419,6 +419,6 @@ def test_a_backward_that_a_thread_with_numbers_of_its_own_runs(monkeypatch):
         return torch.autograd.grad(y.sum(), (x, w))
 
     step = graph.trace_step(train, x, w)
-    assert count(step.gm, MM) == 4  # one twice, two in backward
+    assert count(step.gm, MM) == 4  # one product runs twice, and two are in the backward
     for got, right in zip(step(x, w), train(x, w), strict=True):
         torch.testing.assert_close(got, right)

@@ -1,4 +1,4 @@
-"""remat on graphs in which make_fx recorded torch's own checkpointing."""
+"""`remat` repairs graphs in which make_fx recorded torch's own checkpoints."""
 
 import contextlib
 import warnings
@@ -57,7 +57,7 @@ def repaired(step, args, with_meta=False, **options):
 
 
 def tags_ops():
-    """Whether this torch tags the ops of a selective checkpoint that make_fx records."""
+    """Return True if this torch tags the ops of a selective checkpoint that make_fx records."""
     gm = make_fx(train(save_matmuls, 1, 0.0))(*inputs())
     fx_traceback.current_meta.pop("recompute", None)
     return any("recompute" in node.meta for node in gm.graph.nodes)
@@ -90,11 +90,11 @@ def test_the_recompute_of_a_plain_checkpoint_draws_the_numbers_of_its_forward(la
         torch.manual_seed(0)
         results.append((run(*args), torch.get_rng_state()))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-    assert not torch.equal(results[2][1], results[0][1])  # unless torch learns to trace it
+    assert not torch.equal(results[2][1], results[0][1])  # make_fx alone is still wrong
 
 
 @pytest.mark.parametrize("policy", [None, "matmuls"])
-def test_our_own_wrappers_are_marked_and_need_no_repair(policy):
+def test_wrappers_of_this_package_need_no_repair(policy):
     body = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 8), nn.Dropout())
     block = storage_ops.CheckpointWrapper(body, policy=policy)
     weights = list(block.parameters())
@@ -117,7 +117,7 @@ def test_our_own_wrappers_are_marked_and_need_no_repair(policy):
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
-def test_numbers_of_two_forwards_are_not_taken_for_a_recompute():
+def test_random_numbers_of_two_forwards_are_not_mistaken_for_a_recompute():
     w = nn.Parameter(torch.randn(4, 4))
 
     def step(x):
@@ -143,7 +143,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_verify_compares_with_the_numbers_of_eager_mode(name, monkeypatch):
-    """And not with those of the graph as recorded, which draws anew."""
+    """The graph as recorded draws other numbers, so `verify` does not compare with it."""
     w = torch.randn(6, 6, dtype=torch.double, requires_grad=True)
 
     def step(x):
@@ -166,7 +166,7 @@ def test_verify_compares_with_the_numbers_of_eager_mode(name, monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_numbers_drawn_after_the_gradients_are_not_taken_for_a_recompute(checkpointed):
+def test_random_numbers_after_the_gradients_are_not_mistaken_for_a_recompute(checkpointed):
     w = torch.randn(4, 4, requires_grad=True)
 
     def body(x):
@@ -187,7 +187,7 @@ def test_numbers_drawn_after_the_gradients_are_not_taken_for_a_recompute(checkpo
     torch.testing.assert_close(after(x), expected, rtol=0, atol=0)
 
 
-def test_verify_tells_nan_from_zero():
+def test_verify_distinguishes_nan_from_zero():
     gm, other = (
         make_fx(fn)(torch.ones(2)) for fn in (torch.zeros_like, lambda x: x.mul(torch.nan))
     )
@@ -196,7 +196,7 @@ def test_verify_tells_nan_from_zero():
         verify_equal(gm, other)
 
 
-def test_what_the_graph_does_not_say_is_a_warning():
+def test_a_graph_that_cannot_be_repaired_causes_a_warning():
     def step(x, w):
         x = checkpoint(lambda x: F.dropout(x, 0.5) * F.dropout(x, 0.5) @ w, x, use_reentrant=False)
         return torch.autograd.grad(x.sum(), w)
@@ -228,7 +228,7 @@ def test_a_graph_without_checkpoints_is_returned_with_one_warning():
         graph.trace_step(torch.sin, torch.randn(3))
 
 
-def test_a_trace_by_make_fx_does_not_poison_the_next_compile():
+def test_a_trace_by_make_fx_does_not_affect_the_next_compile():
     step, args = train(save_matmuls, 1, 0.0), inputs()
     expected = step(*args)
     options = {"backend": "aot_eager", "fullgraph": True}

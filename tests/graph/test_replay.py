@@ -1,4 +1,4 @@
-"""Regions that draw random numbers or work in place, and are recomputed all the same."""
+"""Recomputed regions with random numbers and in-place ops."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_random_ops_that_draw_nothing_are_pure(op):
     assert replays(both(step, x)) == 0
 
 
-def test_native_dropout_of_probability_zero_draws_no_more_than_once():
+def test_native_dropout_of_probability_zero_draws_at_most_once():
     def step(x):
         y = checkpoint(
             lambda x: torch.native_dropout(x.sin(), 0.0, True)[0].cos(), x, use_reentrant=False
@@ -79,7 +79,7 @@ def test_random_ops_are_replayed(op):
     assert replays(both(step, *leaves((4,)))) > 0
 
 
-def test_an_op_with_a_generator_of_its_own_is_kept():
+def test_the_result_of_an_op_with_its_own_generator_is_saved():
     generator = torch.Generator()
 
     def step(x):
@@ -91,7 +91,7 @@ def test_an_op_with_a_generator_of_its_own_is_kept():
     (x,) = leaves((3,))
     try:
         traced = graph.trace_step(step, x)
-    except Exception as error:  # a trace may not take a generator
+    except Exception as error:  # some versions of torch do not trace a generator
         pytest.skip(f"torch does not trace generators: {error}")
     generator.manual_seed(0)
     expected = torch.rand(3, generator=generator, dtype=torch.double).exp()
@@ -134,7 +134,7 @@ def inplace_regions():
 
 
 @pytest.mark.parametrize("region", inplace_regions(), ids=lambda r: r.__name__)
-def test_in_place_ops_on_what_a_region_made(region):
+def test_in_place_ops_on_tensors_that_a_region_created(region):
     def step(x, w):
         y = checkpoint(region, x, w, use_reentrant=False)
         y.mul_(3)
@@ -151,7 +151,7 @@ def once(fn, x):
     return fn(x)
 
 
-def test_in_place_ops_on_what_comes_from_outside_are_run_once():
+def test_in_place_ops_on_tensors_from_outside_run_once():
     buffer, (w,) = torch.zeros(4, dtype=torch.double), leaves((4, 4))
 
     def on_closure(x, call):
@@ -203,7 +203,7 @@ def test_in_place_ops_on_a_discarded_output_are_refused():
         graph.trace_step(step, torch.randn(4, 4, dtype=torch.double))
 
 
-def test_what_a_region_reads_may_be_modified_before_its_backward():
+def test_tensors_that_a_region_reads_may_be_modified_before_its_backward():
     (w,) = leaves((4, 4))
     scale = torch.ones(4, dtype=torch.double)
 
@@ -220,7 +220,7 @@ def test_what_a_region_reads_may_be_modified_before_its_backward():
     assert torch.equal(scale, torch.full_like(scale, 2))
 
 
-def test_part_of_a_storage_that_is_read_by_its_place_must_stay():
+def test_as_strided_of_a_part_of_a_modified_storage_is_refused():
     (w,) = leaves((4,))
     table = torch.ones(4, 4, dtype=torch.double)
 

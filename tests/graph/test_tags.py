@@ -1,4 +1,4 @@
-"""remat on graphs of torch.compile, whose tags say what each backward pass is to recompute."""
+"""`remat` on graphs of torch.compile, in which tags say what each backward pass recomputes."""
 
 import copy
 import warnings
@@ -45,7 +45,7 @@ def fresh_compiler():
 
 
 def tag(gm, backward_from, policy=CheckpointPolicy.PREFER_RECOMPUTE):
-    """Tag the nodes of a graph of make_fx as torch.compile does: all of a forward, by one."""
+    """Tag all forward nodes of a make_fx graph with one policy, as torch.compile does."""
     backward = False
     for node in gm.graph.nodes:
         if node.op == "call_function":
@@ -118,7 +118,7 @@ STEPS = {
 @needs_pass
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_recomputed_as_by_torch(name, dynamic):
+def test_a_step_recomputes_what_torchs_pass_recomputes(name, dynamic):
     step, inputs, ops, number = STEPS[name]
     before, after = check_against_eager(step, *inputs(), dynamic=dynamic)
     assert count(after, *ops) == number
@@ -139,7 +139,7 @@ def test_memory_falls_with_the_number_of_checkpoints():
     saved = graph.schedule(before).peak_bytes - graph.schedule(after).peak_bytes
     assert (
         saved >= 2 * 4096 * 64 * 4
-    )  # of eight activations: four, but for what the other four need
+    )  # four of eight activations, plus tensors that the other four need
     if torch_pass is not None:
         check_against_torch(before, after)
 
@@ -167,7 +167,7 @@ def test_joint_graphs(name):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_joint_graph_can_be_partitioned_afterwards(dropout):
+def test_a_joint_graph_can_still_be_partitioned(dropout):
     w1, w2 = leaves((8, 16), (16, 8))
 
     def body(x):
@@ -224,7 +224,7 @@ def test_a_recompute_has_the_random_numbers_of_its_forward(name, options, monkey
     before, after = check_against_eager(step, double(6, 6))
     replays = count(after, run_with_rng_state)
     assert replays == count(after, run_and_save_rng_state)
-    # No gradient reads what is only added, unless it leaves the checkpoint for a saved product.
+    # No gradient reads noise that is only added, unless a saved product outside reads it.
     assert (replays == 0) == (name == "unread" and not options)
     if replays:
         monkeypatch.setattr(rng, "replay", lambda *args: None)
@@ -236,7 +236,7 @@ def test_a_recompute_has_the_random_numbers_of_its_forward(name, options, monkey
 @pytest.mark.parametrize("options", [{}, {"context_fn": selective()}])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_several_backward_passes(dropout, options):
-    """A loss in chunks, each with a backward pass and a checkpoint, then that of the model."""
+    """Each chunk of a loss has a backward pass and a checkpoint, followed by the model's."""
     w1, w2, head = leaves((8, 8), (8, 8), (8, 5))
     kept = {"use_reentrant": False, **options}
 
@@ -264,7 +264,7 @@ def test_several_backward_passes(dropout, options):
 
 @needs_grad
 def test_each_backward_pass_through_a_checkpoint_recomputes_it():
-    """As in eager mode; between the passes nothing of it is kept."""
+    """As in eager mode, no tensor of the checkpoint is kept between the passes."""
     w = leaves((64, 64))[0]
 
     def step(x):
@@ -299,7 +299,7 @@ def test_statistics_are_updated_once():
 
 
 def by_hand(x, w, g):
-    """A forward, and a backward that begins with the cosine."""
+    """Run a forward, and a backward that begins with the cosine."""
     h = x @ w
     return h.sin(), x.t() @ (g * h.cos())
 
@@ -319,10 +319,10 @@ def test_policies_keep_their_meaning(policy):
     torch.testing.assert_close(after(*args), by_hand(*args), rtol=0, atol=0)
 
 
-def test_what_a_backward_hook_waits_for_is_kept():
+def test_tensors_that_a_backward_hook_reads_are_kept():
     gm = tagged_by_hand()
     product, sine = (node for node in gm.graph.nodes if "recompute" in node.meta)
-    for node, mms in ((sine, 3), (product, 3)):  # the sine, in the checkpoint, reads the product
+    for node, mms in ((sine, 3), (product, 3)):  # the sine in the checkpoint reads the product
         node.meta["has_backward_hook"] = True
         assert count(graph.remat(gm, verify=True), MM) == mms
     del sine.meta["recompute"]
@@ -331,7 +331,7 @@ def test_what_a_backward_hook_waits_for_is_kept():
     assert count(graph.remat(gm, verify=True), MM) == 3
 
 
-def test_what_one_checkpoint_gives_to_a_later_one_is_kept():
+def test_inputs_of_a_later_checkpoint_are_kept():
     gm = tagged_by_hand()
     product, sine = (node for node in gm.graph.nodes if "recompute" in node.meta)
     for first, second, mms in ((0, 1, 2), (1, 1, 3), (1, 0, 3)):
@@ -340,7 +340,7 @@ def test_what_one_checkpoint_gives_to_a_later_one_is_kept():
 
 
 @pytest.mark.parametrize("must", [False, True])
-def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
+def test_communication_is_repeated_only_if_the_policy_requires_it(fake_group, must):
     def fn(x, g):
         h = torch.ops._c10d_functional.all_reduce(x.sin(), "sum", fake_group.group_name)
         h = torch.ops._c10d_functional.wait_tensor(h)
@@ -354,7 +354,7 @@ def test_communication_is_repeated_only_if_the_policy_says_so(fake_group, must):
     assert count(after, torch.ops._c10d_functional.wait_tensor.default) == 1 + must
 
 
-def test_a_graph_within_a_checkpoint_is_run_again():
+def test_a_subgraph_in_a_checkpoint_is_recomputed():
     def fn(x, w, g):
         def run(op):
             return lambda a: op(a @ w)
@@ -371,7 +371,7 @@ def test_a_graph_within_a_checkpoint_is_run_again():
 
 
 @needs_pass
-def test_what_one_op_reads_is_recomputed_in_the_order_of_the_forward():
+def test_arguments_of_an_op_are_recomputed_in_the_order_of_the_forward():
     def fn(x, w, g):
         h, k = x @ w, x.exp()
         return h * k, torch.addcmul(g.t(), k, h)
@@ -381,7 +381,7 @@ def test_what_one_op_reads_is_recomputed_in_the_order_of_the_forward():
     check_against_torch(gm, graph.remat(gm, verify=True))
 
 
-def test_a_user_may_choose_the_backward_passes():
+def test_the_caller_can_choose_the_backward_passes():
     def fn(x, w, g):
         h = x @ w
         return h.sin(), x.t() @ (g * h.cos()), (h * 2).tanh(), g * h.exp()
@@ -401,7 +401,7 @@ def test_a_user_may_choose_the_backward_passes():
         check_against_torch(gm, after)
 
 
-def test_a_graph_that_is_recomputed_already_stays_as_it_is():
+def test_a_graph_that_already_recomputes_does_not_change():
     joint = joint_of(Blocks(dropout=0.5), double(2, 4, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -414,7 +414,7 @@ def test_a_graph_that_is_recomputed_already_stays_as_it_is():
 
 
 @needs_pass
-def test_a_graph_that_torch_has_recomputed_stays_as_it_is():
+def test_a_graph_after_torchs_own_pass_does_not_change():
     before = graph_of(Blocks().step, double(2, 4, 8))
     theirs = by_torch(before)
     with warnings.catch_warnings():
@@ -424,7 +424,7 @@ def test_a_graph_that_torch_has_recomputed_stays_as_it_is():
     assert shape_of(by_torch(graph.remat(before))) == shape_of(theirs)
 
 
-def test_a_forward_alone_stays_as_it_is():
+def test_a_forward_without_a_backward_does_not_change():
     gm = tagged_by_hand()
     for node in gm.graph.nodes:
         node.meta.pop("autograd_backward", None)
@@ -435,7 +435,7 @@ def test_a_forward_alone_stays_as_it_is():
         assert shape_of(graph.remat(gm, verify=True)) == shape_of(gm)
 
 
-def test_a_graph_without_tags_is_warned_of_as_before():
+def test_a_graph_without_tags_causes_a_warning():
     gm = tagged_by_hand()
     for node in gm.graph.nodes:
         node.meta.pop("recompute", None)
@@ -444,7 +444,7 @@ def test_a_graph_without_tags_is_warned_of_as_before():
     assert shape_of(after) == shape_of(gm)
 
 
-def test_what_is_modified_before_the_backward_pass_is_recomputed_from_what_it_was():
+def test_recomputes_read_the_values_from_before_a_later_modification():
     def fn(x, w, g):
         h = x @ w
         y = h.sin()

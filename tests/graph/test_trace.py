@@ -1,4 +1,4 @@
-"""Traced steps: what goes in, what comes out, what is read again, and errors."""
+"""Arguments, results, and state of traced steps, and errors of tracing."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from .models import GPT, MODES, batch, count, gpt_step
 
 
 def run_twice(make, *args, steps=3, **kwargs):
-    """State of an eager and of a traced trainer after some steps; `make` returns state and step."""
+    """Return the states of an eager and a traced trainer. `make` returns a state and a step."""
     results = []
     for traced in (False, True):
         torch.manual_seed(0)
@@ -96,11 +96,11 @@ def test_gradients_accumulate_over_calls_and_inside_one():
 
     eager, traced = run_twice(make, *batch(), steps=1)
     assert_same((eager, traced))
-    # From the second call on sums are taken in another order.
+    # From the second call on, gradients are summed in another order.
     torch.testing.assert_close(*run_twice(make, *batch(), steps=2))
 
 
-def test_existing_gradients_are_added_to():
+def test_existing_gradients_are_accumulated():
     layer = nn.Linear(3, 2)
     x = torch.randn(4, 3)
 
@@ -192,7 +192,7 @@ def test_buffers_are_updated_once():
     for p, q in zip(eager.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert torch.equal(eager.average, traced.average)
-    # Eager checkpointing runs the batch norm twice.
+    # An eager checkpoint runs the batch norm twice.
     assert eager[1].num_batches_tracked == 4 and traced[1].num_batches_tracked == 2
 
 
@@ -309,7 +309,7 @@ def test_distributed_tensors(mesh):
     assert all(map(torch.equal, *results))
 
 
-def test_modules_that_communicate_in_ways_a_graph_cannot_hold_are_refused():
+def test_modules_with_untraceable_communication_are_refused():
     model = nn.DataParallel(nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"model is a DataParallel.* or fully_shard"):
         graph.trace_step(lambda x: model(x).sum().backward(), torch.ones(1, 4))
@@ -371,7 +371,7 @@ def test_a_traced_step_inside_another():
     assert torch.equal(outer(x), expected[0]) and torch.equal(torch.get_rng_state(), expected[1])
 
 
-def test_changes_that_the_graph_cannot_follow_are_errors():
+def test_changed_constants_are_errors():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -391,7 +391,7 @@ def test_changes_that_the_graph_cannot_follow_are_errors():
         traced(x)
 
 
-def test_a_gradient_that_the_step_reads_must_be_as_in_the_trace():
+def test_a_gradient_that_the_step_reads_must_exist_as_in_the_trace():
     w = nn.Parameter(torch.ones(2))
 
     def step(x):
@@ -407,7 +407,7 @@ def test_a_gradient_that_the_step_reads_must_be_as_in_the_trace():
         traced(x)
 
 
-def test_what_cannot_be_traced_is_an_error_and_leaves_nothing_behind():
+def test_untraceable_steps_are_errors_and_leave_nothing_behind():
     model = nn.Linear(3, 3)
     kept = []
 
@@ -460,7 +460,7 @@ def test_momentum_needs_one_step_first():
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_the_state_of_an_optimizer_that_is_loaded_is_the_one_that_steps(fresh):
+def test_a_traced_step_uses_the_loaded_state_of_an_optimizer(fresh):
     results = []
     for traced in (False, True):
         torch.manual_seed(0)

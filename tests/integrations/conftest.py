@@ -17,7 +17,7 @@ def batch():
 
 @pytest.fixture(autouse=True)
 def no_state_of_accelerate():
-    """Trainer of transformers 4 keeps the mixed precision of an earlier one in the process."""
+    """Reset Accelerate's state: Trainer of transformers 4 reuses an earlier mixed precision."""
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     state = sys.modules.get("accelerate.state")

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and what is compared of them."""
+"""Small models of transformers with random weights, and comparisons of their results."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ MODELS = {
     "GPT-2, tied": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
     "Phi, bias": lambda: tf.PhiForCausalLM(tf.PhiConfig(**SIZES, resid_pdrop=0.0, embd_pdrop=0.0)),
     "Gemma 2, soft-cap": lambda: tf.Gemma2ForCausalLM(
-        # The cap lies where the logits of random weights are bent by it.
+        # A cap that is small enough to change the logits of random weights.
         tf.Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=0.5)
     ),
     "Cohere, scale": lambda: tf.CohereForCausalLM(tf.CohereConfig(**GROUPED, logit_scale=0.3)),
@@ -55,7 +55,7 @@ MODELS = {
 def make(name):
     model = MODELS[name]()
     with torch.no_grad():
-        for p in model.parameters():  # logits far from uniform, and biases that are not zero
+        for p in model.parameters():  # so that logits are not uniform, and biases not zero
             p.add_(torch.randn_like(p) * 0.1)
     return model
 

@@ -1,7 +1,7 @@
-"""Small configs of the types of transformers.
+"""Small configs for the model types of transformers.
 
-A type's default config is made small by the names of its numbers (`_SMALL`), in one of several
-`SETTINGS`, some by hand (`_HAND`).
+Numbers of a type's default config are replaced by small ones according to their names (`_SMALL`),
+in one of several `SETTINGS`. `_HAND` has numbers for single models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 V = 160  # classes
-# Of configs whose default is not made small by names alone the next settings are tried.
+# If a config fails with the first of the settings, the next one is tried.
 _FILLED = {
     "layers": 2, "num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2,
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
@@ -24,7 +24,7 @@ SETTINGS: tuple[dict[str, object], ...] = (
     {"layers": 8},
     {"layers": 8, "num_key_value_heads": 4, "num_heads": 8, "mamba_n_heads": 8, "mamba_d_head": 8},
 )
-# The first pattern that a name matches in full gives its number.
+# The first pattern that matches the whole name gives the number.
 _SMALL = [
     (r"vocab_size", V), (r".*_vocab_size|vocab_size_.*", V),
     (r"num_hidden_layers|num_layers|n_layers?|(encoder|decoder)_layers|depth|encoder_depth", 0),
@@ -62,7 +62,7 @@ _QWEN4 = {
     "layer_types": ["linear_attention", "full_attention"], "indexer_n_heads": 2,
     "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
 }  # fmt: skip
-# What names and settings do not make small, by model; also in the configs in a config.
+# Values for single models, also for nested configs.
 _HAND: dict[str, dict[str, object]] = {
     "Apertus1p5ForConditionalGeneration": {
         "image_token_offset": 8, "audio_token_offset": 72, "audio_config": {"codebook_dim": 32},
@@ -166,7 +166,7 @@ def _number(name: str, value: int, setting: dict[str, object]) -> object:
     if name in _TOKENS:
         return _TOKENS[name]
     if re.fullmatch(r".*_(token_id|token_index|token)", name) and value >= V:
-        return 3 + sum(map(ord, name)) % 40  # ids of the batch are larger
+        return 3 + sum(map(ord, name)) % 40  # smaller than the ids in the batch
     for pattern, number in _SMALL:
         if re.fullmatch(pattern, name):
             return min(value, number or setting["layers"])
@@ -174,46 +174,44 @@ def _number(name: str, value: int, setting: dict[str, object]) -> object:
 
 
 def _small(values: dict[str, object], setting: dict[str, object]) -> dict[str, object]:
-    """The values of a config with small numbers, and those of the configs in it."""
+    """Return the values of a config and its nested configs, with small numbers."""
     layers, deep = setting["layers"], values.get("num_hidden_layers")
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for name, value in values.items():
         if not isinstance(name, str):
-            found[name] = value
+            result[name] = value
         elif name in setting:
-            found[name] = setting[name]
+            result[name] = setting[name]
         elif name == "rope_parameters" and "mrope_section" in setting:
-            given = (
-                value if isinstance(value, dict) else {"rope_type": "default", "rope_theta": 1e4}
-            )
-            found[name] = {**given, "mrope_section": setting["mrope_section"]}
+            rope = value if isinstance(value, dict) else {"rope_type": "default", "rope_theta": 1e4}
+            result[name] = {**rope, "mrope_section": setting["mrope_section"]}
         elif name == "mrope_section" and value is not None:
-            found[name] = [2, 1, 1]
+            result[name] = [2, 1, 1]
         elif value is None or name in ("per_layer_config", "transformers_version"):
             continue
         elif isinstance(value, dict):
-            found[name] = _small(value, setting)
+            result[name] = _small(value, setting)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = _number(name, value, setting)
+            result[name] = _number(name, value, setting)
         elif (
             isinstance(value, list)
             and len(value) > layers
             and (len(value) == deep or re.search(r"layer|block|pattern|attention_types", name))
         ):
-            found[name] = _first_of_each(value) if layers == 2 else value[:layers]
+            result[name] = _first_of_each(value) if layers == 2 else value[:layers]
         else:
-            found[name] = value
-    return found
+            result[name] = value
+    return result
 
 
 def _first_of_each(values: list[object]) -> list[object]:
-    """Two entries, of two kinds where there are so many."""
+    """Return two entries, of different kinds if possible."""
     kinds = [next(v for v in values if str(v) == kind) for kind in dict.fromkeys(map(str, values))]
     return (kinds[:2] * 2)[:2]
 
 
 def small_config(model: type, setting: dict[str, object]) -> object:
-    """That of a model; `setting`: one of SETTINGS."""
+    """Return the small config of a model, with one of SETTINGS."""
     cls = model.config_class
     values = cls().to_dict()
     for name in ("model_type", "architectures"):
@@ -222,10 +220,10 @@ def small_config(model: type, setting: dict[str, object]) -> object:
 
 
 def _merged(values: dict[str, object], hand: dict[str, object]) -> dict[str, object]:
-    """The values with those by hand in their place, also in the configs in a config."""
-    found = dict(values)
+    """Return `values` updated by `hand`, also in nested configs."""
+    result = dict(values)
     for name, value in hand.items():
-        inner = found.get(name)
+        inner = result.get(name)
         whole = name.endswith("_config") and isinstance(inner, dict)
-        found[name] = _merged(inner, value) if whole else value
-    return found
+        result[name] = _merged(inner, value) if whole else value
+    return result

@@ -3,13 +3,13 @@
 `python -m tests.integrations.sweep --write` runs all of them and writes a page of docs. Five types
 need timm (with torchvision) or scipy.
 
-A row says what became of the type:
+A row has the verdict on a type:
 
-    equal: loss and all gradients of the patched model are those of the plain one
-    refused: patch_causal_lm raised, by name
-    refused late: the first forward of the patched model raised, by name
-    different: a defect
-    not built: no small model with a finite loss was found, and why
+    equal: the patched model has the loss and all gradients of the plain one
+    refused: patch_causal_lm raised an error that names the type
+    refused late: the first forward of the patched model raised this error
+    different: the loss or a gradient is wrong
+    not built: no small model with a finite loss was found, with the reason
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SECONDS = 120
 
 
 def families() -> dict[str, dict[str, str]]:
-    """The names of the models of each family, by their type."""
+    """Return the names of the models of each family, by type."""
     names = importlib.import_module("transformers.models.auto.modeling_auto")
     return {family: dict(getattr(names, mapping)) for family, mapping in FAMILIES.items()}
 
 
 def build(name: str, setting: dict[str, object]) -> torch.nn.Module:
-    """A small model, in training mode; its numbers lie far from those of a new one."""
+    """Return a small model in training mode, with larger weights than a new one."""
     model_class = getattr(importlib.import_module("transformers"), name)
     config = small_config(model_class, setting)
     with torch.device("meta"):
@@ -66,7 +66,7 @@ def build(name: str, setting: dict[str, object]) -> torch.nn.Module:
 
 
 def inputs(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Batches to try, the first one with text alone."""
+    """Return batches to try. The first one has only text."""
     ids = torch.randint(60, V, (2, 12))
     labels = ids.clone()
     labels[0, :3] = -100
@@ -77,7 +77,7 @@ def inputs(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     masked = {**text, "attention_mask": torch.ones_like(ids)}
     pictured = {**masked, "pixel_values": image}
     marked = {**pictured, "input_ids": ids.clone()}
-    marked["input_ids"][:, :2] = 3  # of an image in two tokens
+    marked["input_ids"][:, :2] = 3  # an image of two tokens
     return [
         text, {**text, "use_cache": False}, masked, pictured,
         {"pixel_values": image, "labels": labels}, {**text, "decoder_input_ids": ids},
@@ -98,7 +98,7 @@ def inputs(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 
 
 def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]):
-    """Under one seed, so that dropout is the same."""
+    """Return loss and gradients, with a fixed seed for dropout."""
     model.zero_grad()
     torch.manual_seed(2)
     loss = model(**batch).loss
@@ -106,10 +106,10 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]):
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _close(found, right) -> bool:
-    if found[1].keys() != right[1].keys():
+def _close(got, right) -> bool:
+    if got[1].keys() != right[1].keys():
         return False
-    pairs = [(found[0], right[0]), *((found[1][n], right[1][n]) for n in right[1])]
+    pairs = [(got[0], right[0]), *((got[1][n], right[1][n]) for n in right[1])]
     scale = max(float(r.abs().max()) for _, r in pairs[1:] if r.numel())
     return all(
         torch.allclose(f.float(), r.float(), rtol=2e-3, atol=1e-5 * max(scale, 1)) for f, r in pairs
@@ -117,7 +117,7 @@ def _close(found, right) -> bool:
 
 
 def _runnable(model: torch.nn.Module):
-    """A batch, loss and gradients of it; two runs are equal."""
+    """Return a batch for which two runs agree, and its loss and gradients."""
     reasons = []
     for batch in inputs(model):
         try:
@@ -141,7 +141,7 @@ def _words(error: BaseException) -> str:
 
 
 def _built(name: str):
-    """A model, with a batch, its loss and its gradients, or with why it has none."""
+    """Return a model with a batch, its loss and its gradients, or with the reason for none."""
     errors, model = [], None
     for setting in SETTINGS:
         try:
@@ -155,7 +155,7 @@ def _built(name: str):
 
 
 def judge(name: str) -> tuple[str, str]:
-    """What becomes of a type, and why if not equal."""
+    """Return the verdict on a type, and the reason if it is not "equal"."""
     try:
         model, ran = _built(name)
     except Exception as error:
@@ -169,16 +169,16 @@ def judge(name: str) -> tuple[str, str]:
         return "not built", _words(ran)
     batch, right = ran
     try:
-        found = loss_and_gradients(model, batch)
+        got = loss_and_gradients(model, batch)
     except NotImplementedError as error:
         return "refused late", _reason(error)
     except Exception as error:
         return "different", _words(error)
-    return ("equal", "") if _close(found, right) else ("different", "loss or gradients")
+    return ("equal", "") if _close(got, right) else ("different", "loss or gradients")
 
 
 def _refused_as_a_class(name: str) -> tuple[str, str] | None:
-    """The verdict that a type's forward alone gives: it takes no labels."""
+    """Return the verdict "refused" if the forward of a type takes no labels."""
     model_class = getattr(importlib.import_module("transformers"), name)
     model = torch.nn.Module.__new__(model_class)
     torch.nn.Module.__init__(model)
@@ -198,7 +198,7 @@ class _Late(Exception):
 
 
 def sweep(wanted: list[str] | None = None, log=None) -> list[tuple[str, str, str, str]]:
-    """(family, type, verdict, reason) of every type, or of those wanted."""
+    """Return (family, type, verdict, reason) for every type, or for the types in `wanted`."""
 
     def late(*_):
         raise _Late
@@ -262,23 +262,23 @@ def page(rows: list[tuple[str, str, str, str]]) -> str:
         counts = " | ".join(str(own.count(verdict)) for verdict in verdicts)
         text.append(f"| {family} | {len(own)} | {counts} |")
     for verdict in verdicts:
-        found = [row for row in rows if row[2] == verdict]
-        if not found:
+        matching = [row for row in rows if row[2] == verdict]
+        if not matching:
             continue
         text += ["", f"## {verdict.capitalize()}", ""]
         if verdict == "equal":
             text += ["| family | types |", "|---|---|"]
             for family in FAMILIES:
-                kinds = [row[1] for row in found if row[0] == family]
+                kinds = [row[1] for row in matching if row[0] == family]
                 text += [f"| {family} | {', '.join(kinds)} |"] if kinds else []
         else:
             text += ["| family | type | reason |", "|---|---|---|"]
-            text += [f"| {row[0]} | {row[1]} | {row[3]} |" for row in found]
+            text += [f"| {row[0]} | {row[1]} | {row[3]} |" for row in matching]
     return "\n".join(text) + "\n"
 
 
 def main() -> None:
-    """Run the sweep, of all types or of those named."""
+    """Run the sweep for all types, or for those named on the command line."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")

@@ -1,4 +1,4 @@
-"""Checkpointed layers of transformers, with a cache of keys and values as is the default."""
+"""Checkpointed layers of transformers with the default cache of keys and values."""
 
 import warnings
 
@@ -19,7 +19,7 @@ MODELS = {
 }
 # The model passes the cache to its layers as a positional argument.
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-GPT2["n_positions"] = 64  # transformers 4 has a mask of all positions in each layer
+GPT2["n_positions"] = 64  # transformers 4 stores a mask of all positions in each layer
 MODELS["GPT2Block"] = lambda: tf.GPT2LMHeadModel(
     tf.GPT2Config(vocab_size=V, bos_token_id=1, eos_token_id=2, **GPT2)
 )
@@ -96,12 +96,12 @@ STATES = {  # options of the configuration, and the layers
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.filterwarnings("ignore:.*is checkpointed, and its model was")
-def test_layers_that_have_states_in_place_of_keys(name, mode):
+def test_layers_with_recurrent_states_instead_of_keys(name, mode):
     if not (hasattr(tf.DynamicCache, "update_conv_state") and hasattr(tf, f"{name}Config")):
         pytest.skip("this version of transformers has caches of its own for such models")
     sizes, layers = STATES[name]
     config = getattr(tf, f"{name}Config")(**{**sizes, "vocab_size": V})
-    model, found = getattr(tf, f"{name}ForCausalLM")(config).train(), []
+    model, results = getattr(tf, f"{name}ForCausalLM")(config).train(), []
     ids = torch.randint(1, V, (2, 16))
     for checkpointed in (False, True):
         if checkpointed:
@@ -110,12 +110,12 @@ def test_layers_that_have_states_in_place_of_keys(name, mode):
         loss = model(ids, labels=ids, use_cache=True).loss
         loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        found.append([loss, *map(torch.clone, grads)])
-    torch.testing.assert_close(*found)
+        results.append([loss, *map(torch.clone, grads)])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("layer", list(MODELS))
-def test_what_does_not_train_has_its_cache(layer):
+def test_a_model_in_eval_mode_has_a_cache(layer):
     model, ids = MODELS[layer](), torch.randint(1, V, (2, 8))
     expected, right = gradients(model.eval(), ids)
     text = model.generate(ids, max_new_tokens=4, do_sample=False)
@@ -129,15 +129,15 @@ def test_what_does_not_train_has_its_cache(layer):
             assert model.train()(ids).past_key_values.get_seq_length() == 8
 
 
-def test_the_code_of_a_model_writes_no_parameters_through_data():
-    """A region that reaches a whole model would copy all of them in each forward."""
+def test_the_code_of_a_model_does_not_write_parameters_through_data():
+    """Otherwise, a region that reaches the whole model would copy all parameters each time."""
     model = MODELS["LlamaDecoderLayer"]()
     around = Surroundings.of(lambda ids: model(ids), [], [])
     assert model in around.modules and not around.writes & code_writes.UNSEEN
 
 
 @pytest.mark.in_turn
-def test_fit_with_a_cache_that_is_given_by_place():
+def test_fit_with_a_cache_as_positional_argument():
     model, ids = MODELS["GPT2Block"]().train(), torch.randint(V, (2, 32))
     batch = {"input_ids": ids, "labels": ids}
     none = so.memory.simulate_step(model, batch).peak_bytes

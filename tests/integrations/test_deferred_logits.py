@@ -1,4 +1,4 @@
-"""What a model may do to logits that are never computed, and what it may not."""
+"""Operations that a model and a loss can apply to deferred logits, and those that are refused."""
 
 import functools
 import operator
@@ -15,7 +15,7 @@ D, V = 8, 19
 
 
 class Toy(nn.Module):
-    """A model in the manner of transformers; `head` makes logits, `loss` a loss of them."""
+    """A model like those of transformers. `head` changes its logits, `loss` is its loss."""
 
     def __init__(self, head=None, loss=None, bias=False):
         super().__init__()
@@ -80,7 +80,7 @@ CASES = [
 
 
 def check_against_plain(model, run, rtol=1e-5):
-    """Loss and gradients of the patched model equal those of the plain one."""
+    """Check that the patched model has the loss and gradients of the plain one."""
     expected = run(model)["loss"]
     expected.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -113,7 +113,7 @@ def test_loss_and_gradients(head, loss, bias):
     check_against_plain(Toy(head, loss, bias), lambda model: model(ids, labels=ids))
 
 
-# Dynamo breaks the graph at F.tanh and at an nn.CrossEntropyLoss made in the forward.
+# Dynamo breaks the graph at F.tanh and at an nn.CrossEntropyLoss created in the forward.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "fullgraph"),
@@ -192,7 +192,7 @@ def test_unknown_operations_are_refused_by_name(words):
         model(ids, labels=ids)
     assert words in str(caught.value)
     assert words == "stack" or "Toy" in str(caught.value)
-    # Nothing of the failed call is left: inference runs, and the plain loss after unpatching.
+    # The failed call leaves no state: inference works, and the plain loss after unpatching.
     if words not in ("to('meta')", "breaks up its 19 classes"):
         assert isinstance(model(ids)["logits"], torch.Tensor)
 
@@ -229,7 +229,7 @@ def test_a_model_that_does_not_call_its_output_layer_is_refused():
         model(ids, labels=ids)
 
 
-def test_python_may_look_at_them():
+def test_python_can_inspect_deferred_logits():
     def head(logits):
         assert isinstance(logits, torch.Tensor) or (
             not hasattr(logits, "__array__") and "DeferredLogits" in repr(logits)
@@ -240,9 +240,9 @@ def test_python_may_look_at_them():
     check_against_plain(Toy(head), lambda model: model(ids, labels=ids))
 
 
-# What a caller makes of logits and targets; z are logits that the model has returned.
+# Losses of a caller. z are the logits that the model returned, t the targets.
 def smoothed(z, t):
-    """As LabelSmoother of transformers, in place of what it gets."""
+    """Return a smoothed loss as LabelSmoother of transformers does, with in-place writes."""
     loss = -F.log_softmax(z, dim=-1)
     t = t.unsqueeze(-1)
     ignored = t.eq(3)
@@ -253,11 +253,11 @@ def smoothed(z, t):
 
 
 def selected(z, t, temperature=0.7):
-    """As TRL's selective_log_softmax."""
+    """Return log-probabilities as TRL's selective_log_softmax does."""
     z = z / temperature
     lse = torch.stack([torch.logsumexp(row, dim=-1) for row in z])
-    found = torch.gather(z, dim=-1, index=t.unsqueeze(-1)) - lse.unsqueeze(-1)
-    return (found.squeeze(-1) * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum()
+    log_p = torch.gather(z, dim=-1, index=t.unsqueeze(-1)) - lse.unsqueeze(-1)
+    return (log_p.squeeze(-1) * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum()
 
 
 def row_by_row(z, t):
@@ -269,29 +269,29 @@ def row_by_row(z, t):
 
 
 def autocast_loss(z, t):
-    """The product was in float32, and so it is here."""
+    """Return a loss under autocast. The product stays in float32, as in the model."""
     with torch.autocast("cpu", torch.bfloat16):
         return flat_loss(z, t)
 
 
 def entropies(z, t):
-    """As TRL's entropy_from_logits, with gradients and without."""
-    found = 0
+    """Return entropies as TRL's entropy_from_logits does, with gradients and without."""
+    total = 0
     for chunk in z.reshape(-1, V).split(4, dim=0):
         log_p = F.log_softmax(chunk, dim=-1)
-        found += (torch.exp(log_p) * log_p).sum(-1).square().sum()
+        total += (torch.exp(log_p) * log_p).sum(-1).square().sum()
     log_p = z.detach().log_softmax(-1)
-    return found * torch.sum(log_p * log_p.exp(), -1).mean()
+    return total * torch.sum(log_p * log_p.exp(), -1).mean()
 
 
 def along(z, t):
-    """As the log-probabilities of OnlineDPOTrainer."""
+    """Return log-probabilities as OnlineDPOTrainer does."""
     log_p = z[:, 1:].log_softmax(dim=-1)
     return torch.take_along_dim(log_p, t[:, 1:].unsqueeze(-1), dim=2).square().sum()
 
 
 def logged(z, t):
-    """Means of logits have no gradients."""
+    """Return means of logits, without gradients."""
     first, rest = z[:1].detach(), torch.split(z, [1, 2])[1].chunk(2)[0].detach()
     with torch.no_grad():
         third = z.mean()
@@ -331,9 +331,9 @@ def check_returned(model, run, loss):
     with storage_ops.patch_causal_lm(model, logits="deferred"):
         logits = run(model)(ids)["logits"]
         assert not isinstance(logits, torch.Tensor)
-        found = loss(logits, ids)
-        found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        got = loss(logits, ids)
+        got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     for name, p in model.named_parameters():
         atol = 1e-6 * max(1.0, grads[name].abs().max().item())
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=atol)
@@ -345,13 +345,13 @@ def test_a_loss_of_returned_logits(name, head):
     check_returned(Toy(HEADS[head], bias=True).double(), lambda model: model, RETURNED[name])
 
 
-def test_a_loss_of_what_a_compiled_model_returns():
+def test_a_loss_of_logits_that_a_compiled_model_returns():
     torch._dynamo.reset()
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     check_returned(Toy(), compiled, smoothed)
 
 
-def test_logits_that_are_returned_are_deferred_in_training_alone():
+def test_returned_logits_are_deferred_only_in_training():
     ids = torch.randint(V, (3, 5))
     model = Toy()
     plain = model(ids)["logits"]
@@ -367,7 +367,7 @@ def test_logits_that_are_returned_are_deferred_in_training_alone():
     torch.testing.assert_close(model(ids, labels=ids)["logits"], plain)
 
 
-def test_logits_in_the_outputs_of_a_part_of_the_model():
+def test_logits_in_the_outputs_of_an_inner_model():
     class Nested(Toy):
         def forward(self, input_ids, labels=None):
             outputs = super().forward(input_ids, labels)
@@ -415,7 +415,7 @@ REFUSED_OF_RETURNED = {
 
 
 @pytest.mark.parametrize("words", REFUSED_OF_RETURNED)
-def test_what_returned_logits_are_not_for(words):
+def test_unsupported_operations_on_returned_logits(words):
     ids = torch.randint(V, (3, 5))
     model = Toy()
     storage_ops.patch_causal_lm(model, logits="deferred")
@@ -433,14 +433,14 @@ def test_a_class_out_of_range_is_not_ignored():
         model(ids)["logits"].gather(-1, torch.full((3, 5, 1), -100))
 
 
-def test_where_returned_logits_cannot_be_used():
+def test_returned_logits_without_their_weight_or_in_data_parallel():
     ids = torch.randint(V, (3, 5))
     model = Toy()
     storage_ops.patch_causal_lm(model, logits="deferred")
     logits = model(ids)["logits"]
-    logits.origin.weight.data.untyped_storage().resize_(0)  # as FSDP does
+    logits.origin.weight.data.untyped_storage().resize_(0)  # FSDP frees weights in this way
     with pytest.raises(RuntimeError, match=r"of Toy was freed.*reshard_after_forward=False"):
         flat_loss(logits, ids)
-    model._is_replica = True  # of torch.nn.DataParallel
+    model._is_replica = True  # torch.nn.DataParallel sets it
     with pytest.raises(RuntimeError, match=r"Toy with logits.*DataParallel"):
         model(ids)

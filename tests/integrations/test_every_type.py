@@ -1,4 +1,4 @@
-"""Every type of transformers has its own loss and gradients when patched, or is refused by name."""
+"""Every patched type of transformers has its own loss and gradients, or is refused by name."""
 
 import os
 
@@ -8,7 +8,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from . import sweep
 
-EVERY = 16 if os.environ.get("CI") else 1  # of so many types one
+EVERY = 16 if os.environ.get("CI") else 1  # test one in so many types
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_some_types_and_a_wrong_loss(monkeypatch):
 
 
 def doubled(model, logits):
-    """A patch that is wrong."""
+    """Patch a model with a wrong loss."""
     original = type(model).forward
 
     def forward(self, **kwargs):

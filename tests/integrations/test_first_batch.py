@@ -1,4 +1,4 @@
-"""The first batch of a training compared with the batch that a plan of `fit` is for."""
+"""The first batch of a training is compared with the batch of the plan."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.in_turn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-SIZE = 2  # of the batch that the plan is for
+SIZE = 2  # sequences in the batch of the plan
 
 
 def fitted(model, share=0.9, **options):
@@ -33,7 +33,7 @@ def train(folder, plan, model, size=SIZE, **options):
         per_device_train_batch_size=size, disable_tqdm=True, **options,
     )  # fmt: skip
     seen = []
-    # Not on a layer: its checkpoint would copy the parameters of the model that the hook names.
+    # A hook on a layer would make its checkpoint copy the parameters of the whole model.
     embedding = model.model.embed_tokens
     handle = embedding.register_forward_hook(lambda *_: seen.append(changed(model)))
     try:
@@ -65,11 +65,11 @@ def test_a_larger_batch_is_an_error_before_the_forward(tmp_path, from_file):
         train(tmp_path, plan, model, size=8)
     text = str(e.value)
     said = re.search(r"A step takes ([\d.]+ \w+) now", text)[1]
-    assert parse_bytes(said, "peak") == pytest.approx(peak, rel=0.02)  # the Trainer counts tokens
+    assert parse_bytes(said, "peak") == pytest.approx(peak, rel=0.02)  # Trainer also counts tokens
     assert "lower per_device_train_batch_size, which is 8" in text and "optimizer" not in text
 
 
-def test_a_smaller_batch_is_one_line(tmp_path):
+def test_a_smaller_batch_is_one_warning(tmp_path):
     model = tiny()
     with pytest.warns(UserWarning) as record:
         seen = train(tmp_path, fitted(model, optimizer=torch.optim.AdamW), model, size=1)
@@ -79,7 +79,7 @@ def test_a_smaller_batch_is_one_line(tmp_path):
     assert [w.filename for w in record if str(w.message) == line] == [__file__]
 
 
-def test_the_batch_of_the_plan_says_nothing(tmp_path):
+def test_the_batch_of_the_plan_causes_no_warning(tmp_path):
     model = tiny()
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
@@ -138,7 +138,7 @@ def test_a_model_in_eval_mode(tmp_path):
         storage_ops.memory.will_it_fit(model, {"input_ids": ids}, device="cpu")
 
 
-def test_no_word_of_caches_while_a_plan_is_searched():
+def test_searching_a_plan_prints_no_warning_about_caches():
     model = tiny()
     model.config.use_cache = True
     storage_ops.checkpoint.state.caches._warn_once.cache_clear()
@@ -152,7 +152,7 @@ def test_no_word_of_caches_while_a_plan_is_searched():
 
 
 def test_a_model_whose_embeddings_require_grad_by_a_hook_is_simulated():
-    """transformers keeps the handle of the hook in an attribute."""
+    """transformers stores the handle of the hook in an attribute."""
     model, ids = tiny(), torch.zeros(1, 4, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     plain = storage_ops.memory.simulate_step(model, batch).peak_bytes
@@ -166,7 +166,7 @@ class Holder(torch.nn.Module):
         self.model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 64)))
 
 
-def test_lightning_compares_too():
+def test_the_callback_of_lightning_compares_the_batch():
     pytest.importorskip("lightning")
     holder = Holder()
     plan = storage_ops.fit(holder.model, torch.randn(4, 8), "1GiB")

@@ -46,12 +46,12 @@ def test_a_plan_is_applied_while_a_trainer_trains(from_file, tmp_path):
     callback = trainer_callback(tmp_path / "fit.json" if from_file else plan)
     assert isinstance(callback, transformers.TrainerCallback)
     if from_file:
-        model = tiny().eval()  # as from_pretrained returns one
+        model = tiny().eval()  # from_pretrained returns a model in eval mode
     handler = transformers.trainer_callback.CallbackHandler([callback], model, None, None, None)
     state, control = transformers.TrainerState(), transformers.TrainerControl()
     handler.on_train_begin(None, state, control)
     assert any(changed(model))
-    handler.on_train_begin(None, state, control)  # a trainer that starts again
+    handler.on_train_begin(None, state, control)  # the trainer starts a second time
     handler.on_train_end(None, state, control)
     assert not any(changed(model))
 
@@ -83,10 +83,10 @@ def test_a_trainer(tmp_path):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{"bf16": True}, {"neftune_noise_alpha": 5.0}], ids=str)
-def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
-    """Accelerate replaces the forward of the model for mixed precision, for one."""
+def test_changes_by_a_trainer_do_not_invalidate_a_plan(tmp_path, options):
+    """For example, Accelerate replaces the forward of the model for mixed precision."""
     pytest.importorskip("accelerate")
-    # Older transformers enter autocast outside of the model, where the plan's is compared with it.
+    # Older transformers enter autocast outside of the model, where the callback compares it.
     with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in options):
         tiny_plan(tiny()).save(tmp_path / "fit.json")
     data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
@@ -114,7 +114,7 @@ def test_what_a_trainer_sets_on_the_model_is_no_difference(tmp_path, options):
 
 @pytest.mark.in_turn
 def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
-    """Accelerate has wrapped the forward of the model before the callback patches the model."""
+    """Accelerate wraps the forward of the model before the callback patches the model."""
     pytest.importorskip("accelerate")
     data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(4)]
     batch = {key: torch.arange(32).expand(2, 32) for key in data[0]}
@@ -123,7 +123,7 @@ def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
         budget = int(0.8 * storage_ops.memory.simulate_step(fitted, batch).peak_bytes)
         plan = storage_ops.fit(fitted, batch, budget, actions=["linear_cross_entropy"])
         plan.save(tmp_path / "fit.json")
-    found = []
+    losses = []
     for callbacks in ([], [trainer_callback(tmp_path / "fit.json")]):
         torch.manual_seed(0)
         model, seen = tiny(4096), []
@@ -135,11 +135,11 @@ def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
         model.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].logits))
         trainer.train()
         assert len(seen) == 3 and all((logits is None) is bool(callbacks) for logits in seen)
-        found.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
+        losses.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
         assert type(model) is transformers.LlamaForCausalLM
         assert not hasattr(vars(model).get("forward"), "_over")
         assert model(**batch).logits is not None
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_lightning_trainer(package):
 
 
 @pytest.mark.in_turn
-def test_neither_library_is_imported_with_the_package():
+def test_the_package_imports_neither_transformers_nor_lightning():
     code = (
         "import sys, storage_ops.integrations as i\n"
         "print([n for n in sys.modules if n.split('.')[0] in "
@@ -186,14 +186,14 @@ def test_neither_library_is_imported_with_the_package():
     assert done.stdout.strip() == "[]"
 
 
-def test_what_is_no_plan_is_refused():
+def test_wrong_types_of_plans_are_refused():
     for make in (trainer_callback, lightning_callback):
         with pytest.raises(TypeError, match="`plan` is 3"):
             make(3)
 
 
 @pytest.mark.in_turn
-def test_a_plan_of_another_object_is_refused():
+def test_a_plan_of_another_model_is_refused():
     plan, other = tiny_plan(tiny()), tiny()
     handler = transformers.trainer_callback.CallbackHandler(
         [trainer_callback(plan)], other, None, None, None
@@ -203,7 +203,7 @@ def test_a_plan_of_another_object_is_refused():
     assert not any(changed(other))
 
 
-def test_what_is_frozen_stays_so_in_lightning():
+def test_frozen_modules_stay_frozen_in_lightning():
     pytest.importorskip("lightning")
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 64), nn.GELU()))
     model[0].eval()

@@ -1,4 +1,4 @@
-"""Output layers whose weight is there in their own call only, as FSDP2 and ZeRO-3 have it."""
+"""Output layers whose weight exists only during their call, as under FSDP2 and ZeRO-3."""
 
 import copy
 
@@ -16,7 +16,7 @@ NAMES = ["Llama", "Phi, bias", "Gemma 2, soft-cap", "Cohere, scale", "Bart, not 
 
 
 class Gathers:
-    """As ZeRO-3: the weight is empty but in calls of the layer, and in their backward."""
+    """Imitates ZeRO-3: the weight is empty except in calls of the layer and their backward."""
 
     def __init__(self, layer):
         self.layer, self.whole = layer, [p.data for p in layer.parameters()]
@@ -41,15 +41,15 @@ class Gathers:
             args[0].register_hook(self.free)
 
     def after(self, layer, args, outputs):
-        given = outputs if isinstance(outputs, tuple) else (outputs,)
-        for out in given:
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        for out in tensors:
             assert isinstance(out, torch.Tensor)
             if out.requires_grad:
                 out.register_hook(self.gather)
         self.free()
 
 
-# A library is known by where its hooks are from.
+# The package recognises a library by the module of its hooks.
 for name in ("before", "after"):
     getattr(Gathers, name).__module__ = "deepspeed.runtime.zero.parameter_offload"
 
@@ -97,14 +97,14 @@ def test_logits_in_evaluation_and_without_a_patch(batch):
     with storage_ops.patch_causal_lm(model):
         got = model(**batch)
         torch.testing.assert_close((got.loss, got.logits), (right.loss, right.logits))
-        assert gathers.calls == 2  # a loss, and the logits
+        assert gathers.calls == 2  # for the loss and for the logits
         torch.testing.assert_close(model(batch["input_ids"]).logits, right.logits)
     assert gathers.calls == 3
     got = model(**batch)
     torch.testing.assert_close((got.loss, got.logits), (right.loss, right.logits))
 
 
-def test_hooks_are_back_after_an_error(batch):
+def test_hooks_are_restored_after_an_error(batch):
     model = make("Llama")
     Gathers(model.lm_head)
     storage_ops.patch_causal_lm(model)
@@ -117,7 +117,7 @@ def test_hooks_are_back_after_an_error(batch):
     gradients(model, batch)
 
 
-def test_what_is_refused(batch):
+def test_other_hooks_are_refused(batch):
     model = make("Llama").train()
     Gathers(model.lm_head)
     storage_ops.patch_causal_lm(model, logits="deferred")
@@ -148,7 +148,7 @@ def sharded(name, patch, group):
 def on_ranks(rank):
     for name in ("Llama", "Phi, bias", "Gemma 2, soft-cap"):
         for group in (False, True):
-            found = {}
+            results = {}
             for patch in ("", "before", "after"):
                 model = sharded(name, patch, group)
                 torch.manual_seed(rank)
@@ -156,11 +156,11 @@ def on_ranks(rank):
                 for _ in range(2):
                     model.zero_grad()
                     outputs, grads = gradients(model, {"input_ids": ids, "labels": ids})
-                found[patch] = [outputs.loss, *(g.full_tensor() for g in grads)]
+                results[patch] = [outputs.loss, *(g.full_tensor() for g in grads)]
                 assert (outputs.logits is None) == bool(patch)
                 assert isinstance(model.get_output_embeddings().weight, dist.tensor.DTensor)
             for patch in ("before", "after"):
-                torch.testing.assert_close(found[patch], found[""], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(results[patch], results[""], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.in_turn

@@ -1,4 +1,4 @@
-"""`patch_causal_lm(gradient_tolerance=)`: it reaches the loss, and what it does not bound."""
+"""`patch_causal_lm(gradient_tolerance=)` passes the option to the loss."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ..loss.test_gradient_tolerance import relative
 
 
 def model_and_ids():
-    """A model that is sure of few classes: its output layer has a large row for each of them."""
+    """Return a model that predicts few classes: its output layer has large rows for them."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=5000, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
@@ -41,19 +41,19 @@ def test_a_patched_model():
     model, ids = model_and_ids()
     loss, exact = gradients(model, ids)
     with storage_ops.patch_causal_lm(model, gradient_tolerance=0.1):
-        found = gradients(model, ids)
-    torch.testing.assert_close(found[0], loss)
-    assert 1e-4 < relative(found[1], exact) < 0.06
+        got = gradients(model, ids)
+    torch.testing.assert_close(got[0], loss)
+    assert 1e-4 < relative(got[1], exact) < 0.06
 
 
 def test_errors_change_nothing():
     model, _ = model_and_ids()
-    for given, kind in (
+    for options, kind in (
         ({"gradient_tolerance": 2}, ValueError),
         ({"gradient_tolerance": "1e-3"}, TypeError),
         ({"gradient_tolerance": 0.1, "label_smoothing": 0.1}, ValueError),
         ({"gradient_tolerance": 0.1, "returns": ("loss", "entropy")}, ValueError),
     ):
         with pytest.raises(kind, match="`gradient_tolerance` is"):
-            storage_ops.patch_causal_lm(model, **given)
+            storage_ops.patch_causal_lm(model, **options)
         assert type(model) is LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Output layers that are more than a weight: adapters of PEFT, a scale per class, n-grams."""
+"""Output layers with more than a weight: adapters of PEFT, a scale per class, n-grams."""
 
 import copy
 import pickle
@@ -28,13 +28,13 @@ ADAPTERS = {
     "OFT": {**HEAD, "kind": "OFT", "oft_block_size": 4, "r": 0},
     "VeRA": {**HEAD, "kind": "Vera", "r": 4},
 }
-# The first that trains tokens of a tied layer with LoRA; of transformers 4 peft 0.21 finds no tie.
+# PEFT 0.18 is the first that trains tokens of a tied layer with LoRA. It needs transformers 5.
 if peft.__version__ >= "0.18" and tf.__version__ >= "5":
     ADAPTERS["LoRA and tokens"] = {**HEAD, "trainable_token_indices": [5, 9, 60]}
 
 
 def exact_loss(logits, labels, vocab_size, **kwargs):
-    """The causal loss of transformers, but for its cast to float32."""
+    """Return the causal loss of transformers without its cast to float32."""
     labels = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
     return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1))
 
@@ -45,7 +45,7 @@ def adapter_config(kind="Lora", **options):
 
 
 def adapted(name, kind="Llama", patch=None, dtype=torch.float64):
-    """A model with adapters that are far from zero, and their PeftModel; `patch` it before."""
+    """Return a model, optionally patched, and its PeftModel with adapters that are not zero."""
     tied = "trainable_token_indices" in ADAPTERS[name]
     model = make(f"{kind}, tied" if tied else kind).to(dtype).train()
     model.loss_function = exact_loss
@@ -60,7 +60,7 @@ def adapted(name, kind="Llama", patch=None, dtype=torch.float64):
 
 
 def check(model, run, tolerance=1e-9):
-    """Loss, and gradients of exactly the same parameters, as without the patch."""
+    """Check that the patch changes neither the loss nor any gradient."""
     expected, grads = loss_and_gradients(model, run)
     with storage_ops.patch_causal_lm(model) as same:
         assert same is model
@@ -98,7 +98,7 @@ def test_two_adapters(pieces, batch):
 
 
 @pytest.mark.parametrize("kind", ["Gemma 2, soft-cap", "Cohere, scale", "Phi, bias"])
-def test_what_the_model_does_to_the_logits_of_an_adapter(kind, pieces, batch):
+def test_models_that_change_the_logits_of_an_adapter(kind, pieces, batch):
     _, wrapper = adapted("LoRA", kind)
     check(wrapper, lambda model: model(**batch))
 
@@ -156,23 +156,23 @@ def test_results_per_token_and_weights(pieces, batch):
         (batch["labels"]),
     )
     whole, plain = copy.deepcopy(model), copy.deepcopy(model)
-    layer = model.lm_head  # the same function with one weight is a second reference
+    layer = model.lm_head  # `plain` has the adapter merged into one weight
     merged = layer.base_layer.weight + layer.get_delta_weight("default")
     plain.lm_head = nn.Linear(merged.shape[1], V, bias=False, dtype=torch.float64)
     plain.lm_head.weight.data = merged.data
     options = {"returns": names, "token_weights": weights, "label_smoothing": 0.1}
-    found = []
+    results = []
     for which in (whole, plain):
         storage_ops.patch_causal_lm(which, **options)
-        found.append(which(**batch))
-    torch.testing.assert_close({n: found[0][n] for n in names}, {n: found[1][n] for n in names})
+        results.append(which(**batch))
+    torch.testing.assert_close({n: results[0][n] for n in names}, {n: results[1][n] for n in names})
     valid = labels[:, 1:] != -100
     right = torch.distributions.Categorical(logits=logits[:, :-1]).entropy()
-    torch.testing.assert_close(found[0].entropy[:, :-1][valid], right[valid])
+    torch.testing.assert_close(results[0].entropy[:, :-1][valid], right[valid])
 
 
 @pytest.mark.in_turn
-def test_no_logits_and_no_copy_of_the_weight_exist():
+def test_neither_logits_nor_a_copy_of_the_weight_are_allocated():
     vocab, tokens, width = 8192, 4096, 64
     model = tf.LlamaForCausalLM(
         tf.LlamaConfig(**{**GROUPED, "vocab_size": vocab, "hidden_size": width})
@@ -206,7 +206,7 @@ def test_compiled(batch):
 
 
 def test_dropout_of_an_adapter_is_the_same_in_the_backward(pieces, batch):
-    """By the derivative along the gradient: masks of pieces differ from those of one call."""
+    """Compare the derivative along the gradient, because pieces draw other masks than one call."""
     model, wrapper = adapted("LoRA")
     model.lm_head.lora_dropout["default"] = nn.Dropout(0.5)
     storage_ops.patch_causal_lm(wrapper)
@@ -253,7 +253,7 @@ def test_prompt_tuning(batch):
 
 
 def dory():
-    """A model whose output layer scales the logits of each class, in float32."""
+    """Return a model whose output layer scales the logits of each class, in float32."""
     if not hasattr(tf, "DoryConfig"):
         pytest.skip("an older transformers")
     sizes = {**GROUPED, "head_dim": 8, "num_hidden_layers": 3, "n_input_layers": 1}
@@ -264,7 +264,7 @@ def dory():
 
 
 def test_a_scale_per_class(pieces, batch):
-    check(dory().double(), lambda model: model(**batch), 1e-5)  # it casts to float32
+    check(dory().double(), lambda model: model(**batch), 1e-5)  # the model casts to float32
 
 
 def test_logits_of_float32_in_a_model_of_16_bits(batch):
@@ -284,11 +284,11 @@ def test_logits_of_n_grams(pieces, batch):
         dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
     )  # fmt: skip
     model = tf.ProphetNetForConditionalGeneration(config).double().train()
-    del batch["attention_mask"]  # with one its loss is nan in float64
-    check(model, lambda model: model(**batch), 1e-5)  # it casts to float32
+    del batch["attention_mask"]  # with a mask, the model's loss is nan in float64
+    check(model, lambda model: model(**batch), 1e-5)  # the model casts to float32
 
 
-def test_what_a_model_does_to_its_logits_is_refused_when_patching(monkeypatch):
+def test_unsupported_changes_of_logits_are_refused_when_patching(monkeypatch):
     squared = staticmethod(lambda logits, labels, vocab_size, **kwargs: logits.square().mean())
     monkeypatch.setattr(tf.LlamaForCausalLM, "loss_function", squared)
     model = make("Llama").train()
@@ -317,7 +317,7 @@ def test_16_bits(autocast, pieces, batch):
 
 
 def two_adapters():
-    """A patched PeftModel, and the trained tensors of the adapter that is active."""
+    """Return a patched PeftModel, and the trained tensors of the active adapter."""
     model, wrapper = adapted("LoRA")
     model.lm_head.lora_dropout["default"] = nn.Dropout(0.5)
     trained = [p for p in wrapper.parameters() if p.requires_grad]
@@ -335,7 +335,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_backward_is_of_the_adapters_and_modes_of_the_forward(state, pieces, batch):
+def test_the_backward_uses_the_adapters_and_modes_of_the_forward(state, pieces, batch):
     wrapper, trained = two_adapters()
 
     def loss():
@@ -343,11 +343,11 @@ def test_the_backward_is_of_the_adapters_and_modes_of_the_forward(state, pieces,
         return wrapper(**batch).loss
 
     right = torch.autograd.grad(loss(), trained)
-    found = loss()
+    value = loss()
     STATES[state](wrapper)
-    for p in trained:  # what is not active is frozen
+    for p in trained:  # PEFT freezes adapters that are not active
         p.requires_grad_()
-    torch.testing.assert_close(torch.autograd.grad(found, trained), right)
+    torch.testing.assert_close(torch.autograd.grad(value, trained), right)
 
 
 def test_a_functional_call(pieces, batch):
@@ -355,13 +355,13 @@ def test_a_functional_call(pieces, batch):
     trained = {n: p for n, p in wrapper.named_parameters() if p.requires_grad}
     others = {n: (p + torch.rand_like(p)).detach().requires_grad_() for n, p in trained.items()}
 
-    def found():
+    def gradients():
         loss = torch.func.functional_call(wrapper, others, (), batch).loss
         return loss, torch.autograd.grad(loss, list(others.values()))
 
-    right = found()
+    right = gradients()
     storage_ops.patch_causal_lm(wrapper)
-    torch.testing.assert_close(found(), right)
+    torch.testing.assert_close(gradients(), right)
 
 
 def test_parameters_that_are_modified_before_the_backward(batch):
@@ -376,14 +376,14 @@ def test_parameters_that_are_modified_before_the_backward(batch):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_is_modified_before_the_backward_of_pieces(which):
-    given = torch.randn(6, 4), torch.randint(9, (6,)), torch.rand(9)
+def test_arguments_modified_before_the_backward_of_pieces(which):
+    arguments = torch.randn(6, 4), torch.randint(9, (6,)), torch.rand(9)
     layer = nn.Linear(4, 9)
     (loss,) = head_loss.head_cross_entropy(
-        layer, 9, *given[:2], weight=given[2], reduction="mean", ignore_index=-100,
+        layer, 9, *arguments[:2], weight=arguments[2], reduction="mean", ignore_index=-100,
         label_smoothing=0.0, token_weight=None, returns=("loss",), memory_budget=None,
     )  # fmt: skip
-    given[which].zero_()
+    arguments[which].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -394,15 +394,15 @@ def test_copies_of_the_layer_for_two_adapters_and_none(batch):
     wrapper.add_adapter("other", adapter_config(**ADAPTERS["a copy"]))
     nn.init.normal_(wrapper.double().get_base_model().lm_head.modules_to_save["other"].weight)
 
-    def found():
-        made = []
+    def results():
+        gradients = []
         for adapter in ("default", "other"):
             wrapper.set_adapter(adapter)
-            made.append(loss_and_gradients(wrapper, lambda model: model(**batch))[1])
+            gradients.append(loss_and_gradients(wrapper, lambda model: model(**batch))[1])
         with wrapper.disable_adapter():
-            return [*made, wrapper(**batch).loss]
+            return [*gradients, wrapper(**batch).loss]
 
-    ours = found()
+    ours = results()
     storage_ops.unpatch_causal_lm(wrapper)
     assert not any(type(m) is not nn.Linear for m in model.lm_head.modules_to_save.values())
-    torch.testing.assert_close(ours, found())
+    torch.testing.assert_close(ours, results())

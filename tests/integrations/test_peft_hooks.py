@@ -1,4 +1,4 @@
-"""Adapters that PEFT chooses by hooks, which it adds for one forward, in checkpointed layers."""
+"""Adapters that PEFT selects by hooks for one forward, in checkpointed layers."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_gradients_are_those_without_checkpoints(kind, mode):
             model, inputs = make(), {"adapter_names": ["a", "b", "__base__"]}
             model.add_adapter("b", model.peft_config["a"])
             model.base_model.set_adapter(["a", "b"])
-            model.eval()  # PEFT refuses the names in training
+            model.eval()  # PEFT refuses adapter names in training mode
         models.append(model)
     models[1].load_state_dict(models[0].state_dict())
     config = so.ActivationCheckpointConfig(layer_classes=["LlamaDecoderLayer"], **MODES[mode])
@@ -74,7 +74,7 @@ def test_gradients_are_those_without_checkpoints(kind, mode):
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_parameters_are_copied_where_an_adapter_is_merged_alone(copied, options):
+def test_parameters_are_copied_only_if_an_adapter_is_merged(copied, options):
     """The forward of a merged layer with disabled adapters writes the weights through `.data`."""
     model = make(**options)
     model.enable_input_require_grads()
@@ -87,18 +87,18 @@ def test_parameters_are_copied_where_an_adapter_is_merged_alone(copied, options)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_merged_adapter_that_is_disabled_is_taken_out_once(mode):
+def test_a_merged_adapter_that_is_disabled_is_unmerged_once(mode):
     models = [make().train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     so.apply_activation_checkpoint(
         models[1], {"layer_classes": ["LlamaDecoderLayer"], **MODES[mode]}
     )
-    found = []
+    results = []
     for model in models:
         embedding = model.get_input_embeddings().weight.requires_grad_()
         model.merge_adapter()
         with model.disable_adapter():
             loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
             loss.backward()
-        found.append((embedding.grad, *model.state_dict().values()))
-    assert all(map(torch.equal, *found))
+        results.append((embedding.grad, *model.state_dict().values()))
+    assert all(map(torch.equal, *results))

@@ -1,4 +1,4 @@
-"""Trainer of transformers with patched models, unchanged: training, label smoothing, metrics."""
+"""The unchanged Trainer of transformers trains patched models as before."""
 
 import copy
 import re
@@ -18,8 +18,8 @@ peft = pytest.importorskip("peft")
 
 
 def a_trainer(model, folder, kind=tf.Trainer, function=None, vocabulary=V, length=9, **options):
-    """Return a Trainer with SGD, whose steps are in proportion to the gradients."""
-    generator = torch.Generator().manual_seed(5)  # a Trainer seeds the generator of torch
+    """Return a Trainer with SGD, whose steps are proportional to the gradients."""
+    generator = torch.Generator().manual_seed(5)  # a Trainer seeds torch's own generator
     ids = torch.randint(3, vocabulary, (12, length), generator=generator)
     labels = ids.clone()
     labels[::3, :4] = -100
@@ -59,8 +59,8 @@ def test_training_and_metrics(adapted, tmp_path):
     other = copy.deepcopy(model)
     right, losses, metrics = trained(model, tmp_path, evaluate=True)
     storage_ops.patch_causal_lm(other)
-    ours, found, measured = trained(other, tmp_path, evaluate=True)
-    assert len(losses) == 3 and losses == pytest.approx(found, rel=1e-3)
+    ours, got, measured = trained(other, tmp_path, evaluate=True)
+    assert len(losses) == 3 and losses == pytest.approx(got, rel=1e-3)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
     for name in ("eval_loss", "eval_accuracy"):
         assert measured[name] == pytest.approx(metrics[name], rel=1e-2)
@@ -75,13 +75,13 @@ def test_label_smoothing_without_logits(tmp_path):
     other = copy.deepcopy(model)
     right, losses, _ = trained(model, tmp_path, label_smoothing_factor=0.2)
     storage_ops.patch_causal_lm(other, label_smoothing=0.2)
-    ours, found, _ = trained(other, tmp_path)
-    assert losses == pytest.approx(found, rel=1e-3)
+    ours, got, _ = trained(other, tmp_path)
+    assert losses == pytest.approx(got, rel=1e-3)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
 
 
 def focal(nll, count):
-    """A loss of the caller: improbable tokens have larger weights."""
+    """Return a loss in which improbable tokens have larger weights."""
     return ((1 - (-nll.detach()).exp()) * nll).sum() / count
 
 
@@ -99,20 +99,20 @@ class Focal(tf.Trainer):
 
 
 def test_a_loss_of_results_per_token(tmp_path):
-    """In compute_loss(), as compute_loss_func gets the outputs of a call without labels."""
+    """The loss is in compute_loss(), because compute_loss_func gets outputs without labels."""
     model = make("Llama")
     other, third = copy.deepcopy(model), copy.deepcopy(model)
     right, losses, _ = trained(model, tmp_path, function=focal_of_logits)
     storage_ops.patch_causal_lm(other, returns=("nll",))
-    ours, found, _ = trained(other, tmp_path, kind=Focal)
-    assert losses == pytest.approx(found, rel=1e-3)
+    ours, got, _ = trained(other, tmp_path, kind=Focal)
+    assert losses == pytest.approx(got, rel=1e-3)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
     storage_ops.patch_causal_lm(third, returns=("nll",))
     _say_that_labels_lack.cache_clear()
     with pytest.warns(UserWarning, match="without labels") as record:
         same, _, _ = trained(third, tmp_path, function=focal_of_logits)
     (said,) = [w for w in record if re.search(r"Llama.*compute_loss\(\)", str(w.message))]
-    assert said.filename == __file__  # the call of Trainer.train()
+    assert said.filename == __file__  # the warning points to the call of Trainer.train()
     torch.testing.assert_close(same, right, rtol=1e-3, atol=1e-5)
 
 
@@ -154,22 +154,22 @@ def test_losses_of_deferred_logits(case, tmp_path):
     _say_that_labels_lack.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without labels.*")
-        ours, found, measured = trained(other, tmp_path, evaluate=True, **options)
+        ours, got, measured = trained(other, tmp_path, evaluate=True, **options)
     exact = "bf16" not in options
-    assert losses == pytest.approx(found, rel=1e-4 if exact else 1e-2)
+    assert losses == pytest.approx(got, rel=1e-4 if exact else 1e-2)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5 if exact else 1e-2)
-    for name in ("eval_loss", "eval_accuracy"):  # of logits
+    for name in ("eval_loss", "eval_accuracy"):  # metrics of logits
         assert measured[name] == pytest.approx(metrics[name], rel=1e-4 if exact else 0.1)
 
 
 @pytest.mark.parametrize(
     "options", [SMOOTHED, {"function": focal_of_logits}], ids=["smoothed", "own"]
 )
-def test_no_logits_of_a_trainer(options, tmp_path):
+def test_a_trainer_computes_no_logits(options, tmp_path):
     vocabulary, length = 8192, 128
     config = tf.LlamaConfig(**{**GROUPED, "vocab_size": vocabulary, "max_position_embeddings": 128})
     options = {"vocabulary": vocabulary, "length": length, "max_steps": 1, **options}
-    logits = 2 * length * vocabulary * 4  # of a batch
+    logits = 2 * length * vocabulary * 4  # bytes of the logits of a batch
 
     def largest(model):
         trainer = a_trainer(model, tmp_path, **options)

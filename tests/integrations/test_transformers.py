@@ -1,4 +1,4 @@
-"""patch_causal_lm on models of transformers: the same loss and gradients, without the logits."""
+"""Models under patch_causal_lm have the same loss and gradients, and compute no logits."""
 
 import inspect
 
@@ -90,14 +90,14 @@ def test_positional_arguments(batch):
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Albert"])
-def test_a_loss_that_needs_another_label_too(kind, batch):
+def test_a_loss_with_a_second_label(kind, batch):
     config = getattr(tf, f"{kind}Config")(**SIZES, embedding_size=16)
     model = getattr(tf, f"{kind}ForPreTraining")(config).eval()
     name = {"Bert": "next_sentence_label", "Albert": "sentence_order_label"}[kind]
-    given = {**batch, name: torch.tensor([0, 1, 1])}
-    expected = model(**given)
+    inputs = {**batch, name: torch.tensor([0, 1, 1])}
+    expected = model(**inputs)
     storage_ops.patch_causal_lm(model, logits="never")
-    outputs = model(**given)
+    outputs = model(**inputs)
     torch.testing.assert_close(outputs.loss, expected.loss)
     assert outputs.prediction_logits is None
     with pytest.raises(NotImplementedError, match=f"It may need {name} too"):
@@ -208,7 +208,7 @@ def test_a_loss_function_of_the_user(batch, monkeypatch):
             logits.float().view(-1, vocab_size), labels.reshape(-1), label_smoothing=0.1
         )
 
-    # On the class: transformers 4.46 has no setter for it.
+    # Patch the class, because transformers 4.46 has no setter on instances.
     monkeypatch.setattr(tf.LlamaForCausalLM, "loss_function", staticmethod(smoothed))
     check_against_plain(model, lambda model: model(**batch))
     squared = staticmethod(lambda logits, labels, vocab_size, **kwargs: logits.square().mean())

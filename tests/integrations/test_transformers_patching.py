@@ -32,7 +32,7 @@ def test_undo(batch):
     assert type(model) is tf.LlamaForCausalLM and type(model.lm_head) is nn.Linear
     assert vars(model) == before and vars(model.lm_head) == head_before
     assert torch.equal(model(**batch).logits, expected.logits)
-    storage_ops.unpatch_causal_lm(model)  # not patched: stays as it is
+    storage_ops.unpatch_causal_lm(model)  # no effect on a model without a patch
     assert type(model) is tf.LlamaForCausalLM
 
 
@@ -42,13 +42,13 @@ def test_patching_twice(batch):
     patched = type(model)
     with storage_ops.patch_causal_lm(model):
         assert type(model) is patched
-    assert type(model) is patched and model(**batch).logits is None  # the outer patch lasts
+    assert type(model) is patched and model(**batch).logits is None  # the outer patch remains
     storage_ops.unpatch_causal_lm(model)
     assert type(model) is tf.LlamaForCausalLM
 
 
 @pytest.mark.in_turn
-def test_the_remedy_for_returned_logits_is_named():
+def test_the_warning_about_returned_logits_names_the_remedy():
     def step(x, w, t):
         z = x @ w.T
         return torch.nn.functional.cross_entropy(z, t), z
@@ -60,7 +60,7 @@ def test_the_remedy_for_returned_logits_is_named():
         compiled(x, w, torch.randint(20_000, (512,)))[0].backward()
 
 
-def test_the_signature_that_trainer_and_generate_read():
+def test_the_signature_stays_the_same_for_trainer_and_generate():
     model = make("Llama")
     bound, plain = inspect.signature(model.forward), inspect.signature(type(model).forward)
     storage_ops.patch_causal_lm(model)
@@ -82,7 +82,7 @@ def test_copies(clone, batch):
     model(**batch)
     other = clone(model)
     storage_ops.unpatch_causal_lm(model)
-    outputs = other(**batch)  # does not depend on the original any more
+    outputs = other(**batch)  # the copy does not depend on the original
     assert outputs.logits is None and other.lm_head is not model.lm_head
     torch.testing.assert_close(outputs.loss, expected)
     storage_ops.unpatch_causal_lm(other)
@@ -115,7 +115,7 @@ def test_a_patched_model_is_freed_without_the_garbage_collector(batch):
 
 
 class Wrapper(nn.Module):
-    """Calls the forward of a model directly and hands its attributes on, in the manner of PEFT."""
+    """Calls the forward of a model directly and forwards attributes to it, as PEFT does."""
 
     def __init__(self, model):
         super().__init__()
@@ -149,7 +149,7 @@ def test_wrappers(batch):
 
 
 class TrainedCopy(nn.Module):
-    """Calls a copy of a layer and keeps the original, in the manner of PEFT's modules_to_save."""
+    """Calls a copy of a layer and keeps the original, as PEFT's modules_to_save does."""
 
     def __init__(self, layer):
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_trained_copy_of_the_output_layer(patch_first, batch):
     torch.testing.assert_close(patched_grads, grads, rtol=1e-5, atol=1e-6)
 
 
-def test_a_forward_that_another_wrapper_has_kept_follows_the_undo(batch):
+def test_unpatching_also_affects_a_forward_that_a_wrapper_stored(batch):
     model = make("Llama")
     storage_ops.patch_causal_lm(model)
     kept = type(model).forward
@@ -187,7 +187,7 @@ def test_a_forward_that_another_wrapper_has_kept_follows_the_undo(batch):
 
 
 def test_a_forward_that_is_replaced_later(batch):
-    """A warning says, at the first call in training, that the patch has no effect."""
+    """The first call in training warns that the patch has no effect."""
 
     def other(self, input_ids, attention_mask=None, labels=None):
         hidden = self.model(input_ids, attention_mask).last_hidden_state
@@ -204,7 +204,7 @@ def test_a_forward_that_is_replaced_later(batch):
         copied = copy.deepcopy(model)
         with pytest.raises(UserWarning, match=r"LlamaForCausalLM has no effect.*<locals>\.other"):
             model(**batch)
-        model(**batch)  # says so once
+        model(**batch)  # warns only once
         with pytest.raises(UserWarning, match="use_liger_kernel"):
             copied(**batch)
         model.forward = types.MethodType(type(model).forward, model)
@@ -265,7 +265,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     assert vars(model) == before
 
 
-def test_output_layers_that_are_more_than_a_product(batch):
+def test_output_layers_with_hooks_or_another_forward(batch):
     model = make("Llama")
     model.lm_head = ScaledLinear(D, V)
     with pytest.raises(TypeError, match="ScaledLinear with a forward of its own"):
@@ -287,7 +287,7 @@ def test_output_layers_that_are_more_than_a_product(batch):
         model(**batch)
 
 
-def test_a_model_that_was_wrapped_before_or_changed_after():
+def test_a_model_that_was_wrapped_before_or_changed_after_patching():
     model = make("Llama")
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a patched model gives besides its loss: results per token, weights, logits when asked."""
+"""Results of a patched model besides its loss: results per token, weights, requested logits."""
 
 import copy
 
@@ -12,7 +12,7 @@ from .models import BART, GROUPED, loss_and_gradients, make, tf
 
 
 def shifted_logits(model, batch):
-    """Logits and labels of every token that has a next one."""
+    """Return the logits of all tokens but the last, and their labels."""
     logits = model(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
     return logits[:, :-1].double(), batch["labels"][:, 1:]
 
@@ -65,13 +65,13 @@ def test_a_weight_for_every_label(name, named, batch):
         logits, labels, w = logits[:, :-1], labels[:, 1:], w[:, 1:]
     each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     right = (each * w).sum() / (w * (labels != -100)).sum()
-    given = {"weights": weights} if named else {}
+    extra = {"weights": weights} if named else {}
     storage_ops.patch_causal_lm(model, token_weights="weights" if named else weights)
     for call in (model, torch.compile(model, backend="aot_eager")):
-        torch.testing.assert_close(call(**batch, **given).loss, right.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(call(**batch, **extra).loss, right.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_label_smoothing_is_that_of_trainer(batch):
+def test_label_smoothing_equals_that_of_trainer(batch):
     from transformers.trainer_pt_utils import LabelSmoother
 
     model = make("Llama")
@@ -81,7 +81,7 @@ def test_label_smoothing_is_that_of_trainer(batch):
     torch.testing.assert_close(model(**batch).loss, right)
 
 
-def test_shifted_labels_alone_give_the_loss(batch):
+def test_shift_labels_without_labels_give_the_loss(batch):
     model = make("Llama")
     labels = batch.pop("labels")
     right = model(**batch, labels=labels).loss
@@ -94,7 +94,7 @@ def test_shifted_labels_alone_give_the_loss(batch):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("when", ["eval", "always", "never"])
-def test_logits_when_they_are_asked_for(training, when, batch):
+def test_logits_are_returned_if_requested(training, when, batch):
     model = make("Gemma 2, soft-cap").train(training)
     right = model(**batch)
     storage_ops.patch_causal_lm(model, logits=when)
@@ -121,7 +121,7 @@ def test_a_bias_that_is_added_to_the_logits(batch):
         storage_ops.patch_causal_lm(other, token_weights="weights")
 
 
-def test_options_stay_with_copies_and_other_ones_are_refused(batch):
+def test_copies_keep_options_and_unknown_options_are_refused(batch):
     model = make("Llama")
     storage_ops.patch_causal_lm(model, returns=("loss", "nll"))
     storage_ops.patch_causal_lm(model, returns=("loss", "nll"))
@@ -142,8 +142,8 @@ def test_options_stay_with_copies_and_other_ones_are_refused(batch):
         model(**batch)
 
 
-def test_weights_are_never_left_out_without_a_word(batch):
-    """transformers takes any keyword, and its Trainer removes columns that it does not know."""
+def test_missing_weights_are_errors(batch):
+    """transformers accepts any keyword, and its Trainer removes columns that it does not know."""
     model = make("Llama").train()
     storage_ops.patch_causal_lm(model)
     with pytest.raises(TypeError, match=r'Call .*token_weights="token_weights"'):
@@ -159,8 +159,8 @@ def test_weights_are_never_left_out_without_a_word(batch):
 
 
 @pytest.mark.parametrize("logits", ["deferred", "eval"])
-def test_weights_and_smoothing_of_a_loss_that_is_made_without_them(logits, batch):
-    """Trainer takes the labels from the model where it smooths them itself."""
+def test_calls_without_labels_are_errors_with_weights_or_smoothing(logits, batch):
+    """Trainer passes no labels to the model if it smooths them itself."""
     model, labels = make("Llama").train(), batch.pop("labels")
     with storage_ops.patch_causal_lm(model, token_weights="weights", logits=logits):
         with pytest.raises(
@@ -172,16 +172,16 @@ def test_weights_and_smoothing_of_a_loss_that_is_made_without_them(logits, batch
         if logits == "deferred":
             with pytest.raises(ValueError, match=r"`label_smoothing` is 0.1, .* Pass labels in"):
                 model(**batch)
-        else:  # what it was before, and no loss
+        else:  # the outputs of the plain model, without a loss
             assert isinstance(model(**batch).logits, torch.Tensor)
 
 
-def test_layers_that_are_checkpointed_keep_no_cache_in_training():
+def test_checkpointed_layers_keep_no_cache_in_training():
     config = tf.LlamaConfig(**{**GROUPED, "num_hidden_layers": 4, "hidden_size": 128})
     model = tf.LlamaForCausalLM(config).train()
     ids = torch.randint(97, (2, 64))
 
-    def run(use_cache):  # transformers 4 gives its layers a mask where they have no cache
+    def run(use_cache):  # transformers 4 passes a mask to its layers if there is no cache
         return loss_and_gradients(model, lambda m: m(ids, labels=ids, use_cache=use_cache))
 
     expected = {use_cache: run(use_cache) for use_cache in (False, True)}
@@ -194,4 +194,4 @@ def test_layers_that_are_checkpointed_keep_no_cache_in_training():
         peaks.append(measured.peak_bytes)
         torch.testing.assert_close(outputs.loss, right.loss, rtol=0, atol=0)
         torch.testing.assert_close(ours, grads, rtol=0, atol=0)
-    assert peaks[1] < 1.02 * peaks[0]  # 1.6 times with the keys and values of every layer
+    assert peaks[1] < 1.02 * peaks[0]  # keys and values of every layer would give 1.6 times

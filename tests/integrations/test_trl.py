@@ -1,4 +1,4 @@
-"""Trainers of TRL with patched models, unchanged: parameters and metrics are as without."""
+"""Unchanged trainers of TRL give the same parameters and metrics with patched models."""
 
 import copy
 import importlib
@@ -37,7 +37,7 @@ def text(length):
 
 
 def lengths(completions, **kwargs):
-    """A reward."""
+    """Return rewards: the lengths of the completions."""
     return [len(set(text)) / 10 for text in completions]
 
 
@@ -47,8 +47,8 @@ EXPERIMENTAL = {
 
 
 def a_trainer(kind, model, folder, tokenizer, data, options):
-    """One of TRL's, for three steps of SGD, which takes small gradients for small."""
-    given = {
+    """Return a trainer of TRL for three steps of SGD, whose steps are proportional to gradients."""
+    common = {
         "output_dir": str(folder), "use_cpu": True, "report_to": [], "max_steps": 3, "seed": 3,
         "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no",
         "disable_tqdm": True, "learning_rate": 0.1, "optim": "sgd", "bf16": False,
@@ -64,7 +64,7 @@ def a_trainer(kind, model, folder, tokenizer, data, options):
     place = trl
     if kind in EXPERIMENTAL:
         place = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
-    arguments = getattr(place, f"{kind}Config")(**{**given, **options})
+    arguments = getattr(place, f"{kind}Config")(**{**common, **options})
     return getattr(place, f"{kind}Trainer")(
         model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=config,
         **more,
@@ -129,8 +129,8 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
     if "peft_config" in options:
         config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4)
         options = {**options, "peft_config": config}
-    make(name).save_pretrained(tmp_path / "model")  # GRPO loads its reference from there
-    data, found = rows_for(kind), []
+    make(name).save_pretrained(tmp_path / "model")  # GRPO loads its reference from this folder
+    data, results = rows_for(kind), []
     before = case in PATCHED_BEFORE
     for patched in (False, True):
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -151,16 +151,16 @@ def test_training(case, tokenizer, tmp_path, monkeypatch):
             {k: v for k, v in line.items() if not k.endswith(("_per_second", "_runtime", "_time"))}
             for line in trainer.state.log_history if "loss" in line
         ]  # fmt: skip
-        found.append((parameters, metrics))
-    (right, lines), (ours, own) = found
+        results.append((parameters, metrics))
+    (right, lines), (ours, own) = results
     exact = not options.get("bf16")
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=2e-4 if exact else 1e-2)
     assert len(lines) == 3
     assert kind in EXPERIMENTAL or any("entropy" in line for line in lines)
     for line, mine in zip(lines, own, strict=True):
         assert line.keys() == mine.keys()
-        line.pop("rewards/accuracies", None)  # in the first line they are of rewards that are 0
-        line.pop("frac_reward_zero_std", None)  # of equal rewards it is 0 or rounding, run by run
+        line.pop("rewards/accuracies", None)  # all rewards in the first line are 0, up to rounding
+        line.pop("frac_reward_zero_std", None)  # for equal rewards it depends on rounding
         for key, value in line.items():
             assert mine[key] == pytest.approx(
                 value, rel=2e-3 if exact else 0.1, abs=1e-4 if exact else 0.15, nan_ok=True
@@ -186,7 +186,7 @@ def a_fused_model(**options):
 
 
 def test_results_per_token_and_gradients(batch):
-    """Of a fused head alone, in float64: shift_labels too, and what stays when it is undone."""
+    """Test the fused head alone in float64, also with shift_labels and after unpatching."""
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     model = a_fused_model(temperature=0.7, outputs=names)
     bound = vars(model)["forward"]
@@ -212,13 +212,13 @@ def test_results_per_token_and_gradients(batch):
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
     plain = model(batch["input_ids"], labels=batch["labels"])
-    assert plain.logits is None and plain.loss.requires_grad  # a plain call is patched as well
+    assert plain.logits is None and plain.loss.requires_grad  # plain calls are patched too
     storage_ops.unpatch_causal_lm(model)
     assert vars(model)["forward"] == bound
     torch.testing.assert_close(model(**batch).log_probs, right[0].log_probs)
 
 
-def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
+def test_a_model_patched_before_trl_adds_its_fused_head(batch, monkeypatch):
     model = make("Llama")
     theirs = copy.deepcopy(model)
     trl.trainer.add_fused_lm_head(theirs)
@@ -235,7 +235,7 @@ def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "made, options, kind, message",
+    "head_options, options, kind, message",
     [
         refused(NotImplementedError, "cast_lm_head_to_fp32=True", {"cast_lm_head_to_fp32": True}),
         refused(NotImplementedError, "ranks", {"outputs": ("log_probs", "ranks")}),
@@ -243,14 +243,14 @@ def test_patched_before_the_fused_head_was_made(batch, monkeypatch):
         refused(ValueError, "token_weights=None", {}, token_weights="w"),
     ],
 )
-def test_refused(made, options, kind, message):
-    model = a_fused_model(**made)
+def test_unsupported_options_are_refused(head_options, options, kind, message):
+    model = a_fused_model(**head_options)
     with pytest.raises(kind, match=message):
         storage_ops.patch_causal_lm(model, **options)
     assert type(model) is tf.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
 
 
-def test_no_logits_are_held():
+def test_no_logits_are_in_memory():
     vocabulary = 20_000
     config = tf.LlamaConfig(**{**SIZES, "vocab_size": vocabulary, "hidden_size": 16})
     model = tf.LlamaForCausalLM(config)

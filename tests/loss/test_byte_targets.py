@@ -1,4 +1,4 @@
-"""Class indices of uint8, which `F.cross_entropy` takes too, are as good as those of int64."""
+"""Class indices of uint8 give the results of int64, as in `F.cross_entropy`."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def problem():
     return x, w, torch.randint(V, (N,), dtype=torch.uint8)
 
 
-def same(found, wanted, *leaves):
-    torch.testing.assert_close(found, wanted)
-    grads = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (found, wanted))
+def same(got, expected, *leaves):
+    torch.testing.assert_close(got, expected)
+    grads = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (got, expected))
     torch.testing.assert_close(*grads)
 
 
@@ -43,7 +43,7 @@ def test_every_function_of_class_indices(problem):
     heads = torch.randn(V, 2, D, dtype=torch.float64, requires_grad=True)
 
     def functions(index):
-        """Every function that takes class indices, with those of a dtype."""
+        """Yield the result of every function of class indices, with indices of one dtype."""
         one, two = index(target), index(rows)
         yield so.linear_cross_entropy(
             x, w, one, returns=("selected",), selected_ids=index(target.view(N, 1))
@@ -58,6 +58,6 @@ def test_every_function_of_class_indices(problem):
         yield losses.orpo(pairs, w, two, nll_target=two.flip(1))
         yield losses.grpo(pairs, w, two, torch.randn(2).sign().abs())
 
-    for found, wanted in zip(functions(torch.Tensor.byte), functions(torch.Tensor.long),
+    for got, expected in zip(functions(torch.Tensor.byte), functions(torch.Tensor.long),
                              strict=True):  # fmt: skip
-        same(found, wanted, x)
+        same(got, expected, x)

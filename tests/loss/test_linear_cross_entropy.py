@@ -12,8 +12,8 @@ from storage_ops.loss.planning.problem import Problem
 from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, VOCAB_SLICED
 from storage_ops.matmul.aten import Aten
 
-# Relative error in the Frobenius norm against float64. 16-bit results are rounded once on the way
-# out, their logits and logit gradients once in between.
+# Relative errors in the Frobenius norm against float64. In 16 bits, logits, their gradients and the
+# results are each rounded once.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -28,7 +28,7 @@ def problem(tokens=37, hidden=24, vocab=101, dtype=torch.float32, bias=True, ign
 
 
 def run(function, x, w, target, b, upstream=None, **options):
-    """Loss and gradients of a function in the arguments' own dtype."""
+    """Return loss and gradients of a function in the dtype of the arguments."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, w, b)]
     loss = function(leaves[0], leaves[1], target, linear_bias=leaves[2], **options)
     upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
@@ -60,7 +60,7 @@ def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
     x, w, target, b = problem(dtype=dtype, bias=bias)
     least = smallest_budget(x, w, target, b, reduction=reduction)
     memory_budget = {"default": None, "smallest": least, "ten times that": 10 * least}[budget]
-    # Not too small for the gradients of a float16 argument.
+    # Upstream gradients that do not underflow in float16.
     upstream = (torch.rand(len(target) if reduction == "none" else ()) + 0.5).double()
     loss, grads = run(so.linear_cross_entropy, x, w, target, b, upstream, reduction=reduction,
                       memory_budget=memory_budget)  # fmt: skip
@@ -86,12 +86,12 @@ def test_16_bit_gradients_are_no_worse_than_those_of_the_unchunked_loss(dtype, c
     }[plan]
     p = Problem(512, 64, 1003, Aten(2))
     forced = planner.make(planner.schedule(p, strategy, rows, columns))
-    # A large upstream gradient, as from a loss scaler: without one float16 loses it in the logits.
+    # A large upstream gradient, as from a loss scaler. In float16, a small one would underflow.
     options = {"upstream": torch.tensor(1024.0)}
     ours = run(so.linear_cross_entropy, x, w, target, None, plan=forced, **options)
     unchunked = run(reference.linear_cross_entropy, x, w, target, None, **options)
     right = exact(x, w, target, None, **options)
-    # One number may come out right by luck: what matters is that it does not drift with the chunks.
+    # The unchunked loss may be exact by chance. The error must not grow with the number of chunks.
     assert error(ours[0], right[0]) <= max(error(unchunked[0], right[0]), 1e-4)
     for mine, theirs, true in zip(ours[1], unchunked[1], right[1], strict=True):
         assert error(mine, true) <= error(theirs, true)
@@ -142,7 +142,7 @@ def test_frozen_arguments_get_no_gradient(frozen):
         assert i in frozen or error(leaf.grad, expected) < 2e-6
 
 
-def test_no_grad_gives_the_loss_alone():
+def test_no_grad_gives_only_the_loss():
     x, w, target, b = problem()
     with torch.no_grad():
         loss = so.linear_cross_entropy(x.requires_grad_(), w, target, linear_bias=b)
@@ -251,16 +251,16 @@ def test_upstream_gradient_scales_and_accumulates():
     assert torch.allclose(w.grad, once * (3 + loss.detach()), rtol=1e-5)
 
 
-def test_poisoned_buffers_do_not_show(monkeypatch):
-    """Whatever new memory holds, the result is the same."""
+def test_results_do_not_depend_on_uninitialised_memory(monkeypatch):
+    """New memory is filled with nan, and the result stays the same."""
     x, w, target, b = problem()
     right = run(so.linear_cross_entropy, x, w, target, b)
     for owner, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
         plain = getattr(owner, name)
 
         def poisoned(*args, _plain=plain, **options):
-            made = _plain(*args, **options)
-            return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-7)
+            new = _plain(*args, **options)
+            return new.fill_(float("nan")) if new.is_floating_point() else new.fill_(-7)
 
         monkeypatch.setattr(owner, name, poisoned)
     again = run(so.linear_cross_entropy, x, w, target, b)
@@ -305,29 +305,29 @@ def test_distributions_of_weight_zero_are_ignored():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("broken", ["input", "target"])
-def test_distributions_of_weight_zero_may_be_broken(reduction, shift, broken):
-    """Even a nan there reaches neither the loss nor any gradient."""
+def test_distributions_of_weight_zero_may_be_nan(reduction, shift, broken):
+    """A nan in an ignored token reaches neither the loss nor a gradient."""
     x, w = torch.randn(2, 5, 8), torch.randn(11, 8, requires_grad=True)
     q = torch.softmax(torch.randn(2, 5, 11), -1)
     weight = None if shift else torch.tensor([1.0, 0, 2, 1, 1]).expand(2, 5)
     call = functools.partial(so.linear_cross_entropy, linear_weight=w, token_weight=weight)
     results = []
     for value in (1.0, math.nan):
-        # With shift, what has no part is the last input and the first target.
+        # With shift, the last input and the first target are not used.
         if broken == "input":
             x[:, 4 if shift else 1] = value
         else:
             q[:, 0 if shift else 1] = value
-        given = x.clone().requires_grad_()
-        loss = call(given, target=q, shift=shift, reduction=reduction)
-        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (given, w))))
+        hidden = x.clone().requires_grad_()
+        loss = call(hidden, target=q, shift=shift, reduction=reduction)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, w))))
     assert bool(results[0][1].isfinite().all())
     for got, want in zip(results[1], results[0], strict=True):
         assert torch.equal(got, want)
 
 
-def test_z_loss_is_returned_at_the_price_of_the_loss():
-    """Its gradients are made in the forward too, so the smallest budget suffices for both."""
+def test_returning_the_z_loss_costs_nothing():
+    """Its gradients are computed in the forward too, so the smallest budget is enough for both."""
     x, w = torch.randn(96, 32, requires_grad=True), torch.randn(700, 32, requires_grad=True)
     t = torch.randint(700, (96,))
     with pytest.raises(ValueError, match="Expected at least") as error:
@@ -352,7 +352,7 @@ def test_no_token_is_left_by_a_shift():
     assert call(x, w, t).shape == torch.compile(call, backend="eager")(x, w, t).shape == (3, 0)
 
 
-def test_a_budget_in_words():
+def test_a_budget_as_text():
     x, w, t = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
     loss = so.linear_cross_entropy(x, w, t, memory_budget="1 MiB")
     assert torch.equal(loss, so.linear_cross_entropy(x, w, t, memory_budget=1 << 20))

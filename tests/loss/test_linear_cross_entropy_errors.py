@@ -1,4 +1,4 @@
-"""Wrong arguments, targets out of range, and the derivatives that do not exist."""
+"""Wrong arguments, targets out of range, and unsupported derivatives are errors."""
 
 import functools
 import types
@@ -15,13 +15,13 @@ from ..refused import refused
 
 
 def arguments(**changes):
-    given = {
+    defaults = {
         "input": torch.randn(5, 8),
         "linear_weight": torch.randn(11, 8),
         "target": torch.randint(11, (5,)),
         "linear_bias": None,
     }
-    return {**given, **changes}
+    return {**defaults, **changes}
 
 
 @pytest.mark.parametrize(
@@ -177,30 +177,30 @@ def test_wrong_arguments(changes, kind, message):
         (torch.zeros(11, 16)[:, ::2], r"\(16, 2\)"),
     ],
 )
-def test_sums_go_to_whole_rows(into, strides):
-    given = arguments(linear_weight=torch.randn(11, 8, requires_grad=True), accumulate_into=into)
+def test_accumulate_into_must_have_contiguous_rows(into, strides):
+    kwargs = arguments(linear_weight=torch.randn(11, 8, requires_grad=True), accumulate_into=into)
     rule = f"`accumulate_into` has strides {strides}. Expected rows that are contiguous"
     with pytest.raises(ValueError, match=rule):
-        so.linear_cross_entropy(**given)
+        so.linear_cross_entropy(**kwargs)
 
 
 @pytest.mark.parametrize("wrong", [11, -1, 2**40])
 @pytest.mark.parametrize("kernel", ["native", "reference"])
 def test_target_out_of_range(wrong, kernel, monkeypatch):
-    given = arguments()
-    given["target"][3] = wrong
+    kwargs = arguments()
+    kwargs["target"][3] = wrong
     message = (
         rf"^linear_cross_entropy: `target` {wrong} is out of range. Expected ignore_index \(-100\) "
         r"or a class index from 0 to 10\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         if kernel == "native":
-            so.linear_cross_entropy(**given)
+            so.linear_cross_entropy(**kwargs)
         else:
-            logits = given["input"] @ given["linear_weight"].t()
+            logits = kwargs["input"] @ kwargs["linear_weight"].t()
             reference.cross_entropy_rows(
                 logits,
-                given["target"],
+                kwargs["target"],
                 None,
                 None,
                 None,
@@ -216,16 +216,16 @@ def test_target_out_of_range(wrong, kernel, monkeypatch):
             )
 
 
-def test_autocast_takes_no_integers():
+def test_integer_inputs_are_refused_under_autocast():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="`input` is torch"):
         so.linear_cross_entropy(**arguments(input=torch.ones(5, 8).long()))
 
 
 def test_double_backward_is_refused():
-    given = arguments()
-    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
-    grad = torch.autograd.grad(so.linear_cross_entropy(**given), x, create_graph=True)[0]
-    first = torch.autograd.grad(so.linear_cross_entropy(**given), x)[0]
+    kwargs = arguments()
+    x, w = kwargs["input"].requires_grad_(), kwargs["linear_weight"].requires_grad_()
+    grad = torch.autograd.grad(so.linear_cross_entropy(**kwargs), x, create_graph=True)[0]
+    first = torch.autograd.grad(so.linear_cross_entropy(**kwargs), x)[0]
     assert torch.equal(grad, first)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         grad.pow(2).sum().backward()
@@ -235,39 +235,39 @@ def test_double_backward_is_refused():
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "target", "weight", "token_weight"])
 def test_forward_mode_is_refused(name):
-    given = arguments(
+    kwargs = arguments(
         target=torch.softmax(torch.randn(5, 11), 1),
         weight=torch.ones(11),
         token_weight=torch.ones(5),
     )
     with forward_ad.dual_level():
-        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        kwargs[name] = forward_ad.make_dual(kwargs[name], torch.ones_like(kwargs[name]))
         with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-            so.linear_cross_entropy(**given)
+            so.linear_cross_entropy(**kwargs)
 
 
 def test_forward_mode_of_torch_func_is_refused():
-    given = arguments()
+    kwargs = arguments()
 
     def loss(w):
-        return so.linear_cross_entropy(**{**given, "linear_weight": w})
+        return so.linear_cross_entropy(**{**kwargs, "linear_weight": w})
 
     with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-        torch.func.jvp(loss, (given["linear_weight"],), (given["linear_weight"],))
+        torch.func.jvp(loss, (kwargs["linear_weight"],), (kwargs["linear_weight"],))
 
 
 def raw(x, w, target, mask):
-    """The op itself, as a mean with gradients in the forward."""
+    """Call the op directly, for a mean with gradients computed in the forward."""
     return torch.ops.storage_ops.linear_cross_entropy(
         x, w, target, None, None, None, None, "mean", -100, 0.0, 0.0, 0.0, 1.0, False, None, None,
         None, "", "", True, mask, [False] * 4,
     )  # fmt: skip
 
 
-def test_gradient_outputs_of_the_raw_op_are_not_scaled_under_the_caller():
-    given = arguments()
-    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
-    loss, *_, grad_input, _, _ = raw(x, w, given["target"], [True, True, False])
+def test_a_backward_does_not_scale_gradients_that_the_raw_op_returned():
+    kwargs = arguments()
+    x, w = kwargs["input"].requires_grad_(), kwargs["linear_weight"].requires_grad_()
+    loss, *_, grad_input, _, _ = raw(x, w, kwargs["target"], [True, True, False])
     before = grad_input.clone()
     (3 * loss).backward()
     assert torch.equal(grad_input, before)
@@ -275,22 +275,22 @@ def test_gradient_outputs_of_the_raw_op_are_not_scaled_under_the_caller():
 
 
 def test_raw_op_with_too_small_a_mask_still_gives_right_gradients():
-    given = arguments()
-    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
-    loss, *_ = raw(x, w, given["target"], [False, False, False])
+    kwargs = arguments()
+    x, w = kwargs["input"].requires_grad_(), kwargs["linear_weight"].requires_grad_()
+    loss, *_ = raw(x, w, kwargs["target"], [False, False, False])
     loss.backward()
-    right = torch.autograd.grad(so.linear_cross_entropy(x, w, given["target"]), (x, w))
+    right = torch.autograd.grad(so.linear_cross_entropy(x, w, kwargs["target"]), (x, w))
     assert torch.allclose(x.grad, right[0]) and torch.allclose(w.grad, right[1])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_autocast_like_linear(reduction):
-    given = arguments()
-    x, w = given["input"].requires_grad_(), given["linear_weight"].requires_grad_()
+    kwargs = arguments()
+    x, w = kwargs["input"].requires_grad_(), kwargs["linear_weight"].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        ours = so.linear_cross_entropy(**given, reduction=reduction).sum()
-        logits = F.linear(x, w, given["linear_bias"])
-        right = F.cross_entropy(logits, given["target"], reduction=reduction).sum()
+        ours = so.linear_cross_entropy(**kwargs, reduction=reduction).sum()
+        logits = F.linear(x, w, kwargs["linear_bias"])
+        right = F.cross_entropy(logits, kwargs["target"], reduction=reduction).sum()
     assert ours.dtype == right.dtype == torch.float32
     torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
     ours.backward()  # outside of autocast, as in every training loop
@@ -301,7 +301,7 @@ def test_autocast_like_linear(reduction):
 
 
 def heads(hidden=8, vocab=11):
-    """Functions of hidden states and a weight, by the names that their errors use."""
+    """Return functions of hidden states and a weight, by the names in their errors."""
     x, w = torch.randn(2, 5, hidden), torch.randn(vocab, hidden)
     t, module = torch.randint(vocab, (2, 5)), so.LinearCrossEntropyLoss(hidden, vocab)
     losses = so.losses

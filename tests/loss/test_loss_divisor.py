@@ -1,4 +1,4 @@
-"""The sum of the tokens' losses, divided by a number that the caller knows."""
+"""The argument `divisor` divides the sum of the tokens' losses inside the op."""
 
 import pytest
 import torch
@@ -38,11 +38,11 @@ def test_loss_and_gradients(dtype, options, kind):
 
 @pytest.mark.parametrize("plan", [None, "vocab-sliced", "token-chunked"])
 def test_gradients_are_rounded_once(plan):
-    """Logits are small here, so that their rounding does not hide that of the gradients."""
+    """Logits are small, so that their rounding does not hide the rounding of the gradients."""
     leaves, target = problem(torch.bfloat16, 512, 8, 600)
     leaves = [t.detach().div_(30).requires_grad_() for t in leaves]
     chosen = plan and so.plan(512, 8, 600, "bf16", strategy=plan, device="cpu")
-    n = 411.0  # no power of two
+    n = 411.0  # not a power of two, so the division rounds
     inside = so.linear_cross_entropy(*leaves, target, reduction="sum", divisor=n, plan=chosen)
     after = so.linear_cross_entropy(*leaves, target, reduction="sum", plan=chosen) / n
     double = [t.detach().double().requires_grad_() for t in leaves]
@@ -50,21 +50,21 @@ def test_gradients_are_rounded_once(plan):
     exact = gradients(right, double)
 
     def error(loss):
-        made = gradients(loss, leaves)
-        return sum((g.double() - e).norm() / e.norm() for g, e in zip(made, exact, strict=True))
+        actual = gradients(loss, leaves)
+        return sum((g.double() - e).norm() / e.norm() for g, e in zip(actual, exact, strict=True))
 
     assert error(inside) < 0.9 * error(after)
 
 
-def test_no_gradient_of_what_is_divided_by_zero():
+def test_a_divisor_of_zero_gives_no_gradient():
     leaves, target = problem(torch.float32)
     loss = so.linear_cross_entropy(*leaves, target, reduction="sum", divisor=torch.tensor(0))
     assert not loss.isfinite()
     assert all(not g.any() for g in gradients(loss, leaves))
 
 
-def test_nobody_waits_for_a_tensor():
-    """Traced with a divisor that has no value; a look at it would be an error."""
+def test_a_tensor_divisor_is_not_read_by_the_host():
+    """In a trace, the divisor has no value, so reading it would be an error."""
     leaves, target = problem(torch.float32)
 
     def step(x, w, n):

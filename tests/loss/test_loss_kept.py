@@ -1,4 +1,4 @@
-"""The last tile of logits stays from a forward to its backward, and is not formed again."""
+"""The forward keeps the last tile of logits for the backward, which does not compute it again."""
 
 import functools
 import gc
@@ -13,7 +13,7 @@ from storage_ops.loss.engine import kept
 from storage_ops.matmul.aten import Aten
 
 N, D, V = 120, 24, 3000
-ROOMY = 16 << 20  # for a whole tile, and for what rows in plain torch take beside it
+ROOMY = 16 << 20  # room for a whole tile, and for the copies of the row kernel in plain torch
 HAS_KERNELS = so.info()["row_kernel"] != "plain torch"
 BUDGETS = {"whole": 2 << 20, "half": 1 << 20, "slices": 400_000, "least": 100_000}
 
@@ -34,26 +34,26 @@ def of_logits(x, w, target):
 
 @pytest.fixture
 def formed(monkeypatch):
-    """Logits that are formed, call by call of the product."""
-    found, logits = [], matmul.of(torch.float32, "cpu", 1).__class__.logits
+    """Count the logits that each matrix product computes."""
+    counts, logits = [], matmul.of(torch.float32, "cpu", 1).__class__.logits
 
     def noted(self, x, w, out, *rest):
-        found.append(out.numel())
+        counts.append(out.numel())
         return logits(self, x, w, out, *rest)
 
     for kind in {Aten, matmul.of(torch.float32, "cpu", 1).__class__}:
         monkeypatch.setattr(kind, "logits", noted)
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_gradients_once_and_again(dtype, budget):
+def test_gradients_of_several_backward_passes(dtype, budget):
     x, w, target = problem(dtype)
     upstream = torch.randn(N)
     exact, leaves = of_logits(x, w, target)
     right = torch.autograd.grad(exact, leaves, upstream.double())
-    # Products of torch take copies of what has 16 bits, to sum it in float32.
+    # torch's products need float32 copies of 16-bit operands to sum in float32.
     ours = so.info()["cpu_products"] != "those of torch"
     wide = {torch.float64} | (set() if ours and HAS_KERNELS else {torch.float32, torch.bfloat16})
     loss = so.linear_cross_entropy(
@@ -70,12 +70,12 @@ def test_gradients_once_and_again(dtype, budget):
             assert (ours.double() - expected).norm() <= bound * expected.norm()
 
 
-def test_a_whole_tile_is_formed_once(formed):
+def test_a_whole_tile_is_computed_once(formed):
     x, w, target = problem(ignored=False)
     loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=ROOMY)
     grads = torch.autograd.grad(loss.sum(), [x, w], retain_graph=True)
     assert sum(formed) == N * V
-    again = torch.autograd.grad(loss.sum(), [x, w])  # the backward has overwritten it
+    again = torch.autograd.grad(loss.sum(), [x, w])  # the first backward has overwritten the tile
     assert sum(formed) == 2 * N * V
     for one, other in zip(grads, again, strict=True):
         torch.testing.assert_close(one, other)
@@ -83,7 +83,7 @@ def test_a_whole_tile_is_formed_once(formed):
 
 @pytest.mark.parametrize("wanted", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_backward_of_less_or_with_other_threads_keeps_the_budget(wanted, threads):
+def test_a_backward_of_some_inputs_or_with_other_threads_keeps_the_budget(wanted, threads):
     x, w, target = problem()
     ids = torch.randint(V, (N, 4))
     budget = 900_000
@@ -103,7 +103,7 @@ def test_a_backward_of_less_or_with_other_threads_keeps_the_budget(wanted, threa
         finally:
             torch.set_num_threads(before)
     returned = sum(g.nbytes for g in got) + values.nbytes * 3 + picked.nbytes
-    assert m.peak_bytes - returned <= 2 * budget  # the second call keeps none, and the first does
+    assert m.peak_bytes - returned <= 2 * budget  # only the first call keeps a tile
     z = torch.log_softmax(x.detach().double() @ w.detach().double().t(), -1)
     torch.testing.assert_close(
         picked.double(), z.gather(1, ids) * (target >= 0)[:, None], rtol=1e-4, atol=1e-5
@@ -123,7 +123,7 @@ def test_one_call_at_a_time_keeps_a_tile(formed):
     assert sum(formed) == 3 * N * V
 
 
-def test_a_reference_after_the_policy_takes_the_place_of_what_it_keeps(formed):
+def test_a_later_call_takes_the_memory_of_a_kept_tile(formed):
     x, w, target = problem(ignored=False)
     budget = 2 << 20
     with so.memory.measure() as m:
@@ -136,7 +136,7 @@ def test_a_reference_after_the_policy_takes_the_place_of_what_it_keeps(formed):
     assert sum(formed) == 5 * N * V
 
 
-def test_without_a_backward_nothing_stays():
+def test_a_kept_tile_is_freed_with_its_graph():
     x, w, target = problem()
     with so.memory.measure() as m:
         loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=2 << 20)
@@ -153,8 +153,8 @@ def copied(loss, *args):
 
 
 def cached(loss, *args):
-    made = [torch.ops.storage_ops.linear_cross_entropy.default]
-    context = functools.partial(create_selective_checkpoint_contexts, made)
+    saved_ops = [torch.ops.storage_ops.linear_cross_entropy.default]
+    context = functools.partial(create_selective_checkpoint_contexts, saved_ops)
     return checkpoint(loss, *args, use_reentrant=False, context_fn=context)
 
 
@@ -164,7 +164,7 @@ def offloaded(loss, *args):
 
 
 WAYS = {
-    "copies of what is saved": copied,
+    "saved tensors are copied": copied,
     "checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "reentrant checkpoint": functools.partial(checkpoint, use_reentrant=True),
     "selective checkpoint that saves the op": cached,
@@ -175,7 +175,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_others_do_with_what_is_saved(way, reduction, dtype):
+def test_hooks_and_checkpoints_around_the_loss(way, reduction, dtype):
     x, w, target = problem(dtype)
 
     def loss(x, w):
@@ -190,7 +190,7 @@ def test_what_others_do_with_what_is_saved(way, reduction, dtype):
             torch.testing.assert_close(one, other)
 
 
-def test_graphs_keep_nothing():
+def test_compiled_graphs_keep_no_tile():
     x, w, target = problem()
     plan = so.plan(N, D, V, torch.float32, reduction="none", memory_budget=ROOMY, device="cpu")
     assert plan.keeps and plan.products == 3
@@ -213,7 +213,7 @@ def test_graphs_keep_nothing():
 
 
 @pytest.mark.kernels
-def test_a_simulation_counts_it():
+def test_a_simulation_counts_the_kept_tile():
     x, w, target = problem(ignored=False)
 
     def step():
@@ -224,8 +224,8 @@ def test_a_simulation_counts_it():
     for _ in range(2):
         with so.memory.measure() as m:
             step()
-    found = so.memory.estimate(step)
-    assert found.peak_bytes - found.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
+    estimated = so.memory.estimate(step)
+    assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
 
 
 def test_sums_into_a_buffer():

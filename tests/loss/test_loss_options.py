@@ -1,4 +1,4 @@
-"""Every option of linear cross-entropy, in pairs, against the definition in float64."""
+"""Every pair of options of linear cross-entropy agrees with the definition in float64."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, Schedule, waiting_
 from storage_ops.matmul.aten import Aten
 
 TOKENS, HIDDEN, VOCAB = 6, 3, 70
-# Option -> the values it takes besides leaving it out. Tensors are made fresh for every test.
+# Option -> the values to test. Every test creates new tensors.
 OPTIONS = {
     "reduction": ["sum", "none"],
     "linear_bias": [lambda: torch.randn(VOCAB).double()],
@@ -39,46 +39,46 @@ OPTIONS = {
              "vocab-sliced 5 64 0 1 1"],
 }  # fmt: skip
 CHOICES = [(name, i) for name, values in OPTIONS.items() for i in range(len(values))]
-# Without plans, and without argmax and topk: a tie in 16 bits is none in float64.
+# Without plans, argmax and topk: a tie in 16 bits need not be a tie in float64.
 OTHERS = [choice for choice in CHOICES
           if choice[0] != "plan" and choice not in (("returns", 1), ("returns", 3))]  # fmt: skip
 PAIRS = [pair for pair in itertools.combinations(CHOICES, 2) if pair[0][0] != pair[1][0]]
 
 
 class Forced:
-    """A plan by its key: tiles that the planner would not choose for so small a problem."""
+    """Use the plan with this key, because the planner would choose one tile for a small problem."""
 
     def __init__(self, key):
         self.key = key
 
 
 def arguments(choices, dtype=torch.float64):
-    """Arguments of a call with some of OPTIONS, and the leaves that need gradients."""
+    """Return the arguments of a call with some of OPTIONS, and the names of the leaves."""
     chosen = {name: OPTIONS[name][i] for name, i in choices}
-    made = {name: value() if callable(value) else value for name, value in chosen.items()}
-    made.setdefault("target", torch.randint(made.get("valid_classes", VOCAB), (2, TOKENS)))
-    if not made["target"].is_floating_point():
-        made["target"][torch.rand(2, TOKENS) < 0.2] = -100
-    if "plan" in made:
-        made["plan"] = Forced(made["plan"])
-    names, classes = made.get("returns", ()), made.get("valid_classes", VOCAB)
-    if "selected" in names:  # some of them twice, no class, or the target
+    kwargs = {name: value() if callable(value) else value for name, value in chosen.items()}
+    kwargs.setdefault("target", torch.randint(kwargs.get("valid_classes", VOCAB), (2, TOKENS)))
+    if not kwargs["target"].is_floating_point():
+        kwargs["target"][torch.rand(2, TOKENS) < 0.2] = -100
+    if "plan" in kwargs:
+        kwargs["plan"] = Forced(kwargs["plan"])
+    names, classes = kwargs.get("returns", ()), kwargs.get("valid_classes", VOCAB)
+    if "selected" in names:  # ids include duplicates, ignored ones and the target
         ids = torch.randint(classes, (2, TOKENS, 5))
         ids[..., 1], ids[0, 0, 3] = ids[..., 0], -100
-        if not made["target"].is_floating_point():
-            ids[..., 4] = made["target"]
-        made["selected_ids"] = ids
+        if not kwargs["target"].is_floating_point():
+            ids[..., 4] = kwargs["target"]
+        kwargs["selected_ids"] = ids
     if "topk" in names:
-        made["top_k"] = 3
-    frozen = made.pop("frozen", None)
-    made |= {"input": torch.randn(2, TOKENS, HIDDEN).double(),
+        kwargs["top_k"] = 3
+    frozen = kwargs.pop("frozen", None)
+    kwargs |= {"input": torch.randn(2, TOKENS, HIDDEN).double(),
              "linear_weight": torch.randn(VOCAB, HIDDEN).double()}  # fmt: skip
-    leaves = [n for n in ("input", "linear_weight", "linear_bias") if n in made and n != frozen]
+    leaves = [n for n in ("input", "linear_weight", "linear_bias") if n in kwargs and n != frozen]
     for name in leaves:
-        made[name] = made[name].to(dtype).requires_grad_()
+        kwargs[name] = kwargs[name].to(dtype).requires_grad_()
     if frozen is not None:
-        made[frozen] = made[frozen].to(dtype)
-    return made, leaves
+        kwargs[frozen] = kwargs[frozen].to(dtype)
+    return kwargs, leaves
 
 
 def outputs(result):
@@ -87,11 +87,11 @@ def outputs(result):
 
 
 def compare(choices, dtype=torch.float64, tolerance=1e-10):
-    made, leaves = arguments(choices, dtype)
-    ours = outputs(so.linear_cross_entropy(**made))
+    kwargs, leaves = arguments(choices, dtype)
+    ours = outputs(so.linear_cross_entropy(**kwargs))
     double = {k: v.detach().double().requires_grad_(k in leaves)
               if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-              for k, v in made.items()}  # fmt: skip
+              for k, v in kwargs.items()}  # fmt: skip
     right = outputs(reference.linear_cross_entropy(**double))
     assert [o.shape for o in ours] == [r.shape for r in right]
     for o, r in zip(ours, right, strict=True):
@@ -101,7 +101,7 @@ def compare(choices, dtype=torch.float64, tolerance=1e-10):
             assert torch.equal(o, r)
     upstream = [torch.rand_like(r) if r.requires_grad else None for r in right]
     pairs = [(o, r, u) for o, r, u in zip(ours, right, upstream, strict=True) if o.requires_grad]
-    got = torch.autograd.grad([o for o, _, _ in pairs], [made[n] for n in leaves],
+    got = torch.autograd.grad([o for o, _, _ in pairs], [kwargs[n] for n in leaves],
                               [u.to(o.dtype) for o, _, u in pairs])  # fmt: skip
     expected = torch.autograd.grad([r for _, r, _ in pairs], [double[n] for n in leaves],
                                    [u for _, _, u in pairs])  # fmt: skip
@@ -118,16 +118,16 @@ def test_pairs_of_options(pair):
 
 @pytest.mark.parametrize("hidden", [11, 12, 20])
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
-def test_options_while_logits_wait_in_the_gradient_of_the_weight(choice, hidden, monkeypatch):
-    monkeypatch.setitem(globals(), "VOCAB", 200)  # 128 that wait, if there is room, 8, and 64
+def test_options_while_logits_are_stored_in_the_weight_gradient(choice, hidden, monkeypatch):
+    monkeypatch.setitem(globals(), "VOCAB", 200)  # slices of 128 (stored, with room), 8 and 64
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
     compare([*{"plan": 5, **dict([choice])}.items()])
 
 
 @pytest.mark.parametrize("key", ["token-chunked 12 64 0 1 1", "vocab-sliced 5 64 0 1 1"])
 @pytest.mark.parametrize("reduction", [[], [("reduction", 1)]])
-def test_sums_lie_there_for_shifted_distributions(key, reduction, monkeypatch):
-    """The input has a row more than there are tokens."""
+def test_sums_in_the_weight_gradient_for_shifted_distributions(key, reduction, monkeypatch):
+    """With shift, the input has one row more than there are tokens."""
     monkeypatch.setitem(OPTIONS, "plan", [key])
     compare([("plan", 0), ("shift", 0), ("target", 0), *reduction], torch.bfloat16, 0.05)
 
@@ -146,15 +146,17 @@ def test_rescaled_sums_in_the_dtype_of_a_frozen_weight(dtype):
 
 @pytest.mark.parametrize(
     "key, dtype, tolerance",
-    [("token-chunked 12 64 0 1 1", torch.bfloat16, 0.05),
-     ("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2)],
+    [
+pytest.param("token-chunked 12 64 0 1 1", torch.bfloat16, 0.05, id="tokens in bf16"),
+pytest.param("vocab-sliced 5 64 0 1 1", torch.float16, 1e-2, id="classes in fp16"),
+],
 )  # fmt: skip
 @pytest.mark.parametrize("hidden", [11, 20])
 @pytest.mark.parametrize("choice", OTHERS, ids=lambda c: f"{c[0]}{c[1]}")
-def test_options_while_sums_lie_in_the_gradient_of_the_weight(
+def test_options_while_sums_are_stored_in_the_weight_gradient(
     choice, hidden, key, dtype, tolerance, monkeypatch
 ):
-    frozen = choice[0] == "frozen"  # there are no such sums, or no such gradient
+    frozen = choice[0] == "frozen"  # without one of the gradients, no sums are stored
     borrowed, steps = [], Schedule._borrowed_last
 
     def noted(schedule, every):
@@ -170,20 +172,20 @@ def test_options_while_sums_lie_in_the_gradient_of_the_weight(
 
 
 @settings(max_examples=100)
-@example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes are not borrowed
+@example(80, 80, 170, 64, 0, torch.bfloat16, False, True)  # too few classes to store sums
 @example(2, 1, 129, 128, 0, torch.float32, False, False)  # a narrower slice has room for all tokens
 @given(
     st.integers(1, 80), st.integers(1, 80), st.integers(2, 700), st.integers(1, 700),
     st.integers(0, 700), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
     st.booleans(),
 )  # fmt: skip
-def test_logits_that_wait_are_not_formed_again(
+def test_stored_logits_are_not_computed_again(
     tokens, hidden, vocab, columns, widest, dtype, own, borrows
 ):
     products = matmul.of(dtype, "cpu", torch.get_num_threads())
     p = Problem(tokens, hidden, vocab, products, sums_fp32=not own)
     plan = planner.make(planner.schedule(p, TOKEN_CHUNKED, tokens, columns, widest, borrows))
-    room = 5 * 2 * tokens <= 4 * vocab  # a fifth of the classes or more are not borrowed
+    room = 5 * 2 * tokens <= 4 * vocab  # sums use at most a fifth of the classes' rows
     assert bool(plan.borrowed) == (borrows and p.mixed and room)
     x, w = (torch.randn(n, hidden).to(dtype).requires_grad_() for n in (tokens, vocab))
     target, formed, form = torch.randint(vocab, (tokens,)), 0, type(products).logits
@@ -202,14 +204,14 @@ def test_logits_that_wait_are_not_formed_again(
     right = reference.linear_cross_entropy(a, b, target)
     assert abs(loss - right) <= (1e-5 if dtype == torch.float32 else 3e-2) * (1 + right)
     expected = torch.autograd.grad(right, (x, w))
-    for g, e, other in zip(got, expected, (w, x), strict=True):  # which is summed to the gradient
+    for g, e, other in zip(got, expected, (w, x), strict=True):  # `other` is summed into g
         size = e.double().norm() + 0.1 * other.detach().double().norm() / tokens
-        # Logits in bf16 are off by 2^-9 of themselves, and a probability, which is a quotient of
-        # exponentials, by twice as much; sums in bf16 lose accuracy with every tile.
+        # Logits in bf16 have a relative error of 2^-9. A probability is a quotient of exponentials,
+        # so its error is twice as large. Sums in bf16 lose accuracy with every tile.
         rounded = max(3e-2, 2 * (a @ b.T).detach().abs().max() / 2**9)
         bound = 1e-5 if dtype == torch.float32 else 0.2 if own else rounded
         assert (g.double() - e.double()).norm() <= bound * size
-    # All slices but the narrower last one of the others have room for as many rows as planned.
+    # Every slice but the last, narrower one has room for as many rows as planned.
     predicted = (plan.products - 2) * tokens * vocab
     assert predicted - 1 <= formed <= predicted + tokens * plan.columns
     if hidden >= tokens and 64 <= plan.columns < vocab - plan.borrowed:
@@ -219,14 +221,14 @@ def test_logits_that_wait_are_not_formed_again(
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: f"{c[0]}{c[1]}")
 def test_gradcheck(choice):
-    made, leaves = arguments([choice, ("linear_bias", 0)])
-    rest = {k: v for k, v in made.items() if k not in leaves}
+    kwargs, leaves = arguments([choice, ("linear_bias", 0)])
+    rest = {k: v for k, v in kwargs.items() if k not in leaves}
 
     def differentiable(*values):
-        found = outputs(so.linear_cross_entropy(**rest, **dict(zip(leaves, values, strict=True))))
-        return tuple(o for o in found if o.requires_grad)
+        results = outputs(so.linear_cross_entropy(**rest, **dict(zip(leaves, values, strict=True))))
+        return tuple(o for o in results if o.requires_grad)
 
-    assert torch.autograd.gradcheck(differentiable, [made[n] for n in leaves], fast_mode=True)
+    assert torch.autograd.gradcheck(differentiable, [kwargs[n] for n in leaves], fast_mode=True)
 
 
 @settings(max_examples=150)
@@ -237,7 +239,7 @@ def test_gradcheck(choice):
 )  # fmt: skip
 def test_any_options_together(choices, kind):
     unique = dict(sorted(choices))
-    if kind[0].itemsize == 2:  # a tie in 16 bits is none in float64
+    if kind[0].itemsize == 2:  # a tie in 16 bits need not be a tie in float64
         unique.pop("returns", None)
     if not {"reduction", "returns"} & set(unique) and kind[0] == torch.float16:
         unique["reduction"] = 1
@@ -279,18 +281,18 @@ def test_shapes_and_strides(batch, tokens, vocab, hidden, layout, int32):
                                      {"memory_budget": 500_000, "logit_scale": 0.5}])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradient_of_probabilities(options, dtype):
-    made = [
+    leaves = [
         torch.randn(2, 9, HIDDEN),
         torch.randn(VOCAB, HIDDEN),
         torch.randn(2, 9, VOCAB).softmax(-1),
     ]
-    bias, made = torch.randn(VOCAB), [t.to(dtype).requires_grad_() for t in made]
-    ours = so.linear_cross_entropy(*made, linear_bias=bias.to(dtype), **options).sum()
-    double = [t.detach().double().requires_grad_() for t in made]
+    bias, leaves = torch.randn(VOCAB), [t.to(dtype).requires_grad_() for t in leaves]
+    ours = so.linear_cross_entropy(*leaves, linear_bias=bias.to(dtype), **options).sum()
+    double = [t.detach().double().requires_grad_() for t in leaves]
     right = reference.linear_cross_entropy(
         *double, linear_bias=bias.to(dtype).double(), **options
     ).sum()
-    got, expected = torch.autograd.grad(ours, made), torch.autograd.grad(right, double)
+    got, expected = torch.autograd.grad(ours, leaves), torch.autograd.grad(right, double)
     for g, e in zip(got, expected, strict=True):
         assert (g.double() - e).norm() <= {8: 1e-10, 4: 1e-5, 2: 2e-2}[dtype.itemsize] * e.norm()
 
@@ -304,10 +306,10 @@ VALUES = [float("inf"), float("-inf"), float("nan"), 1e4, -1e4]
 def test_extreme_logits(value, key, column):
     x, w = torch.eye(4, 3).double(), torch.randn(VOCAB, 3).double()
     w[column, 0] = value
-    made = {"target": torch.tensor([0, 5, 69, 7]), "plan": None if key is None else Forced(key)}
+    kwargs = {"target": torch.tensor([0, 5, 69, 7]), "plan": None if key is None else Forced(key)}
     names = ("nll", "lse", "entropy", "argmax")
-    ours = so.linear_cross_entropy(x[:, :3], w, **made, returns=names)
-    right = reference.linear_cross_entropy(x[:, :3], w, made["target"], returns=names)
+    ours = so.linear_cross_entropy(x[:, :3], w, **kwargs, returns=names)
+    right = reference.linear_cross_entropy(x[:, :3], w, kwargs["target"], returns=names)
     for o, r in zip(ours, right, strict=True):
         torch.testing.assert_close(o, r, equal_nan=True)
 
@@ -363,8 +365,8 @@ def test_max_valid(kind):
 
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {"returns": ("nll", "entropy")}, {}])
 @pytest.mark.parametrize("most", [20, 33, 40])
-def test_max_valid_without_a_look_at_the_targets(options, most, monkeypatch):
-    """As on a GPU: tokens that count come first, and ignored ones fill the rest."""
+def test_max_valid_without_reading_the_targets(options, most, monkeypatch):
+    """On a GPU, valid tokens come first, and ignored ones fill the rest."""
     monkeypatch.setattr(loss_rows, "may_count", lambda _: False)
     x, w = torch.randn(40, 8, requires_grad=True), torch.randn(90, 8, requires_grad=True)
     target = torch.randint(90, (40,))
@@ -399,7 +401,7 @@ def test_module_has_the_names_of_torch():
     with pytest.raises(TypeError, match=r"`linear` is torch.*Linear with forward hooks. Expected"):
         head(x, target)
     handle.remove()
-    head.linear = torch.nn.Sequential(head.linear)  # as an adapter of PEFT
+    head.linear = torch.nn.Sequential(head.linear)  # a wrapper like PEFT's adapters
     with pytest.raises(TypeError, match=r"`linear` is torch.*Sequential. Expected torch.nn.Linear"):
         head(x, target)
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):

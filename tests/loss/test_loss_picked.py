@@ -1,4 +1,4 @@
-"""Log-probabilities of given classes, and of the most probable ones."""
+"""Log-probabilities of selected classes, and of the most probable ones."""
 
 import functools
 
@@ -36,9 +36,9 @@ def in_double(leaves):
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.01}, {"logit_scale": -1.5}])
-@pytest.mark.parametrize("vocab", [200, 5003])  # of which few are looked at one by one
-def test_of_equal_logits_the_lowest_class_comes_first(options, key, vocab):
-    """Products of small integers are exact; a soft-cap makes logits equal that were not."""
+@pytest.mark.parametrize("vocab", [200, 5003])  # with 5003, groups of classes are compared first
+def test_topk_orders_equal_logits_by_class(options, key, vocab):
+    """Products of small integers are exact, so there are ties. A soft-cap makes more."""
     _, target = problem()
     x, w = torch.randint(-2, 3, (12, 6)).float(), torch.randint(-2, 3, (vocab, 6)).float()
     plan = key and Forced(key)
@@ -54,12 +54,12 @@ def test_of_equal_logits_the_lowest_class_comes_first(options, key, vocab):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("key", KEYS)
 def test_the_gradient_of_the_targets_log_probability_is_that_of_nll(dtype, key):
-    """Rounded once: of a token that is certain, p - 1 is all that is left."""
+    """It is rounded once. For a certain token, p - 1 would lose all digits if p was rounded."""
     leaves, target = problem(dtype, scale=4.0)
     with torch.no_grad():
         target[1:5] = (leaves[0].float() @ leaves[1].float().t()).argmax(1)[1:5]
     upstream, plan = torch.randn(12, 3), key and Forced(key)
-    ids = target[:, None].expand(12, 3)  # what upstream gives to each of them is added up
+    ids = target[:, None].expand(12, 3)  # the upstream gradients of the three are added
     (picked,) = (
         so.linear_cross_entropy(
             *leaves, target, plan=plan, returns=("selected",), selected_ids=ids
@@ -83,9 +83,9 @@ def test_16_bits(dtype, wide):
     ids = torch.randint(300, (60, 7))
     names = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 5}
     logits = torch.float32 if wide else None
-    selected, (top, found) = so.linear_cross_entropy(*leaves, target, logits_dtype=logits, **names)
+    selected, (top, best) = so.linear_cross_entropy(*leaves, target, logits_dtype=logits, **names)
     double = in_double(leaves)
-    names["selected_ids"] = torch.cat((ids, found.clamp(0)), 1)
+    names["selected_ids"] = torch.cat((ids, best.clamp(0)), 1)
     names["returns"] = ("selected",)
     names.pop("top_k")
     right = reference.linear_cross_entropy(*double, target, **names)
@@ -124,8 +124,8 @@ def test_no_storage_has_the_size_of_the_logits(kind, dtype, share, plans):  # no
 
 
 @pytest.mark.parametrize("most", [8, 12])
-def test_without_a_look_at_the_targets(most, monkeypatch):
-    """As on a GPU: ignored tokens are worked on, or fill the rest up to max_valid."""
+def test_without_reading_the_targets(most, monkeypatch):
+    """On a GPU, ignored tokens are computed too, or fill the rest up to max_valid."""
     for module in (loss_tokens, loss_picked):
         monkeypatch.setattr(module, "may_count", lambda _: False)
     leaves, target = problem(torch.float64)
@@ -138,9 +138,9 @@ def test_without_a_look_at_the_targets(most, monkeypatch):
         functools.partial(so.linear_cross_entropy, max_valid=most if most < 12 else None),
         reference.linear_cross_entropy,
     ):
-        selected, (values, found) = function(*leaves, target, **options)
+        selected, (values, best) = function(*leaves, target, **options)
         picked = torch.cat((selected, values), 1)
-        both.append((picked, found, *torch.autograd.grad(picked, leaves, upstream)))
+        both.append((picked, best, *torch.autograd.grad(picked, leaves, upstream)))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -158,11 +158,11 @@ def test_classes_out_of_range_on_a_gpu(monkeypatch):
 
 
 def mixed(function, x, w, b, target, ids):
-    loss, selected, (top, found) = function(
+    loss, selected, (top, best) = function(
         x * 1.5, w, target, linear_bias=b, label_smoothing=0.1, shift=True, softcap=4.0,
         returns=("loss", "selected", "topk"), selected_ids=ids, top_k=3,
     )  # fmt: skip
-    return loss + (selected * 0.5).sum() + (top.exp() * (found + 1)).sum()
+    return loss + (selected * 0.5).sum() + (top.exp() * (best + 1)).sum()
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_transforms(sequences):
     leaves, target, ids = sequences
     leaves = [t.detach().double() for t in leaves]
 
-    def made(function):
+    def transformed(function):
         def loss(x, w, b, target, ids):
             return mixed(function, x, w, b, target, ids)
 
@@ -204,7 +204,7 @@ def test_transforms(sequences):
         each = torch.vmap(torch.func.grad(loss, 1), (0, None, None, 0, 0))(*leaves, target, ids)
         return whole, each
 
-    ours, right = made(so.linear_cross_entropy), made(reference.linear_cross_entropy)
+    ours, right = transformed(so.linear_cross_entropy), transformed(reference.linear_cross_entropy)
     torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
 
 
@@ -216,28 +216,28 @@ def test_one_token():
     )
     right = (x @ w.t()).log_softmax(-1)
     torch.testing.assert_close((selected, top), (right[ids], right.topk(2).values))
-    found, expected = (torch.autograd.grad(t.sum(), x) for t in (selected, right[ids]))
-    torch.testing.assert_close(found, expected)
+    got, expected = (torch.autograd.grad(t.sum(), x) for t in (selected, right[ids]))
+    torch.testing.assert_close(got, expected)
 
 
 def test_no_grad_and_autocast(sequences):
     leaves, target, ids = sequences
     options = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 2}
     with torch.no_grad():
-        found = outputs(so.linear_cross_entropy(*leaves[:2], target, **options))
-    assert not any(t.requires_grad for t in found)
-    assert [tuple(t.shape) for t in found] == [(3, 5, 2), (3, 5, 2), (3, 5, 2)]
+        results = outputs(so.linear_cross_entropy(*leaves[:2], target, **options))
+    assert not any(t.requires_grad for t in results)
+    assert [tuple(t.shape) for t in results] == [(3, 5, 2), (3, 5, 2), (3, 5, 2)]
     with torch.autocast("cpu", torch.bfloat16):
         selected = so.linear_cross_entropy(*leaves[:2], target, **options)[0]
     assert selected.dtype == torch.float32
-    torch.testing.assert_close(selected, found[0], rtol=0.1, atol=0.1)
+    torch.testing.assert_close(selected, results[0], rtol=0.1, atol=0.1)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         selected.sum().backward(create_graph=True)
         leaves[1].grad.sum().backward()
 
 
 @pytest.mark.parametrize(
-    "given, kind, message",
+    "options, kind, message",
     [
         refused(
             ValueError,
@@ -263,7 +263,7 @@ def test_no_grad_and_autocast(sequences):
         ),
     ],
 )
-def test_wrong_arguments(given, kind, message):
+def test_wrong_arguments(options, kind, message):
     x, w, target = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
     with pytest.raises(kind, match=message):
-        so.linear_cross_entropy(x, w, target, **given)
+        so.linear_cross_entropy(x, w, target, **options)

@@ -1,4 +1,4 @@
-"""Gradients of linear cross-entropy that are differentiated again raise, whatever asks for it."""
+"""Differentiating gradients of linear cross-entropy again is an error, by every API."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ ONCE = pytest.raises(RuntimeError, match="double backward is not supported")
 
 
 def early(x, w, target):
-    """A mean, whose gradients are made in the forward."""
+    """Return a mean, whose gradients are computed in the forward."""
     return so.linear_cross_entropy(x, w, target)
 
 
 def late(x, w, target):
-    """Per-token losses, whose gradients are made in the backward."""
+    """Return losses per token, whose gradients are computed in the backward."""
     return so.linear_cross_entropy(x, w, target, reduction="none").sum()
 
 
@@ -56,12 +56,12 @@ def divergence(x, w, target):
 
 
 def of_views(loss, x, w, target):
-    """The graph returns another number than the op."""
+    """Return a number that is not an output of the op."""
     return 3 * loss(x.view(6, 4), w, target)
 
 
 def of_others(loss, x, w, target):
-    """The argument of the op is no input of the graph."""
+    """Call the op with an argument that is not an input of the graph."""
     return loss(x.exp(), w, target)
 
 
@@ -70,7 +70,7 @@ def of_others(loss, x, w, target):
     [(early, of_views), (early, of_others), (several, of_views), (divergence, of_views)],
 )
 def test_compiled(loss, f):
-    """A compiled gradient has no second derivative, whichever tensor the caller asks for."""
+    """A compiled gradient has no second derivative by any tensor."""
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     target = torch.randint(9, (6,))
     torch.compiler.reset()
@@ -95,7 +95,7 @@ def test_torch_autograd_functional(problem):
             product(of_input, x, torch.ones_like(x))
 
 
-def test_what_scales_the_loss(problem):
+def test_derivatives_by_a_factor_of_the_loss(problem):
     loss, x, w, target = problem
     scale = torch.tensor(2.0, requires_grad=True)
     (first,) = grad(loss(x, w, target) * scale, x, create_graph=True)
@@ -144,8 +144,8 @@ def test_with_accumulate_into():
         grad(first.sum(), x)
 
 
-def test_the_graph_holds_no_input():
-    """What stands for the input until the backward has none of its memory."""
+def test_the_graph_does_not_keep_the_input():
+    """Until the backward, a placeholder without memory replaces the input."""
     leaf, w = torch.randn(64, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
     hidden = leaf * 1.0
     storage = hidden.untyped_storage()

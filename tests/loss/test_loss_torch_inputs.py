@@ -1,4 +1,4 @@
-"""PyTorch's own inputs for nn.functional.linear_cross_entropy, with every option of it."""
+"""PyTorch's own test inputs for nn.functional.linear_cross_entropy give the same results here."""
 
 import warnings
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 
-pytest.importorskip("expecttest")  # which torch's test inputs import
+pytest.importorskip("expecttest")  # torch's test inputs import it
 from torch.testing._internal.common_methods_invocations import op_db
 
 INFOS = [info for info in op_db if info.name.endswith("linear_cross_entropy")]
@@ -31,7 +31,7 @@ def test_samples(info, dtype):
         result = ours(sample)
         count[min(weight.dim(), 3)] += 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warning that torch falls back to whole logits
+            warnings.simplefilter("ignore")  # torch warns that it computes all logits
             options = {**sample.kwargs, "options": None}
             right = F.linear_cross_entropy(sample.input, weight, target, **options)
         torch.testing.assert_close(result, right)
@@ -71,7 +71,7 @@ def test_options_at_every_position(options, dense):
     rest = {**options}
     if "token_weight" in rest:
         rest["token_weight"] = rest["token_weight"].reshape(24)
-    # Tokens (x, position), whose logits are those of the position: their own inputs and weights.
+    # Write the loss as one token for each (x, position), with the position's logits as its input.
     logits = (torch.einsum("nd,cijd->nijc", x, w) + b.movedim(0, -1)).reshape(24, 9)
     right = so.linear_cross_entropy(logits, torch.eye(9), flat, **rest)
     for ours, whole in zip(
@@ -110,9 +110,9 @@ def test_gradients_of_many_positions_are_summed_in_float32(compiled):
         return so.linear_cross_entropy(x, w, target, reduction="sum")
 
     loss = torch.compile(of_x, backend="aot_eager", fullgraph=True) if compiled else of_x
-    (found,) = torch.autograd.grad(loss(x), x)
+    (got,) = torch.autograd.grad(loss(x), x)
     wide = x.detach().double().requires_grad_()
     (want,) = torch.autograd.grad(
         so.linear_cross_entropy(wide, w.double(), target, reduction="sum"), wide
     )
-    assert (found - want).norm() < 0.004 * want.norm()  # a bfloat16 sum is 0.01 off
+    assert (got - want).norm() < 0.004 * want.norm()  # sums in bfloat16 have an error of 0.01

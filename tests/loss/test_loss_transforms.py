@@ -20,7 +20,7 @@ def problem():
 
 
 def both(problem, call):
-    """A transform of our loss and of the definition."""
+    """Return `call` of the package's loss and of the reference."""
     *_, target = problem
     for function in (so.linear_cross_entropy, reference.linear_cross_entropy):
 
@@ -131,7 +131,7 @@ def test_compile_with_many_outputs(problem, backend, dynamic):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_adds_to_a_given_buffer(problem, backend):
+def test_compiled_code_adds_to_the_buffer_of_accumulate_into(problem, backend):
     torch._dynamo.reset()
     x, w, _, target = problem
     results = []
@@ -156,11 +156,11 @@ def test_a_batch_of_upstream_gradients(reduction):
         F.cross_entropy(F.linear(x, w), t, reduction=reduction),
     )
     for retain in (True, False):
-        found = [
+        gradients = [
             torch.autograd.grad(loss, (x, w), upstream, is_grads_batched=True, retain_graph=retain)
             for loss in losses
         ]
-        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*gradients)
 
 
 def test_vmap_of_an_empty_batch():

@@ -1,4 +1,4 @@
-"""Logits and biases in float32, of 16-bit arguments."""
+"""Logits and biases in float32 for 16-bit arguments."""
 
 import pytest
 import torch
@@ -66,10 +66,10 @@ def test_logits_are_not_rounded(dtype, bias, key):
                    softcap=5.0, logit_scale=1.3).sum()  # fmt: skip
         expected = torch.autograd.grad(loss, double)
         assert [g.dtype for g in got] == [t.dtype for t in leaves]
-        found = errors(got, expected)
-        assert max(found[:2]) < (6e-3 if dtype == torch.bfloat16 else 2e-3)
-        # That of the bias is summed before gradients of logits are rounded.
-        assert not found[2:] or found[2] < (1e-5 if bias == torch.float32 else 4e-3)
+        relative = errors(got, expected)
+        assert max(relative[:2]) < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+        # The bias gradient is summed before the gradients of logits are rounded.
+        assert not relative[2:] or relative[2] < (1e-5 if bias == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
     exact = torch.autograd.grad(F.cross_entropy(F.linear(*double), target), double)[2]
     eager = torch.autograd.grad(F.cross_entropy(F.linear(*leaves), target), leaves)[2]
     x, w, b = leaves
-    # In float16 the unscaled gradients of a mean lose their smallest part; ours have a scale.
+    # In float16, small gradients of a mean underflow in eager mode. The package scales them.
     (bound,) = errors([eager], [exact])
     for budget in (smallest(x, w, target, linear_bias=b), "512 KiB", "2 MiB", None):
         loss = so.linear_cross_entropy(x, w, target, linear_bias=b, memory_budget=budget)
@@ -91,7 +91,7 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_at_any_budget(dtype):
 @pytest.mark.parametrize("sizes", [(600, 64, 16001), (250, 300, 32001)])
 @pytest.mark.parametrize("share", [1.0, 0.25, 1 / 16])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_the_cost_is_in_the_budget_and_in_the_plan(dtype, share, sizes, plans):  # noqa: F811
+def test_budget_and_plan_include_float32_logits(dtype, share, sizes, plans):  # noqa: F811
     tokens, hidden, vocab = sizes
     (x, w), target = problem(dtype, tokens, hidden, vocab)
     target = target.clamp(0)
@@ -119,7 +119,7 @@ def test_the_gradient_of_distributions_keeps_to_the_budget(dtype):
     assert m.peak_bytes - sum(g.nbytes for g in grads) <= budget
 
 
-def test_plan_says_what_it_costs(capsys):
+def test_plan_prints_the_cost_of_float32_logits(capsys):
     asked = [
         so.plan(8192, 4096, 128256, memory_budget="1 GiB", device="h200", logits_dtype=dtype)
         for dtype in (None, "bf16", torch.bfloat16, "fp32", torch.float32)

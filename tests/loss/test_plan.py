@@ -27,15 +27,33 @@ BOTH, INPUT, WEIGHT, NONE = ("input", "weight"), ("input",), ("weight",), ()
 @pytest.mark.parametrize(
     "options, mode, chunks, slices",
     [
-        ({"memory_budget": "400MiB"}, "token-chunked 3.42-GEMM", 1, 7),
-        ({"memory_budget": "3GiB"}, "token-chunked 3-GEMM", 1, 1),
-        ({"memory_budget": "600MiB", "grads": INPUT}, "frozen-weight token-chunked 2-GEMM", 4, 1),
-        ({"memory_budget": "3GiB", "grads": WEIGHT}, "frozen-input token-chunked 2-GEMM", 1, 1),
-        ({"grads": NONE}, "no-grad 1-GEMM", 2, 1),
-        ({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2),
-        ({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2),
-        ({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1),
-        ({"accumulate_dtype": "bf16", "memory_budget": "600MiB"}, "token-chunked 3-GEMM", 4, 1),
+        pytest.param({"memory_budget": "400MiB"}, "token-chunked 3.42-GEMM", 1, 7, id="400 MiB"),
+        pytest.param({"memory_budget": "3GiB"}, "token-chunked 3-GEMM", 1, 1, id="3 GiB"),
+        pytest.param(
+            {"memory_budget": "600MiB", "grads": INPUT},
+            "frozen-weight token-chunked 2-GEMM",
+            4,
+            1,
+            id="frozen weight",
+        ),
+        pytest.param(
+            {"memory_budget": "3GiB", "grads": WEIGHT},
+            "frozen-input token-chunked 2-GEMM",
+            1,
+            1,
+            id="frozen input",
+        ),
+        pytest.param({"grads": NONE}, "no-grad 1-GEMM", 2, 1, id="no gradients"),
+        pytest.param({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2, id="no reduction"),
+        pytest.param({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2, id="fp16"),
+        pytest.param({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1, id="fp32"),
+        pytest.param(
+            {"accumulate_dtype": "bf16", "memory_budget": "600MiB"},
+            "token-chunked 3-GEMM",
+            4,
+            1,
+            id="bf16 sums",
+        ),
     ],
 )
 def test_choices_for_a_large_head_on_an_h200(options, mode, chunks, slices):
@@ -43,9 +61,9 @@ def test_choices_for_a_large_head_on_an_h200(options, mode, chunks, slices):
     assert (plan.mode, plan.num_chunks, plan.num_slices) == (mode, chunks, slices)
 
 
-# Milliseconds by hand, from 790 TFLOP/s and 4.3 TB/s: the products, 4 bytes per logit for the row
-# kernel (2 without gradients, 8 where logits are formed twice), 8 bytes per weight and chunk for
-# the sum in fp32.
+# Milliseconds computed by hand, from 790 TFLOP/s and 4.3 TB/s. They include the products, 4 bytes
+# per logit for the row kernel (2 without gradients, 8 if logits are computed twice), and 8 bytes
+# per weight and chunk for the sum in fp32.
 ROOFLINE = {
     "token-chunked, 4096 rows": (BOTH, schedule.TOKEN_CHUNKED, 4096, 1, [35.9, 41.1, 9.2, 11.7]),
     "token-chunked, 2048 rows": (BOTH, schedule.TOKEN_CHUNKED, 2048, 1, [37.8, 43.3, 9.7, 12.3]),
@@ -85,7 +103,7 @@ def problems():
     st.sampled_from(["packed", "rounded", "aten", "upcast"]), st.sampled_from([1, 2, 16]),
     st.floats(1.01, 3),
 )  # fmt: skip
-# The widest slices that stay in the cache are no multiple of 64.
+# An example in which the widest slices that stay in the cache are not a multiple of 64 classes.
 @example(
     Problem(3, 5462, 5441, Aten(8), grads=(False,) * 3, in_forward=False, gathers=True),
     "l40s", "aten", 1, 1.02,
@@ -103,14 +121,14 @@ def test_more_budget_is_never_slower_and_the_smallest_is_named(p, device, kind, 
     with pytest.raises(ValueError, match=f"Expected at least {least} "):
         planner.choose(p, least - 1, devices.named(device))
     whole = planner.peak_bytes(p, schedule.VOCAB_SLICED, p.tokens, p.vocab)
-    # Where all logits wait, a wider last slice may divide the others into one more.
+    # If all logits are stored, a wider last slice may divide the others into one slice more.
     slice_seconds = 5 * devices.named(device).launch_seconds * schedule.parks(p, p.tokens)
     before = float("inf")
     while True:
         plan = planner.choose(p, budget, devices.named(device))
         assert plan.peak_bytes <= budget
-        # Larger tiles may leave a remainder that is slow for its size: a chunk of a token reads as
-        # much of the weight as one of many. And our own products do not always copy less.
+        # Larger tiles may leave a remainder that is slow for its size, because a chunk of one token
+        # reads as much of the weight as a large one. Also, the package's products may copy more.
         assert plan.seconds <= before * 1.1 + slice_seconds
         before = min(before, plan.seconds)
         if budget > 2 * whole:
@@ -142,11 +160,11 @@ def test_a_plan_is_followed_and_gives_the_same_loss(options, capsys):
     torch.testing.assert_close(*results, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
 
 
-def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
+def test_the_caller_can_choose_strategy_and_number_of_chunks(capsys):
     plan = so.plan(*R2, "fp32", device="h200", num_chunks=2)
     assert (plan.strategy, plan.num_chunks, plan.num_slices) == (schedule.TOKEN_CHUNKED, 2, 1)
     assert "memory budget      none" in capsys.readouterr().out
-    plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)  # whose logits may wait elsewhere
+    plan = so.plan(*R2, "fp32", device="h200", num_chunks=1)  # logits go to the weight gradient
     assert (plan.strategy, plan.num_chunks, plan.num_slices) == (schedule.TOKEN_CHUNKED, 1, 4)
     assert "1 GiB, the default;" in capsys.readouterr().out
     plan = so.plan(*R2, device="h200", num_chunks=3, strategy="vocab-sliced", memory_budget="1GiB")
@@ -207,9 +225,9 @@ def test_a_strategy_and_a_number_of_chunks_can_be_insisted_on(capsys):
     ],
 )
 def test_errors_name_argument_value_and_what_was_expected(arguments, options, error, complaint):
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as raised:
         so.plan(*arguments, **options)
-    assert complaint in str(found.value)
+    assert complaint in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +277,14 @@ def test_sizes_of_memory_as_text(text, count):
 @pytest.mark.parametrize(
     "text", ["", "MiB", "-3", "nan", "inf", "1e999", "4..5", "1QiB", "5iB", -1]
 )
-def test_what_is_no_size_of_memory(text):
+def test_wrong_sizes_of_memory_are_refused(text):
     with pytest.raises(ValueError, match=r"x is .*. Expected a number of bytes"):
         parse_bytes(text, "x")
 
 
 @pytest.mark.parametrize("value", [1.5, "1.5", 0.8, "0.5", "0.5B", "79.5", "1e-3", 0.25, 1023.5])
 def test_fractions_of_a_byte_are_refused(value):
-    """They are meant in another unit, or as a share of the memory."""
+    """The caller probably meant another unit, or a share of the memory."""
     with pytest.raises(ValueError, match=f"x is {value!r}. Expected a whole number of bytes, or"):
         parse_bytes(value, "x")
 
@@ -277,7 +295,7 @@ def test_a_computed_size_is_rounded_down():
 
 
 def budgets():
-    """Every function that takes a budget, and how its error names that."""
+    """Return every function with a budget, and the name of the budget in its error."""
     x, w, t = torch.randn(4, 8), torch.randn(50, 8), torch.randint(50, (4,))
     layer, loss = torch.nn.Linear(8, 8), so.linear_cross_entropy
     head = so.LinearCrossEntropyLoss(8, 50, memory_budget=1.5)
@@ -294,13 +312,13 @@ def budgets():
 
 
 @pytest.mark.parametrize("name", list(budgets()))
-def test_every_budget_is_named_where_it_is_a_fraction(name):
+def test_errors_of_fractional_budgets_name_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()} is 1.5. Expected a whole number"):
         budgets()[name]()
 
 
 @given(st.integers(0, 1 << 60))
-def test_sizes_that_are_shown_can_be_given(count):
+def test_printed_sizes_can_be_parsed(count):
     assert parse_bytes(readable(count, up=True), "x") >= count
     assert abs(parse_bytes(readable(count), "x") - count) <= 0.05 * count
 

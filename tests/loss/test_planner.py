@@ -34,7 +34,7 @@ PROBLEMS = st.builds(
 )
 
 
-# One thread's scratch is four bytes larger than that of three together.
+# In this example, the scratch memory of one thread is four bytes larger than that of three.
 @example(Problem(1, 2688, 1, Packed(4, 3, False), grads=(False,) * 3), 0.0)
 @given(PROBLEMS, st.floats(0, 1))
 def test_plans_keep_to_the_budget(p, share):
@@ -53,14 +53,14 @@ def test_plans_keep_to_the_budget(p, share):
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     others = [c.seconds for c in planner.candidates(p, budget, devices.named("cpu"))]
-    # None of them, if there is no room for all threads.
+    # There are no candidates if the budget has no room for all threads.
     assert plan.seconds <= min(others) if others else plan.threads < p.matmul.threads
     with pytest.raises(ValueError, match=f"Expected at least {least}"):
         planner.choose(p, least - 1)
 
 
 @given(SIZES, SIZES, SIZES, SIZES)
-def test_logits_wait_where_nothing_is_written_before_them(vocab, rows, hidden, columns):
+def test_stored_logits_are_read_before_they_are_overwritten(vocab, rows, hidden, columns):
     columns = min(columns, vocab)
     p = Problem(rows, hidden, vocab, Aten(4))
     sizes = schedule.waiting_widths(p, schedule.TOKEN_CHUNKED, rows, columns)
@@ -86,11 +86,11 @@ def test_choices():
     assert (
         planner.choose(dataclasses.replace(p, into=True), 8 << 20).strategy == schedule.VOCAB_SLICED
     )
-    # Of 2048 rows 768 wait in the gradient of the weight.
+    # The logits of 768 of the 2048 rows are stored in the weight gradient.
     tight = planner.choose(p, 4 << 20)
     assert tight.strategy == schedule.TOKEN_CHUNKED and 3.6 < tight.products < 3.625
     assert planner.choose(dataclasses.replace(p, tokens=768), 2 << 20).products == 3
-    # Exactly a quarter has no room for the rows' state beside four chunks: a few classes twice.
+    # A quarter of the logits has no room for the rows' state, so a few classes are computed twice.
     quarter = planner.choose(p, 2048 * 50257)
     assert (quarter.num_chunks, quarter.num_slices) == (4, 2) and 3 < quarter.products < 3.01
     frozen = dataclasses.replace(p, grads=(True, False, False))
@@ -103,7 +103,7 @@ def test_choices():
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The plans that calls follow."""
+    """Return a list to which every call adds its plan."""
     followed = []
 
     def noted(*args, **kwargs):
@@ -117,7 +117,7 @@ def plans(monkeypatch):
 
 
 def smallest(*tensors, **options):
-    """The smallest budget for a call, as the error says that one below it gets."""
+    """Return the smallest budget of a call, from the error for a budget of 0."""
     with pytest.raises(ValueError, match="`memory_budget` is 0 bytes") as error:
         so.linear_cross_entropy(*tensors, memory_budget=0, **options)
     return int(re.search(r"Expected at least (\d+)", str(error.value))[1])
@@ -152,11 +152,11 @@ def test_measured_peak_is_what_was_planned(sizes, dtype, own, share, grads, late
         step()
     returned = sum(t.grad.nbytes for t in (x, w) if t.grad is not None)
     assert m.peak_bytes - returned <= budget
-    # The forward of a late plan runs before there are gradients.
+    # With gradients in the backward, the forward runs before gradients exist.
     predicted = [plans[0].peak_bytes] + [p.peak_bytes + returned for p in plans[late:]]
     assert m.peak_bytes <= max(predicted)
-    # 16-bit products may pack their operands in less than the plan has to reserve, the row kernel
-    # in plain torch makes fewer copies without options, and tokens have fewer numbers without
+    # The plan may reserve more than is used. 16-bit products may pack operands in less memory, the
+    # row kernel in plain torch copies less without options, and tokens have fewer numbers without
     # gradients.
     reserved = (1 << 20) * torch.get_num_threads() * (dtype.itemsize < 4)
     reserved += 24 * tokens * (not any(grads))
@@ -291,27 +291,27 @@ def test_the_smallest_budget_has_room_for_the_state_of_ignored_tokens(dtype, red
 
 
 @pytest.mark.parametrize("vocab", [2049, 2112, 2560, 3000])
-def test_tiles_do_not_get_narrow_for_lending_memory(vocab):
+def test_tiles_stay_wide_if_logits_are_stored_in_the_weight_gradient(vocab):
     p = Problem(1024, 256, vocab, Packed(2, rounds=True))
     plan = planner.choose(p, max(1 << 20, planner.smallest_budget(p)))
     assert plan.columns >= 64 and plan.seconds < 4 * planner.choose(p).seconds
 
 
-def test_on_arm_a_budget_is_also_for_the_copy_of_a_weight():
+def test_on_arm_a_budget_includes_the_copy_of_a_weight():
     sizes = Kind.LOGITS, 7, 1001, 64, False
     assert Aten(4, packs=True).scratch_bytes(*sizes) == 4 * 64 * 1008
     assert Aten(4).scratch_bytes(*sizes) == Aten(8, packs=True).scratch_bytes(*sizes) == 0
     assert Aten(4, packs=True).scratch_bytes(Kind.INPUT, *sizes[1:]) == 0
     upcast, packed = (Aten(2, upcasts=True, packs=p).scratch_bytes(*sizes) for p in (False, True))
-    assert packed - upcast == 4 * 64 * 1008  # of the slice in float32: all classes here
+    assert packed - upcast == 4 * 64 * 1008  # the slice of the weight in float32: all classes
 
 
 @pytest.mark.parametrize("ask, cached", [(rounds, scratch.kind), (is_fast, is_fast)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_processor_is_asked_and_no_mode_of_fake_tensors(ask, cached, dtype):
+def test_facts_of_the_processor_are_read_outside_of_dispatch_modes(ask, cached, dtype):
     class Fake(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            raise AssertionError(f"asked of {op}")
+            raise AssertionError(f"the mode saw {op}")
 
     want = ask(dtype)
     cached.cache_clear()

@@ -1,7 +1,7 @@
 """The C++ row kernel on random shapes, options, vocabulary slices and values, against float64.
 
-It calls the op alone and needs nothing else of the package. `make sanitize` runs it too: the end of
-every buffer here is the end of its allocation, so that the address sanitizer sees what goes beyond.
+It calls only the op. `make sanitize` runs it too: every buffer ends where its allocation ends, so
+that the address sanitizer detects accesses beyond it.
 """
 
 import itertools
@@ -24,14 +24,14 @@ UPDATE, GRADIENT, EXPONENTIALS, SLOPE = 1, 2, 4, 8
 SHIFT, SUM, SLOPE_SUM, DOT, MASS, TARGET_LOGIT = range(6)
 IGNORED = -100
 INF, NAN = math.inf, math.nan
-# How many roundings an error may amount to, on top of what `Expected` says that there must be.
+# The number of roundings that an error may have in addition to those that `Expected` counts.
 MARGIN = 8
 FUZZ = settings(max_examples=200)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Threads that wait for each other would take most of the time of such small calls."""
+    """Use one thread, because small calls would spend most of their time on waiting threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread():
 
 @dataclass(frozen=True)
 class Case:
-    """What hypothesis draws. The values come from `seed`, so that a failure prints in one line."""
+    """A case that hypothesis draws. Values come from `seed`, so a failure prints in one line."""
 
     seed: int
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def exact_logits(self):
-        """Whether a logit is what it was in memory, without rounding."""
+        """Return True if the kernel uses the logits in memory without rounding."""
         return not self.bias and self.softcap == 0 and self.scale == 1
 
 
@@ -102,7 +102,7 @@ def cases(**fixed):
     return st.builds(Case, **(drawn | {name: st.just(value) for name, value in fixed.items()}))
 
 
-# Logits as a product left them, for which some processors have loops of their own.
+# Logits without options, for which the kernel has special loops on some processors.
 BARE = {
     "probabilities": False, "bias": False, "smoothing": 0.0, "softcap": 0.0, "scale": 1.0,
     "upstream": 1, "argmax": False, "slope": False,
@@ -115,7 +115,7 @@ def bits(t):
 
 
 def plant_extremes(x, dtype, generator):
-    """Overwrite parts of most rows by values that break careless arithmetic."""
+    """Overwrite parts of most rows with values for which careless arithmetic fails."""
 
     def choice(count):
         return int(torch.randint(count, (), generator=generator))
@@ -131,7 +131,7 @@ def plant_extremes(x, dtype, generator):
 
 
 class Problem:
-    """Tensors of a case, and calls of the kernel on them."""
+    """The tensors of a case. Its methods call the kernel on them."""
 
     def __init__(self, case, values=None):
         self.case = case
@@ -139,8 +139,8 @@ class Problem:
         rows, columns = case.rows, case.columns
         self.strides = (columns + case.padding, 1)
         size = case.offset + max(0, (rows - 1) * self.strides[0] + columns)
-        # The row kernel may neither read nor write between rows. A nan that is read shows most, a
-        # number also where it is overwritten by what becomes of it.
+        # The row kernel may neither read nor write the padding between rows. A nan reveals most
+        # reads. A number also reveals writes of values computed from the padding.
         poison = NAN if case.seed % 2 else 0.5
         self.buffer = torch.full((size,), poison, dtype=case.dtype)
         self.logits = self.rows_of(self.buffer)
@@ -198,7 +198,7 @@ class Problem:
     def run(self, output):
         """Update the state slice by slice, then overwrite the logits slice by slice."""
         case = self.case
-        # The fourth row of upstream is the entropy's, which needs the slope.
+        # The fourth row of upstream belongs to the entropy, which needs the slope.
         update = UPDATE | (SLOPE if case.slope or case.upstream > 3 else 0)
         cuts = sorted(round(cut * case.columns) for cut in case.cuts)
         edges = [0, *cuts, case.columns]
@@ -213,7 +213,7 @@ class Problem:
             for begin, end in slices:
                 self.call(begin, end, output)
             assert torch.equal(bits(self.state), bits(state))
-        # Whatever is no logit is what it was.
+        # The padding must not change.
         padded = self.buffer.clone()
         self.rows_of(padded).copy_(self.rows_of(self.before))
         assert torch.equal(bits(padded), bits(self.before))
@@ -221,7 +221,7 @@ class Problem:
 
 
 class Expected:
-    """The same in float64 and autograd, with the errors that the kernel's arithmetic must make."""
+    """The results by autograd in float64, and bounds of the kernel's rounding errors."""
 
     def __init__(self, problem):
         case, self.case, self.problem = problem.case, problem.case, problem
@@ -229,7 +229,7 @@ class Expected:
         u = self.x if problem.bias is None else self.x + problem.bias.double()
         u = u * case.scale
         self.z = case.softcap * (u / case.softcap).tanh() if case.softcap else u
-        # Relative to the maximum, or float64 would lose small differences of large logits.
+        # Subtract the maximum, because float64 would lose small differences of large logits.
         z = torch.where(self.z.isfinite(), self.z, -INF).detach()
         shift = z.amax(1).nan_to_num(neginf=0) if case.columns else z.sum(1)
         distance = self.z - shift.unsqueeze(1)
@@ -252,13 +252,13 @@ class Expected:
             safe = problem.target.clamp_min(0).unsqueeze(1)
             self.hit.scatter_(1, safe, problem.kept.unsqueeze(1))
             self.nll = -self.logp.gather(1, safe).squeeze(1)
-        # Rows of which torch's log_softmax is nan.
+        # Rows for which torch's log_softmax is nan.
         self.broken = self.logp.isnan().any(1)
 
         self.eps = torch.finfo(case.arithmetic).eps
         finite = torch.where(self.z.isfinite(), self.z, 0).detach().abs()
         self.size = finite.amax(1) if case.columns else torch.zeros(case.rows)
-        # What rounding of the logits is relative to; and the rounding of sums.
+        # The magnitude to which rounding errors of logits are relative, and the errors of sums.
         self.blur = torch.zeros(case.rows) if case.exact_logits else self.size
         self.terms = 1 + min(case.columns, 1024) / (2 * MARGIN)
 
@@ -266,15 +266,15 @@ class Expected:
         return MARGIN * self.eps * (self.terms + self.size) * (1 + self.mass)
 
     def exp_error(self, exponent):
-        """The error of exp(exponent), given by the error of an exponent that is not above 0."""
+        """Return the error of exp(exponent), from the error of an exponent of at most 0."""
         size = torch.where(exponent == -INF, 0, exponent).abs()
         error = MARGIN * self.eps * (self.terms + size + self.blur.unsqueeze(1))
-        # What is about as small as the smallest normal number may be 0.
+        # Results near the smallest normal number may be flushed to 0.
         tiny = 2 * torch.finfo(self.case.arithmetic).tiny
         return (exponent + error).clamp_max(0).exp() * error.clamp_max(1) + tiny
 
     def gradient(self):
-        """The expected gradient with respect to the matrix product, and its error."""
+        """Return the expected gradient by the matrix product, and its error."""
         case, problem = self.case, self.problem
         up = torch.zeros(5, case.rows, dtype=torch.float64)
         up[: case.upstream] = problem.upstream
@@ -292,7 +292,7 @@ class Expected:
 
 
 def assert_close(got, want, error):
-    """Equal up to the error; nan where nan and infinite where infinite is wanted."""
+    """Check that values agree up to the error, with nan and inf at the same places."""
     got, want = got.double(), want.detach()
     assert torch.equal(got.isnan(), want.isnan())
     near = (got - want).abs() <= error
@@ -308,7 +308,7 @@ def check_state(problem, expected, slope):
     )
     error = expected.value_error()
     log_sum = state[SUM].log()
-    # Of an infinite logit torch's logsumexp is infinite, for which the sum is nan.
+    # With an infinite logit, torch's logsumexp is infinite, and the kernel's sum is nan.
     lse = torch.where(state[SHIFT] == INF, INF, state[SHIFT] + log_sum)
     assert_close(lse[kept], expected.lse[kept], error[kept])
     if problem.case.spread and problem.case.columns:
@@ -329,21 +329,21 @@ def check_argmax(problem, expected):
     if problem.case.columns == 0 or not problem.case.argmax:
         return
     z = expected.z.detach()
-    best = z.argmax(1)  # of equal ones the first, and of nan too
-    found = z.gather(1, problem.argmax.clamp_min(0).unsqueeze(1)).squeeze(1)
+    best = z.argmax(1)  # the first of equal logits, or the first nan
+    values = z.gather(1, problem.argmax.clamp_min(0).unsqueeze(1)).squeeze(1)
     right = problem.argmax == best
     top = z.gather(1, best.unsqueeze(1)).squeeze(1)
-    if not problem.case.exact_logits:  # rounding may make others equal or larger
-        right |= top.isfinite() & (found >= top - expected.value_error())
+    if not problem.case.exact_logits:  # with rounding, other logits may be equal or larger
+        right |= top.isfinite() & (values >= top - expected.value_error())
     assert bool(torch.where(problem.kept, right, problem.argmax == -1).all())
 
 
 def check_overwritten(problem, want, error):
-    """`want` rounded to the dtype of the logits, and 0 in rows that are ignored."""
+    """Check that logits were overwritten by `want` in their dtype, and by 0 in ignored rows."""
     dtype, kept = problem.case.dtype, problem.kept
     assert bool((problem.logits[~kept] == 0).all())
     limits = torch.finfo(dtype)
-    # Half a unit in the last place of the result; what is too large is infinite.
+    # Rounding errs by half a unit in the last place. Values that are too large become infinite.
     want = want[kept].clamp(-limits.max, limits.max)
     error = error[kept] + want.abs() * limits.eps / 2 + limits.smallest_normal * limits.eps
     assert_close(problem.logits.double()[kept].clamp(-limits.max, limits.max), want, error)
@@ -368,10 +368,10 @@ def test_state_and_gradient(case):
 @pytest.mark.parametrize(
     "row",
     [
-        [INF] * 1100 + [NAN, 0.0, NAN],  # to torch the nan is the maximum
-        [-1e37] * 1100 + [1e37],  # a distance times the sum of a block is infinite
+        [INF] * 1100 + [NAN, 0.0, NAN],  # in torch, nan is the maximum
+        [-1e37] * 1100 + [1e37],  # the distance times the sum of a block is infinite
         [-INF] * 1100 + [-1e7, 0.0, 1.0],  # the exponent does not fit into an int
-        [0.0] * 1100 + [100.0, 99.0],  # its exp, relative to those before, is infinite
+        [0.0] * 1100 + [100.0, 99.0],  # exp of the distance to the earlier maximum is infinite
         [0.0] * 1100 + [INF, 1.0],
         [0.0] * 1100 + [NAN, 1.0],
         [1e30] + [-1e30] * 1100 + [1.0],
@@ -379,7 +379,7 @@ def test_state_and_gradient(case):
 )
 @pytest.mark.parametrize("cuts", [(), (0.5, 0.999)])
 @pytest.mark.parametrize("bare", [False, True])
-def test_rows_that_broke_it(row, cuts, bare):
+def test_rows_for_which_earlier_versions_failed(row, cuts, bare):
     options = {
         "seed": 1, "dtype": torch.float32, "rows": 1, "columns": len(row), "padding": 0,
         "offset": 0, "size": 1.0, "weight": False, "broadcast": False, "cuts": cuts, "fused": False,
@@ -424,7 +424,7 @@ def test_a_target_out_of_range_changes_nothing(case, bad, phases, data):
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["bare", "bias"])
 def test_vector_exponential_is_within_2_ulp(with_bias):
-    """The phase of exponentials with a state of shift 0 gives the exponential alone."""
+    """With a shift of 0 in the state, the phase of exponentials computes exp(x)."""
     x = torch.cat([torch.linspace(-87, 0, 1 << 22), -torch.logspace(-40, 0, 1 << 16, base=2)])
     got, target = x.clone().unsqueeze(0), torch.zeros(1, dtype=torch.int64)
     state, bias = torch.zeros(6, 1), torch.zeros_like(x) if with_bias else None

@@ -1,4 +1,4 @@
-"""The row kernel in plain torch, which stands in for the native one, by the tests of that one."""
+"""The row kernel in plain torch passes the tests of the native one."""
 
 from types import SimpleNamespace
 

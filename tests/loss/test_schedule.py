@@ -1,4 +1,4 @@
-"""The steps of every schedule, carried out on numbers that say which logit they are."""
+"""Run the steps of every schedule on numbers that identify logits."""
 
 import collections
 import math
@@ -21,17 +21,17 @@ from storage_ops.loss.planning.schedule import (
 )
 from storage_ops.matmul.aten import Aten
 
-WRITTEN, SUMS = -2, -3  # in the weight's gradient: itself, and the sums of the input's
+WRITTEN, SUMS = -2, -3  # in the weight's buffer: its own gradient, and sums of the input's gradient
 
 
 class Memory:
-    """The tile buffer and the gradient of the weight, which hold the numbers of logits."""
+    """The tile buffer and the weight gradient's buffer, which store the numbers of logits."""
 
     def __init__(self, s):
         self.s, p = s, s.problem
         self.tile = np.full((s.tiles, s.rows * padded(s.columns)), -1)
         self.weight = np.full(p.vocab * p.hidden, -1)
-        # 16-bit numbers of the gradient hold sums in fp32: two for each.
+        # A sum in fp32 takes the memory of two 16-bit numbers of the gradient.
         self.borrowed = s.borrowed * p.hidden
         self.weight[: self.borrowed] = SUMS
 
@@ -58,7 +58,7 @@ def numbers(step, vocab):
 
 
 def carry_out(s):
-    """Every step of a schedule; how often each logit passed each phase and was added to what."""
+    """Run a schedule. Return how often each logit passed each phase and was added to each sum."""
     p, memory = s.problem, Memory(s)
     shape = (p.tokens, p.vocab)
     seen = collections.defaultdict(lambda: np.zeros(shape, int))
@@ -76,7 +76,7 @@ def carry_out(s):
             seen["multiplied"][part] += 1
         elif step.source is not step.place:
             tile[...] = memory.at(step.source, step)
-        assert (tile == right).all()  # nobody wrote over them
+        assert (tile == right).all()  # no other step has overwritten them
         if step.phases & GRADIENT and (p.several or not step.phases & UPDATE):
             assert (merged[step.rows] == 1).all()
         seen["update"][part] += bool(step.phases & UPDATE)
@@ -123,14 +123,14 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
 
 @settings(max_examples=300)
 @given(schedules())
-@example(whole(20, 25, 400))  # all wait
-@example(whole(20, 25, 400, item=2))  # the first are borrowed besides
-@example(whole(30, 18, 390))  # some rows are parked
+@example(whole(20, 25, 400))  # all logits are stored in the weight gradient
+@example(whole(20, 25, 400, item=2))  # the rows of the first classes also store sums
+@example(whole(30, 18, 390))  # the logits of some rows are stored
 @example(whole(30, 18, 390, item=2))
-@example(whole(30, 2, 390, item=2, columns=70))  # none has room
+@example(whole(30, 2, 390, item=2, columns=70))  # the weight gradient has no room
 @example(whole(29, 18, 390, rows=16))
 @example(whole(20, 25, 300, item=2, strategy="vocab-sliced"))
-def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
+def test_every_logit_is_intact_when_read_and_is_added_once(s):
     p, seen = s.problem, carry_out(s)
     event(s.strategy)
     event("waits" if any(step.place.borrowed for step in s.steps()) else "does not wait")
@@ -154,7 +154,7 @@ def test_every_logit_is_there_when_it_is_read_and_is_added_once(s):
 @settings(max_examples=300)
 @given(schedules())
 def test_steps_by_size_are_all_steps(s):
-    """Costs are those of tiles of a size times their number."""
+    """The cost of a plan is the cost of each size of tile times its number."""
     counted = collections.Counter()
     for step in s.steps():
         rows, classes = step.rows.stop - step.rows.start, step.classes.stop - step.classes.start
@@ -181,13 +181,13 @@ def test_ranks_merge_a_chunk_while_the_next_is_multiplied():
     assert whole.tiles == 2
     sliced = planner.schedule(p, "vocab-sliced", 10, 50).statistics()
     assert [step.phases for step in sliced] == [u, u, u, m, u, m, m]
-    # Of other numbers of classes no rank has the same steps, and one may have no second tile.
+    # With slices of different sizes, ranks have different steps, so there is no second tile.
     uneven = planner.schedule(replace(p, alike=False), "token-chunked", 10, 100)
     assert uneven.tiles == 1 and 2 * cost.peak(uneven) > cost.peak(whole) > cost.peak(uneven)
     assert planner.schedule(p, "token-chunked", 20, 100).tiles == 1
 
 
-def test_a_plan_of_thousands_of_tiles_is_walked_in_a_few_steps():
+def test_the_cost_of_thousands_of_tiles_takes_a_few_steps():
     p = Problem(8192, 4096, 128256, Aten(2, cuda=True))
     s = planner.schedule(p, "vocab-sliced", 8192, 64)
     assert s.num_slices == 2004

@@ -1,4 +1,4 @@
-"""Sums of tiles and what is gathered of them, against float64 in plain torch."""
+"""Sums of tiles and gathered gradients agree with plain torch in float64."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def wide_of(dtype):
 def inputs(
     shape, dtype, lse=False, bias=False, softcap=0.0, logit_scale=1.0, absolute=False, slope=False
 ):
-    """A tile within another matrix, and the other arguments but buckets."""
+    """Return a tile inside of a larger matrix, and all other arguments except the buckets."""
     rows, columns = shape
     tile = (torch.randn(rows, columns + 13) * 2).to(dtype)[:, :columns]
     offset = torch.randn(columns, dtype=wide_of(dtype)) if bias else None
@@ -36,16 +36,16 @@ def inputs(
     total = None
     if lse:
         total = values.logsumexp(1)
-        total[0] = torch.inf  # a token that is ignored
+        total[0] = torch.inf  # an ignored token
         values = (values - total.unsqueeze(1)).exp() * slopes
         total = total.to(wide_of(dtype))
     values = values.abs() if absolute else values
     return tile, total, offset, (softcap, logit_scale, absolute, slope), values
 
 
-def close(found, expected, dtype):
+def close(got, expected, dtype):
     rtol = 1e-12 if dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=rtol * 10)
+    torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol * 10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +67,7 @@ def test_sums(shape, name, dtype, weighted):
 
 
 def places(height, width, apart):
-    """Tokens in another order; where each class begins, how many it has, and the size of all."""
+    """Return a permutation of the tokens, start and count of each class, and the output size."""
     tokens = torch.randperm(height)
     count = torch.randint(height + 1, (width,))
     start = torch.randperm(width) * (height + apart)
@@ -76,7 +76,7 @@ def places(height, width, apart):
 
 
 def gathered(values, tokens, start, count, size):
-    """What the op writes, nan elsewhere, and the sums of classes."""
+    """Return the op's expected output, with nan elsewhere, and the sums of the classes."""
     out, sums = torch.full((size,), torch.nan).double(), torch.zeros(len(start)).double()
     for c, (begin, n) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
         if begin >= 0:
@@ -117,7 +117,7 @@ def test_gradients_that_are_gathered(bias, softcap, dtype):
     z = softcap * (z / softcap).tanh() if softcap else z
     lse, factor, hit = z.logsumexp(1), torch.randn(height).double(), torch.rand(height).double()
     lse[[5, 7]] = torch.inf  # ignored tokens, one of them with a nan
-    target = torch.randint(-3, width + 3, (height,))  # of other tiles, too
+    target = torch.randint(-3, width + 3, (height,))  # some targets are in other tiles
     slope = (1 - (z / softcap).square()) if softcap else 1
     values = (z - lse.unsqueeze(1)).exp() * factor.unsqueeze(1) * slope
     hits = torch.where(torch.arange(width) == target.unsqueeze(1), hit.unsqueeze(1), 0) * slope
@@ -140,7 +140,7 @@ def test_gradients_that_are_gathered(bias, softcap, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("width", [1, 8, 1030])
-def test_rows_that_are_put(width, add, dtype):
+def test_put_rows(width, add, dtype):
     for of in {dtype, wide_of(dtype)}:
         out = torch.randn(20, width + 3).to(dtype)[:, 1 : width + 1]
         part = torch.randn(7, width).to(of)

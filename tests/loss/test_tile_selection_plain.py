@@ -1,4 +1,4 @@
-"""What stands in for the native sums of tiles, by the tests of those."""
+"""The sums of tiles in plain torch pass the tests of the native ones."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Sequences with completions in four forms, and their losses written out one after the other."""
+"""Sequences with completions in four layouts, and their log-probabilities by sequence."""
 
 import torch
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ LENGTHS = [5, 9, 3, 7, 4, 8]
 
 
 class Problem:
-    """Hidden states of a policy and a reference, as a loss takes them, and by sequence."""
+    """Hidden states of a policy and a reference, in the layout of a loss and by sequence."""
 
     def __init__(self, form, dtype=torch.float64):
         self.packed, self.shift = "packed" in form, "shifted" in form
@@ -40,7 +40,7 @@ class Problem:
         return self.x, self.w, self.b
 
     def spread(self, values):
-        """Values of tokens, a list by sequence, in the shape of the tokens' log-probabilities."""
+        """Return values of tokens, a list by sequence, in the shape of the log-probabilities."""
         count = self.target.shape[-1] - self.shift
         out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
         for (row, span), each in zip(self.parts, values, strict=True):
@@ -49,7 +49,7 @@ class Problem:
         return out.view(*self.target.shape[:-1], count)
 
     def tokens(self, ref=False, temperature=1.0):
-        """For every sequence log-probabilities, mask and entropies of its scored tokens."""
+        """Return log-probabilities, mask and entropies of the scored tokens of every sequence."""
         hidden, weight, bias = (*self.ref, None) if ref else (self.x, self.w, self.b)
         z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
         log_p = torch.log_softmax(z / temperature, -1).view(*self.target.shape, V)
@@ -77,14 +77,14 @@ class Problem:
 
 
 def compare(problem, loss, expected):
-    """A loss and a formula, and their gradients."""
+    """Compare a loss and its gradients with a formula."""
     tight = problem.x.dtype == torch.float64
     close = {"rtol": 1e-9, "atol": 1e-11} if tight else {"rtol": 2e-4, "atol": 2e-5}
     torch.testing.assert_close(loss.double(), expected, **close)
     got = torch.autograd.grad(loss, problem.leaves)
     right = torch.autograd.grad(expected, problem.leaves, retain_graph=True)
     for ours, wanted in zip(got, right, strict=True):
-        assert wanted.abs().max() > 0 or expected == 0  # a hinge that no pair is in
+        assert wanted.abs().max() > 0 or expected == 0  # 0 for a hinge loss within its margin
         torch.testing.assert_close(ours, wanted, **close)
 
 

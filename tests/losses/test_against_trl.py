@@ -1,4 +1,4 @@
-"""Named losses and metrics against those of TRL's trainers, whose models are stand-ins here."""
+"""Losses and metrics equal those of TRL's trainers, which get stand-ins for their models."""
 
 import collections
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ B, T, D, V = 4, 7, 6, 11
 
 
 class Accelerator:
-    """One process."""
+    """An accelerator with one process."""
 
     device, num_processes, sync_gradients = torch.device("cpu"), 1, True
 
@@ -30,19 +30,19 @@ class Accelerator:
         return values
 
 
-def trainer(**given):
-    """What the methods of a trainer read from it."""
+def trainer(**attributes):
+    """Return an object with the attributes that methods of a trainer read."""
     default = {
         "accelerator": Accelerator(), "model": torch.nn.Identity(), "aux_loss_enabled": False,
         "_metrics": {"train": collections.defaultdict(list)}, "_total_train_tokens": 0,
         "_tp_size": 1, "args": SimpleNamespace(),
     }  # fmt: skip
-    return SimpleNamespace(**{**default, **given})
+    return SimpleNamespace(**{**default, **attributes})
 
 
 @pytest.fixture
-def given():
-    """Hidden states, head, tokens (2 B, T), targets without prompts, the log-probabilities."""
+def batch():
+    """Return hidden states, head, tokens (2 B, T), targets, mask, log-probabilities, entropies."""
     x = torch.randn(2 * B, T, D, dtype=torch.float64, requires_grad=True)
     w = torch.randn(V, D, dtype=torch.float64)
     tokens = torch.randint(V, (2 * B, T))
@@ -62,8 +62,8 @@ def same(x, ours, theirs):
                                  for loss in (ours, theirs)))  # fmt: skip
 
 
-def dpo_of_trl(given, reference, loss_type, **options):
-    _, _, tokens, _, mask, logps, entropy = given
+def dpo_of_trl(batch, reference, loss_type, **options):
+    _, _, tokens, _, mask, logps, entropy = batch
     outputs = SimpleNamespace(
         log_probs=logps, entropy=entropy, mean_logits=entropy, is_top1=mask.clone()
     )
@@ -82,13 +82,13 @@ def dpo_of_trl(given, reference, loss_type, **options):
     return loss, one._metrics["train"]
 
 
-def test_dpo(given):
-    x, w, _, target, _, logps, _ = given
+def test_dpo(batch):
+    x, w, _, target, _, logps, _ = batch
     reference = logps.detach().sum(1) + 3 * torch.randn(2 * B).double()
     for name in (*LOSS_TYPES, "sigmoid_norm"):
         e = 0.1 if name in ("robust", "exo_pair", "aot", "aot_unpaired") else 0.0
         options = {"beta": 0.3, "label_smoothing": e}
-        theirs, logs = dpo_of_trl(given, reference, name, sft=0.4, **options)
+        theirs, logs = dpo_of_trl(batch, reference, name, sft=0.4, **options)
         normalized = name in ("ipo", "sigmoid_norm")
         ours, metrics = losses.dpo(
             x, w, target, loss_type=name.removesuffix("_norm"), rpo_alpha=0.4, shift=True,
@@ -102,8 +102,8 @@ def test_dpo(given):
                 assert float(metrics[key]) == pytest.approx(logs[key][0], rel=1e-6), key
 
 
-def grpo_of_trl(given, **options):
-    _, _, tokens, _, mask, logps, entropy = given
+def grpo_of_trl(batch, **options):
+    _, _, tokens, _, mask, logps, entropy = batch
     default = {
         "loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
         "importance_sampling_level": "token", "max_completion_length": 9,
@@ -141,8 +141,8 @@ GRPO = {
 }  # fmt: skip
 
 
-def test_grpo(given):
-    x, w, _, target, mask, logps, _ = given
+def test_grpo(batch):
+    x, w, _, target, mask, logps, _ = batch
     advantages = torch.randn(2 * B).double()
     stored = [logps.detach() + 0.3 * torch.randn(logps.shape).double() * mask for _ in range(2)]
     ratio = torch.rand(logps.shape).double() * 2
@@ -154,7 +154,7 @@ def test_grpo(given):
         if name != "gspo":
             inputs["importance_sampling_ratio"] = ratio
             options = {"importance_sampling_ratio": ratio, **options}
-        loss, logs = grpo_of_trl(given, inputs=inputs, **theirs)
+        loss, logs = grpo_of_trl(batch, inputs=inputs, **theirs)
         ours, metrics = losses.grpo(
             x, w, target, advantages, old_logps=stored[0], ref_logps=stored[1], shift=True,
             return_metrics=True, **options,
@@ -162,20 +162,20 @@ def test_grpo(given):
         same(x, ours, loss)
         shared = metrics.keys() & logs.keys()
         shared -= {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"} if (
-            name == "gspo"  # of sequences, where ours are of tokens
+            name == "gspo"  # TRL logs ratios of sequences, and the package ratios of tokens
         ) else set()  # fmt: skip
         assert "entropy" in shared
         for key in shared:
             assert float(metrics[key]) == pytest.approx(logs[key][0], abs=1e-6), key
         if name == "cispo":
-            found = float(metrics["clip_ratio/high_mean"])
-            assert found == pytest.approx(logs["cispo_clip_ratio"][0], abs=1e-6)
+            logged = float(metrics["clip_ratio/high_mean"])
+            assert logged == pytest.approx(logs["cispo_clip_ratio"][0], abs=1e-6)
 
 
-def test_losses_without_a_reference(given):
+def test_losses_without_a_reference(batch):
     cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
     orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
-    x, w, _, target, mask, logps, _ = given
+    x, w, _, target, mask, logps, _ = batch
     count = mask.sum(1)
     nll = -logps[:B].sum() / count[:B].sum()
     for normalized in (False, True):
@@ -188,14 +188,14 @@ def test_losses_without_a_reference(given):
     ratios, *rewards, ratio, odds = orpo.odds_ratio_loss(trainer(beta=0.3), chosen, rejected)
     ours, metrics = losses.orpo(x, w, target, beta=0.3, shift=True, return_metrics=True)
     torch.testing.assert_close(ours, (nll - ratios.mean()).double(), rtol=1e-5, atol=1e-6)
-    found = [metrics["rewards"], metrics["log_odds_ratio"], metrics["log_odds_chosen"]]
+    got = [metrics["rewards"], metrics["log_odds_ratio"], metrics["log_odds_chosen"]]
     right = [torch.cat(rewards), ratio.detach(), odds.detach()]
-    for a, b in zip(found, right, strict=True):
+    for a, b in zip(got, right, strict=True):
         torch.testing.assert_close(a, b.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_kto(given):
-    x, w, tokens, target, mask, logps, entropy = given
+def test_kto(batch):
+    x, w, tokens, target, mask, logps, entropy = batch
     good = torch.tensor([True, False] * B)
     reference = logps.detach().sum(1) + 3 * torch.randn(2 * B).double()
     of_kl, its_reference = torch.randn(2, 2 * B).double() + torch.tensor([[0.5], [0.0]])

@@ -1,4 +1,4 @@
-"""Every loss against its paper's formula, written out for one sequence after the other."""
+"""Every loss agrees with its paper's formula, computed sequence by sequence."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_losses_of_pairs_without_a_reference(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_orpo_with_other_targets_for_the_nll(form):
-    """Prompts count in the nll, some tokens of the completions do not, and others are replaced."""
+    """The nll includes prompts, leaves out some tokens of completions, and replaces others."""
     p, half = Problem(form), S // 2
     more = torch.where(p.target == -100, torch.randint(V, p.target.shape), p.target)
     more = torch.where(torch.rand(p.target.shape) < 0.2, torch.randint(V, p.target.shape), more)
@@ -55,11 +55,11 @@ def test_orpo_with_other_targets_for_the_nll(form):
 def test_kto(form, kl):
     p = Problem(form)
     good = torch.tensor([True, False, True, True, False, False])
-    given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+    reference = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
     z = max(float(kl), 0)
     for normalized in (False, True):
         loss = losses.kto(p.x, p.w, p.target, good, beta=0.3, kl=kl, desirable_weight=1.5,
-                          undesirable_weight=0.8, length_normalize=normalized, **given,
+                          undesirable_weight=0.8, length_normalize=normalized, **reference,
                           **p.options)  # fmt: skip
         r = (p.sums() - p.sums(ref=True)) / (p.counts() if normalized else 1)
         each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
@@ -92,8 +92,8 @@ def test_sft_and_kd(form):
         compare(p, loss, (alpha * t**2 * kl + (1 - alpha) * nll) / count)
 
 
-def test_what_both_losses_of_kd_take():
-    """A soft-cap and padded classes, of the divergence and of the targets' loss."""
+def test_options_that_both_losses_of_kd_take():
+    """A soft-cap and padded classes apply to the divergence and to the loss of the targets."""
     p = Problem("shifted")
     target, more = p.target.clamp(max=V - 3), {"softcap": 1.5, "valid_classes": V - 2}
     loss = losses.kd(p.x, p.w, *p.ref, target, alpha=0.3, **more, **p.options)
@@ -140,22 +140,22 @@ def test_compile(form):
     advantages = torch.randn(S)
 
     def step(x, w):
-        given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+        reference = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
         one, pairs = losses.dpo(x, w, p.target, loss_type="aot", rpo_alpha=0.3,
-                                return_metrics=True, **given, **p.options)  # fmt: skip
+                                return_metrics=True, **reference, **p.options)  # fmt: skip
         two, tokens = losses.grpo(
             x, w, p.target, advantages, kl_weight=0.1, loss_type="sapo", normalize="token",
             num_items_in_batch=items, importance_sampling_ratio=advantages.exp(),
-            return_metrics=True, **given, **p.options,
+            return_metrics=True, **reference, **p.options,
         )  # fmt: skip
         three = losses.orpo(x, w, p.target, nll_target=p.target.clamp_min(0), **p.options)
         return one + two + three, pairs, tokens
 
     items = torch.tensor(70)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    (right, *expected), (loss, *found) = step(p.x, p.w), compiled(p.x, p.w)
+    (right, *expected), (loss, *metrics) = step(p.x, p.w), compiled(p.x, p.w)
     torch.testing.assert_close(loss, right)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(metrics, expected)
     got, wanted = (torch.autograd.grad(v, (p.x, p.w)) for v in (loss, right))
     torch.testing.assert_close(got, wanted)
 
@@ -249,21 +249,21 @@ def test_compile(form):
 )
 def test_errors(name, change, kind, message):
     p = Problem("shifted")
-    given = {"input": p.x, "linear_weight": p.w, "target": p.target, "shift": True}
+    arguments = {"input": p.x, "linear_weight": p.w, "target": p.target, "shift": True}
     more = {
         "kto": {"desirable": torch.ones(S).bool()},
         "grpo": {"advantages": torch.randn(S)},
         "dapo": {"advantages": torch.randn(S)},
         "kd": {"teacher_input": p.ref[0], "teacher_weight": p.ref[1]},
     }
-    given |= more.get(name, {})
-    getattr(losses, name)(**given)
+    arguments |= more.get(name, {})
+    getattr(losses, name)(**arguments)
     with pytest.raises(kind) as raised:
-        getattr(losses, name)(**{**given, **change})
+        getattr(losses, name)(**{**arguments, **change})
     assert message in str(raised.value) and "Expected" in str(raised.value)
 
 
-def test_bounds_that_are_none():
+def test_a_bound_of_none_is_no_bound():
     p = Problem("packed")
     for bounds in ([1, 4], [0, 9, 5], [0, 99]):
         with pytest.raises(ValueError, match="bounds from 0"):
@@ -273,7 +273,7 @@ def test_bounds_that_are_none():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_kd_ignores_no_other_target_than_it_is_told(alpha):
+def test_kd_ignores_only_ignore_index(alpha):
     p = Problem("padded")
     target = torch.zeros(S, p.x.shape[1], dtype=torch.long)
     call = p.x, p.w, *p.ref[:2]

@@ -1,4 +1,4 @@
-"""`return_metrics`: what the losses tell about a step, beside the same loss."""
+"""With `return_metrics`, losses return the metrics of a step and the same loss."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HALF = S // 2
 
 
 def of_pairs(p, rewards):
-    """The metrics of pairs from the formulas."""
+    """Return the metrics of pairs by their formulas."""
     logps, rewards = p.sums().detach(), rewards.detach()
     margins = rewards[:HALF] - rewards[HALF:]
     return {
@@ -23,7 +23,7 @@ def of_pairs(p, rewards):
 
 
 def check(p, result, plain, expected):
-    """The loss is the same as without metrics, and these are detached and the expected ones."""
+    """Check that the loss equals `plain`, and that metrics are detached and as expected."""
     loss, metrics = result
     compare(p, loss, plain)
     assert not any(value.requires_grad for value in metrics.values())
@@ -34,8 +34,8 @@ def check(p, result, plain, expected):
 @pytest.mark.parametrize("form", FORMS)
 def test_pairs(form):
     p = Problem(form)
-    call, given = (p.x, p.w, p.target), {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    given |= p.options
+    call, keywords = (p.x, p.w, p.target), {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+    keywords |= p.options
     frozen, mean = p.sums(ref=True), p.sums() / p.counts()
     ratios, nll = p.sums() - frozen, p.nll_of_chosen().detach()
 
@@ -48,7 +48,7 @@ def test_pairs(form):
         ({"length_normalize": True}, 0.2 * ratios / p.counts(), {}),
     ):
         expected = of_pairs(p, rewards) | {"ref_logps": frozen} | more
-        check(p, *both(losses.dpo, beta=0.2, **options, **given), expected)
+        check(p, *both(losses.dpo, beta=0.2, **options, **keywords), expected)
     check(p, *both(losses.dpo, beta=0.2, **p.options), of_pairs(p, 0.2 * p.sums()))
     check(p, *both(losses.simpo, **p.options), of_pairs(p, 2 * mean))
     cpo = of_pairs(p, 0.1 * p.sums())
@@ -72,7 +72,7 @@ def test_judged_sequences(good):
     expected = {"logps": logps, "rewards": rewards, "kl": torch.tensor(0.7).double()}
     for name, values in (("logps", logps), ("rewards", rewards)):
         expected[name + "/chosen"] = values[good].mean()
-        expected[name + "/rejected"] = values[~good].mean()  # nan where there is none
+        expected[name + "/rejected"] = values[~good].mean()  # nan if there is none
     expected["rewards/margins"] = expected["rewards/chosen"] - expected["rewards/rejected"]
     expected["ref_logps"] = options["ref_logps"]
     check(p, losses.kto(*call, return_metrics=True, **options), losses.kto(*call, **options),
@@ -83,19 +83,19 @@ def test_judged_sequences(good):
 @pytest.mark.parametrize("form", FORMS)
 def test_policies(form, loss_type):
     p, a = Problem(form), torch.randn(S, dtype=torch.float64)
-    given = {"ref_input": p.ref[0], "ref_weight": p.ref[1], "kl_weight": 0.3}
+    options = {"ref_input": p.ref[0], "ref_weight": p.ref[1], "kl_weight": 0.3}
     old = [logp.detach() + 0.4 * torch.randn(len(logp)).double() for logp, *_ in p.tokens()]
-    given |= {"old_logps": p.spread(old), "loss_type": loss_type, **p.options}
-    found = {name: [] for name in ("kl", "entropy", "low", "high")}
+    options |= {"old_logps": p.spread(old), "loss_type": loss_type, **p.options}
+    collected = {name: [] for name in ("kl", "entropy", "low", "high")}
     for k, ((logp, mask, entropy), (ref, *_)) in enumerate(
         zip(p.tokens(), p.tokens(ref=True), strict=True)
     ):
         logp, d, r = logp.detach(), (logp - ref).detach(), (logp.detach() - old[k]).exp()
-        found["kl"].append((torch.exp(-d) + d - 1)[mask])
-        found["entropy"].append(entropy.detach()[mask])
-        found["low"].append(((r < 0.8) & (a[k] < 0))[mask])
-        found["high"].append(((r > 1.2) & (a[k] > 0))[mask])
-    means = {name: torch.cat(values).double().mean() for name, values in found.items()}
+        collected["kl"].append((torch.exp(-d) + d - 1)[mask])
+        collected["entropy"].append(entropy.detach()[mask])
+        collected["low"].append(((r < 0.8) & (a[k] < 0))[mask])
+        collected["high"].append(((r > 1.2) & (a[k] > 0))[mask])
+    means = {name: torch.cat(values).double().mean() for name, values in collected.items()}
     low, high = means.pop("low"), means.pop("high")
     shares = {"low": low, "high": high, "region": low + high}
     kept = {"grpo": shares, "cispo": ["high"], "sapo": []}[loss_type]
@@ -103,7 +103,7 @@ def test_policies(form, loss_type):
     expected["logps"] = p.spread([logp for logp, *_ in p.tokens()]).detach()
     expected["ref_logps"] = p.spread([logp for logp, *_ in p.tokens(ref=True)])
     call = p.x, p.w, p.target, a
-    check(p, losses.grpo(*call, return_metrics=True, **given), losses.grpo(*call, **given),
+    check(p, losses.grpo(*call, return_metrics=True, **options), losses.grpo(*call, **options),
           expected)  # fmt: skip
 
 
@@ -121,8 +121,8 @@ def test_targets_and_a_teacher(form):
     best = F.linear(p.x, p.w, p.b).argmax(-1)
     hits = 0
     for row, span in p.parts:
-        found, target = (torch.atleast_2d(t)[row, span] for t in (best, p.target))
-        hits += (found[:-1] == target[1:] if p.shift else found == target).sum()
+        predicted, target = (torch.atleast_2d(t)[row, span] for t in (best, p.target))
+        hits += (predicted[:-1] == target[1:] if p.shift else predicted == target).sum()
     accuracy = metrics.pop("mean_token_accuracy")
     assert accuracy == hits / count
     check(p, (loss, metrics), losses.sft(*call, **p.options), expected)

@@ -1,4 +1,4 @@
-"""Every named loss of pairs against its paper's formula in float64."""
+"""Every `loss_type` of pairs agrees with its paper's formula in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def discopop(h, tau=0.3):
     return -(1 - m) * log_sigmoid(h) + m * torch.exp(-h)
 
 
-# Of log-ratios w and r, policy and reference margins u and v, beta and label smoothing.
+# Functions of log-ratios w and r, policy and reference margins u and v, beta and label smoothing.
 PAIRS = {
     "sigmoid": lambda w, r, u, v, beta, e: smoothed(beta * (w - r), e),
     "hinge": lambda w, r, u, v, beta, e: (1 - beta * (w - r)).clamp_min(0),
@@ -46,7 +46,7 @@ PAIRS = {
 HAVE_SMOOTHING = ["sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"]
 
 
-def test_every_named_loss_of_pairs_has_one_formula():
+def test_every_loss_type_of_pairs_has_a_formula_here():
     assert list(PAIRS) == list(pairs.FORMULAS) == list(LOSS_TYPES)
     assert list(pairs.SMOOTHED) == HAVE_SMOOTHING
 
@@ -56,7 +56,7 @@ def test_every_named_loss_of_pairs_has_one_formula():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_dpo(dtype, form, reference):
     p, beta = Problem(form, dtype), 0.2
-    given = {
+    reference_options = {
         "hidden": {"ref_input": p.ref[0], "ref_weight": p.ref[1]},
         "logps": {"ref_logps": p.sums(ref=True)}, "absent": {},
     }[reference]  # fmt: skip
@@ -68,7 +68,7 @@ def test_dpo(dtype, form, reference):
             loss, logps = losses.dpo(
                 p.x, p.w, p.target, beta=beta, loss_type=loss_type, label_smoothing=e,
                 discopop_tau=0.3, length_normalize=normalized, rpo_alpha=alpha, return_logps=True,
-                **given, **p.options,
+                **reference_options, **p.options,
             )  # fmt: skip
             length = p.counts() if normalized else 1
             (w, r), (a, b) = ((t / length).tensor_split(2) for t in (ours, frozen))
@@ -78,10 +78,10 @@ def test_dpo(dtype, form, reference):
 
 
 def test_far_margins_of_every_loss_of_pairs_are_finite():
-    """Both factors of a term of "discopop" are 0 and infinite there."""
+    """For such margins, one factor of a term of "discopop" is 0 and the other infinite."""
     for loss_type, formula in pairs.FORMULAS.items():
         w = torch.tensor([-3e3, 3e3, 0.0]).requires_grad_()
-        given = pairs.Pairs(w, -w, 2 * w, torch.zeros(3), 0.1, 0.1, 0.05)
-        loss = formula(given)
+        margins = pairs.Pairs(w, -w, 2 * w, torch.zeros(3), 0.1, 0.1, 0.05)
+        loss = formula(margins)
         assert loss.isfinite().all(), loss_type
         assert torch.autograd.grad(loss.sum(), w)[0].isfinite().all(), loss_type

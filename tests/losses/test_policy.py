@@ -1,4 +1,4 @@
-"""Losses of policies against their papers' formulas, one sequence after the other."""
+"""Policy losses agree with their papers' formulas, computed sequence by sequence."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ VARIANTS = {
 
 
 def surrogate(r, logp, a, options):
-    """The loss of each token of a sequence with the advantage a."""
+    """Return the loss of each token of a sequence with advantage `a`."""
     loss_type, low = options.get("loss_type", "grpo"), options.get("clip_low", 0.2)
     high = options.get("clip_high", low)
     if loss_type == "cispo":
@@ -35,24 +35,24 @@ def surrogate(r, logp, a, options):
 
 
 @pytest.mark.parametrize("reference", ["hidden", "logps"])
-@pytest.mark.parametrize("old", ["given", "own"])
+@pytest.mark.parametrize("old", ["extra", "own"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("form", FORMS)
 def test_grpo(form, variant, old, reference):
     p, options = Problem(form), VARIANTS[variant]
     advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
     tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
-    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped: there is a gradient
+    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped, so there is a gradient
     before = [each.detach() + scale * torch.randn(len(each)).double() * mask
               for scale, (each, mask, _) in zip(moved, tokens, strict=True)]  # fmt: skip
-    given = {}
+    extra = {}
     if "kl_weight" in options:
-        given = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
+        extra = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
         if reference == "hidden":
-            given = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
+            extra = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
     if old == "given":
-        given["old_logps"] = p.spread(before)
-    loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **given, **options,
+        extra["old_logps"] = p.spread(before)
+    loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **extra, **options,
                               **p.options)  # fmt: skip
     sequences, count = [], 0
     for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
@@ -72,19 +72,19 @@ def test_grpo(form, variant, old, reference):
     torch.testing.assert_close(logps, p.spread([each for each, *_ in tokens]).detach())
 
 
-def test_every_named_loss_of_policies_has_one_formula():
+def test_every_loss_type_of_policies_has_a_formula_here():
     assert list(SURROGATES) == list(POLICY_LOSS_TYPES)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_samples_of_another_engine_and_tokens_of_several_calls(form):
-    """The ratio multiplies the policy's term alone; a part of a batch is divided by all tokens."""
+    """The ratio multiplies only the policy's term. A part of a batch is divided by all tokens."""
     p, advantages = Problem(form), torch.randn(S, dtype=torch.float64)
     reference = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
     each = [torch.rand(len(logp)).double() * 2 for logp, *_ in p.tokens()]
     whole = torch.rand(S, dtype=torch.float64) * 2
     tokens, ref = p.tokens(), p.tokens(ref=True)
-    for ratio, given in ((each, p.spread(each)), (whole, whole)):
+    for ratio, spread in ((each, p.spread(each)), (whole, whole)):
         total = 0
         for c, a, (logp, mask, _), (frozen, *_) in zip(ratio, advantages, tokens, ref, strict=True):
             d = logp - frozen
@@ -92,7 +92,7 @@ def test_samples_of_another_engine_and_tokens_of_several_calls(form):
             total = total + ((-c * change * a + 0.1 * (torch.exp(-d) + d - 1)) * mask).sum()
         for items in (53, torch.tensor(53)):
             loss = losses.grpo(
-                p.x, p.w, p.target, advantages, importance_sampling_ratio=given, kl_weight=0.1,
+                p.x, p.w, p.target, advantages, importance_sampling_ratio=spread, kl_weight=0.1,
                 normalize="token", num_items_in_batch=items, **reference, **p.options,
             )  # fmt: skip
             compare(p, loss, total / 53)
@@ -103,10 +103,10 @@ def test_samples_of_another_engine_and_tokens_of_several_calls(form):
 def test_values_of_ignored_tokens_are_not_read():
     p = Problem("shifted")
     mask = p.target[:, 1:] != -100
-    stored, given = torch.where(mask, -3.0, torch.nan), torch.where(mask, 0.7, torch.nan)
+    stored, values = torch.where(mask, -3.0, torch.nan), torch.where(mask, 0.7, torch.nan)
     for loss_type in POLICY_LOSS_TYPES:
-        loss = losses.grpo(p.x, p.w, p.target, given, old_logps=stored, ref_logps=stored,
-                           kl_weight=0.1, shift=True, importance_sampling_ratio=given,
+        loss = losses.grpo(p.x, p.w, p.target, values, old_logps=stored, ref_logps=stored,
+                           kl_weight=0.1, shift=True, importance_sampling_ratio=values,
                            loss_type=loss_type)  # fmt: skip
         grads = torch.autograd.grad(loss, (p.x, p.w))
         assert loss.isfinite() and all(g.isfinite().all() for g in grads)
@@ -117,13 +117,13 @@ def test_named_settings_of_grpo():
     target, advantages, old = torch.randint(50, (4, 9)), torch.randn(4), -torch.rand(4, 9)
     target[0, :3] = -100
     call = hidden, head, target, advantages
-    for made, options in (
+    for variant, options in (
         (losses.dapo, {"normalize": "token", "clip_low": 0.2, "clip_high": 0.28}),
         (losses.dr_grpo, {"normalize": "length", "max_length": 12}),
         (losses.gspo, {"importance": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
     ):
-        given = {"old_logps": old, "max_length": options.get("max_length")}
+        extra = {"old_logps": old, "max_length": options.get("max_length")}
         right = losses.grpo(*call, old_logps=old, **options)
-        assert torch.equal(made(*call, **given), right)
+        assert torch.equal(variant(*call, **extra), right)
         plain = losses.grpo(*call, old_logps=old, max_length=options.get("max_length"))
         assert not torch.equal(plain, right)

@@ -1,4 +1,4 @@
-"""The package's own matrix products: every dtype, stride and remainder, against float64."""
+"""The package's matrix products with every dtype, stride and remainder, against float64."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def operand(rows, columns, dtype, transposed, gap):
-    """A random matrix, of whole rows or whole columns, between elements that are not numbers."""
+    """Return a random matrix of whole rows or whole columns, between NaN elements."""
     outer, inner = (columns, rows) if transposed else (rows, columns)
     wide = torch.full((outer, inner + gap), NAN, dtype=dtype)
     wide[:, :inner] = torch.randn(outer, inner)
@@ -37,9 +37,9 @@ def check(
     out = whole[1:-1, :n]
     out.copy_(torch.randn(m, n) if add else torch.full((m, n), NAN))
     rows, least = scratch.piece(m, n, k, threads, narrow, direct)
-    least += (m - rows) * n  # all rows are formed at once, and so are their sums
+    least += (m - rows) * n  # all rows and their sums are computed at once
     least = least if slots is None else slots
-    memory = torch.full((least + 64,), NAN)  # what lies behind what is needed stays as it is
+    memory = torch.full((least + 64,), NAN)  # the elements after the needed ones stay unchanged
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     want = left.double() @ right.double()
@@ -53,7 +53,7 @@ def check(
             OP(out, left, right, memory[:least], add)
     finally:
         torch.set_num_threads(before)
-    if narrow:  # the same sum, rounded once: by half of the last of 8 bits at most
+    if narrow:  # the same sum, rounded once, by at most half of the last of 8 bits
         size = want.abs() * 2**-8 / 2e-6 + size
     assert ((out.double() - want).abs() <= 2e-6 * size).all()
     assert memory[least:].isnan().all()
@@ -72,14 +72,14 @@ sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 47, 48, 49, 96, 1
 )  # fmt: skip
 @example(130, 5000, 2100, torch.bfloat16, True, (False, True), 1, 2, False)
 @example(5000, 100, 300, torch.float32, False, (True, False), 1, 3, False)
-def test_a_product_is_that_of_float64(m, n, k, dtype, add, transposed, gap, threads, direct):
+def test_a_product_against_float64(m, n, k, dtype, add, transposed, gap, threads, direct):
     check(m, n, k, dtype, add, transposed, gap, threads=threads, direct=direct)
 
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_column_whose_elements_lie_apart(dtype, add):
-    """The last slice of a vocabulary may have one class; torch 2.10 wrote one element of it."""
+def test_a_column_with_a_stride(dtype, add):
+    """The last slice of a vocabulary may have one class. Torch 2.10 wrote one element of it."""
     left, right = torch.randn(57, 72).to(dtype), torch.randn(72, 1).to(dtype)
     memory = torch.full((57, 64), 0.5 if add else torch.nan, dtype=dtype)
     aten.multiply(left, right, memory[:, :1], add)
@@ -119,7 +119,7 @@ def test_a_left_operand_that_may_be_overwritten(m, n, k, dtype, add, whole, gap,
 
 @needs_rounding
 @pytest.mark.skipif(scratch.kind() == "amx_bf16", reason="registers of AMX take rows as they are")
-def test_what_would_be_copied_often_is_interleaved_in_place():
+def test_an_operand_that_is_read_often_is_interleaved_in_place():
     left, right = torch.randn(512, 64).bfloat16(), torch.randn(512, 1500).bfloat16()
     out, before = torch.empty(64, 1500, dtype=torch.bfloat16), left.clone()
     memory = torch.empty(2 * (8 + 48) * 256)
@@ -130,8 +130,8 @@ def test_what_would_be_copied_often_is_interleaved_in_place():
 @needs_rounding
 @pytest.mark.parametrize("columns", [40, 1300])
 @pytest.mark.parametrize("rows", [30, 700])
-def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
-    """Whole ones and sums of two, of tiles whose rows are padded."""
+def test_16_bit_gradients_are_computed_in_pieces(rows, columns):
+    """Whole gradients and sums of two, from tiles with padded rows."""
     wide = torch.randn(rows, columns + 24).bfloat16()
     dz = wide[:, :columns]
     x, w = torch.randn(rows, 72).bfloat16(), torch.randn(columns, 72).bfloat16()
@@ -150,14 +150,14 @@ def test_gradients_in_16_bits_are_formed_in_pieces(rows, columns):
 
 
 def test_the_least_scratch_that_is_accepted():
-    """One panel of one group of depth: every loop is taken many times."""
+    """With one panel of one group of depth, every loop runs many times."""
     check(300, 200, 700, torch.float32, True, slots=2 * (8 + 48) * 128)
     check(300, 200, 700, torch.bfloat16, True, slots=2 * (8 + 48) * 256)
 
 
 @needs_rounding
-def test_the_least_scratch_that_is_rounded_from():
-    """Eight rows and one panel, of all of the depth."""
+def test_the_least_scratch_for_rounded_products():
+    """The scratch is for eight rows and one panel of the whole depth."""
     for transposed in (False, True):
         check(300, 200, 700, torch.bfloat16, True, (transposed, False), 1,
               slots=2 * (8 + 48) * 350, narrow=True)  # fmt: skip
@@ -172,7 +172,9 @@ def test_a_matrix_with_other_strides():
     torch.testing.assert_close(out, left.float() @ right.float())
 
 
-@pytest.mark.parametrize("m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    "m, n, k", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)], ids=["m", "n", "k", "all"]
+)
 def test_nothing_to_multiply(m, n, k):
     for add in (False, True):
         out, memory = torch.full((m, n), 5.0), torch.empty(scratch.packed_slots(m, n, k, 2))
@@ -180,7 +182,7 @@ def test_nothing_to_multiply(m, n, k):
         assert torch.equal(out, torch.full((m, n), 5.0 if add else 0.0))
 
 
-def test_infinities_and_nan_stay_where_they_belong():
+def test_infinities_and_nan_stay_in_their_row_and_column():
     left, right = torch.ones(9, 5), torch.ones(5, 50)
     left[2, 3], right[1, 7] = float("inf"), NAN
     out = torch.zeros(9, 50)
@@ -188,7 +190,7 @@ def test_infinities_and_nan_stay_where_they_belong():
     torch.testing.assert_close(out, left @ right, equal_nan=True)
 
 
-def test_wrong_arguments_are_named():
+def test_errors_name_wrong_arguments():
     out, left, right, memory = (
         torch.zeros(4, 6), torch.zeros(4, 5), torch.zeros(5, 6), torch.zeros(1 << 14),
     )  # fmt: skip
@@ -215,8 +217,8 @@ deep = st.integers(0, 200_000)
 @example(1025, 0, 4097, 1, True, False)
 @example(3, 1, 16385, 1, True, False)
 @example(0, 553, 5, 38, True, False)
-def test_scratch_is_asked_of_the_native_library(m, n, k, threads, narrow, direct):
-    """Whole rows unless their sums take too much, and a limit for each thread and for all."""
+def test_python_and_native_code_compute_the_same_scratch(m, n, k, threads, narrow, direct):
+    """Scratch is for whole rows unless their sums exceed a limit per thread or for all."""
     rows, slots = scratch.piece(m, n, k, threads, narrow, direct)
     in_pieces = narrow and k > scratch.one_pass()
     sums = rows * n if in_pieces else 0
@@ -227,15 +229,15 @@ def test_scratch_is_asked_of_the_native_library(m, n, k, threads, narrow, direct
     assert slots - sums <= max(m * k // 2 + threads, 1 << 16, at_least)
 
 
-def test_wrong_sizes_are_named():
+def test_errors_name_wrong_sizes():
     with pytest.raises(RuntimeError, match="threads are 1, 2, 3 and 0"):
         scratch.piece(1, 2, 3, 0, False, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_on_a_lesser_processor(capability):
-    """The loops of other instruction sets, chosen once for a process."""
+def test_other_instruction_sets(capability):
+    """Run the loops of other instruction sets, chosen once for a process."""
     if capability == "avx512" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
         pytest.skip("the processor has no AVX-512")
     code = f"""
@@ -258,8 +260,8 @@ assert not packed.exists(torch.float64, "cpu")
 
 @pytest.mark.in_turn
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to hold to a CPU")
-def test_threads_that_share_a_processor_do_not_wait_for_each_other():
-    """As on a busy machine. Threads that met after every block took 200 times as long."""
+def test_threads_on_one_processor_do_not_wait_for_each_other():
+    """This is as on a busy machine. A barrier after every block took 200 times as long."""
     code = """
 import os, time, torch
 from storage_ops import matmul

@@ -1,4 +1,4 @@
-"""Sums over tiles and parts of a product: in full precision, whatever the dtype and settings."""
+"""Sums over tiles and parts of a product are in full precision with any dtype and settings."""
 
 import threading
 import warnings
@@ -23,7 +23,7 @@ NAMES = (
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (900, 300), (3, cost.PLAIN + 5)])
-def test_bias_gradient_is_summed_in_the_dtype_of_its_sum(dtype, shape):
+def test_the_bias_gradient_is_summed_in_the_dtype_of_its_result(dtype, shape):
     dz = torch.randn(shape[0], shape[1] + 3, dtype=torch.float64).to(dtype)[:, : shape[1]]
     wide = torch.promote_types(dtype, torch.float32)
     out = torch.randn(shape[1], dtype=wide)
@@ -33,7 +33,7 @@ def test_bias_gradient_is_summed_in_the_dtype_of_its_sum(dtype, shape):
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A tensor that reports a GPU as its device."""
 
     device, is_cuda = torch.device("cuda"), True
 
@@ -47,7 +47,7 @@ def settings():
 
 
 @pytest.mark.parametrize("allowed", [(True, True, False), (False, True, True)])
-def test_products_on_a_gpu_are_summed_in_full(settings, allowed):
+def test_products_on_a_gpu_are_summed_in_full_precision(settings, allowed):
     for name, value in zip(NAMES, allowed, strict=True):
         setattr(MATMUL, name, value)
     seen = []
@@ -64,7 +64,7 @@ def test_products_on_a_gpu_are_summed_in_full(settings, allowed):
     assert tuple(getattr(MATMUL, name) for name in NAMES) == allowed
 
 
-def test_a_division_that_is_not_allowed_stays_so(settings):
+def test_a_forbidden_split_stays_forbidden(settings):
     name = NAMES[0]
     setattr(MATMUL, name, (False, False))
     with full_sums:
@@ -73,7 +73,7 @@ def test_a_division_that_is_not_allowed_stays_so(settings):
     setattr(MATMUL, name, True)
 
 
-def test_an_interrupt_while_settings_change_leaves_none_changed(settings, monkeypatch):
+def test_an_interrupt_during_a_change_of_settings_leaves_none_changed(settings, monkeypatch):
     for name in NAMES[:2]:
         setattr(MATMUL, name, True)
     change, calls = type(MATMUL).__setattr__, []
@@ -88,7 +88,7 @@ def test_an_interrupt_while_settings_change_leaves_none_changed(settings, monkey
         patch.setattr(type(MATMUL), "__setattr__", interrupted)
         full_sums.__enter__()
     assert all(getattr(MATMUL, name) for name in NAMES[:2])
-    with full_sums:  # counts as before
+    with full_sums:  # the count is as before
         assert not getattr(MATMUL, NAMES[0])
     assert getattr(MATMUL, NAMES[0])
 
@@ -106,7 +106,7 @@ def test_settings_of_several_threads(settings):
     with full_sums:
         thread.start()
         inside.wait()
-    assert not getattr(MATMUL, NAMES[0])  # the other still multiplies
+    assert not getattr(MATMUL, NAMES[0])  # the other thread still multiplies
     leave.set()
     thread.join()
     assert getattr(MATMUL, NAMES[0])
@@ -128,17 +128,17 @@ def adds_nothing(self, left, right, dtype, *, beta=1, alpha=1, out):
     return out.copy_(left.float() @ right.float())
 
 
-def is_not_there(self, left, right, dtype, *, beta=1, alpha=1, out):
+def raises_an_error(self, left, right, dtype, *, beta=1, alpha=1, out):
     raise RuntimeError("self and mat2 must have the same dtype")
 
 
 KERNELS = {rounds_the_product: False, rounds_the_matrix: False, adds_nothing: False,
-           is_not_there: False, exact: True}  # fmt: skip
+           raises_an_error: False, exact: True}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
-def test_adding_to_a_wider_matrix_is_tried_by_its_value(monkeypatch, kernel, dtype):
+def test_a_trial_shows_whether_a_kernel_adds_to_a_wider_matrix(monkeypatch, kernel, dtype):
     monkeypatch.setattr(aten, "_adds_wide", {})
     out = torch.empty(3, 3)
     library = torch.library.Library("aten", "IMPL")
@@ -153,24 +153,24 @@ def test_adding_to_a_wider_matrix_is_tried_by_its_value(monkeypatch, kernel, dty
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-def test_what_is_fake_has_no_value_to_look_at(monkeypatch, device):
+def test_a_trial_of_fake_tensors_reads_no_value(monkeypatch, device):
     monkeypatch.setattr(aten, "_adds_wide", {})
     with FakeTensorMode():
         adds = aten.adds_wide(torch.empty(3, 3, device=device), torch.bfloat16)
-    # A torch without CUDA has no such product of tensors that pretend to be on a GPU.
+    # A torch without CUDA has no such product of tensors that report a GPU.
     known = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
     assert adds == (known and (device != "cuda" or torch.backends.cuda.is_built()))
     assert aten.adds_wide(torch.empty(3, 3, device="meta"), torch.bfloat16) == known
-    # What was answered for fake ones is no answer for others.
+    # The result for fake tensors does not apply to others.
     assert not any(key[:2] == (torch.device("cpu"), torch.bfloat16) and not key[2]
                    for key in aten._adds_wide)  # fmt: skip
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+def test_no_trial_runs_while_a_graph_is_captured(monkeypatch):
     out = torch.empty(3, 3).as_subclass(OnGpu)
     monkeypatch.setattr(aten, "_adds_wide", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not aten.adds_wide(out, torch.bfloat16)
-    assert not aten._adds_wide  # it is tried later
+    assert not aten._adds_wide  # a later call tries it
     aten._adds_wide[out.device, torch.bfloat16, False] = True
     assert aten.adds_wide(out, torch.bfloat16)

@@ -27,15 +27,15 @@ def test_peak_kept_and_timeline():
     assert m.timeline[0].seconds == 0 and before.numel() == kept.numel() > late.numel()
 
 
-def test_freeing_what_was_there_before_is_negative():
-    with so.memory.measure():  # torch knows the size of what it allocates while it is measured
+def test_freeing_an_earlier_tensor_gives_negative_kept_bytes():
+    with so.memory.measure():  # torch knows the sizes of tensors that were allocated under it
         t = torch.empty(MIB)
     with so.memory.measure() as m:
         del t
     assert m.kept_bytes == -4 * MIB and m.peak_bytes == 0
 
 
-def test_nothing_is_known_before_the_end():
+def test_results_are_not_available_before_the_block_ends():
     with so.memory.measure() as m:
         torch.empty(MIB)
         with pytest.raises(
@@ -55,7 +55,7 @@ def test_an_error_in_the_block_ends_the_measurement():
     assert m.kept_bytes == kept.nbytes
 
 
-def test_nothing_allocated():
+def test_a_block_without_allocations():
     with so.memory.measure() as m:
         pass
     assert (m.peak_bytes, m.kept_bytes, m.timeline) == (0, 0, [])
@@ -72,7 +72,7 @@ def test_forward_and_backward_agree_with_arithmetic():
     assert 3 * size <= m.peak_bytes <= 5 * size
 
 
-def test_an_exception_passes_and_the_block_is_measured():
+def test_an_exception_is_raised_and_the_block_is_measured():
     with pytest.raises(KeyError), so.memory.measure() as m:
         t = torch.empty(MIB)
         raise KeyError
@@ -94,7 +94,7 @@ def test_unknown_device(device):
         so.memory.measure(device)
     with pytest.raises(ValueError, match=message), so.memory.limit("1 GiB", device):
         pass
-    if device != "meta":  # whose storages can be followed as any
+    if device != "meta":  # explain_oom can follow storages on the meta device
         with pytest.raises(ValueError, match=message), so.memory.explain_oom(device):
             pass
 
@@ -110,7 +110,7 @@ def test_no_gpu():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_the_gpu_does_is_not_recorded(device, monkeypatch, capfd):
+def test_the_profiler_does_not_record_cuda_events(device, monkeypatch, capfd):
     for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "current_device"):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -119,7 +119,7 @@ def test_what_the_gpu_does_is_not_recorded(device, monkeypatch, capfd):
     monkeypatch.setattr(torch.autograd.profiler, "_prepare_profiler", start)
     with so.memory.measure(device) as m, torch.profiler.record_function("mine"):
         t = torch.empty(MIB)
-    assert "Warning" not in capfd.readouterr().err  # of events whose kind was left out
+    assert "Warning" not in capfd.readouterr().err  # about kinds of events that were left out
     (_, activities), options = start.call_args
     assert activities == {ProfilerActivity.CPU}
     filters = options.get("activity_filter", {ProfilerActivity.CPU: set()})
@@ -149,7 +149,7 @@ def test_timelines_are_drawn():
 
 
 @pytest.mark.parametrize("ending, package", [(".png", "matplotlib"), (".html", "plotly")])
-def test_what_draws_a_picture_is_named_where_it_is_missing(monkeypatch, ending, package):
+def test_a_missing_plotting_package_is_named(monkeypatch, ending, package):
     with so.memory.measure() as m:
         torch.empty(64)
     monkeypatch.setitem(sys.modules, package, None)
@@ -163,7 +163,7 @@ def allocator_event(at, ptr, nbytes, total):
     return SimpleNamespace(name="[memory]", start_time_ns=at, extra_fields=fields, children=[])
 
 
-def test_releases_that_a_profile_does_not_see_are_followed_by_the_total():
+def test_releases_without_an_event_are_inferred_from_the_total():
     events = [
         allocator_event(1, 16, 4, 14),
         allocator_event(2, 32, 8, 22),

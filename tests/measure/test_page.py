@@ -1,4 +1,4 @@
-"""One page of HTML about a step."""
+"""The HTML page of `will-it-fit --html`."""
 
 import re
 from xml.etree import ElementTree
@@ -31,7 +31,7 @@ def report():
     return will_it_fit(model, x, "1GiB")
 
 
-def test_it_is_one_file_for_light_and_dark(report):
+def test_the_page_is_one_file_with_light_and_dark_colours(report):
     text = page.of(report.step, report.budget_bytes, [report.__rich__()], "a < b")
     assert not re.search(r"<script|<link|src=|href=|url\(|https?:", text)
     assert "prefers-color-scheme: dark" in text and "<pre>a &lt; b</pre>" in text
@@ -40,7 +40,7 @@ def test_it_is_one_file_for_light_and_dark(report):
 
 
 def test_the_areas_end_at_the_peak(report):
-    """The picture is as high as the budget."""
+    """The picture's top is the budget."""
     budget = report.peak_bytes
     text = page.of(report.step, budget, [])
     svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
@@ -54,7 +54,7 @@ def test_the_areas_end_at_the_peak(report):
     assert max(heights) == page._HEIGHT - page._BOTTOM
 
 
-def test_the_command_writes_it(tmp_path, capsys):
+def test_the_command_writes_the_page(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FILE)
     out = tmp_path / "step.html"
     command = ["will-it-fit", "--model", f"{tmp_path}/mine.py:f", "--html", str(out)]
@@ -66,7 +66,7 @@ def test_the_command_writes_it(tmp_path, capsys):
     assert "Expected a file in a folder that exists" in capsys.readouterr().err
 
 
-def test_a_step_without_a_budget_that_is_near():
+def test_a_page_without_a_budget_or_with_a_distant_one():
     with torch.device("meta"):
         step = simulate_step(nn.Linear(8, 8), torch.ones(4, 8))
     assert 'class="budget"' not in page.of(step, 1 << 40, [])

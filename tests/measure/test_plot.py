@@ -1,4 +1,4 @@
-"""Whose memory a measurement or estimate names, and what is drawn of it."""
+"""Owners of memory in measurements and estimates, and pictures of them."""
 
 import pickle
 
@@ -29,15 +29,15 @@ def at_peak(m):
 
 
 def test_owners_of_a_measured_step():
-    net, x, held = model(), torch.randn(128, 64), []
+    net, x, outputs = model(), torch.randn(128, 64), []
     optimizer = torch.optim.Adam(net.parameters())
 
     def step():
-        held.append(net(x))
-        held.pop().sum().backward()
+        outputs.append(net(x))
+        outputs.pop().sum().backward()
         optimizer.step()
 
-    weight, made = net[0][0].weight.nbytes, 128 * 256 * 4
+    weight, activation = net[0][0].weight.nbytes, 128 * 256 * 4
     with so.memory.measure(model=net) as m:
         step()
     kept = {}
@@ -48,11 +48,11 @@ def test_owners_of_a_measured_step():
     state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
     assert kept == {"gradients": parameters, "optimizer state": state}
     largest = {life.nbytes for life in m.lives if life.owner == "activations of 0.0"}
-    assert made in largest and "activations of 0.1" in {life.owner for life in m.lives}
+    assert activation in largest and "activations of 0.1" in {life.owner for life in m.lives}
     assert weight < parameters and not net[0][0].weight._post_accumulate_grad_hooks
 
 
-def test_gradients_are_known_though_they_are_dropped():
+def test_gradients_that_are_dropped_have_owners():
     net = model()
     with so.memory.measure(model=net) as m:
         net(torch.randn(8, 64)).sum().backward()
@@ -63,15 +63,15 @@ def test_gradients_are_known_though_they_are_dropped():
     assert m.kept_bytes == 0
 
 
-def test_lives_are_the_timeline():
+def test_lives_add_up_to_the_timeline():
     net, x = model(), torch.randn(128, 64)
     with so.memory.measure(model=net) as m:
         net(x).sum().backward()
     estimated = so.memory.estimate(lambda: net(x).sum().backward())
     step = so.memory.simulate_step(net, x, optimizer=torch.optim.SGD)
-    for found in (m, estimated, step):
-        for at, sample in enumerate(found.timeline):
-            alive = (b for b in found.lives if b.start <= at and (b.end is None or b.end > at))
+    for result in (m, estimated, step):
+        for at, sample in enumerate(result.timeline):
+            alive = (b for b in result.lives if b.start <= at and (b.end is None or b.end > at))
             assert sum(life.nbytes for life in alive) == sample.nbytes
     assert at_peak(estimated) == estimated.by_owner
     assert at_peak(step) == step.by_owner
@@ -94,7 +94,7 @@ def test_owners_of_an_estimate():
     assert sum(e.by_owner.values()) == e.peak_bytes
 
 
-def test_what_is_no_model_or_compiled_is_refused():
+def test_wrong_types_and_compiled_models_are_refused():
     with pytest.raises(TypeError, match=r"`model` is a int\. Expected"):
         so.memory.measure(model=3)
     net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
@@ -106,7 +106,7 @@ def test_what_is_no_model_or_compiled_is_refused():
         so.memory.measure(model=net)
 
 
-def test_an_error_leaves_the_model_as_it_was():
+def test_an_error_leaves_the_model_unchanged():
     net = model()
     call = nn.Linear.__call__
     with pytest.raises(RuntimeError, match="shapes cannot"), so.memory.measure(model=net):
@@ -139,7 +139,7 @@ def test_torchs_visualizer_reads_the_snapshot(tmp_path):
     assert "activations of 0.0" in str(snapshot)
 
 
-def test_areas_add_up_and_few_owners_have_colours():
+def test_areas_add_up_and_only_large_owners_have_colours():
     lives = [so.memory.Life(f"op{chr(97 + i)}", (i + 1) * MIB, i, None) for i in range(20)]
     levels = [sum(life.nbytes for life in lives[: i + 1]) for i in range(20)]
     timeline = [so.memory.Sample(float(i), level) for i, level in enumerate(levels)]
@@ -156,7 +156,7 @@ def test_long_timelines_keep_their_peak():
     assert 3333 in kept and kept[0] == 0 and kept[-1] == 4999 and len(kept) < 1600
 
 
-def test_nothing_to_draw(tmp_path):
+def test_an_empty_timeline_is_refused(tmp_path):
     with so.memory.measure() as m:
         pass
     with pytest.raises(ValueError, match="nothing was allocated"):
@@ -165,12 +165,12 @@ def test_nothing_to_draw(tmp_path):
 
 
 def text_of(figure):
-    return " ".join(found.get_text() for found in figure.findobj(Text))
+    return " ".join(text.get_text() for text in figure.findobj(Text))
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that are saved, as the texts on them and the heights of their lines."""
+    """Return a list of the saved figures: their texts, and the heights of their lines."""
     seen = []
 
     def savefig(figure, *args, **kwargs):
@@ -197,28 +197,28 @@ def of_block():
     [(of_step, "Step of Sequential on H100 SXM: peak "), (of_block, "Sequential on cpu: peak "),
      (lambda: so.memory.estimate(torch.relu, torch.ones(64)), "relu on a GPU: peak 1 KiB")],
 )  # fmt: skip
-def test_a_picture_says_what_where_and_how_much(make, title, drawn):
-    found = make()
-    found.plot("a.png")
-    (text, lines, _), peak = drawn[0], so.quantities.readable(found.peak_bytes, up=True)
+def test_the_title_names_function_device_and_peak(make, title, drawn):
+    result = make()
+    result.plot("a.png")
+    (text, lines, _), peak = drawn[0], so.quantities.readable(result.peak_bytes, up=True)
     assert title in text and f"peak {peak}" in text and not lines and "budget" not in text
 
 
-def test_the_budget_is_a_line(drawn, tmp_path):
-    found = of_step()
-    found.plot("a.png", budget=2 * found.peak_bytes)
-    found.plot("a.png", budget="80GiB")
+def test_the_budget_is_drawn_as_a_line(drawn, tmp_path):
+    result = of_step()
+    result.plot("a.png", budget=2 * result.peak_bytes)
+    result.plot("a.png", budget="80GiB")
     (near, (line,), figure), (far, _, below) = drawn
-    assert line.get_ydata()[0] == 2 * found.peak_bytes / MIB < figure.axes[0].get_ylim()[1]
+    assert line.get_ydata()[0] == 2 * result.peak_bytes / MIB < figure.axes[0].get_ylim()[1]
     assert "budget" in near and "far above" not in near and "budget 80 GiB, far above" in far
-    assert below.axes[0].get_ylim()[1] < 1.1 * found.peak_bytes / MIB
-    found.plot(tmp_path / "a.html", budget=found.peak_bytes)
+    assert below.axes[0].get_ylim()[1] < 1.1 * result.peak_bytes / MIB
+    result.plot(tmp_path / "a.html", budget=result.peak_bytes)
     assert "budget" in (tmp_path / "a.html").read_text()
     with pytest.raises(ValueError, match=r"`budget` is 'much'\. Expected a number of bytes"):
-        found.plot("a.png", budget="much")
+        result.plot("a.png", budget="much")
 
 
-def test_what_is_not_known_before_the_end():
+def test_lives_and_plots_are_not_available_before_the_block_ends():
     with so.memory.measure() as m, pytest.raises(AttributeError, match="`device` is known only"):
         _ = m.device
     assert m.device == "cpu" and m.subject == ""

@@ -1,4 +1,4 @@
-"""limit and explain_oom: out of memory where a device of that size would be, and who held it."""
+"""limit and explain_oom: an error where such a device runs out of memory, and its owners."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.memory import explain_oom, limit, simulate_step
-from tests.simulate.models import MODELS, made, run
+from tests.simulate.models import MODELS, build, run
 
 MIB = 1 << 20
 
@@ -20,12 +20,12 @@ MIB = 1 << 20
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_limit_is_the_peak(name):
-    """A second step fits into what is simulated, and not into one per cent less."""
-    model, batch, loss = made(name)
+    """A second step fits into the simulated peak, but not into one per cent less."""
+    model, batch, loss = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()
-    # Convolutions take copies while they run, which nobody can see from outside.
+    # Convolutions allocate copies while they run, which nothing outside can measure.
     peak = simulate_step(model, batch, loss=loss, optimizer=optimizer).peak_bytes
     with limit(peak):
         run(model, batch, loss, optimizer)
@@ -35,13 +35,13 @@ def test_the_limit_is_the_peak(name):
             limit(peak * share):  # fmt: skip
         run(model, batch, loss, optimizer)
     optimizer.zero_grad()
-    run(model, batch, loss, optimizer)  # nothing is left behind
+    run(model, batch, loss, optimizer)  # the limit has ended
 
 
-def test_what_counts():
-    kept = torch.zeros(MIB)  # belongs to nothing that is used below
+def test_counted_bytes():
+    kept = torch.zeros(MIB)  # allocated before the limit and not used under it
     with limit("5 MiB"):
-        for _ in range(10):  # is given back each time
+        for _ in range(10):  # freed each time
             torch.zeros(MIB).view(2, -1)[1].mul_(2)
         other = torch.zeros(MIB // 4).untyped_storage()
         with pytest.raises(torch.OutOfMemoryError):
@@ -66,7 +66,7 @@ def test_discarded_storages_do_not_count(path):
         torch.zeros(2 * MIB)
 
 
-def test_limits_in_limits_other_threads_and_compiled_functions():
+def test_nested_limits_other_threads_and_compiled_functions():
     with limit("8 MiB"), limit("100 MiB"):
         with pytest.raises(torch.OutOfMemoryError, match="of 8 MiB"):
             torch.zeros(4 * MIB)
@@ -78,7 +78,7 @@ def test_limits_in_limits_other_threads_and_compiled_functions():
     torch.zeros(4 * MIB)
 
 
-def test_what_is_no_number_of_bytes():
+def test_values_that_are_no_number_of_bytes():
     with pytest.raises(ValueError, match="`nbytes` is 'many'"), limit("many"):
         pass
 
@@ -87,10 +87,10 @@ def test_what_is_no_number_of_bytes():
 @pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("name", MODELS)
-def test_who_held_it(name, order, share, monkeypatch):
+def test_owners_of_the_memory(name, order, share, monkeypatch):
     module = importlib.import_module("storage_ops.oom.explain_oom")
-    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time; tested below
-    model, batch, loss = made(name)
+    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # slow, and tested below
+    model, batch, loss = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()
@@ -109,14 +109,14 @@ def test_who_held_it(name, order, share, monkeypatch):
         assert raised.value.__notes__ == [str(report)]
     owners = report.by_owner
     assert sum(owners.values()) == report.in_use_bytes
-    # The rest of it is what the op asked for.
+    # The op requested the rest.
     assert 0.6 * peak * share < report.in_use_bytes <= peak * share
     kinds = ("parameters", "gradients", "optimizer state", "activations of", "temporaries of aten.",
              "input", "buffers")  # fmt: skip
     known = sum(n for owner, n in owners.items() if owner.startswith(kinds))
     assert known >= 0.95 * report.in_use_bytes and report.attributed_share >= 0.95
-    held = sum(n for owner, n in owners.items() if owner.startswith("parameters"))
-    assert held == sum(p.nbytes for p in model.parameters())
+    parameters = sum(n for owner, n in owners.items() if owner.startswith("parameters"))
+    assert parameters == sum(p.nbytes for p in model.parameters())
     state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
     assert owners["optimizer state of AdamW"] == state
 
@@ -132,12 +132,12 @@ def test_activations_have_the_names_of_their_modules():
     assert report.failed == "aten.addmm.default of down"
 
 
-def test_a_loss_that_cannot_be_called_with_an_output_is_refused():
+def test_a_loss_that_takes_no_output_is_refused():
     with pytest.raises(TypeError, match="`loss` is mse_loss"), explain_oom(loss=F.mse_loss):
         pytest.fail("the block ran")
 
 
-def test_no_error_no_report():
+def test_without_an_error_the_report_is_empty():
     with explain_oom() as report:
         torch.zeros(4)
     assert not report.by_owner and report.in_use_bytes == 0
@@ -160,7 +160,7 @@ def layers():
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["inside", "outside"])
 @pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_what_fit_would_do(order, fails):
+def test_the_advice_is_a_call_of_fit(order, fails):
     model, x = layers()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -194,7 +194,7 @@ def test_what_fit_would_do(order, fails):
 
 
 @pytest.mark.in_turn
-def test_what_fit_is_told():
+def test_arguments_in_the_advice():
     model, x = layers()
 
     def loss(y):
@@ -218,7 +218,7 @@ def test_what_fit_is_told():
         ("nothing fits", "the smallest that a step of this model and batch fits into is"),
     ],
 )
-def test_where_fit_cannot_tell(case, message):
+def test_cases_without_advice(case, message):
     model, x = layers()
     with pytest.raises(torch.OutOfMemoryError), explain_oom() as report:
         if case == "no limit":
@@ -234,7 +234,7 @@ def test_where_fit_cannot_tell(case, message):
     assert " ".join(report.advice.split()) in " ".join(str(report).split())
 
 
-def test_following_calls_keeps_nothing():
+def test_following_calls_keeps_nothing_alive():
     model, x = layers()
     gone = weakref.ref(x)
     with explain_oom():
@@ -256,7 +256,7 @@ class HalfOptimizer(torch.optim.Optimizer):
         raise KeyError
 
 
-def test_what_is_not_made_yet_is_in_nobodys_way():
+def test_uninitialized_parameters_are_no_problem():
     kept = [nn.LazyLinear(4)]
     for half in (Half, HalfOptimizer):
         with pytest.raises(KeyError):
@@ -268,7 +268,7 @@ def test_what_is_not_made_yet_is_in_nobodys_way():
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_an_optimizer_that_is_made_in_the_block(with_optimizer):
+def test_an_optimizer_created_in_the_block(with_optimizer):
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
     )
@@ -287,7 +287,7 @@ def test_an_optimizer_that_is_made_in_the_block(with_optimizer):
     with pytest.raises(torch.OutOfMemoryError), limit(most), explain_oom() as report:
         train()
     state = sum(n for owner, n in report.by_owner.items() if owner.startswith("optimizer state"))
-    assert "parameters of 0.0" in report.by_owner  # names are those of the model
+    assert "parameters of 0.0" in report.by_owner  # names of the model
     if with_optimizer:
         weights = sum(p.nbytes for p in model.parameters())
         assert abs(state - 2 * weights) <= 8 * sum(1 for _ in model.parameters())

@@ -1,1 +1,1 @@
-"""A device that is neither a CPU nor a GPU (`device.cpp`), and what runs on it (`run.py`)."""
+"""A device that is neither a CPU nor a GPU (`device.cpp`), and checks on it (`run.py`)."""

@@ -77,7 +77,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                                                   c10::dtype_or_default(dtype));
 }
 
-// A tensor of the CPU over the same bytes.
+// A CPU tensor over the same bytes.
 at::Tensor on_cpu(const at::Tensor& t) {
   if (t.device().is_cpu()) return t;
   auto& storage = t.storage();

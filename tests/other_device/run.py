@@ -1,4 +1,4 @@
-"""Run what runs in eager on the other device, beside the CPU: `python run.py LIBRARY SEED`."""
+"""Compare eager code on the other device and on the CPU: `python run.py LIBRARY SEED`."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ DEVICE = "other"
 
 
 def register(library):
-    """Load the device, and give it the module that torch expects; random numbers are the CPU's."""
+    """Load the device and register the module that torch expects. The CPU draws random numbers."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -30,7 +30,7 @@ def register(library):
 
 
 def grads_of(fn, *tensors):
-    """The result of a function, and the gradients of its arguments."""
+    """Return the result of a function and the gradients of its arguments."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
     value = fn(*leaves)
     value.backward()
@@ -38,7 +38,7 @@ def grads_of(fn, *tensors):
 
 
 def same(fn, *tensors):
-    """What a function gives on the device is what it gives on the CPU."""
+    """Check that a function has the same result on the device and on the CPU."""
     here = grads_of(fn, *tensors)
     there = grads_of(fn, *(t.to(DEVICE) for t in tensors))
     assert all(t.device.type == DEVICE for t in there), [t.device for t in there]
@@ -47,7 +47,7 @@ def same(fn, *tensors):
 
 
 def storage():
-    """Bytes are freed and bound again."""
+    """Free bytes and bind them again."""
     x = torch.randn(64, device=DEVICE)
     y = torch.empty(64, device=DEVICE)
     copied = x.cpu()
@@ -59,7 +59,7 @@ def storage():
 
 
 def discarding():
-    """An output's bytes are freed in the forward and recomputed in the backward."""
+    """Free an output's bytes in the forward and recompute them in the backward."""
     torch.manual_seed(0)
     up, down = nn.Linear(16, 64), nn.Linear(64, 16)
     freed = []
@@ -84,7 +84,7 @@ def discarding():
 
 
 def checkpoints():
-    """Full and selective checkpoints of a module give its gradients."""
+    """Compare the gradients of a module with those of its full and selective checkpoints."""
     for options in ({}, {"policy": "matmuls"}):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
@@ -103,7 +103,7 @@ def checkpoints():
 
 
 def losses():
-    """Losses of heads, with budgets that need tiles."""
+    """Compute losses of heads with budgets that need tiles."""
     x, w = torch.randn(64, 16, dtype=torch.double), torch.randn(100, 16, dtype=torch.double)
     t = torch.randint(100, (64,))
     for options in ({}, {"memory_budget": "40KiB"}, {"softcap": 5.0, "z_loss": 0.1}):
@@ -121,7 +121,7 @@ def losses():
 
 
 def tiles():
-    """A module in tiles."""
+    """Run a module in tiles."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(DEVICE)
     x = torch.randn(2, 12, 16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The package builds where torch is absent, from prebuilt libraries, and says what it lacks."""
+"""The package builds without torch or from prebuilt libraries, and says what it lacks."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ INFO = {"compiler": "g++", "cuda": "", "cuda_archs": "", "torch_target": "2.10",
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the source, and a Python that has setuptools and nothing else."""
+    """Return a copy of the source and a Python that has only setuptools."""
     ignore = shutil.ignore_patterns("*.so", "__pycache__", "lib")
     for name in SOURCE:
         source = ROOT / name
@@ -54,7 +54,7 @@ def run_setup(tree, *arguments, **environment):
     )
 
 
-def test_sdist_without_torch_holds_everything_a_build_needs(tree):
+def test_sdist_without_torch_contains_everything_for_a_build(tree):
     result = run_setup(tree, "sdist", "-d", str(tree / "dist"))
     assert result.returncode == 0, result.stderr
     (archive,) = (tree / "dist").glob("*.tar.gz")
@@ -82,7 +82,7 @@ def built(wheel):
 
 
 def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
-    """They read the paths in .pth files, but do not run the import hooks that others install."""
+    """Type checkers read paths in .pth files but do not run import hooks."""
     folder = tree / "dist"
     result = run_setup(tree, "editable_wheel", "-d", str(folder), STORAGE_OPS_NO_NATIVE="1")
     assert result.returncode == 0, result.stderr
@@ -90,10 +90,10 @@ def test_an_editable_installation_is_a_path_that_type_checkers_follow(tree):
     opened = zipfile.ZipFile(wheel)
     (path_file,) = [name for name in opened.namelist() if name.endswith(".pth")]
     assert Path(opened.read(path_file).decode().strip()).samefile(tree / "src")
-    assert not [name for name in opened.namelist() if name.endswith(".py")]  # no hook
+    assert not [name for name in opened.namelist() if name.endswith(".py")]  # no import hook
 
 
-def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
+def test_a_build_without_a_compiler_is_pure_python_and_says_so(tree):
     (tree / "bin").mkdir()
     no_compiler = {"PATH": str(tree / "bin"), "CXX": ""}
     result = run_setup(tree, "bdist_wheel", "-d", str(tree / "dist"), **no_compiler)
@@ -108,7 +108,7 @@ def test_without_a_compiler_it_becomes_pure_python_and_says_so(tree):
     assert "cannot build its native libraries" in result.stderr
 
 
-def test_what_a_pure_build_says_wins_over_what_an_earlier_one_left(tree):
+def test_the_message_of_a_pure_build_replaces_facts_of_an_earlier_build(tree):
     """An editable installation leaves the facts of its libraries in the tree."""
     stale = tree / "src/storage_ops/lib/build_info.json"
     stale.parent.mkdir()
@@ -119,7 +119,7 @@ def test_what_a_pure_build_says_wins_over_what_an_earlier_one_left(tree):
     assert set(built(wheel)) == {"version", "pure"}
 
 
-def test_elsewhere_than_on_linux_it_is_pure_python(monkeypatch):
+def test_a_build_on_other_systems_than_linux_is_pure_python(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     assert toolchain.missing() == "its libraries are for Linux and this is win32"
 
@@ -132,8 +132,8 @@ def test_a_native_build_without_torch_says_so_in_one_sentence(tree):
 
 
 @pytest.mark.in_turn
-def test_prebuilt_libraries_are_taken_as_they_are(tree):
-    """Only the module of this CPython is compiled; torch is not needed."""
+def test_prebuilt_libraries_are_used_unchanged(tree):
+    """Only the module of this CPython is compiled, without torch."""
     (tree / "site/pybind11").symlink_to(Path(pybind11.__file__).parent)
     libs = tree / "libs"
     libs.mkdir()
@@ -163,7 +163,7 @@ def test_prebuilt_libraries_are_taken_as_they_are(tree):
 
 def test_forcing_cuda_without_nvcc_says_so(tree):
     if shutil.which("/usr/local/cuda/bin/nvcc"):
-        environment = {"FORCE_CUDA": "0"}  # nothing to miss; the variable must still be accepted
+        environment = {"FORCE_CUDA": "0"}  # nvcc exists, and the variable must still be accepted
         assert "torch>=2.10" in run_setup(tree, "build_ext", **environment).stderr
     else:
         result = run_setup(tree, "build_ext", FORCE_CUDA="1", PATH="/usr/bin", CUDA_HOME="")

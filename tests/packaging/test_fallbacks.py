@@ -1,4 +1,4 @@
-"""With any library missing the package imports and works by the next path, which `info` names."""
+"""Without any library, the package imports and works by the next path, which `info` names."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 BINDING = f"libstorage_ops_binding_{MINOR}.so"
 SAVED = f"libstorage_ops_saved_{MINOR}.so"
 CUDA = [path.name for path in (PACKAGE / "lib").glob("libstorage_ops_cu*.so")]
-MODULE = [f"../{path.name}" for path in PACKAGE.glob("_build_info.*.so")]  # of this CPython
+MODULE = [f"../{path.name}" for path in PACKAGE.glob("_build_info.*.so")]  # for this CPython
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 WORK = """
@@ -39,7 +39,7 @@ y = so.output_discard(torch.sin, torch.cos)(x)
 assert torch.equal(torch.autograd.grad(y.sum(), x)[0], -torch.sin(x.sin()) * x.cos())
 print(json.dumps(so.info()))
 """
-# The command says what the function says.
+# The command prints the result of the function.
 COMMAND = """
 import sys
 from storage_ops.cli import main
@@ -52,9 +52,9 @@ class Hidden:
 import torch
 torch.UntypedStorage._swap_data_ptr_ = Hidden()
 """
-# Each of some works in a process of its own, without some libraries. Those are forked from one that
-# has imported torch, and end without taking it down again: these two are most of the time. Each
-# one's code, and what it says and complains.
+# Run each code in its own process without some libraries, and collect its output and errors. The
+# processes are forked from one that has imported torch and exit without a teardown. These two take
+# most of the time.
 FORKS = """
 import json, os, sys, torch, traceback
 answers = []
@@ -86,7 +86,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A copy of the package away from the tree."""
+    """Return a folder outside the tree with a copy of the package."""
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(PACKAGE, folder / "storage_ops")  # byte code too
     return folder
@@ -114,11 +114,11 @@ CASES = [
 
 
 def in_forks(folder, works, **variables):
-    """Run each code without some files of the folder; return its status, output and errors."""
+    """Run each code without some files of the folder. Return its status, output and errors."""
     return json.loads(python(folder, "-c", FORKS, json.dumps(works), **variables).stdout)
 
 
-def test_the_next_path_takes_over(installed):
+def test_the_next_path_is_used(installed):
     works = [
         ([f"storage_ops/lib/{name}" for name in gone], code + WORK + COMMAND)
         for gone, code, *_ in CASES
@@ -143,7 +143,7 @@ def test_the_next_path_takes_over(installed):
      ({"version": "0.1.0", "pure": "STORAGE_OPS_NO_NATIVE=1"}, 0)],
 )  # fmt: skip
 def test_a_package_without_any_library_says_so(build, code, tmp_path):
-    """Once on import, and in full in `info`; where that was the intention, only `info` does."""
+    """It does once on import, and in full in `info`. For an intended build, only `info` does."""
     ignore = shutil.ignore_patterns("*.so", "lib")
     shutil.copytree(PACKAGE, tmp_path / "storage_ops", ignore=ignore)
     if build is not None:
@@ -163,8 +163,8 @@ HEAVY = {"matplotlib", "transformers", "tokenizers", "yaml", "numpy.testing", "t
          "torch._functorch.aot_autograd", "torch.distributed.tensor", "rich"}  # fmt: skip
 
 
-def test_import_brings_nothing_heavy(installed):
-    """Beyond torch: this package and a little of the standard library."""
+def test_import_loads_no_large_package(installed):
+    """Beyond torch, it loads this package and a little of the standard library."""
     code = "import sys, torch; before = set(sys.modules); import storage_ops\n"
     code += "print(*(set(sys.modules) - before))"
     result = python(installed, "-c", code)
@@ -178,10 +178,10 @@ def test_import_brings_nothing_heavy(installed):
 
 
 @pytest.mark.slow
-def test_import_takes_a_fraction_of_what_that_of_torch_takes(installed):
-    """In processor seconds, of the best of three: the first one writes the byte code.
+def test_import_takes_a_fraction_of_the_time_of_torch(installed):
+    """The least processor seconds of three count, because the first import writes the byte code.
 
-    A bound in seconds would be one for the machine: it was 150 ms, on one twice as fast as others.
+    A bound in seconds would depend on the machine. It was 150 ms on one twice as fast as others.
     """
     code = (
         "import time; t = time.process_time; a = t(); import torch; b = t(); import storage_ops\n"

@@ -1,4 +1,4 @@
-"""The metadata of the package and of its repository agree, and links lead somewhere."""
+"""The metadata of the package and of its repository agree, and links have targets."""
 
 import re
 import shutil
@@ -20,13 +20,13 @@ NOT_IN_THE_SDIST = {".gitignore", ".ci/run"}
 
 
 def anchors(path):
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    """Return the anchors that GitHub and mkdocs write for a page's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
-def test_links_of_the_readme_are_absolute_and_lead_to_files_and_headings():
-    """PyPI shows the README, where a relative link leads nowhere."""
+def test_links_of_the_readme_are_absolute_and_their_targets_exist():
+    """PyPI shows the README, where a relative link has no target."""
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
     assert len(links) > 10
     for link in links:
@@ -37,7 +37,7 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files_and_headings():
             assert not anchor or anchor in anchors(ROOT / path), link
 
 
-def test_every_file_has_the_same_address_of_the_repository():
+def test_all_files_have_the_same_address_of_the_repository():
     addresses = re.compile(r"https://github\.com/[\w.-]+/storage_ops\b")
     for name in ("README.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml"):
         assert set(addresses.findall((ROOT / name).read_text())) == {REPOSITORY}, name
@@ -47,7 +47,7 @@ def test_every_file_has_the_same_address_of_the_repository():
     assert f"--repo {repo}`" in (ROOT / "docs/trust.md").read_text().replace("\n", " ")
 
 
-def test_citation_is_of_this_package():
+def test_the_citation_is_of_this_package():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     same = ("version", "license")
     assert {name: citation[name] for name in same} == {name: PROJECT[name] for name in same}
@@ -56,14 +56,14 @@ def test_citation_is_of_this_package():
     assert set(citation["keywords"]) <= set(PROJECT["keywords"])
 
 
-def test_type_checkers_are_told_of_the_annotations():
-    """py.typed is for type checkers, the classifier for people; test_build.py looks into files."""
+def test_the_package_declares_its_annotations():
+    """py.typed is for type checkers, the classifier for people. test_build.py checks the files."""
     assert "Typing :: Typed" in PROJECT["classifiers"]
     assert (ROOT / "storage_ops/py.typed").is_file()
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_issue_templates_are_what_github_takes(path):
+def test_issue_templates_are_valid_for_github(path):
     form = yaml.safe_load(path.read_text())
     if path.stem == "config":
         assert all({"name", "url", "about"} == set(link) for link in form["contact_links"])
@@ -81,8 +81,8 @@ def test_there_are_templates_for_bugs_and_features():
     assert {"bug_report", "config", "feature_request"} == {path.stem for path in TEMPLATES}
 
 
-def test_sdist_holds_every_file_of_the_checkout(tmp_path):
-    """Whatever tests, benchmarks, `make lint` and `make docs` read."""
+def test_sdist_contains_every_file_of_the_checkout(tmp_path):
+    """It contains all that tests, benchmarks, `make lint` and `make docs` read."""
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files"], cwd=ROOT, capture_output=True, text=True
     )
@@ -98,5 +98,5 @@ def test_sdist_holds_every_file_of_the_checkout(tmp_path):
     )  # fmt: skip
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
-        held = {name.partition("/")[2] for name in opened.getnames()}
-    assert names - held == NOT_IN_THE_SDIST
+        contained = {name.partition("/")[2] for name in opened.getnames()}
+    assert names - contained == NOT_IN_THE_SDIST

@@ -1,4 +1,4 @@
-"""Symbols and libraries that the native libraries import. Imports that are too new are found."""
+"""Symbols and libraries that the native libraries import. The check reports too new ones."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ LIBRARIES = sorted(_library.FOLDER.glob("*.so"))
 STABLE = [path for path in LIBRARIES if check_wheel.abi_of(path) is not None]
 
 
-def test_the_stable_libraries_are_here():
+def test_the_stable_libraries_exist():
     expected = {"libstorage_ops_cpu.so"}
     if toolchain.minor_of(_library.build_info()["torch_built_with"]) >= ninja_file.ALIAS_TARGET:
         expected.add("libstorage_ops_alias.so")
@@ -21,14 +21,14 @@ def test_the_stable_libraries_are_here():
 
 
 @pytest.mark.parametrize("library", STABLE, ids=[path.stem for path in STABLE])
-def test_stable_libraries_import_the_stable_abi_of_their_oldest_torch_alone(library):
+def test_stable_libraries_import_only_the_stable_abi_of_their_oldest_torch(library):
     assert list(check_wheel.wrong_imports(library)) == []
     names = {name for _, name, _ in check_wheel.imports(library)}
     assert any(name.startswith(("aoti_torch_", "torch_")) for name in names)
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=[path.stem for path in LIBRARIES])
-def test_libraries_need_libraries_of_torch_and_of_the_system_alone(library):
+def test_libraries_need_only_libraries_of_torch_and_of_the_system(library):
     listed = subprocess.check_output(["readelf", "-d", library], text=True)
     needed = {line.split("[")[1].rstrip("]") for line in listed.splitlines() if "NEEDED" in line}
     torch = {"libtorch_cpu.so", "libtorch_cuda.so", "libc10.so"}
@@ -44,7 +44,7 @@ def test_libraries_need_libraries_of_torch_and_of_the_system_alone(library):
 
 @pytest.fixture
 def link(tmp_path):
-    """Compile C code, and link it into a library; symbols may stay undefined."""
+    """Return a function that compiles C code into a library. Symbols may stay undefined."""
 
     def link(name, code, *flags):
         (tmp_path / "code.c").write_text(code)
@@ -56,29 +56,31 @@ def link(tmp_path):
     return link
 
 
-def test_an_import_that_is_not_stable_is_found(link):
+def test_an_unstable_import_is_reported(link):
     code = "int aoti_torch_get_dim(void); int torch_new_function(void); int PyErr_Occurred(void);"
     code += "int _ZN3c104warnEv(void); int f(void) { return aoti_torch_get_dim() + "
     code += "torch_new_function() + PyErr_Occurred() + _ZN3c104warnEv(); }"
-    found = " ".join(check_wheel.wrong_imports(link("libstorage_ops_cpu.so", code)))
+    reported = " ".join(check_wheel.wrong_imports(link("libstorage_ops_cpu.so", code)))
     for name in ("torch_new_function", "PyErr_Occurred", "_ZN3c104warnEv"):
-        assert f"imports {name}," in found
-    assert "get_dim" not in found
+        assert f"imports {name}," in reported
+    assert "get_dim" not in reported
     assert list(check_wheel.wrong_imports(link("libstorage_ops_binding_2_10.so", code))) == []
 
 
-def test_a_symbol_of_a_newer_torch_is_found(link):
+def test_a_symbol_of_a_newer_torch_is_reported(link):
     code = "int torch_from_blob(void); int f(void) { return torch_from_blob(); }"
     alias = link("libstorage_ops_alias.so", code)
     assert list(check_wheel.wrong_imports(alias)) == []  # torch 2.12 has it
-    (found,) = check_wheel.wrong_imports(shutil.copy(alias, alias.with_stem("libstorage_ops_cpu")))
-    assert "torch_from_blob, which the oldest torch" in found
+    (reported,) = check_wheel.wrong_imports(
+        shutil.copy(alias, alias.with_stem("libstorage_ops_cpu"))
+    )
+    assert "torch_from_blob, which the oldest torch" in reported
 
 
 EXP = "double exp(double); double f(double x) { return exp(x) + __builtin_sqrt(x); }"
 
 
-def test_a_new_glibc_is_found_and_the_stand_ins_avoid_it(link, tmp_path):
+def test_a_new_glibc_is_reported_and_the_replacements_avoid_it(link, tmp_path):
     pytest.importorskip("auditwheel")
     from build_tools import old_glibc
 

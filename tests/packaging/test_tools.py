@@ -1,4 +1,4 @@
-"""The build tools say what is wrong with what they are given."""
+"""The build tools say what is wrong with their arguments."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ def test_headers_of_another_torch_are_refused(monkeypatch, tmp_path):
         toolchain.torch_headers("9.1")
 
 
-def test_several_toolkits_are_found_by_major(monkeypatch, tmp_path):
+def test_toolkits_are_listed_by_major_version(monkeypatch, tmp_path):
     for release in ("12.8", "13.0"):
         nvcc = tmp_path / release / "bin/nvcc"
         nvcc.parent.mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_several_toolkits_are_found_by_major(monkeypatch, tmp_path):
     assert toolchain.nvccs() == {}
 
 
-def test_gpus_are_those_that_every_toolkit_knows(monkeypatch, tmp_path):
+def test_only_gpus_that_every_toolkit_supports_are_built_for(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     old, new = tmp_path / "old", tmp_path / "new"
     for nvcc, listed in (old, "80 86 87 89 90"), (new, "75 80 86 89 90 90a 100 103 120"):
@@ -82,7 +82,7 @@ def test_release_notes():
     assert release_notes.notes("v1.2.0", 'version = "1.2.0"', CHANGELOG) == "- old"
     with pytest.raises(SystemExit, match=r"tag is v1.2.0, but pyproject.toml has version 1.3.0"):
         release_notes.notes("v1.2.0", 'version = "1.3.0"', CHANGELOG)
-    for version in ("1.3.0", "1.1.0"):  # no section, and an empty one
+    for version in ("1.3.0", "1.1.0"):  # without a section, and with an empty one
         with pytest.raises(SystemExit, match=rf"no section '## {version}'"):
             release_notes.notes(f"v{version}", f'version = "{version}"', CHANGELOG)
 
@@ -104,15 +104,15 @@ def test_a_bad_wheel_is_reported(tmp_path):
         )
         archive.writestr("storage_ops/lib/build_info.json", '{"cuda": "13.0", "bindings": "2.10"}')
         archive.writestr("tests/test_x.py", "")
-    found = "\n".join(check_wheel.check(path))
+    problems = "\n".join(check_wheel.check(path))
     for complaint in ("local tag", "requires ['torch==2.13']", "no manylinux_2_28 tag",
                       "libstorage_ops_cu13.so", "binding_2_10", "has tests/test_x.py",
                       "lacks sboms/", "has no module of any", "not for every CPython"):  # fmt: skip
-        assert complaint in found
+        assert complaint in problems
 
 
-def one_of_a_cpython(folder, tag, library=b"", module=True):
-    """A wheel as setup.py builds it for one CPython, as far as tools look at it."""
+def wheel_of_one_cpython(folder, tag, library=b"", module=True):
+    """Write the parts that tools read of a wheel that setup.py builds for one CPython."""
     path = folder / f"storage_ops-1.0-cp{tag.removesuffix('t')}-cp{tag}-linux_{MACHINE}.whl"
     info = "storage_ops-1.0.dist-info"
     tags = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp{tag}-linux_{MACHINE}\n"
@@ -137,10 +137,10 @@ def one_of_a_cpython(folder, tag, library=b"", module=True):
     return path
 
 
-def test_one_wheel_is_for_every_cpython_and_lists_what_is_in_it(tmp_path):
+def test_one_wheel_is_for_every_cpython_and_lists_its_contents(tmp_path):
     pytest.importorskip("wheel")
     library, tags = os.urandom(64), ["310", "314", "314t"]
-    parts = [one_of_a_cpython(tmp_path, tag, library) for tag in tags]
+    parts = [wheel_of_one_cpython(tmp_path, tag, library) for tag in tags]
     path = wheel.merge(parts, tmp_path / "dist")
     assert path == tmp_path / f"dist/storage_ops-1.0-py3-none-linux_{MACHINE}.whl"
     info = "storage_ops-1.0.dist-info"
@@ -155,21 +155,24 @@ def test_one_wheel_is_for_every_cpython_and_lists_what_is_in_it(tmp_path):
     assert listed["metadata"]["component"]["version"] == "1.0"
     components = {part["name"]: part for part in listed["components"]}
     assert {"pybind11", "torch headers 2.10", "torch headers 2.11"} < set(components)
-    found = components["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
-    assert found == hashlib.sha256(library).hexdigest()
+    digest = components["storage_ops/lib/libstorage_ops_cpu.so"]["hashes"][0]["content"]
+    assert digest == hashlib.sha256(library).hexdigest()
 
 
 def test_a_wheel_without_its_module_is_not_merged(tmp_path):
     pytest.importorskip("wheel")
-    parts = [one_of_a_cpython(tmp_path, "310"), one_of_a_cpython(tmp_path, "311", module=False)]
+    parts = [
+        wheel_of_one_cpython(tmp_path, "310"),
+        wheel_of_one_cpython(tmp_path, "311", module=False),
+    ]
     with pytest.raises(SystemExit, match=r"2 wheels have the modules .*cpython-310-.*. Expected"):
         wheel.merge(parts, tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
 
 
-def test_wheels_of_other_libraries_are_not_merged(tmp_path):
+def test_wheels_with_different_libraries_are_not_merged(tmp_path):
     pytest.importorskip("wheel")
-    parts = [one_of_a_cpython(tmp_path, tag, os.urandom(64)) for tag in ("310", "311")]
+    parts = [wheel_of_one_cpython(tmp_path, tag, os.urandom(64)) for tag in ("310", "311")]
     with pytest.raises(SystemExit, match=r"differ in .*libstorage_ops_cpu\.so"):
         wheel.merge(parts, tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
@@ -204,7 +207,7 @@ def test_the_site_shows_narrow_pictures_on_a_phone(tmp_path):
     assert site.PHONE in (site.ROOT / "docs/site.css").read_text()
 
 
-def test_the_site_shows_what_is_returned_as_one_text():
+def test_the_site_shows_the_returned_value_as_one_text():
     griffe, yaml = pytest.importorskip("griffe"), pytest.importorskip("yaml")
     config = yaml.safe_load((toolchain.ROOT / "mkdocs.yml").read_text())
     handler = config["plugins"][1]["mkdocstrings"]["handlers"]["python"]

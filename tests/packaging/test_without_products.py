@@ -1,4 +1,4 @@
-"""csrc/products can be deleted: without it a CPU lacks speed and sums in fp32, and nothing else."""
+"""csrc/products can be deleted. Without it, a CPU lacks only speed and sums in fp32."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from storage_ops import _library
 ROOT = Path(__file__).parents[2]
 SOURCE = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "build_tools", "csrc", "cuda",
           "storage_ops", "storage_ops_plan.py", "tests"]  # fmt: skip
-# Objects of this tree's own build, where it was made here: what is as it was is not compiled again.
+# Objects of a build of this tree, if there is one, so that unchanged files are not compiled again.
 BUILT = f"build/native-{sys.implementation.cache_tag}{sys.abiflags}"
 TESTS = ["tests/loss", "tests/matmul"]
 LOADED = """

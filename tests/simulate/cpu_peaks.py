@@ -1,4 +1,4 @@
-"""Peaks of a function on a CPU: simulated and measured."""
+"""Simulate and measure the peak of a function on a CPU."""
 
 from storage_ops.foundation.ledger import Ledger
 from storage_ops.memory import measure
@@ -8,23 +8,23 @@ from storage_ops.simulate.values.assume import Assumption
 
 
 def simulated_levels(run):
-    """Bytes above the inputs at each moment of a call of `run`, with the kernels of a CPU."""
-    ledger, held = Ledger(int), Captured(run, (), {})
-    with simulating(ledger, held, (), {}, Assumption(None), False) as (_, args, kwargs):
+    """Return the bytes above the inputs at each moment of a call of `run` with CPU kernels."""
+    ledger, captured = Ledger(int), Captured(run, (), {})
+    with simulating(ledger, captured, (), {}, Assumption(None), False) as (_, args, kwargs):
         out = call_simulated(run, args, kwargs)
-        levels = ledger.levels()  # here, for the inputs go when the simulation ends
+        levels = ledger.levels()  # inside the block, whose end frees the inputs
         del out
     inputs = sum(block.nbytes for block in ledger.inputs)
     return [level - inputs for level in levels]
 
 
 def simulated_peak(run):
-    """Bytes above the inputs that a call of `run` takes at most, with the kernels of a CPU."""
+    """Return the peak above the inputs of a call of `run` with CPU kernels."""
     return max(simulated_levels(run))
 
 
 def measured_peak(run):
-    """Bytes that a second call of `run` allocates at most; the first one may fill caches."""
+    """Return the measured peak of a second call of `run`. The first one may fill caches."""
     run()
     with measure() as m:
         run()

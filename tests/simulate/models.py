@@ -1,4 +1,4 @@
-"""Small models of six families, each with a batch and a loss."""
+"""Small models of six families. Each has a batch and a loss."""
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class GatedMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The two best of four experts for each token, whose choices are drawn, not learned."""
+    """Sends each token to two of four experts, drawn at random."""
 
     def __init__(self, width):
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT, Llama and Mixtral by their parts; tied: the head's weight is the embedding's."""
+    """A decoder like GPT, Llama or Mixtral. With `tied`, the head has the embedding's weight."""
 
     def __init__(self, mlp, norm, layers=3, width=64, vocab=256, dropout=0.0, tied=False):
         super().__init__()
@@ -86,7 +86,7 @@ class Cross(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """As T5: what the encoder returns goes into each layer of the decoder."""
+    """A model like T5: each decoder layer gets the encoder's output."""
 
     def __init__(self, width=64, layers=3):
         super().__init__()
@@ -168,7 +168,7 @@ def images():
     return torch.randn(16, 3, 48, 48)
 
 
-# What makes the model, what makes a batch, and the loss.
+# Functions that create the model and a batch, and the loss.
 MODELS = {
     "gpt": (lambda: Decoder(plain_mlp, nn.LayerNorm, dropout=0.1, tied=True), ids, None),
     "llama": (lambda: Decoder(GatedMLP, nn.RMSNorm), ids, None),
@@ -179,15 +179,15 @@ MODELS = {
 }
 
 
-def made(name, dtype=torch.float32):
-    """A model, a batch and a loss of one of MODELS."""
+def build(name, dtype=torch.float32):
+    """Return the model, a batch and the loss of one of MODELS."""
     model, batch, loss = MODELS[name]
     batch = batch()
     return model().to(dtype), batch.to(dtype) if batch.is_floating_point() else batch, loss
 
 
 def run(model, batch, loss, optimizer=None):
-    """A step as simulate_step has it."""
+    """Run a step as simulate_step defines it."""
 
     def value():
         output = model(batch)

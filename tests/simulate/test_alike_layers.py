@@ -1,4 +1,4 @@
-"""Layers that are built alike, and still do not do the same in a step."""
+"""Layers with the same structure that still do not run the same ops in a step."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ class Router(nn.Module):
 
 
 class HooksAtFirstForward(nn.Module):
-    """Collects the outputs of routers by hooks that its first forward installs."""
+    """Collects the outputs of routers by hooks that its first forward registers."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Scaled(nn.Module):
 
 
 class HistoryInAttributes(nn.Module):
-    """Gives its layers a tensor that backward goes through, as an attribute."""
+    """Sets a tensor with an autograd graph as an attribute of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class HistoryInAttributes(nn.Module):
 
 
 class Remembering(Router):
-    """Adds its output to a list of the model, which the loss reads."""
+    """Appends its output to a list that the model's loss reads."""
 
     def __init__(self, seen):
         super().__init__()
@@ -77,7 +77,7 @@ class Remembering(Router):
 
 
 class Hidden:
-    __slots__ = ("list",)  # which no search of attributes finds
+    __slots__ = ("list",)  # a slot is not found in `vars`
 
 
 class KeptInAList(nn.Module):
@@ -116,7 +116,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_simulations_agree_with_one_of_every_layer(kind, monkeypatch):
+def test_replaying_layers_gives_the_peak_of_simulating_each(kind, monkeypatch):
     model, x = MODELS[kind](), torch.randn(64, 8)
     quick = so.memory.simulate_step(model, x, device="cpu").peak_bytes
     with monkeypatch.context() as patch:
@@ -127,18 +127,18 @@ def test_simulations_agree_with_one_of_every_layer(kind, monkeypatch):
     model.zero_grad()
     with so.memory.measure("cpu") as m:
         model(x).backward()
-    given = sum(p.nbytes for p in model.parameters()) + x.nbytes
-    assert abs(quick - given - m.peak_bytes) <= 0.01 * quick
+    inputs_bytes = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    assert abs(quick - inputs_bytes - m.peak_bytes) <= 0.01 * quick
 
 
 @pytest.mark.parametrize("kind", ["hooks at the first forward", "a history in attributes"])
-def test_fit_plans_for_them(kind):
+def test_fit_plans_models_with_such_layers(kind):
     model, x = MODELS[kind](), torch.randn(64, 8)
     plan = so.fit(model, x, "1GiB")
     assert plan.peak_bytes == so.memory.simulate_step(model, x).peak_bytes
 
 
-def test_hooks_for_all_modules_see_each_layer():
+def test_global_module_hooks_see_each_layer():
     model, x = (
         nn.Sequential(*(nn.Sequential(Router(), Router()) for _ in range(3))),
         torch.ones(2, 8),

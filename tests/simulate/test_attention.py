@@ -1,4 +1,4 @@
-"""Functions as a GPU computes them, simulated: shapes, and which calls of attention form scores."""
+"""Functions that a GPU computes otherwise: their shapes, and calls of attention with scores."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOKENS, HEADS = 32, 16
 
 @dataclass
 class Call:
-    """Arguments of a call of attention."""
+    """The arguments of a call of attention."""
 
     dtype: torch.dtype = torch.bfloat16
     size: int = 32
@@ -90,7 +90,7 @@ def flexible(x, weight):
     for heads, size in ((8, 32), (2, 32), (8, 16)):
         keys = x.new_zeros(4, heads, 50, 32)
         values = x.new_zeros(4, heads, 50, size)
-        # On a CPU torch has no gradients of it.
+        # On a CPU, torch has no gradients for flex_attention.
         yield flex_attention(x.detach(), keys, values, enable_gqa=heads == 2), ()
 
 
@@ -113,7 +113,7 @@ FUSED = [
     Call(heads_of_keys=2),
     Call(heads_of_keys=2, mask="bool"),
     Call(mask="bool", keys=TOKENS + 2),
-    Call(size=48),  # latent attention: the values have another head size
+    Call(size=48),  # as in latent attention, values have another head size
     Call(size=48, dtype=torch.float32),
     Call(size=320, size_of_values=320),
     Call(size=20, size_of_values=20),
@@ -123,7 +123,7 @@ FUSED = [
 SCORES = [
     Call(dtype=torch.float64),
     Call(dtype=torch.float32, heads_of_keys=2),
-    Call(mask="learned"),  # a fused kernel, but each head has a gradient of the mask
+    Call(mask="learned"),  # the kernel is fused, but the mask has a gradient for each head
     Call(heads_of_keys=2, mask="learned"),
     Call(size=48, heads_of_keys=2),
     Call(size=20, size_of_values=20, mask="bool"),
@@ -131,7 +131,7 @@ SCORES = [
 
 
 def growth(call):
-    """How much more is taken with four times as many tokens and keys, without copies of masks."""
+    """Return the growth of memory, without masks, for four times as many tokens and keys."""
     taken, odd = [], call.keys % 8
     for tokens in (1024, 4096):
         call.tokens, call.keys = tokens, tokens + odd
@@ -143,10 +143,10 @@ def growth(call):
 
 
 @pytest.mark.parametrize("call", FUSED, ids=str)
-def test_fused_kernels_form_no_scores(call):
+def test_fused_kernels_allocate_no_scores(call):
     assert growth(call) < 5
 
 
 @pytest.mark.parametrize("call", SCORES, ids=str)
-def test_calls_that_no_fused_kernel_takes_form_scores(call):
+def test_calls_without_a_fused_kernel_allocate_scores(call):
     assert growth(call) > 12

@@ -1,4 +1,4 @@
-"""Autocast of a GPU, whose lists differ from those of a CPU, against torch's own for fake CUDA."""
+"""Simulated autocast casts the ops that torch casts on a GPU, which differ from a CPU's."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def calls(function, dtype, device):
 
 @pytest.fixture
 def autocast_on_cuda():
-    """Turn autocast of CUDA on, which `torch.autocast` refuses where there is no GPU."""
+    """Enable autocast for CUDA, which `torch.autocast` refuses without a GPU."""
     torch.set_autocast_enabled("cuda", True)
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -93,7 +93,7 @@ def test_ops_are_cast_as_on_a_gpu(name, dtype, autocast_on_cuda):
         assert calls(OPS[name], dtype, "cpu") == expected
 
 
-def test_the_lists_of_the_cpu_are_back_afterwards():
+def test_the_lists_of_the_cpu_are_restored():
     x = torch.randn(4, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         with autocast.autocast_of_gpu():
@@ -111,7 +111,7 @@ def test_every_name_is_an_op_of_this_torch():
     aten = [name[6:] for name in known if re.match(r"aten::\w", name)]
     cast = {name for name in aten if autocast._has_kernel(name, "AutocastCUDA")}
     both = {name for name in aten if autocast._has_kernel(name, "AutocastCPU")}
-    # These ops run inside others, or in recurrent layers, which are not simulated on a GPU.
+    # These ops run inside other ops, or in recurrent layers, which are not simulated on a GPU.
     left = "convolution", "cell", "flash_attention", "norm.S"
     others = {name for name in cast - both if not any(word in name for word in left)}
     assert others <= set(names)
@@ -126,8 +126,8 @@ class Head(nn.Module):
         return self.up(self.norm(x)).softmax(-1)
 
 
-def test_the_step_of_a_gpu_keeps_what_it_casts():
-    """The softmax has a result in float32, which is saved, and the sum reads it."""
+def test_a_step_on_a_gpu_saves_cast_tensors():
+    """The result of the softmax is in float32, and is saved."""
     model, x = Head(), torch.randn(1024, 64)
     with torch.autocast("cpu", torch.bfloat16):
         gpu = simulate_step(model, x, device="h100").by_owner
@@ -152,7 +152,7 @@ def facts_of(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_the_command_on_a_cpu_is_what_a_step_takes(command, capsys):
+def test_the_command_on_a_cpu_gives_the_measured_peak(command, capsys):
     options = ["--autocast", "bf16", "--optimizer", "none", "--device", "cpu"]
     simulated = facts_of([*command, *options], capsys)
     transformers = pytest.importorskip("transformers")
@@ -167,7 +167,7 @@ def test_the_command_on_a_cpu_is_what_a_step_takes(command, capsys):
         loss.backward()
         model.zero_grad()
 
-    with torch.backends.mkldnn.flags(enabled=False):  # it packs operands
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN packs operands
         step()
         with measure() as m:
             step()
@@ -177,7 +177,7 @@ def test_the_command_on_a_cpu_is_what_a_step_takes(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_the_command_makes_what_a_model_with_bytes_makes(command, capsys):
+def test_the_command_gives_the_peak_of_a_real_model(command, capsys):
     simulated = facts_of([*command, "--autocast", "bf16"], capsys)["peak_bytes"]
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(command[2])

@@ -1,4 +1,4 @@
-"""Models with layers of bitsandbytes: as the command line has them, and as measured on the CPU."""
+"""Models with layers of bitsandbytes give the peaks of the command line and of a CPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ tf = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 BF16 = torch.bfloat16
 NAMES = ["nf4", "nf4-double", "fp4", "int8"]
-UNREAD = 512  # the map of 4-bit codes, which no op of bitsandbytes reads: kernels know it
+UNREAD = 512  # bytes of the map of 4-bit codes, which kernels have built in and never read
 
 
 def quantized(plain, name, dtype=BF16):
@@ -38,7 +38,7 @@ def quantized(plain, name, dtype=BF16):
 
 
 class Two(nn.Module):
-    """A trained layer, and a frozen one whose input needs a gradient."""
+    """A trained layer, and a frozen one whose input requires grad."""
 
     def __init__(self, frozen, device):
         super().__init__()
@@ -51,7 +51,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("rows", [64, 4096])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_is_as_on_the_command_line(name, rows, bias):
+def test_a_layer_takes_the_memory_of_the_command_line(name, rows, bias):
     plain = nn.Linear(1024, 2048, bias=bias, dtype=BF16)
     theirs = Two(quantized(plain, name), "cpu")
     ours = Two(linear_of(plain.to("meta"), Scheme(name)), "meta")
@@ -63,9 +63,9 @@ def test_a_layer_is_as_on_the_command_line(name, rows, bias):
     assert steps[1].peak_bytes == steps[0].peak_bytes + unread
 
 
-# A CPU copies a 16-bit weight into float32 to scale it in place, which no estimate counts.
+# On a CPU, a 16-bit weight is copied to float32 and scaled in place. Estimates do not count this.
 @pytest.mark.parametrize("name", NAMES[:3])
-def test_a_layer_takes_what_is_measured_on_the_cpu(name):
+def test_a_layer_takes_the_measured_memory_on_a_cpu(name):
     layer = Two(quantized(nn.Linear(1024, 2048, dtype=BF16), name), "cpu")
     x = torch.randn(256, 1024, dtype=BF16)
 
@@ -98,7 +98,7 @@ def llama(name, device):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", ["nf4-double", "int8"])
-def test_adapters_of_peft_are_as_on_the_command_line(name, autocast, monkeypatch):
+def test_adapters_of_peft_take_the_memory_of_the_command_line(name, autocast, monkeypatch):
     from storage_ops.cli.quantized import adapters
 
     def step(device):
@@ -113,7 +113,7 @@ def test_adapters_of_peft_are_as_on_the_command_line(name, autocast, monkeypatch
         else:
             lora = Lora(4, ["q_proj", "down_proj"], 0.1)
             model = adapters.with_lora(model, peft, lora)
-            if autocast:  # which casts no tensors of the meta device
+            if autocast:  # autocast does not cast tensors on the meta device
                 model.to_empty(device="cpu")
         where = next(model.parameters()).device
         ids = torch.empty(2, 128, dtype=torch.int64, device=where)
@@ -129,7 +129,7 @@ def test_adapters_of_peft_are_as_on_the_command_line(name, autocast, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion", "Lion8bit"])
-def test_optimizers_are_as_on_the_command_line(name):
+def test_optimizers_take_the_memory_of_the_command_line(name):
     model = nn.Sequential(nn.Linear(512, 1000), nn.LayerNorm(1000)).to(BF16)
     x = torch.empty(4, 512, dtype=BF16)
     steps = [
@@ -138,5 +138,5 @@ def test_optimizers_are_as_on_the_command_line(name):
     ]
     assert steps[0].by_owner["optimizer state"] == steps[1].by_owner["optimizer state"]
     assert steps[0].kept_bytes == steps[1].kept_bytes
-    # A map of codes that Lion does not use is there from the beginning.
+    # bitsandbytes creates a map of codes at the start, which Lion does not use.
     assert 0 <= steps[0].peak_bytes - steps[1].peak_bytes <= 1024

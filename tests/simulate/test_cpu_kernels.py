@@ -1,4 +1,4 @@
-"""Temporary memory of CPU kernels: simulated peaks against measured ones, for each row."""
+"""The simulated peaks of every row of CPU kernels agree with measured peaks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROWS, WIDTH = 512, 256
 
 
 def numbers(dtype, *shape):
-    return 1 - torch.rand(shape or (ROWS, WIDTH), dtype=dtype)  # none is zero, as `prod` asks
+    return 1 - torch.rand(shape or (ROWS, WIDTH), dtype=dtype)  # `prod` needs numbers above zero
 
 
 def indices():
@@ -50,7 +50,7 @@ def reduced(how):
     return lambda x: zeros(x.dtype).scatter_reduce(0, indices(), x, how)
 
 
-# Functions of numbers, by the row that they test.
+# Functions of a tensor of numbers, by the row that they test.
 CASES = {
     "tag::pointwise": [
         lambda x: (x > 0.5) * x, lambda x: x + x.detach().double(), lambda x: indices() / 3 + x,
@@ -190,7 +190,7 @@ def check(run, rel=0.03):
     assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=rel, abs=4096)
 
 
-# What real tensors of any device allocate in an op, and fake ones do not show.
+# Ops in which real tensors allocate memory on any device, and fake tensors do not.
 GAPS = {
     "clamp": lambda x: x.clamp(x.detach() * 0.5, x.detach()),
     "largest": lambda x: x.max(),
@@ -248,7 +248,7 @@ CONVOLUTIONS = {
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_peaks_of_convolutions(name):
-    """The gradient of a sum is one number for all of an image, which kernels copy."""
+    """The gradient of a sum is expanded from one number. Kernels copy it."""
     make, shape = CONVOLUTIONS[name]
     layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
     check(lambda: layer(x))
@@ -270,7 +270,7 @@ CHANNELS_LAST = {
 @pytest.mark.parametrize("image", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("name", CHANNELS_LAST)
 def test_peaks_of_convolutions_with_channels_last(name, image, gradient):
-    """ConvNeXt permutes the channels of an image to the end, and back by strides alone."""
+    """ConvNeXt permutes channels to the end and back, which only changes strides."""
     layer, x = CHANNELS_LAST[name](), numbers(torch.float32, 16, 32, 32, 32)
     x = x.to(memory_format=image).requires_grad_()
     dy = torch.randn_like(layer(x).detach()).contiguous(memory_format=gradient)
@@ -291,8 +291,8 @@ RECURRENT = {
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_keep_what_is_measured(name):
-    """Workspaces of all layers are alive at once, and oneDNN chooses their size."""
+def test_recurrent_layers_keep_the_measured_bytes(name):
+    """The workspaces of all layers are alive at once. oneDNN chooses their size."""
     make, shape = RECURRENT[name]
     layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
     with measure() as m:
@@ -303,14 +303,14 @@ def test_recurrent_layers_keep_what_is_measured(name):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
 @pytest.mark.skipif(
-    torch.__version__.startswith("2.10."), reason="oneDNN 3.7 takes temporary memory of its own"
+    torch.__version__.startswith("2.10."), reason="oneDNN 3.7 allocates other temporary memory"
 )
 @pytest.mark.parametrize("name", RECURRENT)
 def test_peaks_of_recurrent_layers(name):
-    """oneDNN keeps a workspace for the backward, which torch's fake leaves empty."""
+    """oneDNN keeps a workspace for the backward, which is empty in torch's fake kernel."""
     make, shape = RECURRENT[name]
     layer, x = make(), numbers(torch.float32, *shape).requires_grad_()
-    # Other processors need other temporary memory for their products, which rows do not know.
+    # On other processors, products need other temporary memory, which rows do not describe.
     rel = 0.03 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 0.25
     check(lambda: layer(x), rel)
     check(lambda: torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()]), rel)
@@ -347,15 +347,15 @@ STRIDED = {
 @pytest.mark.parametrize("name", STRIDED)
 def test_strides_of_results(name, make):
     if name == "channel shuffle" and make is transposed:
-        return  # images only
-    found = []
+        return  # the function needs an image
+    strides = []
 
     def run():
         x = make()
         value = STRIDED[name](x)
         gradient = torch.autograd.grad(value, x, torch.ones(value.shape))[0]
-        found.append((value.stride(), gradient.stride()))
+        strides.append((value.stride(), gradient.stride()))
         return value, value.transpose(1, 2).contiguous(), gradient.reshape(-1)
 
     check(run)
-    assert found[0] == found[1]
+    assert strides[0] == strides[1]

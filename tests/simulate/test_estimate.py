@@ -1,4 +1,4 @@
-"""What estimate counts, on inputs of every kind, and that it leaves no trace."""
+"""Memory that `estimate` counts, for inputs of every kind, and its absence of side effects."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def train(model, x):
         (1, 512),
         (513, 1024),
         (MIB + 1, MIB + 512),
-        (33 * MIB, 34 * MIB),  # one segment of 34 MiB: the last one is not split off
+        (33 * MIB, 34 * MIB),  # a segment of 34 MiB, whose last MiB is not split off
         (33 * MIB - 512, 33 * MIB - 512),
         (32 * MIB, 32 * MIB),
     ],
@@ -73,10 +73,10 @@ def test_views_and_storages_that_are_resized():
     assert (e.peak_bytes, e.kept_bytes) == (8 * MIB, 8 * MIB)
 
 
-def test_agrees_with_what_is_measured():
-    """Real runs of a model with many kinds of layers, within the rounding of each block.
+def test_estimates_agree_with_measured_peaks():
+    """The peak of a model with many kinds of layers is measured, up to the rounding of blocks.
 
-    So few tokens that a GPU, too, adds up the gradients of biases at once.
+    There are so few tokens that a GPU also sums the gradients of biases without partial sums.
     """
     width = int(torch.randint(64, 256, ()))
     model = nn.Sequential(
@@ -125,9 +125,9 @@ def test_tensors_of_every_kind(kind):
     assert all(p.grad is None for p in model.parameters()) and x.grad is None
 
 
-def test_what_a_function_holds_on_to_is_an_input():
+def test_tensors_that_a_function_references_are_inputs():
     model, x = mlp(), torch.randn(512, 256)
-    other = torch.randn(MIB)  # used after the peak, in memory all the time
+    other = torch.randn(MIB)  # in memory all the time, although it is used after the peak
 
     def step():
         train(model, x)
@@ -136,7 +136,7 @@ def test_what_a_function_holds_on_to_is_an_input():
     e = estimate(step)
     size = sum(p.nbytes for p in model.parameters()) + x.nbytes + other.nbytes
     assert e.input_bytes == size
-    assert estimate(model, x).input_bytes == size - other.nbytes  # also layers that it calls later
+    assert estimate(model, x).input_bytes == size - other.nbytes  # includes layers called later
 
 
 def test_nothing_is_left_behind():
@@ -165,12 +165,12 @@ def test_nothing_is_left_behind():
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
     assert not optimizer.state and optimizer.param_groups[0]["foreach"] is None
     assert norm.num_batches_tracked == 0 and torch.equal(state, torch.get_rng_state())
-    # And torch's own kernels are back.
+    # torch's own kernels are restored.
     right = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(F.rms_norm(x, (256,), eps=1e-6), right)
 
 
-def test_gradients_that_are_dropped_and_gradients_that_are_added_to():
+def test_dropped_gradients_and_accumulated_gradients():
     model, x = mlp(), torch.randn(512, 256)
     parameters = sum(p.nbytes for p in model.parameters())
     train(model, x)
@@ -199,10 +199,10 @@ def test_a_step_with_an_optimizer(options, warm):
 
     if warm:
         step()
-    held = len(optimizer.state)
+    count = len(optimizer.state)
     e = estimate(step)
-    assert len(optimizer.state) == held
-    # Parameters, gradients and two moments; all at once, torch makes one more of each parameter.
+    assert len(optimizer.state) == count
+    # Parameters, gradients and two moments. A foreach step has one more temporary per parameter.
     assert 4 * parameters < e.kept_bytes < 4.1 * parameters
     extra = (e.peak_bytes - e.kept_bytes) / parameters
     assert extra > 0.95 if not options else extra < 1.1
@@ -210,7 +210,7 @@ def test_a_step_with_an_optimizer(options, warm):
 
 @pytest.mark.in_turn
 def test_adafactor_handles_one_parameter_at_a_time():
-    """Its documentation says so, also of a GPU, where an H200 confirmed it."""
+    """Its documentation says so, and an H200 confirmed it for a GPU."""
 
     def peak(foreach, kind=torch.optim.Adafactor):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
@@ -232,10 +232,10 @@ def test_kernels_of_a_gpu(device):
     attention = estimate(lambda x: F.scaled_dot_product_attention(x, x, x, **causal), x)
     assert 3 * size > attention.kept_bytes >= 2 * size  # no 2048 x 2048 scores
     kept = estimate(lambda x: F.dropout(x, 0.1), x).kept_bytes
-    assert kept == 2 * size + size // 4  # the mask is one byte per element
+    assert kept == 2 * size + size // 4  # the mask has one byte per element
     assert estimate(lambda x: F.dropout(x, 0.1, training=False), x).kept_bytes == size
     norm = estimate(lambda x: F.rms_norm(x, (64,)), x)
-    assert norm.kept_bytes == 2 * size + size // 64  # a number per row
+    assert norm.kept_bytes == 2 * size + size // 64  # and a number per row
     softmax = estimate(lambda x: x.softmax(-1).backward(x.detach()), x)
     assert softmax.peak_bytes == 4 * size  # input, output, product, gradient
 
@@ -269,18 +269,18 @@ def test_discard_and_share(path, zero_copy):
         so.discard_storage(h)
         assert so.is_discarded(h) and so.is_discarded(view) and not so.is_discarded(again)
         so.discard_storage(h)
-        made = again + 1
-        so.share_storage(h, made)
+        shared = again + 1
+        so.share_storage(h, shared)
         assert not so.is_discarded(view)
         so.share_storage(h, h)
-        return made
+        return shared
 
     e = estimate(fn, h, again)
     assert [s.nbytes // MIB for s in e.timeline] == [8, 4, 8] + ([] if zero_copy else [12])
     assert not so.is_discarded(h)
 
 
-def test_values_are_asked_for():
+def test_reading_an_unknown_value_is_an_error():
     x = nn.Parameter(torch.randn(64, 64))
     for fn in (
         lambda: x.sum().item(),
@@ -295,7 +295,7 @@ def test_values_are_asked_for():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_device_that_is_not_there():
+def test_a_device_that_does_not_exist():
     with pytest.raises(RuntimeError, match="asks for device cuda, which this machine does not"):
         estimate(lambda: torch.empty(3, device="cuda"))
 
@@ -329,7 +329,7 @@ def test_tensors_that_cannot_be_simulated():
         estimate(torch.relu, sparse)
 
 
-def test_an_exception_passes_and_leaves_no_trace():
+def test_an_exception_is_raised_and_leaves_no_trace():
     model, x = mlp(), torch.randn(8, 256)
 
     def fn():
@@ -341,8 +341,8 @@ def test_an_exception_passes_and_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters()) and gc.isenabled()
 
 
-def test_a_step_that_was_traced():
-    """Its optimizer has a state then, and has made no step."""
+def test_a_traced_step():
+    """After the trace, its optimizer has state but has not made a step."""
     model = nn.Linear(8, 4)
     opt = torch.optim.AdamW(model.parameters())
 
@@ -361,12 +361,12 @@ def test_a_step_that_was_traced():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_on_arm_has_a_copy_of_its_weight(bias, monkeypatch):
-    """Of x @ w.T in float32, in blocks of 8 classes; so it was measured on aarch64."""
+    """The copy is for x @ w.T in float32, padded to 8 classes, as measured on aarch64."""
     layer, x = nn.Linear(64, 1001, bias=bias), torch.randn(4, 32, 64)
     peaks = {}
     for arm in (False, True):
         monkeypatch.setattr(aten, "has_arm_library", lambda arm=arm: arm)
         peaks[arm] = [simulate_step(layer.to(x), x).peak_bytes for x in (x, x.double())]
-    loss = 4  # bytes, there at the peak where there is no copy
+    loss = 4  # bytes, alive at the peak if there is no copy
     assert peaks[True][0] - (peaks[False][0] - loss) == 4 * 64 * 1008
     assert peaks[True][1] == peaks[False][1]

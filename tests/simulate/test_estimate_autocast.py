@@ -1,4 +1,4 @@
-"""Steps in autocast: its cache of casts lives as long as the outermost block."""
+"""Estimates of steps under autocast, whose cache of casts lives until the outermost block ends."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from storage_ops.simulate.values.assume import Assumption
 
 @pytest.fixture(autouse=True)
 def without_onednn():
-    """Multiply without oneDNN, which packs operands where a processor multiplies in 16 bits."""
+    """Multiply without oneDNN, which packs operands on processors with 16-bit products."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def made(mode=None):
+def model_and_input(mode=None):
     model = nn.Sequential(*(Block(64) for _ in range(4)))
     if mode is not None:
         cfg = so.ActivationCheckpointConfig(["Block"], mode=mode)
@@ -61,7 +61,7 @@ def between(model, x, **kwargs):
 
 
 def measured(step, model, x, **kwargs):
-    """Peak of a step, with everything that is there before."""
+    """Return the measured peak of a step, including parameters and input."""
     there = sum(t.nbytes for t in (*model.parameters(), x))
     with so.memory.measure() as m:
         step(model, x, **kwargs)
@@ -71,7 +71,7 @@ def measured(step, model, x, **kwargs):
 
 
 def simulated(step, model, x, **kwargs):
-    """The same of a step in a simulation of a CPU."""
+    """Return the simulated peak of a step on a CPU, including parameters and input."""
     step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
     with step_ledger.open(model, (x,), {}):
         step_ledger.run(lambda: step(model, x, **kwargs))
@@ -80,8 +80,8 @@ def simulated(step, model, x, **kwargs):
 
 @pytest.mark.parametrize("step", [after, inside, between])
 @pytest.mark.parametrize("cache_enabled", [True, False])
-def test_blocks_take_what_is_measured(step, cache_enabled):
-    model, x = made("full")
+def test_autocast_blocks_take_the_measured_memory(step, cache_enabled):
+    model, x = model_and_input("full")
     peak = measured(step, model, x, cache_enabled=cache_enabled)
     assert simulated(step, model, x, cache_enabled=cache_enabled) == pytest.approx(peak, rel=0.01)
 
@@ -89,7 +89,7 @@ def test_blocks_take_what_is_measured(step, cache_enabled):
 @pytest.mark.parametrize("mode", [None, "full", "output_discard"])
 @pytest.mark.parametrize("cache_enabled", [True, False])
 def test_a_step_in_a_block_runs_backward_after_it(mode, cache_enabled):
-    model, x = made(mode)
+    model, x = model_and_input(mode)
     peak = measured(after, model, x, cache_enabled=cache_enabled)
     on_gpu = simulate_step(model, x, loss=loss_of, device="h100").peak_bytes
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
@@ -103,7 +103,7 @@ def test_a_step_in_a_block_runs_backward_after_it(mode, cache_enabled):
 
 
 def test_an_error_in_the_backward_restores_the_block():
-    model, x = made()
+    model, x = model_and_input()
 
     def fail(_):
         raise KeyError("mine")
@@ -120,7 +120,7 @@ def test_an_error_in_the_backward_restores_the_block():
 
 
 def test_a_plan_made_in_a_block_keeps_to_its_budget():
-    model, x = made()
+    model, x = model_and_input()
     x = torch.randn(1024, 64)
     with torch.autocast("cpu", torch.bfloat16):
         whole = simulate_step(model, x, loss=loss_of).peak_bytes
@@ -130,7 +130,7 @@ def test_a_plan_made_in_a_block_keeps_to_its_budget():
 
 
 class Gated(nn.Module):
-    """A layer whose parameters are cast once, and kept for the backward."""
+    """A layer whose parameters are cast once. The casts are saved for the backward."""
 
     def __init__(self, bias=False, times=1):
         super().__init__()
@@ -144,7 +144,7 @@ class Gated(nn.Module):
 
 
 class Outside(nn.Module):
-    """Layers, and a parameter that is used before, between and after them."""
+    """Layers, with a parameter that is used before, between and after them."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Outside(nn.Module):
         return x
 
 
-# The first of a Sequential is another kind: its input needs no gradient.
+# The first layer of a Sequential is of another kind, because its input needs no gradient.
 LAYERS = {
     "no biases": (lambda: nn.Sequential(*(Gated() for _ in range(5))), 4),
     "biases": (lambda: nn.Sequential(*(Gated(bias=True) for _ in range(4))), 0),
@@ -168,19 +168,19 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_equal_layers_are_replayed_where_the_cache_of_casts_makes_no_difference(kind, monkeypatch):
+def test_equal_layers_are_replayed_if_the_cache_of_casts_allows_it(kind, monkeypatch):
     make, replays = LAYERS[kind]
-    model, x, made = make(), torch.randn(64, 64), []
+    model, x, created = make(), torch.randn(64, 64), []
 
     class Counted(steps.Quick):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            made.append(self)
+            created.append(self)
 
     monkeypatch.setattr(steps, "Quick", Counted)
     with torch.autocast("cpu", torch.bfloat16):
         quick = simulate_step(model, x, optimizer=torch.optim.AdamW, device="cpu")
         monkeypatch.setattr(steps, "_quickly", lambda *_: None)
         plain = simulate_step(model, x, optimizer=torch.optim.AdamW, device="cpu")
-    assert made[0].count == replays and not made[0].is_spoiled
+    assert created[0].count == replays and not created[0].is_spoiled
     assert quick.peak_bytes == plain.peak_bytes and quick.by_owner == plain.by_owner

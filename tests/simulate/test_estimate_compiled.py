@@ -1,4 +1,4 @@
-"""Steps whose loss torch.compile(backend="storage_ops") compiles, against what runs."""
+"""Steps with a loss compiled by torch.compile(backend="storage_ops") take the measured memory."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ VOCAB, WIDTH = 4096, 32
 
 
 @pytest.fixture
-def made():
-    """A model, its input, a head and labels."""
+def parts():
+    """Return a model, its input, a head and labels."""
     torch.manual_seed(0)
     layers = (
         nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True) for _ in range(3)
@@ -40,33 +40,33 @@ def measured_peak(model, x, head, labels, loss):
     step()
     for p in (*model.parameters(), *head.parameters()):
         p.grad = None
-    held = (*model.parameters(), *head.parameters(), x, labels)
+    inputs = (*model.parameters(), *head.parameters(), x, labels)
     with storage_ops.memory.measure() as m:
         step()
     for p in (*model.parameters(), *head.parameters()):
         p.grad = None
-    return m.peak_bytes + sum(t.nbytes for t in held)
+    return m.peak_bytes + sum(t.nbytes for t in inputs)
 
 
 @pytest.mark.in_turn
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["recognised", "chunked"])
-def test_simulated_as_what_runs(made, name):
-    model, x, head, labels = made
+def test_simulated_peaks_are_those_of_the_compiled_loss(parts, name):
+    model, x, head, labels = parts
     plain = losses(head, labels)[name]
-    found = {}
+    peaks = {}
     for budget in ("1 MiB", "4 MiB"):
         loss = torch.compile(plain, backend="storage_ops", options={"memory_budget": budget})
-        found[budget] = simulate_step(model, x, loss=loss).peak_bytes
-    assert found["1 MiB"] < found["4 MiB"] < simulate_step(model, x, loss=plain).peak_bytes - 2**24
-    # Chunks of torch 2.10 and 2.11 take some more, where Inductor must not overwrite the logits.
+        peaks[budget] = simulate_step(model, x, loss=loss).peak_bytes
+    assert peaks["1 MiB"] < peaks["4 MiB"] < simulate_step(model, x, loss=plain).peak_bytes - 2**24
+    # In torch 2.10 and 2.11, chunks take more, because Inductor must not overwrite the logits.
     apart = 0.002 if name == "recognised" else 0.03
-    assert measured_peak(*made, loss) == pytest.approx(found["4 MiB"], rel=apart)
+    assert measured_peak(*parts, loss) == pytest.approx(peaks["4 MiB"], rel=apart)
 
 
 @pytest.mark.in_turn
-def test_plans_are_made_with_it(made):
-    model, x, head, labels = made
+def test_plans_include_the_compiled_loss(parts):
+    model, x, head, labels = parts
     options = {"memory_budget": "1 MiB"}
     loss = torch.compile(losses(head, labels)["recognised"], backend="storage_ops", options=options)
     none = simulate_step(model, x, loss=loss).peak_bytes
@@ -74,28 +74,28 @@ def test_plans_are_made_with_it(made):
     plan = storage_ops.fit(model, x, budget, loss=loss)
     assert plan.seconds > 0 and plan.peak_bytes <= budget
     plan.apply()
-    assert measured_peak(*made, loss) <= 1.01 * budget
+    assert measured_peak(*parts, loss) <= 1.01 * budget
 
 
 @pytest.mark.in_turn
-def test_on_the_meta_device(made):
-    model, x, head, labels = (each.to("meta") for each in made)
+def test_on_the_meta_device(parts):
+    model, x, head, labels = (each.to("meta") for each in parts)
     plain = losses(head, labels)["recognised"]
     loss = torch.compile(plain, backend="storage_ops", options={"memory_budget": "1 MiB"})
     whole = simulate_step(model, x, loss=plain).peak_bytes
     assert simulate_step(model, x, loss=loss).peak_bytes < whole - 2**24
 
 
-def test_another_backend_runs_op_by_op(made):
-    model, x, head, labels = made
+def test_another_backend_runs_op_by_op(parts):
+    model, x, head, labels = parts
     plain = losses(head, labels)["chunked"]
     loss = torch.compile(plain, backend="eager")
     peaks = [simulate_step(model, x, loss=each).peak_bytes for each in (loss, plain)]
     assert peaks[0] == peaks[1]
 
 
-def test_more_than_one_graph_is_refused(made):
-    model, x, *_ = made
+def test_more_than_one_graph_is_refused(parts):
+    model, x, *_ = parts
 
     @torch.compile(backend="storage_ops")
     def loss(h):
@@ -105,4 +105,4 @@ def test_more_than_one_graph_is_refused(made):
     with pytest.raises(RuntimeError, match="the function itself, which is simulated op by op"):
         simulate_step(model, x, loss=loss)
     assert torch.get_default_device().type == "cpu"
-    simulate_step(model, x)  # nothing is left behind
+    simulate_step(model, x)  # works, because the error left nothing behind

@@ -1,4 +1,4 @@
-"""Steps that look at masks, at short data, and at what only integers decide."""
+"""Estimates of steps whose memory depends on masks, small data and integers."""
 
 import pytest
 import torch
@@ -34,17 +34,17 @@ class Encoder(nn.Module):
 
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(16)
-MASKS = {"made in forward": (), "numbers": (CAUSAL,), "truth values": (CAUSAL < 0,)}
+MASKS = {"created in forward": (), "numbers": (CAUSAL,), "booleans": (CAUSAL < 0,)}
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_encoders_are_known(mask):
     model, batch = Encoder(), (torch.randn(2, 16, 32), *MASKS[mask])
-    found = simulate_step(model, batch, device="cpu").peak_bytes
+    simulated = simulate_step(model, batch, device="cpu").peak_bytes
     expected = measured(model, batch)
-    assert abs(found - expected) <= 0.02 * expected
-    assert so.fit(model, batch, "1GiB", device="cpu").peak_bytes == found
+    assert abs(simulated - expected) <= 0.02 * expected
+    assert so.fit(model, batch, "1GiB", device="cpu").peak_bytes == simulated
 
 
 class Ctc(nn.Module):
@@ -88,12 +88,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_checks_and_lengths_that_are_known_are_no_obstacle(kind):
+def test_steps_that_read_known_checks_and_lengths(kind):
     make, batch = OTHERS[kind]
     model, batch = make(), batch()
-    validates = torch.distributions.Normal(0.0, 1.0)._validate_args  # torch.compile switches it off
-    found, expected = simulate_step(model, batch, device="cpu").peak_bytes, measured(model, batch)
-    assert abs(found - expected) <= 0.15 * expected  # of so small a step, whose kernels count
+    validates = torch.distributions.Normal(0.0, 1.0)._validate_args  # torch.compile disables it
+    simulated, expected = (
+        simulate_step(model, batch, device="cpu").peak_bytes,
+        measured(model, batch),
+    )
+    assert abs(simulated - expected) <= 0.15 * expected  # scratch of kernels matters here
     assert torch.distributions.Normal(0.0, 1.0)._validate_args == validates
 
 
@@ -109,7 +112,7 @@ def test_lists_of_known_values_and_batch_sizes_are_known():
         estimate(lambda x: nn.Linear(8, 8)(x).sum(1).tolist(), torch.randn(12, 8))
 
 
-@pytest.mark.parametrize("driver", [None, "gels"])  # which wants matrices of full rank
+@pytest.mark.parametrize("driver", [None, "gels"])  # "gels" needs matrices of full rank
 def test_sizes_of_least_squares_are_known(driver):
     model, batch = Solving(driver), (torch.randn(64, 32), torch.randn(64, 2))
     state = torch.get_rng_state()
@@ -123,7 +126,7 @@ def test_unknown_numbers_of_an_op_are_not_drawn_from_the_default_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_is_said_of_data_comes_before_the_data():
+def test_an_assumption_takes_precedence_over_known_data():
     x = torch.randn(4096, 8)
     kept = estimate(lambda x: x[x[:, 0] > 0], x)
     rows = int((x[:, 0] > 0).sum())
@@ -132,7 +135,7 @@ def test_what_is_said_of_data_comes_before_the_data():
     assert said.kept_bytes - said.input_bytes == 1024 * 32
 
 
-def test_data_that_is_written_by_activations_is_unknown():
+def test_data_overwritten_by_activations_is_unknown():
     layer, x = nn.Linear(8, 8), torch.zeros(4, 8)
 
     def step(x):

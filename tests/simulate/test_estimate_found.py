@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and modules that a simulated function reaches by other functions."""
+"""Simulations find optimizers, schedulers and modules behind helper functions."""
 
 import warnings
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ from torch import nn
 
 from storage_ops.memory import estimate
 
-NAMES = {}  # what helpers find: a global of this module, filled by each test
+NAMES = {}  # objects that helper functions read, set by each test
 EVERY_OPTIMIZER = []
 KEPT = {}
 
 
 class Trainer:
-    """Holds a model, its optimizer and its scheduler as other people's trainers do."""
+    """Holds a model, its optimizer and its scheduler, as trainers do."""
 
     def __init__(self, model, optimizer, scheduler):
         self.model, self.scheduler = model, scheduler
@@ -53,7 +53,7 @@ def by_function_of_another_package(x):
 
 
 def made_step(optimizer):
-    """A function whose module is not this one, so that nothing in it is looked into."""
+    """Return a function of another module, whose globals a simulation does not search."""
     scope = {"found": {"deep": [[[[optimizer]]]]}, "__name__": "elsewhere.module"}
     exec("def step():\n    found['deep'][0][0][0][0].step()", scope)
     return scope["step"]
@@ -97,9 +97,9 @@ def test_optimizers_behind_helpers_are_counted_and_restored(program, way, warm):
     group, expected = dict(optimizer.param_groups[0]), estimate(direct, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = estimate(ways_of(program)[way], x)
-    assert found.peak_bytes == expected.peak_bytes
-    assert found.by_owner == expected.by_owner
+        estimated = estimate(ways_of(program)[way], x)
+    assert estimated.peak_bytes == expected.peak_bytes
+    assert estimated.by_owner == expected.by_owner
     assert {p: dict(state) for p, state in optimizer.state.items()} == before
     assert dict(optimizer.param_groups[0]) == group
     assert program.scheduler.last_epoch == 0
@@ -119,7 +119,7 @@ def test_an_error_in_a_step_behind_a_helper_leaves_nothing(program):
 
 
 class Keeper:
-    """Hides what it holds: nobody looks into the objects of Python's own library."""
+    """Hides its attributes, because simulations do not search objects of the standard library."""
 
     __module__ = "threading"
 
@@ -128,7 +128,7 @@ class Inner:
     last = None
 
 
-def test_tensors_that_stay_behind_are_told():
+def test_simulated_tensors_that_stay_behind_cause_a_warning():
     keeper, layer = Keeper(), nn.Linear(8, 4)
     keeper.inner = Inner()
 

@@ -1,4 +1,4 @@
-"""Steps of transformers' models: the masks that a run makes, and no others."""
+"""Simulated steps of transformers create the masks that a real run creates, and no others."""
 
 import copy
 
@@ -44,7 +44,7 @@ def measured(model, batch):
 
 
 @pytest.mark.parametrize("masked", ["none", "ones", "padded", "packed"])
-def test_a_mask_is_there_where_a_run_has_one(masked):
+def test_a_mask_is_created_if_a_run_creates_one(masked):
     model, batch = llama(), batch_of(masked)
     before = dict(vars(transformers.masking_utils))
     step = simulate_step(model, batch)
@@ -58,14 +58,14 @@ def test_on_the_meta_device():
     batch = {name: t.to("meta") for name, t in batch_of("none").items()}
     meta = simulate_step(llama("meta"), batch, device="h100").peak_bytes
     assert meta == pytest.approx(real, rel=2e-3)
-    # Values that nobody knows: a mask is made, as before. In 16 bits, for in 32 attention without a
-    # mask, whose heads share keys, has scores on a GPU.
+    # With unknown values, a mask is created. The model is in 16 bits, because in 32 bits attention
+    # without a mask has scores on a GPU if heads share keys.
     half = llama("meta").to(torch.bfloat16)
     plain = simulate_step(half, batch, device="h100").peak_bytes
     batch["attention_mask"] = batch["labels"]
     masked = simulate_step(half, batch, device="h100")
     workspaces = masked.by_owner["workspaces of cuBLAS"]
-    if transformers.__version__ < "5":  # it makes a mask in every case
+    if transformers.__version__ < "5":  # it always creates a mask
         assert masked.peak_bytes == plain
     else:
         assert masked.peak_bytes - workspaces > 1.02 * (plain - workspaces)

@@ -1,4 +1,4 @@
-"""A simulation restores parameters that a step freezes, unfreezes or hooks."""
+"""A simulation restores parameters that a step freezes, unfreezes or registers hooks on."""
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ def unfreeze_by_attribute(p):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_step_that_unfreezes_changes_nothing(pair, hidden, unfreeze):
     critic, generator = pair
-    x, found = torch.randn(2, 4), {"deep": [[[[critic, generator]]]]}
+    x, models = torch.randn(2, 4), {"deep": [[[[critic, generator]]]]}
     old = generator.weight.grad = torch.randn(4, 4)
 
     def step(x):
-        d, g = found["deep"][0][0][0] if hidden else (critic, generator)
+        d, g = models["deep"][0][0][0] if hidden else (critic, generator)
         for p in d.parameters():
             unfreeze(p)
         g.requires_grad_(False)
@@ -55,7 +55,7 @@ def test_a_step_that_unfreezes_changes_nothing(pair, hidden, unfreeze):
     assert all(map(torch.equal, real(), expected))
 
 
-def test_estimates_count_the_gradients_of_what_a_step_unfreezes(pair):
+def test_estimates_count_gradients_of_parameters_that_a_step_unfreezes(pair):
     critic, x = pair[0], torch.randn(2, 4)
 
     def step(x):

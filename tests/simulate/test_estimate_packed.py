@@ -1,4 +1,4 @@
-"""Packed sequences and CTC: their lengths are read in C++, where no op tells."""
+"""Estimates of packed sequences and CTC, whose lengths are read in C++ without an op."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from storage_ops.simulate.values.assume import Assumption
 
 
 def agree(step):
-    """A step on a CPU takes what is measured, to 1 KiB."""
+    """Check that the simulated peak of a step on a CPU is measured, up to 1 KiB."""
     step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
     with step_ledger.open(step, (), {}):
         step_ledger.run(step)
@@ -51,8 +51,8 @@ def test_packed_sequences(kind, kwargs):
 
     def step():
         model.zero_grad()
-        y, found = model(x, lengths)
-        assert torch.equal(found, lengths) and y.shape[1 if kwargs else 0] == 14
+        y, unpacked = model(x, lengths)
+        assert torch.equal(unpacked, lengths) and y.shape[1 if kwargs else 0] == 14
         y.sum().backward()
 
     agree(step)

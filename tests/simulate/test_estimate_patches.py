@@ -1,4 +1,4 @@
-"""The gradient of wide convolution kernels on a CPU, as the patches of a ViT have them."""
+"""Gradients of convolutions with wide kernels on a CPU, as in the patch embedding of a ViT."""
 
 import pytest
 import torch
@@ -12,9 +12,15 @@ mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="wi
 @mkldnn
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride"),
-    [(3, 16, 16), (3, 16, 8), (1, 32, 32), (16, 16, 16), (3, 8, 8)],
+    [
+        pytest.param(3, 16, 16, id="disjoint patches of 16"),
+        pytest.param(3, 16, 8, id="overlapping patches"),
+        pytest.param(1, 32, 32, id="one channel"),
+        pytest.param(16, 16, 16, id="16 channels"),
+        pytest.param(3, 8, 8, id="patches of 8"),
+    ],
 )
-def test_the_peak_is_that_of_a_run(channels, kernel, stride):
+def test_simulated_and_measured_peaks_agree(channels, kernel, stride):
     model, x = nn.Conv2d(channels, 64, kernel, stride), torch.randn(4, channels, 96, 96)
     there = sum(p.nbytes for p in model.parameters()) + x.nbytes
 

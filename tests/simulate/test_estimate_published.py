@@ -1,4 +1,4 @@
-"""estimate reproduces what others published of their benchmarks on GPUs, and our own goals."""
+"""`estimate` reproduces published peaks of GPUs, and output discarding reaches its goals."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from benchmarks._blocks import PUBLISHED_BLOCKS, PUBLISHED_MB, WAYS, stack, step
 from storage_ops.memory import estimate
 
 MB = 1 << 20
-# What ours must not exceed: the lowest of what torch.utils.checkpoint and theirs take, or less.
+# Upper bounds for our peaks: at most the lower peak of torch.utils.checkpoint and OLMo-core.
 GOALS_MB = {
     "fp32_cast": 544.3,
     "up_proj": 2336.3,
@@ -44,8 +44,8 @@ class _Published(torch.autograd.Function):
 
 def published(block, x):
     if block.producer(x) is x:
-        return block.plain(x)  # their benchmark leaves out a cast that does nothing
-    box = []  # emptied by the hook, which lives as long as y
+        return block.plain(x)  # OLMo-core's benchmark leaves out a cast that does nothing
+    box = []  # the hook on y empties it
     h = _Published.apply(box, block.producer, x)
     box.append(h)
     y = block.consumer(h, x)
@@ -83,29 +83,29 @@ def test_published_peaks_of_output_discarding(name, path, zero_copy):
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BLOCKS)
-def test_ours_is_no_higher_than_the_goal(name, path):
+def test_output_discarding_takes_at_most_the_goal(name, path):
     assert peak(name, WAYS["discard"]) <= GOALS_MB[name]
 
 
 @pytest.mark.parametrize("cell", published_peaks.LIGER, ids=lambda cell: cell[0])
-def test_peaks_that_liger_published(cell):
+def test_published_peaks_of_liger(cell):
     *_, sizes, threads = cell
     rows = list(published_peaks.liger([cell]))
     assert len(rows) == len(sizes)
     for row in rows:
         published, estimated = row["published (MiB)"], row["estimate (MiB)"]
         assert estimated == pytest.approx(published, rel=0.003, abs=0.1), row
-        if not threads:  # that multiply: nothing but what tensors take
+        if not threads:  # no thread multiplies, so there is no workspace
             assert -0.1 <= published - estimated <= 0.0015 * published + 0.1, row
 
 
-def test_the_loss_that_cut_your_losses_published():
+def test_published_peaks_of_cut_your_losses():
     for row in published_peaks.cut_cross_entropy():
         assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=1e-3)
 
 
 @pytest.mark.in_turn
-def test_whole_steps_that_fms_acceleration_published():
+def test_published_steps_of_fms_acceleration():
     pytest.importorskip("transformers")
     for row in published_peaks.fms_acceleration():
         assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=2e-3), row
@@ -113,8 +113,8 @@ def test_whole_steps_that_fms_acceleration_published():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", published_finetuning.CELLS)
-def test_fine_tuning_that_fms_acceleration_published(cell):
-    """With the transformers and PEFT that measured PowerLM, differences are at most 0.03 %."""
+def test_published_fine_tuning_of_fms_acceleration(cell):
+    """With the measured versions of transformers and PEFT, PowerLM differs by at most 0.03 %."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     for row in published_peaks.fms_acceleration_finetuning([cell]):
@@ -127,7 +127,7 @@ def test_fine_tuning_that_fms_acceleration_published(cell):
 def test_agrees_with_a_gpu(name, way):
     blocks = stack(name, 2, 2048, 8192, torch.float32, "cuda")
     x = torch.randn(2, 2048, 2048, device="cuda", requires_grad=True)
-    step(blocks, x, WAYS[way])  # makes the workspace of cuBLAS
+    step(blocks, x, WAYS[way])  # allocates the workspace of cuBLAS
     x.grad = None
     blocks.zero_grad()
     e = estimate(step, blocks, x, WAYS[way])

@@ -1,4 +1,4 @@
-"""Where fake tensors differ from real ones: simulated peaks against measured ones of the CPU."""
+"""Simulated peaks on a CPU are right for ops that allocate more than their fake tensors show."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.fixture
 def tensors():
-    """Numbers with and without a gradient, and an index for each row."""
+    """Return numbers that require grad, an index for each row, and numbers without grad."""
     y, i = torch.rand(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
     return torch.rand(ROWS, WIDTH, requires_grad=True), i, y
 
@@ -67,7 +67,7 @@ def test_peaks_of_the_forward(fn, tensors):
 
 
 def added(z, i, x):
-    """Zeros that are read after something was added to a copy of them."""
+    """Add to a copy of the zeros `z`, and read `z` afterwards."""
     return z.scatter_add(1, i[:, None], x[:, :1]) * z.cos()
 
 
@@ -83,26 +83,26 @@ class Gather(torch.autograd.Function):
 
 
 def hooked(x, i):
-    """A hook of a choice, which computes."""
+    """Gather, with a hook on the result that computes."""
     chosen = x.sin().gather(1, i[:, None])
     chosen.register_hook(lambda grad: added(torch.zeros_like(x), i, x.detach())[:, :1] * grad)
     return chosen
 
 
 def recomputed(x, i):
-    """A choice in a checkpoint, whose recompute runs inside of its gradient."""
+    """Gather in a checkpoint, whose recompute runs during the backward of the gather."""
     block = lambda x: added(torch.zeros_like(x), i, x).gather(1, i[:, None])  # noqa: E731
     return checkpoint(block, x, use_reentrant=False)
 
 
 def after(x, i):
-    """A choice after a checkpoint."""
+    """Gather after a checkpoint."""
     y = checkpoint(lambda x: added(torch.zeros_like(x), i, x.exp()), x, use_reentrant=False)
     return y.gather(1, i[:, None])
 
 
 @pytest.mark.parametrize("of", [Gather.apply, hooked, recomputed, after])
-def test_what_runs_inside_of_a_gradient_of_a_choice_keeps_its_zeros(of, tensors):
+def test_code_that_runs_during_the_backward_of_a_gather(of, tensors):
     x, i, _ = tensors
     check(lambda: torch.autograd.grad(of(x, i).sum(), x))
 
@@ -137,7 +137,7 @@ HEADS = [torch.randn(WIDTH, 2) for _ in range(4)]
 
 @pytest.mark.parametrize("uses", [heads, walk, squared, with_a_hook])
 def test_gradients_of_a_tensor_with_several_consumers(uses, tensors):
-    """Autograd adds them up in place, if nothing else holds what came first."""
+    """Autograd adds them in place, if no other code references the first gradient."""
 
     def run():
         kept = []

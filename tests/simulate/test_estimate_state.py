@@ -1,4 +1,4 @@
-"""Random numbers, counters and averages of a program do not move by a simulation."""
+"""A simulation changes neither random states nor counters nor averages of a program."""
 
 import copy
 import random
@@ -12,7 +12,7 @@ import storage_ops as so
 
 
 class Drawing(nn.Module):
-    """Draws with the generators of the process and with its own, as augmentations do."""
+    """Draws from the generators of the process and from its own, as augmentations do."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_generators_draw_afterwards_what_they_would_have_drawn(run):
+def test_generators_draw_the_same_numbers_after_a_simulation(run):
     model, x = nn.Sequential(Drawing(), Drawing()), torch.randn(4, 8)
     other = copy.deepcopy(model)
 
@@ -42,9 +42,9 @@ def test_generators_draw_afterwards_what_they_would_have_drawn(run):
 
     seeded()
     RUNS[run](model, x)
-    found = model(x)
+    got = model(x)
     seeded()
-    assert torch.equal(found, other(x))
+    assert torch.equal(got, other(x))
 
 
 class Average:
@@ -90,7 +90,7 @@ def of_global(x):
 
 
 class Foreign(Trainer):
-    """A trainer of a library."""
+    """A trainer from a library."""
 
 
 Foreign.__module__ = "elsewhere.module"
@@ -98,7 +98,7 @@ Foreign.__module__ = "elsewhere.module"
 
 @pytest.mark.parametrize("kind", [Trainer, Foreign])
 @pytest.mark.parametrize("way", ["lambda", "global", "dictionary"])
-def test_what_a_function_names_is_restored(way, kind):
+def test_objects_that_a_function_reaches_are_restored(way, kind):
     trainer = kind()
     globals()["TRAINER"] = trainer
     trainers = {"first": trainer}

@@ -1,4 +1,4 @@
-"""Steps with sparse gradients, gradient scalers and schedulers, and flex_attention."""
+"""Estimates of steps with sparse gradients, scalers, schedulers, closures and flex_attention."""
 
 import functools
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def agree(step, parameters, slack):
-    """A step on parameters without gradients takes what is measured, within `slack` bytes."""
+    """Check that a step on parameters without gradients takes the measured bytes, up to `slack`."""
     for p in parameters:
         p.grad = None
     e = estimate(step)
@@ -28,7 +28,7 @@ def agree(step, parameters, slack):
 
 
 @pytest.mark.parametrize("kind", ["once", "added up", "padded", "bag"])
-def test_sparse_gradients_agree_with_what_is_measured(kind):
+def test_sparse_gradients_take_the_measured_memory(kind):
     width = int(torch.randint(16, 64, ()))
     padding = 0 if kind == "padded" else None
     if kind == "bag":
@@ -42,7 +42,7 @@ def test_sparse_gradients_agree_with_what_is_measured(kind):
             (layer(ids) * 2).square().sum().backward()
 
     e = agree(step, [layer.weight], 8 * ids.nbytes)
-    step()  # the gradients that are there are inputs, and sparse
+    step()  # leaves sparse gradients, which are inputs of the next step
     assert layer.weight.grad.is_sparse
     before = layer.weight.grad
     added = estimate(step)
@@ -51,7 +51,7 @@ def test_sparse_gradients_agree_with_what_is_measured(kind):
 
 
 def test_coalesced_gradients():
-    """On a GPU they take what is left; on the CPU, as much as before."""
+    """On a GPU they take the coalesced size, and on a CPU the size from before."""
     layer, ids = nn.Embedding(8192, 64, sparse=True), torch.randint(0, 512, (8, 256))
 
     def step(ids):
@@ -117,14 +117,14 @@ def test_steps_with_a_scaler(options, device):
 
     group = dict(optimizer.param_groups[0])
     e = estimate(step)
-    assert abs(e.kept_bytes - plain.kept_bytes) < 8192  # the optimizer made its step
+    assert abs(e.kept_bytes - plain.kept_bytes) < 8192  # so the optimizer did step
     assert abs(e.peak_bytes - plain.peak_bytes) < 8192
     assert scaler._scale is None and scaler.get_scale() == 65536.0
     assert not scaler._per_optimizer_states and not optimizer.state
     assert dict(optimizer.param_groups[0]) == group and scheduler.last_epoch == 0
 
 
-def test_steps_with_a_scaler_agree_with_what_is_measured():
+def test_steps_with_a_scaler_take_the_measured_memory():
     model, x = (
         nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)),
         torch.ones(64, 256),
@@ -156,7 +156,7 @@ def test_a_scheduler_that_reads_the_loss():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_scaler_for_a_device_that_is_not_there():
+def test_a_scaler_for_a_device_that_does_not_exist():
     with pytest.raises(RuntimeError, match=r"Use torch\.amp\.GradScaler\(x\.device\.type\)"):
         estimate(lambda: torch.amp.GradScaler("cuda"))
 
@@ -174,7 +174,7 @@ def test_flex_attention_is_the_compiled_kernel(device, compiled):
     inputs = q.nbytes + k.nbytes + v.nbytes
     assert forward.input_bytes == inputs
     assert forward.kept_bytes == near(inputs + q.nbytes + numbers)  # no 4096 x 4096 scores
-    assert forward.peak_bytes == near(forward.kept_bytes + numbers)  # and the maximum of each row
+    assert forward.peak_bytes == near(forward.kept_bytes + numbers)  # plus the maximum of each row
 
     def step(q, k, v):
         attention(q, k, v, enable_gqa=True).backward(q.detach())
@@ -197,16 +197,16 @@ def test_flex_attention_with_a_mask_and_a_bias():
 
     e = estimate(lambda: flex_attention(q, q, q, score_mod=score, block_mask=mask).sum().backward())
     assert e.kept_bytes >= 2 * (q.nbytes + bias.nbytes)
-    assert e.peak_bytes >= 2 * bias.nbytes + 2 * bias.nbytes  # its gradient is added up in float32
+    assert e.peak_bytes >= 2 * bias.nbytes + 2 * bias.nbytes  # its gradient is summed in float32
     assert bias.grad is None
-    made = estimate(lambda: create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 512, 512, "cpu"))
-    assert e.input_bytes - q.nbytes - bias.nbytes == made.kept_bytes  # its blocks are in memory
-    # And flex_attention is torch's own again.
+    blocks = estimate(lambda: create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 512, 512, "cpu"))
+    assert e.input_bytes - q.nbytes - bias.nbytes == blocks.kept_bytes
+    # torch's own flex_attention is restored.
     out, x = flex_attention(q.detach(), q.detach(), q.detach(), block_mask=mask), q.detach()
     torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x, is_causal=True))
 
 
-def test_flex_attention_under_autocast_and_its_numbers():
+def test_flex_attention_under_autocast():
     q = torch.randn(1, 4, 512, 64, requires_grad=True)
 
     def fn():
@@ -214,7 +214,7 @@ def test_flex_attention_under_autocast_and_its_numbers():
             return flex_attention(q, q, q, return_aux=AuxRequest(lse=True))
 
     e = estimate(fn)
-    # In bfloat16: queries, keys, values and the output. Numbers of the kernel, and of the caller.
+    # Queries, keys, values and the output in bfloat16, and row statistics for kernel and caller.
     assert e.kept_bytes == pytest.approx(3 * q.nbytes + 2 * 4 * 512 * 4, abs=8192)
     t = q.transpose(1, 2)
     assert estimate(lambda: flex_attention(t, t, t)).kept_bytes >= 2 * q.nbytes + 4 * 512 * 4
@@ -227,7 +227,7 @@ def test_compiled_functions_run_op_by_op():
 
 
 def test_a_run_after_a_simulation_in_one_autocast_block():
-    """Autocast does not give the run the casts of parameters that the simulation has made."""
+    """Autocast does not reuse the casts of parameters that the simulation created."""
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
 
     def loss(out):
@@ -236,16 +236,16 @@ def test_a_run_after_a_simulation_in_one_autocast_block():
     with torch.autocast("cpu", torch.bfloat16):
         right = loss(model(x))
         peaks = [so.memory.simulate_step(model, x, loss=loss).peak_bytes for _ in "ab"]
-        found = loss(model(x))
-        found.backward()
-    torch.testing.assert_close(found, right)
+        value = loss(model(x))
+        value.backward()
+    torch.testing.assert_close(value, right)
     assert peaks[0] == peaks[1]
     with torch.autocast("cpu", torch.bfloat16):
         assert so.memory.simulate_step(model, x, loss=loss).peak_bytes == peaks[0]
 
 
 class Searching(torch.optim.SGD):
-    """Calls the closure until the loss is less."""
+    """Calls the closure until the loss is smaller."""
 
     def step(self, closure):
         first = float(closure())
@@ -255,7 +255,7 @@ class Searching(torch.optim.SGD):
 
 
 class Twice(torch.optim.SGD):
-    """Calls the closure twice, whatever it returns."""
+    """Calls the closure twice, without reading the loss."""
 
     def step(self, closure):
         closure()
@@ -276,7 +276,7 @@ def closing(kind, **kwargs):
     return model, lambda: optimizer.step(closure=closure)
 
 
-def test_optimizers_that_read_values_to_call_their_closure_again():
+def test_optimizers_that_call_their_closure_depending_on_values():
     for kind in (functools.partial(torch.optim.LBFGS, max_iter=1), torch.optim.LBFGS, Searching):
         model, step = closing(kind)
         with pytest.raises(RuntimeError, match=r"\.step decides by values how often it calls its"):

@@ -1,4 +1,4 @@
-"""Sizes and branches that depend on values: what is known, what is assumed, what is refused."""
+"""Sizes and branches that depend on values are known, assumed or refused."""
 
 import gc
 
@@ -14,7 +14,7 @@ SPARSE = torch.eye(3).to_sparse()
 
 
 class MoE(nn.Module):
-    """A layer of experts of which every token takes two, dispatched in the ways that people do."""
+    """A layer of experts, two for each token, with several common ways to dispatch tokens."""
 
     def __init__(self, way, width=32, experts=8, device=None):
         super().__init__()
@@ -77,8 +77,8 @@ WAYS = ("one_hot", "counts_first", "sorted", "masks", "unique")
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS)
-def test_experts_agree_with_what_is_measured(way):
-    """The real router is given the choices that are assumed: even, and one expert too full."""
+def test_experts_take_the_measured_memory(way):
+    """The real router gets the assumed choices: balanced, and with one overloaded expert."""
     tokens = 8 * int(torch.randint(16, 24, ()))
     model, x = MoE(way), torch.randn(tokens, 32)
     chosen = []
@@ -102,7 +102,7 @@ def test_experts_agree_with_what_is_measured(way):
         with pytest.MonkeyPatch.context() as patch, so.memory.measure() as m:
             patch.setattr(torch.Tensor, "topk", fixed)
             step()
-        slack = 1024 * len(e.at_peak) + 64 * tokens  # ids that the measured run does not choose
+        slack = 1024 * len(e.at_peak) + 64 * tokens  # the measured run has no ids of choices
         assert abs(e.peak_bytes - e.input_bytes - m.peak_bytes) < slack
         assert abs(e.kept_bytes - e.input_bytes - m.kept_bytes) < slack
     on_meta = MoE(way, device="meta")
@@ -121,7 +121,7 @@ def test_experts_without_an_assumption(way):
     assert "Pass assume={'topk': the share of its choices" in str(error.value)
 
 
-def test_a_recomputed_layer_makes_the_same_choices():
+def test_a_recomputed_layer_has_the_same_choices():
     model, x = MoE("sorted"), torch.randn(64, 32, requires_grad=True)
 
     def step():
@@ -130,7 +130,7 @@ def test_a_recomputed_layer_makes_the_same_choices():
     assert estimate(step, assume=0.25).kept_bytes > 0
 
 
-def test_conditions_are_true_as_often_as_assumed():
+def test_conditions_are_true_for_the_assumed_share():
     x = torch.randn(64, 64)
     size = x.nbytes
     for fn in (
@@ -146,7 +146,7 @@ def test_conditions_are_true_as_often_as_assumed():
         assert e.kept_bytes - e.input_bytes == size // 4
     e = estimate(lambda: x[x > 0], assume={"gt": 1000})
     assert e.kept_bytes - e.input_bytes == 4096  # 1000 numbers, rounded
-    # Places of True do not line up with rows or columns.
+    # Positions of True are not aligned with rows or columns.
     counts = []
     estimate(lambda: counts.extend((x > 0).sum(0).tolist()), assume=1 / 64)
     assert sum(counts) == 64 and max(counts) < 10
@@ -168,7 +168,7 @@ def test_branches():
     assert estimate(lambda: torch.cond(torch.tensor(False), branch, lambda: x, ())).peak_bytes
     torch.testing.assert_close(
         cond(), y.sin() * y.cos() if y.sum() > 0 else y - 1
-    )  # torch's own again
+    )  # torch's own function is restored
 
 
 def test_sizes_of_ops_without_a_condition():
@@ -237,7 +237,7 @@ def test_numbers_are_finite():
     assert estimate(clip).kept_bytes == 2 * x.nbytes
 
 
-def test_the_number_that_is_read():
+def test_an_assumed_number_that_is_read():
     x = torch.randn(64, 64)
     assert estimate(lambda: x.new_empty(x.sum().int()), assume={"item": 128}).peak_bytes > x.nbytes
     seen = []
@@ -251,7 +251,7 @@ def test_the_number_that_is_read():
 
 
 def recurrent(x):
-    """Fails as nn.LSTM does for fake tensors of a GPU."""
+    """Fail as nn.LSTM does for fake tensors of a GPU."""
     raise RuntimeError(
         'Attempted to set the storage of a tensor on device "meta" to a storage on "cuda:0".'
     )
@@ -268,7 +268,7 @@ def recurrent(x):
         (lambda x: torch.relu(SPARSE), "calls relu with a sparse tensor"),
     ],
 )
-def test_what_cannot_be_simulated_names_the_line(fn, does):
+def test_errors_of_unsupported_ops_name_the_line(fn, does):
     with pytest.raises(RuntimeError, match=rf"estimate: `fn` {does}.*test_estimate_values\.py:"):
         estimate(fn, torch.randn(64, 64))
 
@@ -276,15 +276,30 @@ def test_what_cannot_be_simulated_names_the_line(fn, does):
 @pytest.mark.parametrize(
     ("assume", "error", "message"),
     [
-        (True, TypeError, "`assume` is True. Expected a share"),
-        ("x", TypeError, "`assume` is 'x'. Expected a share"),
-        (1.5, ValueError, "`assume` is 1.5. Expected a share"),
-        (-1, ValueError, "`assume` is -1. Expected a share"),
-        (float("nan"), ValueError, "`assume` is nan"),
-        ({"topk": 2.0}, ValueError, r"`assume\['topk'\]` is 2.0"),
-        ({"item": "x"}, TypeError, r"`assume\['item'\]` is 'x'. Expected a number"),
-        ({"top_k": 0.5}, ValueError, "`assume` has the key 'top_k'. Expected the name of an op"),
-        ({"gt": 65}, ValueError, "`assume` says 65 elements for gt at .*. Expected at most the 64"),
+        pytest.param(True, TypeError, "`assume` is True. Expected a share", id="bool"),
+        pytest.param("x", TypeError, "`assume` is 'x'. Expected a share", id="text"),
+        pytest.param(1.5, ValueError, "`assume` is 1.5. Expected a share", id="above 1"),
+        pytest.param(-1, ValueError, "`assume` is -1. Expected a share", id="negative"),
+        pytest.param(float("nan"), ValueError, "`assume` is nan", id="nan"),
+        pytest.param({"topk": 2.0}, ValueError, r"`assume\['topk'\]` is 2.0", id="share above 1"),
+        pytest.param(
+            {"item": "x"},
+            TypeError,
+            r"`assume\['item'\]` is 'x'. Expected a number",
+            id="text for item",
+        ),
+        pytest.param(
+            {"top_k": 0.5},
+            ValueError,
+            "`assume` has the key 'top_k'. Expected the name of an op",
+            id="unknown op",
+        ),
+        pytest.param(
+            {"gt": 65},
+            ValueError,
+            "`assume` says 65 elements for gt at .*. Expected at most the 64",
+            id="more than all elements",
+        ),
     ],
 )
 def test_wrong_assumptions(assume, error, message):
@@ -304,7 +319,7 @@ def test_wrong_assumptions(assume, error, message):
     ids=["tensor", "as_tensor", "new_tensor"],
 )
 def test_numbers_on_the_meta_device_are_known(make):
-    """They give a size, which the output has."""
+    """Their values determine the size of the output."""
     run = estimate(
         lambda like: torch.empty(make([1024], like).expand(2).tolist(), device=like.device),
         torch.empty(3, device="meta"),

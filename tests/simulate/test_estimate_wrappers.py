@@ -1,4 +1,4 @@
-"""Wrapper subclasses, as optimizers and quantized weights have them, and `.data` that is set."""
+"""Estimates with wrapper subclasses, such as quantized weights, and with assigned `.data`."""
 
 import importlib
 
@@ -16,7 +16,7 @@ from .test_step import measured
 
 
 class Int8(torch.Tensor):
-    """Codes and a scale for each row, which only their module reads."""
+    """A weight of 8-bit codes and a scale for each row, which only their module reads."""
 
     @staticmethod
     def __new__(cls, codes, scale):
@@ -48,7 +48,7 @@ class Int8(torch.Tensor):
 
 
 class Adapted(nn.Module):
-    """A frozen layer of 8 bits with an adapter of low rank, and what is wide after it."""
+    """A frozen 8-bit layer with a low-rank adapter, followed by a wide op."""
 
     def __init__(self, width):
         super().__init__()
@@ -62,7 +62,7 @@ class Adapted(nn.Module):
 
 
 class Halved(torch.optim.Optimizer):
-    """Momentum in 8 bits."""
+    """SGD with momentum in 8 bits."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -81,7 +81,7 @@ class Halved(torch.optim.Optimizer):
 
 
 def peak_of(model, x, optimizer):
-    """As `measured`, which takes a wrapper for as large as the tensor that it stands for."""
+    """Return the measured peak, with the bytes of the inner tensors of wrappers."""
     peak = measured(model, x, torch.sum, optimizer)
     states = [t for state in optimizer.state.values() for t in state.values()]
     for t in (*model.parameters(), *states):
@@ -123,9 +123,9 @@ def test_a_plan_for_weights_of_8_bits(model):
         assert torch.equal(p.grad, g)
 
 
-def test_limit_and_explain_oom_see_what_is_inside(model, monkeypatch):
+def test_limit_and_explain_oom_count_inner_tensors(model, monkeypatch):
     module = importlib.import_module("storage_ops.oom.explain_oom")
-    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # takes its time
+    monkeypatch.setattr(module, "advise", lambda *_: (None, ""))  # advice would take long
     x, optimizer = torch.randn(256, 64), Halved([p for p in model.parameters() if p.requires_grad])
     peak = peak_of(model, x, optimizer)
     with limit(peak + 4096):
@@ -156,7 +156,7 @@ class Clipped(nn.Linear):
 
 
 class Assigning(torch.optim.SGD):
-    """As optimizers of bitsandbytes and older code do."""
+    """Assigns `.data`, as optimizers of bitsandbytes and older code do."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -169,8 +169,8 @@ class Assigning(torch.optim.SGD):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("call", ["simulate_step", "will_it_fit", "fit", "estimate"])
-def test_data_that_is_set(call, device):
-    """What a simulation sets is memory that is not there: it must not be the model's."""
+def test_assigned_data_is_restored(call, device):
+    """A simulation assigns memory that does not exist, so the model must get its own back."""
     model = nn.Sequential(Clipped(64, 64), nn.GELU(), Clipped(64, 64)).to(device)
     x, before = torch.randn(16, 64, device=device), [p.data_ptr() for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
@@ -187,16 +187,16 @@ def test_data_that_is_set(call, device):
         assert all(map(torch.equal, model.parameters(), values))
 
 
-def test_memory_that_was_exchanged():
+def test_replaced_memory_counts_once():
     t = torch.zeros(1024)
 
     def fn():
         t.data = torch.ones(1024)
-        t.data.add_(1)  # in the new memory; the old is free
+        t.data.add_(1)  # writes to the new memory, and the old memory is free
         return t.data + t
 
     e = estimate(fn)
-    assert e.peak_bytes == 2 * 4096 and t.sum() == 0  # old and new, later new and sum
+    assert e.peak_bytes == 2 * 4096 and t.sum() == 0  # old and new memory, then new memory and sum
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(4, dtype=torch.float64)])

@@ -1,4 +1,4 @@
-"""Layers that store their number under any name are simulated once, unless they use it."""
+"""Equal layers that store their index are simulated once, unless they use the index."""
 
 import dataclasses
 import types
@@ -57,21 +57,21 @@ def model_of(stored, does=None, count=24):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """Counts the recordings of `simulate_step`, and the simulations of a layer by `fit`."""
-    found = {"recorded": 0, "probed": 0}
+    """Count the recordings of `simulate_step`, and the simulations of layers by `fit`."""
+    numbers = {"recorded": 0, "probed": 0}
 
     def counted(cls, name, what):
         plain = getattr(cls, name)
 
         def call(*args):
-            found[what] += 1
+            numbers[what] += 1
             return plain(*args)
 
         monkeypatch.setattr(cls, name, call)
 
     counted(replay_cache.Quick, "_record", "recorded")
     counted(Probe, "_run", "probed")
-    return found
+    return numbers
 
 
 def simulated_singly(model, x, monkeypatch):
@@ -88,7 +88,7 @@ def test_equal_layers_cost_one_simulation(how, counts, monkeypatch):
     assert counts["recorded"] == 1
     assert peak == simulated_singly(model, x, monkeypatch)
     search = Search(model, x, optimizer=ADAM, actions=["full"])
-    # Each of three kinds is kept and recomputed: first, last (expanded gradient) and other layers.
+    # Three kinds, each kept and recomputed: first layer, last (expanded gradient), all others.
     assert counts["probed"] == 6
     assert abs(search.problem.peak([0] * 24) - peak) <= 0.001 * peak
     assert [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model] == before
@@ -109,7 +109,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("what", WIDE)
-def test_layers_that_use_their_number(what, counts, monkeypatch):
+def test_layers_that_use_their_index(what, counts, monkeypatch):
     does, kinds = WIDE[what]
     model, x = model_of(lambda i: {"n": i}, does, 6), torch.randn(4, 32)
     peak = so.memory.simulate_step(model, x, optimizer=ADAM).peak_bytes
@@ -131,7 +131,7 @@ class InBackward(torch.autograd.Function):
         return gradient.repeat(64, 1, 1).sum(0) if ctx.number == 1 else gradient, None
 
 
-def test_layers_that_use_their_number_in_backward(monkeypatch):
+def test_layers_that_use_their_index_in_backward(monkeypatch):
     model = model_of(lambda i: {"n": i}, lambda m, y: InBackward.apply(y, m.n), 4)
     x = torch.randn(256, 32)
     peak = so.memory.simulate_step(model, x, optimizer=ADAM).peak_bytes
@@ -156,7 +156,7 @@ def test_no_watched_value_is_left_behind():
     assert [m.n for m in model] == list(range(4))
 
 
-def test_hooks_and_functions_are_compared_by_what_they_do():
+def test_hooks_and_functions_are_compared_by_code_and_values():
     def scaled(factor):
         return lambda module, inputs, out: out * factor
 
@@ -169,7 +169,7 @@ def test_hooks_and_functions_are_compared_by_what_they_do():
     assert groups[0] is groups[1] and len(set(groups)) == 3
 
 
-def test_answers_hold_for_values_that_give_the_same():
+def test_recorded_answers_are_reused_for_equivalent_values():
     holder = {"n": 7}
     watch = Watch({0: (holder, "n")})
     with watch:

@@ -1,4 +1,4 @@
-"""Caches outside of a model that its forward fills are after a simulation what they were."""
+"""A simulation leaves no fake tensors in caches outside of the model that its forward fills."""
 
 import functools
 import warnings
@@ -14,36 +14,36 @@ MASKS, PAIRS, MASK = {}, [], None
 HOLDER = SimpleNamespace()
 
 
-def made(n):
+def mask_of(n):
     return torch.full((n, n), float("-inf")).triu(1)
 
 
 @functools.lru_cache(None)
 def unlimited(n):
-    return made(n)
+    return mask_of(n)
 
 
 @functools.lru_cache(4)
 def limited(n):
-    return (made(n), n)
+    return (mask_of(n), n)
 
 
 def in_dictionary(n):
     if n not in MASKS:
-        MASKS[n] = {"mask": made(n)}
+        MASKS[n] = {"mask": mask_of(n)}
     return MASKS[n]["mask"]
 
 
 def in_list(n):
     if not any(size == n for size, _ in PAIRS):
-        PAIRS.append((n, made(n)))
+        PAIRS.append((n, mask_of(n)))
     return next(mask for size, mask in PAIRS if size == n)
 
 
 def as_global(n):
     global MASK
     if MASK is None or len(MASK) < n:
-        MASK = made(n)
+        MASK = mask_of(n)
     return MASK[:n, :n]
 
 
@@ -53,7 +53,7 @@ class Shared:
     @classmethod
     def of_class(cls, n):
         if cls.mask is None or len(cls.mask) < n:
-            cls.mask = made(n)
+            cls.mask = mask_of(n)
         return cls.mask[:n, :n]
 
 
@@ -69,9 +69,9 @@ def remembering(fn):
     return call
 
 
-in_closure = remembering(made)
-ELSEWHERE = {"MASKS": {}, "made": made, "__name__": "elsewhere.module"}
-exec("def far(n):\n    return MASKS.setdefault('deep', {}).setdefault(n, made(n))", ELSEWHERE)
+in_closure = remembering(mask_of)
+ELSEWHERE = {"MASKS": {}, "mask_of": mask_of, "__name__": "elsewhere.module"}
+exec("def far(n):\n    return MASKS.setdefault('deep', {}).setdefault(n, mask_of(n))", ELSEWHERE)
 
 
 class Layer(nn.Module):
@@ -135,14 +135,14 @@ def test_caches_hold_no_fake_tensors_afterwards(cache, run):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RUNS[run](model, x)
-    if cache != "limited":  # which may forget what it likes
+    if cache != "limited":  # a limited cache may drop entries
         assert first() is before
     step(model, x)
     step(model, x[:, :4])
     clear()
 
 
-def test_a_model_on_meta_leaves_nothing_for_the_real_one():
+def test_a_model_on_meta_leaves_no_cache_entries_for_a_real_model():
     with torch.device("meta"):
         model, x = nn.Sequential(Layer(as_global), Layer(as_global)), torch.empty(2, 6, 8)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Every op of torch's own database of ops: simulated peaks on a CPU against measured ones.
+"""Simulated CPU peaks of every op in torch's op database agree with measured peaks.
 
 A case repeats the first dimension of samples until a call takes enough memory to compare, and runs
 forward and backward.
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .cpu_peaks import measured_peak, simulated_peak
 
-SAMPLES = 4  # of each op, at most
-ENOUGH = 1 << 18  # bytes; a smaller peak has too large a share of numbers that no row counts
-LARGEST = 1 << 26  # bytes of an input; the peaks of some ops do not grow with it
-SMALL = 1 << 14  # bytes; a copy of a transposed matrix has a buffer of 60 rows and columns
+SAMPLES = 4  # the most samples of an op
+ENOUGH = 1 << 18  # bytes, because in smaller peaks, uncounted numbers matter too much
+LARGEST = 1 << 26  # bytes of an input, because the peaks of some ops do not grow with it
+SMALL = 1 << 14  # bytes, because a copy of a transposed matrix has a buffer of 60 rows and columns
 STEP = 8  # times as many rows, to see how the peak grows with them
 WITHIN = 0.05
-# Ops of which a sample deviates by more, with the reason.
+# Ops with samples that deviate by more, with the reason.
 KNOWN = {
     "_unsafe_masked_index": "25 % too low: the masks of indices have no row",
     "_unsafe_masked_index_put_accumulate": "23 % too low: the masks of indices have no row",
@@ -43,12 +43,12 @@ LONG = {"nn.functional.multilabel_margin_loss", "unbind", "unbind_copy"}
 
 
 def cases():
-    """The first entry of each op that takes float32 numbers on a CPU."""
-    found = {}
+    """Return the first entry of each op that accepts float32 numbers on a CPU."""
+    infos = {}
     for info in op_db:
         if torch.float32 in info.dtypes and not info.name.startswith("jiterator"):
-            found.setdefault(info.name, info)
-    for name, info in found.items():
+            infos.setdefault(info.name, info)
+    for name, info in infos.items():
         mark = pytest.mark.slow if name in LONG else pytest.mark.in_turn
         yield pytest.param(info, id=name, marks=mark)
 
@@ -61,8 +61,8 @@ def longer(info, sample, times):
         has_rows = t.dim() == sample.input.dim() and t.shape[0] == rows
         return t.detach().repeat(times, *[1] * (t.dim() - 1)) if has_rows else t.detach()
 
-    given = (sample.input, sample.args, sample.kwargs)
-    x, args, kwargs = tree_map_only(torch.Tensor, repeated, given)
+    arguments = (sample.input, sample.args, sample.kwargs)
+    x, args, kwargs = tree_map_only(torch.Tensor, repeated, arguments)
     x = x.requires_grad_(info.supports_autograd)
 
     def run():
@@ -81,7 +81,7 @@ def has_rows(sample):
 
 
 def ratio_of(info, sample):
-    """Return the simulated peak over the measured one; None if no number of rows suffices."""
+    """Return the simulated peak over the measured one, or None if no number of rows is enough."""
     times, before = 1, 0
     for _ in range(4):
         if times * sample.input.nbytes > LARGEST:
@@ -90,16 +90,16 @@ def ratio_of(info, sample):
         try:
             measured = measured_peak(run)
         except (RuntimeError, ValueError, IndexError):
-            return None  # these rows do not fit to the other arguments
+            return None  # this number of rows does not match the other arguments
         if measured >= ENOUGH:
             try:
                 simulated = simulated_peak(run)
             except RuntimeError:
-                return 0.0  # refused, because it needs values
+                return 0.0  # the op needs values, so the simulation refuses it
             return 1.0 if abs(simulated - measured) <= SMALL else simulated / measured
         if not measured:
             return None
-        if before:  # grows linearly in the rows, or faster
+        if before:  # the peak grows linearly in the rows, or faster
             power = max(1, math.log(measured / before) / math.log(STEP))
             times = math.ceil(1.1 * times * (ENOUGH / measured) ** (1 / power))
         else:
@@ -110,10 +110,10 @@ def ratio_of(info, sample):
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="rows are of torch 2.13")
 @pytest.mark.parametrize("info", list(cases()))
 @pytest.mark.filterwarnings("ignore")
-def test_peaks_are_near_or_known(info):
+def test_peaks_agree_except_for_known_ops(info):
     samples = filter(has_rows, info.sample_inputs("cpu", torch.float32))
-    found = [ratio_of(info, sample) for sample in itertools.islice(samples, SAMPLES)]
-    ratios = [ratio for ratio in found if ratio is not None]
+    measured_ratios = [ratio_of(info, sample) for sample in itertools.islice(samples, SAMPLES)]
+    ratios = [ratio for ratio in measured_ratios if ratio is not None]
     if not ratios:
         pytest.skip("no sample can have more rows")
     far = [round(ratio, 2) for ratio in ratios if abs(ratio - 1) > WITHIN]

@@ -1,4 +1,4 @@
-"""`will-it-fit --serve`: what is simulated of generation, against real small models on the CPU."""
+"""`will-it-fit --serve` gives the peaks and caches of small models that generate on a CPU."""
 
 import json
 
@@ -61,7 +61,7 @@ def written(folder, name):
             "--seq", str(TOKENS), "--dtype", "fp32", "--device", "cpu"]  # fmt: skip
 
 
-def made(name):
+def build(name):
     kind, sizes = CONFIGS[name]
     model = getattr(tf, name)(tf.AutoConfig.for_model(kind, **sizes)).eval()
     inputs = {"input_ids": torch.randint(0, 128, (BATCH, TOKENS))}
@@ -71,14 +71,14 @@ def made(name):
 
 
 def storages(things):
-    """Bytes of the storages of tensors, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in things}
-    return sum(found.values())
+    """Return the bytes of the storages of tensors. Shared storages count once."""
+    nbytes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in things}
+    return sum(nbytes.values())
 
 
 @torch.no_grad()
 def generated(model, inputs):
-    """Process a prompt and the next token; return the peaks of both and the bytes of the cache."""
+    """Process a prompt and the next token. Return the peaks of both and the bytes of the cache."""
     there = storages([*model.parameters(), *model.buffers(), *inputs.values()])
     options = {"use_cache": True}
     if not hasattr(model, "encoder"):
@@ -87,7 +87,7 @@ def generated(model, inputs):
         output = model(**inputs, **options)
     name = next(name for name in serve._NAMES if getattr(output, name, None) is not None)
     cache = getattr(output, name)
-    tensors = [t for _, found in serve._by_kind(cache, model) for t in found]
+    tensors = [t for _, tensors_of_kind in serve._by_kind(cache, model) for t in tensors_of_kind]
     cached = storages(tensors)
     following = serve._following(inputs, output)
     encoded = storages(tree_leaves(following.get("encoder_outputs", ())))
@@ -100,13 +100,13 @@ def generated(model, inputs):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peaks_and_the_cache_are_those_of_a_run(name):
-    model, inputs = made(name)
+    model, inputs = build(name)
     simulated = serve.simulate_serving(model, inputs, "cpu")
-    generated(model, inputs)  # what a first call keeps
+    generated(model, inputs)  # a first call allocates memory that stays
     prefill, decode, cached = generated(model, inputs)
     assert {kind for kind, n in simulated.cache_bytes.items() if n} == KINDS[name]
     assert sum(simulated.cache_bytes.values()) == cached
-    # With a mask, a thread of the attention kernel has a buffer of its own, which is not counted.
+    # With a mask, each thread of the attention kernel has a buffer, which is not counted.
     assert simulated.prefill_bytes == pytest.approx(prefill, rel=0.01, abs=160 << 10)
     assert simulated.decode_bytes == pytest.approx(decode, rel=0.01)
     assert simulated.by_owner["parameters"] == storages(model.parameters())
@@ -117,7 +117,7 @@ def test_the_command_has_the_cache_of_a_run(name, tmp_path, capsys):
     assert main([*written(tmp_path, name), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {kind for kind, n in facts["cache_bytes"].items() if n} == KINDS[name]
-    assert sum(facts["cache_bytes"].values()) == generated(*made(name))[2]
+    assert sum(facts["cache_bytes"].values()) == generated(*build(name))[2]
     assert facts["peak_bytes"] == max(facts["prefill_bytes"], facts["decode_bytes"])
 
 
@@ -140,12 +140,12 @@ def test_a_table_and_exit_codes(tmp_path, capsys):
         (["--html", "x.html"], "--html is x.html, but --serve"),
     ],
 )
-def test_options_of_training(options, said, tmp_path, capsys):
+def test_options_of_training_are_refused(options, said, tmp_path, capsys):
     assert main([*written(tmp_path, "LlamaForCausalLM"), *options]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_models_that_generate_nothing(tmp_path, capsys):
+def test_models_that_do_not_generate_are_refused(tmp_path, capsys):
     config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], **TEXT}
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = ["will-it-fit", "--serve", "--hf-config", str(tmp_path), "--seq", "8"]

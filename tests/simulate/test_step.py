@@ -1,4 +1,4 @@
-"""simulate_step and will_it_fit: as measured, as without recordings, and leaving no trace."""
+"""simulate_step and will_it_fit agree with measurements, and leave no trace."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from storage_ops.loss.planning import planner
 from storage_ops.loss.planning.devices import named, rates_of
 from storage_ops.memory import simulate_step, will_it_fit
 from storage_ops.simulate import step
-from tests.simulate.models import MODELS, Decoder, GatedMLP, Residual, ids, made, run
+from tests.simulate.models import MODELS, Decoder, GatedMLP, Residual, build, ids, run
 
 from ..refused import refused
 
@@ -35,7 +35,7 @@ def checkpointed(model, way):
 
 
 def measured(model, batch, loss, optimizer, accumulate=False):
-    """Peak of a second step, or of its second batch, with everything that is there before."""
+    """Return the measured peak of a second step or batch, including all tensors from before."""
     run(model, batch, loss, optimizer)
     optimizer.zero_grad()
     if accumulate:
@@ -57,21 +57,21 @@ mkldnn = torch.ops.mkldnn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["none", "full"])
 @pytest.mark.parametrize("name", MODELS)
-def test_agrees_with_what_is_measured(name, way, dtype):
+def test_simulated_and_measured_peaks_agree(name, way, dtype):
     if (name, dtype) == ("unet", torch.bfloat16) and not mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("the estimate is of a processor on which oneDNN convolves in 16 bits")
-    model, batch, loss = made(name, dtype)
+    model, batch, loss = build(name, dtype)
     checkpointed(model, way)
     e = simulate_step(model, batch, loss=loss, optimizer=torch.optim.AdamW)
     peak = measured(model, batch, loss, torch.optim.AdamW(model.parameters()))
-    # Models are small here, and libraries take some for 16-bit products and in attention.
+    # Libraries take some memory for 16-bit products and in attention, which matters here.
     slack = 0 if way == "none" and dtype == torch.float32 else 300 << 10
     assert abs(e.peak_bytes - peak) <= 0.01 * peak + slack
     assert sum(e.by_owner.values()) == e.peak_bytes == max(s.nbytes for s in e.timeline)
 
 
 def levels(*args, **kwargs):
-    """Timelines and owners with recordings, how many calls they stood for, and without them."""
+    """Compare a simulation with and without replayed layers. Return the number of replays."""
     count = []
 
     class Counted(step.Quick):
@@ -93,8 +93,8 @@ def levels(*args, **kwargs):
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_recordings_do_the_same_as_ops(name, way, device):
-    model, batch, loss = made(name, torch.bfloat16 if device == "h100" else torch.float32)
+def test_replayed_layers_give_the_timeline_of_their_ops(name, way, device):
+    model, batch, loss = build(name, torch.bfloat16 if device == "h100" else torch.float32)
     checkpointed(model, way)
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert levels(model, batch, loss=loss, optimizer=sgd, device=device) >= 2
@@ -109,7 +109,7 @@ def test_recordings_on_the_meta_device_and_of_a_sum():
 
 
 class Numbered(nn.Module):
-    """Layers that know their number; `looks`: they do something else by it."""
+    """A layer that stores its index. If `looks`, its ops depend on the index."""
 
     def __init__(self, number, looks):
         super().__init__()
@@ -132,7 +132,7 @@ class Kept(nn.Module):
 
 
 class Skip(nn.Module):
-    """The input of a layer that uses it twice goes elsewhere too."""
+    """Adds the inputs of its layers, which read their input twice, to the output."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ class Skip(nn.Module):
 
 
 class Inside(nn.Module):
-    """Layers that are called in a checkpoint of their parent."""
+    """Calls each layer in a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Inside(nn.Module):
 
 
 class Aliases(nn.Module):
-    """A layer that returns its output, or gives a part its input, once more without a history."""
+    """A layer that returns its output, or passes its part's input, a second time detached."""
 
     def __init__(self, inside, first):
         super().__init__()
@@ -191,13 +191,13 @@ class Chain(nn.Module):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_detached_alias_cuts_nothing(inside, first):
+def test_a_detached_alias_does_not_cut_the_graph(inside, first):
     model, x = Chain(inside, first), torch.randn(64, 64)
     assert levels(model, x, optimizer=torch.optim.AdamW) >= 3
 
 
 class Constant(nn.Module):
-    """A layer with neither parameters nor arguments."""
+    """A layer without parameters or tensor arguments."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Constants(nn.Module):
         return self.linear(sum((layer(64) for layer in self.layers), x))
 
 
-def test_a_layer_that_is_given_no_tensor():
+def test_a_layer_without_tensor_arguments():
     assert levels(Constants(), torch.randn(64, 64)) == 3
 
 
@@ -233,25 +233,25 @@ def test_a_layer_that_is_given_no_tensor():
     ],
     ids=["numbered", "parity", "keeps", "skip", "inside", "shared"],
 )
-def test_layers_that_only_look_alike(model, shape, calls):
+def test_layers_with_equal_structure_and_other_behaviour(model, shape, calls):
     x = torch.randn(shape, requires_grad=True)
-    found = levels(model, x, optimizer=torch.optim.AdamW)
-    assert calls is None or found == calls
+    replays = levels(model, x, optimizer=torch.optim.AdamW)
+    assert calls is None or replays == calls
     assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.in_turn
 def test_output_discarding_across_layers():
-    model, batch, _ = made("llama")
+    model, batch, _ = build("llama")
     cfg = so.ActivationCheckpointConfig(["RMSNorm"], mode="output_discard")
     so.apply_activation_checkpoint(model, cfg)
-    plain = simulate_step(made("llama")[0], batch)
+    plain = simulate_step(build("llama")[0], batch)
     assert levels(model, batch) >= 0
     assert simulate_step(model, batch).peak_bytes < plain.peak_bytes
 
 
 def test_nothing_is_left_behind():
-    model, batch, _ = made("gpt")
+    model, batch, _ = build("gpt")
     optimizer = torch.optim.AdamW(model.parameters())
     run(model, batch, None, optimizer)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -291,7 +291,7 @@ def test_an_optimizer_that_accelerate_prepared():
 @pytest.mark.in_turn
 @pytest.mark.parametrize("warm", [False, True])
 def test_optimizers_that_step_in_the_backward(warm):
-    """Nothing names them but hooks of the parameters; each gradient is dropped at once."""
+    """Only hooks of the parameters refer to them. Each gradient is dropped immediately."""
     model, x = nn.Sequential(*(GatedMLP(32) for _ in range(4))), torch.randn(256, 32)
     optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
 
@@ -325,7 +325,7 @@ def test_optimizers_that_step_in_the_backward(warm):
 
 @pytest.mark.in_turn
 def test_the_worst_batch_decides():
-    model, _, _ = made("llama")
+    model, _, _ = build("llama")
     batches = [torch.zeros(2, n, dtype=torch.int64) for n in (8, 64, 16)]
     e = simulate_step(model, batches)
     assert e.batch == 1 and e.peak_bytes == simulate_step(model, batches[1]).peak_bytes
@@ -369,12 +369,12 @@ def test_losses_of_every_kind(how):
     ],
 )
 def test_wrong_arguments(change, error, message):
-    given = {"model": nn.Linear(8, 8), "batch": torch.randn(4, 8), **change}
+    arguments = {"model": nn.Linear(8, 8), "batch": torch.randn(4, 8), **change}
     with pytest.raises(error, match=message):
-        will_it_fit(**given)
+        will_it_fit(**arguments)
 
 
-def test_without_parameters_it_is_where_the_batch_is():
+def test_without_parameters_the_device_is_that_of_the_batch():
     x = torch.randn(3, 5, requires_grad=True)
     peaks = [simulate_step(nn.Softmax(-1), x, device=d).peak_bytes for d in (None, "cpu", "h100")]
     assert peaks[0] == peaks[1] < peaks[2]
@@ -386,7 +386,7 @@ class Chosen(nn.Linear):
         return y[y > 0]
 
 
-def test_what_is_assumed_decides_in_will_it_fit():
+def test_will_it_fit_passes_on_assumptions():
     x = torch.randn(1024, 64)
     none, all_ = (will_it_fit(Chosen(64, 64), x, assume=share).peak_bytes for share in (0.0, 1.0))
     assert none < all_
@@ -406,15 +406,15 @@ class Head(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"shift": 1}, {"memory_budget": "2MiB"}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
-def test_labels_that_are_ignored(ignored, frozen, options):
-    """A loss on a CPU leaves their tokens out, and copies the others to do so."""
+def test_ignored_labels(ignored, frozen, options):
+    """On a CPU, the loss leaves out ignored tokens, and copies all others to do so."""
     model, every = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
     batch = every.clone()
     batch[1][torch.rand(4, 256) < ignored] = -100
     adamw = torch.optim.AdamW
     peak = simulate_step(model, batch, optimizer=adamw).peak_bytes
     of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, every)]
-    assert of_gpu[0].peak_bytes == of_gpu[1].peak_bytes  # it would wait for their number
+    assert of_gpu[0].peak_bytes == of_gpu[1].peak_bytes  # a GPU does not count ignored tokens
     got = measured(model, batch, None, adamw(model.parameters()))
     assert abs(got - peak) <= 0.002 * got
     unknown = simulate_step(copy.deepcopy(model).to("meta"), batch.to("meta"), device="cpu")
@@ -423,7 +423,7 @@ def test_labels_that_are_ignored(ignored, frozen, options):
 
 @pytest.mark.parametrize("device, rates", [("h100", "h100"), ("a100", "a100"), (None, "h100")])
 def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
-    """Its chunks are those of that GPU, and so is what products and row kernels take."""
+    """Chunks, and the scratch memory of products and row kernels, are those of this GPU."""
     asked, choose = [], planner.choose
     monkeypatch.setattr(planner, "choose", lambda *args: asked.append(args) or choose(*args))
     model, batch = Head(False), torch.randint(3000, (2, 4, 256))
@@ -439,7 +439,7 @@ def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
 
 @pytest.mark.in_turn
 def test_will_it_fit_answers_and_prints():
-    model, batch, _ = made("llama")
+    model, batch, _ = build("llama")
     peak = will_it_fit(model, batch, device="cpu").peak_bytes
     for budget, fits in ((peak, True), (peak - 1, False)):
         report = will_it_fit(model, batch, budget, device="cpu")
@@ -447,14 +447,14 @@ def test_will_it_fit_answers_and_prints():
     assert "does not fit" in str(report) and "activations of layers.*.mlp.gate" in str(report)
     assert report.by_owner["parameters"] == sum(p.nbytes for p in model.parameters())
     shown = {"text/plain": str(report), "text/html": report._repr_html_()}
-    assert report._repr_mimebundle_() == shown  # in a notebook
+    assert report._repr_mimebundle_() == shown  # the HTML for notebooks
     assert "activations of layers.*.mlp.gate" in str(report.step)
     assert "Sample" not in repr(report.step) and "Block" not in repr(report.step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_of_groups(dtype):
-    """As the experts of transformers have them; torch's fake kernel knows bfloat16 only."""
+def test_grouped_products(dtype):
+    """Experts of transformers use them. torch's fake kernel supports only bfloat16."""
     x, w = torch.randn(64, 32, dtype=dtype), torch.randn(4, 32, 48, dtype=dtype)
     ends = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
     e = so.memory.estimate(lambda x, w: torch._grouped_mm(x, w, offs=ends), x, w)
@@ -468,7 +468,7 @@ def test_workspaces_of_products(device, each):
     x = torch.empty(64, 256, device="meta")
     for model, threads in ((nn.Linear(256, 256, device="meta"), 2), (nn.Dropout(), 0)):
         named = simulate_step(model, x.clone().requires_grad_(), device=device)
-        plain = simulate_step(model, x.clone().requires_grad_())  # which GPU is not known
+        plain = simulate_step(model, x.clone().requires_grad_())  # for an unknown GPU
         assert named.by_owner.get("workspaces of cuBLAS", 0) == threads * each
         assert named.peak_bytes - plain.peak_bytes == threads * each
         assert named.kept_bytes - plain.kept_bytes == threads * each

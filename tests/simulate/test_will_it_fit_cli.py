@@ -29,15 +29,15 @@ def test_a_table(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_no_names_the_command_that_makes_it_fit(command, capsys):
-    """With the same step; where recomputing cannot help, it says so."""
+def test_the_answer_no_names_a_command_that_makes_it_fit(command, capsys):
+    """The command is for the same step. If recomputing cannot help, the answer says so."""
     options = ["--optimizer", "sgd", "--accumulate", "--device", "a100", "--budget", "30MiB"]
     assert cli.main([*command, *options]) == 1
     *_, words = capsys.readouterr().out.splitlines()
-    program, given = words.split()[:3], words.split()[3:]
-    assert program == ["python", "-m", "storage_ops"] and given[0] == "fit"
-    assert sorted(given[1:]) == sorted([*command[1:], *options])
-    assert cli.main(given) in (0, 1)
+    program, arguments = words.split()[:3], words.split()[3:]
+    assert program == ["python", "-m", "storage_ops"] and arguments[0] == "fit"
+    assert sorted(arguments[1:]) == sorted([*command[1:], *options])
+    assert cli.main(arguments) in (0, 1)
     capsys.readouterr()
     assert cli.main([*command, "--budget", "10MiB"]) == 1
     shown = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_complaints(command, options, complaint, capsys):
     assert complaint in capsys.readouterr().err
 
 
-def test_memory_is_drawn(command, tmp_path, capsys):
+def test_a_picture_of_the_memory_is_written(command, tmp_path, capsys):
     assert cli.main([*command, "--plot", str(tmp_path / "memory.svg")]) == 0
     words = (tmp_path / "memory.svg").read_text()
     assert "optimizer state" in words and "budget 80 GiB" in words

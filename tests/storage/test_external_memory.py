@@ -1,4 +1,4 @@
-"""Bytes that other code may use: each way in which torch makes a storage, and who frees it."""
+"""Bytes that other code may use: each way in which torch creates a storage, and who frees it."""
 
 import mmap
 from statistics import median
@@ -90,14 +90,14 @@ def test_bytes_that_other_code_may_use_are_not_freed(path, kind, tmp_path):
         so.share_storage(t, torch.zeros(2 * SIZE))
     assert not so.is_discarded(t) and torch.equal(t, values())
     received = torch.zeros(SIZE)
-    so.share_storage(received, t)  # as a source, it keeps its bytes
+    so.share_storage(received, t)  # a source keeps its bytes
     with pytest.raises(RuntimeError, match="cannot resize"):
         so.discard_storage(t)
     assert torch.equal(received, values()) and torch.equal(t, values())
 
 
 @pytest.mark.parametrize("kind", EXTERNAL)
-def test_who_knows_better_frees_bytes_of_other_code(path, kind, tmp_path):
+def test_an_option_frees_bytes_of_other_code(path, kind, tmp_path):
     t = EXTERNAL[kind](tmp_path)
     if path == "copy":
         with pytest.raises(RuntimeError, match="allow_external=True needs a native library"):
@@ -109,7 +109,7 @@ def test_who_knows_better_frees_bytes_of_other_code(path, kind, tmp_path):
     so.discard_storage(t, allow_external=True)
     assert so.is_discarded(t)
     again = values() * 2
-    so.share_storage(t, again)  # nothing is left to lose
+    so.share_storage(t, again)  # no bytes are left to lose
     assert torch.equal(t, again) and t.data_ptr() == again.data_ptr()
     other = EXTERNAL[kind](tmp_path)
     so.share_storage(other, again, allow_external=True)
@@ -126,7 +126,7 @@ def test_bytes_that_only_torch_uses_are_freed(path, kind):
 
 
 def test_an_array_of_shared_bytes_keeps_them(path, zero_copy):
-    """The storage that numpy looks at holds the bytes, whatever becomes of the other one."""
+    """The storage that numpy reads keeps the bytes, even if the other one is freed."""
     dst, src = torch.zeros(SIZE), values()
     so.share_storage(dst, src)
     array = src.numpy()
@@ -152,7 +152,7 @@ def test_an_output_of_a_region_that_torch_did_not_allocate_is_kept():
     assert torch.allclose(x.grad, 8 * x)
 
 
-def test_a_share_costs_the_same_however_long_the_chain_is(path):
+def test_a_share_costs_the_same_at_any_length_of_the_chain(path):
     chain, seconds = [torch.full((4,), 3.0)], []
     for _ in range(30_000 if path == "binding" else 2_000):
         chain.append(torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Methods of discarded tensors and storages that read bytes without an op: an error, no crash."""
+"""Methods of discarded tensors and storages that read bytes without an op raise an error."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_check_discarded_sees_reads_without_an_op(path, read):
+def test_check_discarded_detects_reads_without_an_op(path, read):
     t = torch.ones(300, 300)
     so.discard_storage(t, guard=None)
     with so.check_discarded():
@@ -41,7 +41,7 @@ ASKED = {
 @pytest.mark.skipif(not so.info()["guard"], reason="torch has no guard")
 @pytest.mark.parametrize("ask", ASKED)
 def test_is_shared_of_a_discarded_tensor_is_an_error(ask):
-    """torch's own method ended the process."""
+    """Torch's method ended the process."""
     t = torch.ones(4)
     so.discard_storage(t, guard="gone")
     with pytest.raises(RuntimeError, match="gone"):

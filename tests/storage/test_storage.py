@@ -38,7 +38,7 @@ def test_share_is_zero_copy_and_writes_are_seen_on_both_sides(path, zero_copy):
         assert dst[3] == 7.0 and src[4] == 8.0
 
 
-def test_version_counters_do_not_move(path):
+def test_version_counters_do_not_change(path):
     dst, src = numbers(4), numbers(4)
     dst.add_(1)
     before = dst._version, src._version
@@ -57,7 +57,7 @@ def test_autograd_uses_the_bytes_that_are_bound(path):
     assert torch.equal(w.grad, (x * 2).t() @ torch.ones(3, 2))
 
 
-def test_the_bytes_outlive_whichever_side_goes_first(path):
+def test_the_bytes_exist_until_both_sides_are_freed(path):
     dst, src = numbers(1000), numbers(1000)
     expected = src.clone()
     so.share_storage(dst, src)
@@ -69,11 +69,11 @@ def test_the_bytes_outlive_whichever_side_goes_first(path):
     assert torch.equal(src, expected)
 
 
-def test_resizing_the_source_from_outside_leaves_the_other_alone(path):
+def test_resizing_the_source_from_outside_does_not_change_the_other(path):
     dst, src = numbers(1000), numbers(1000)
     expected = src.clone()
     so.share_storage(dst, src)
-    if path == "alias":  # an alias of foreign memory cannot be resized: torch refuses
+    if path == "alias":  # torch refuses to resize an alias of foreign memory
         with pytest.raises(RuntimeError, match="resiz"):
             src.untyped_storage().resize_(0)
     else:
@@ -103,7 +103,7 @@ def test_a_chain_of_shares(path):
     assert torch.equal(first, expected)
 
 
-def test_repeating_a_share_and_a_discard_is_fine(path):
+def test_a_share_and_a_discard_can_be_repeated(path):
     dst, src = numbers(8), numbers(8)
     for _ in range(3):
         so.share_storage(dst, src)
@@ -124,7 +124,7 @@ def test_slices_with_offsets_read_their_own_bytes(path):
     so.share_storage(tail, other[5:9])
     assert torch.equal(base, other) and torch.equal(tail, other[5:9])
     again = numbers(20)
-    so.share_storage(tail[1:], again[3:])  # another shape, which has what is read
+    so.share_storage(tail[1:], again[3:])  # another shape with all elements that are read
     assert torch.equal(base, again)
 
 
@@ -165,7 +165,7 @@ def test_another_dtype_is_refused(path, dtypes, discarded):
             call(dst, src)
     assert so.is_discarded(dst) == discarded and dst._version == version
     assert torch.equal(src, expected)
-    so.share_storage(src, src.view(torch.uint8))  # one storage: nothing happens
+    so.share_storage(src, src.view(torch.uint8))  # nothing happens with one storage
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.cfloat, torch.float32)])
@@ -195,7 +195,7 @@ def test_another_dtype_is_refused_without_bytes(where, dtypes):
 
 
 @pytest.mark.parametrize("run", [lambda step: torch.func.functionalize(step)(), so.memory.estimate])
-def test_one_storage_of_two_dtypes_stays_as_it_is(run):
+def test_one_storage_of_two_dtypes_stays_unchanged(run):
     def step():
         t = torch.ones(4)
         so.share_storage(t, t.view(torch.int32))
@@ -265,7 +265,7 @@ def test_dtensor_acts_on_its_local_tensor(path, tmp_path):
         dist.destroy_process_group()
 
 
-def test_guard_names_the_message_and_is_lifted(path):
+def test_the_guard_raises_the_message_and_is_removed(path):
     t = torch.ones(4)
     view = t[1:]
     so.discard_storage(t, guard="freed by the test")
@@ -305,7 +305,7 @@ def test_without_a_guard_a_storage_may_be_resized_from_outside(path):
     assert not so.is_discarded(t) and torch.equal(t, torch.full((4,), 3.0))
 
 
-def test_check_discarded_lets_metadata_and_views_through(path):
+def test_check_discarded_allows_metadata_and_views(path):
     t = torch.ones(4)
     so.discard_storage(t)
     with so.check_discarded():

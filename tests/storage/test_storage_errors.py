@@ -1,4 +1,4 @@
-"""Bad input gets an error that names argument, value and expectation, and changes nothing."""
+"""Wrong input raises an error that names argument, value and expectation, and changes nothing."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ def test_source_too_small_after_a_foreign_resize(path):
         so.share_storage(dst, src)
 
 
-def test_a_destination_that_numpy_looks_at_leaves_the_source_alone(path):
+def test_a_refused_destination_that_numpy_reads_does_not_change_the_source(path):
     dst, src = torch.ones(4), torch.zeros(8)
     array = dst.numpy()
     with pytest.raises(RuntimeError, match="`dst` has bytes that torch cannot resize"):
@@ -73,13 +73,13 @@ def test_sharing_back_would_close_a_cycle(path):
     assert torch.equal(first, torch.full((4,), 2.0))
 
 
-def test_after_new_bytes_sharing_back_is_fine(path):
+def test_sharing_back_after_new_bytes_is_allowed(path):
     first, second = torch.ones(4), torch.zeros(4)
     so.share_storage(first, second)
     so.discard_storage(second)
     so.share_storage(second, first)
     assert torch.equal(second, torch.zeros(4))
-    so.share_storage(torch.ones(4), first)  # once walked in circles between the two
+    so.share_storage(torch.ones(4), first)  # once an endless loop between the two
     with pytest.raises(RuntimeError, match="close a reference cycle"):
         so.share_storage(first, second)
 
@@ -186,7 +186,7 @@ def test_layouts_without_plain_bytes(path, kind):
 def test_fake_tensor_outside_its_mode(path):
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(4))
-        so.discard_storage(fake)  # inside the mode it is a simulation
+        so.discard_storage(fake)  # a simulation inside the mode
     for call in (
         lambda: so.discard_storage(fake),
         lambda: so.share_storage(torch.ones(4), fake),

@@ -1,4 +1,4 @@
-"""Random programs of view, slice, discard, share and read, against a model of what tensors hold."""
+"""Random programs of view, slice, discard, share and read, against a model of tensors' values."""
 
 import contextlib
 import itertools
@@ -18,16 +18,16 @@ next_id = itertools.count().__next__
 
 
 class Memory:
-    """A block of values that several storages may hold."""
+    """A block of values that several storages may share."""
 
     def __init__(self, values):
         self.values = values
 
 
 class Slot:
-    """The model of a storage: which memory it holds, None when discarded, and what it must hold.
+    """The model of a storage: its memory, None when discarded, and the expected values.
 
-    `since` orders the storages that received the same bytes; `origin` is the first one's.
+    `since` orders the storages that received the same bytes. `origin` is that of the first one.
     """
 
     def __init__(self, memory, needed):
@@ -35,15 +35,15 @@ class Slot:
         self.since = self.origin = next_id()
 
 
-def has_elements(held, read):
-    """Whether a source with elements `held` of its storage has those that are read from another."""
-    if not read or len(held) == len(read):
-        return not read or held == read
-    return set(read) <= set(held) and held == list(range(held[0], held[-1] + 1))
+def has_elements(owned, read):
+    """Return whether a source with elements `owned` of its storage has the elements `read`."""
+    if not read or len(owned) == len(read):
+        return not read or owned == read
+    return set(read) <= set(owned) and owned == list(range(owned[0], owned[-1] + 1))
 
 
 class Programs(RuleBasedStateMachine):
-    """Every tensor in play is (tensor, slot, offsets of its elements)."""
+    """Each entry is (tensor, slot, offsets of its elements)."""
 
     path = "copy"
     tensors = Bundle("tensors")
@@ -95,7 +95,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(dst=tensors, src=tensors)
     def share(self, dst, src):
-        (to, to_slot, read), (source, source_slot, held) = dst, src
+        (to, to_slot, read), (source, source_slot, owned) = dst, src
         if to_slot is source_slot:
             so.share_storage(to, source)
             return
@@ -103,7 +103,7 @@ class Programs(RuleBasedStateMachine):
             error = "is discarded"
         elif len(source_slot.memory.values) < to_slot.needed:
             error = "Expected at least"
-        elif not has_elements(held, read):
+        elif not has_elements(owned, read):
             error = "`src` has (strides|elements|no elements)"
         elif source_slot.origin == to_slot.origin and source_slot.since > to_slot.since:
             error = "reference cycle"
@@ -128,7 +128,7 @@ class Programs(RuleBasedStateMachine):
         slot.memory.values[offsets[position]] = self.next_value
 
     @invariant()
-    def every_tensor_holds_what_the_model_says(self):
+    def every_tensor_has_the_values_of_the_model(self):
         for t, slot, offsets in self.entries:
             if slot.memory is not None:
                 assert t.tolist() == [slot.memory.values[i] for i in offsets]

@@ -1,4 +1,4 @@
-"""discard_storage refuses bytes that nothing recomputes: parameters, leaves and views of them."""
+"""discard_storage refuses bytes that nothing recomputes: of parameters, leaves and their views."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_compiled_code_refuses_parameters(fullgraph):
     assert torch.equal(compiled(x, True), layer(x).sin())
 
 
-def test_a_discard_leaves_nothing_in_a_graph_of_dynamo():
+def test_a_discard_adds_nothing_to_a_graph_of_dynamo():
     def step(h):
         so.discard_storage(h)
         so.discard_storage(h[1:])
@@ -129,7 +129,7 @@ def test_a_discard_leaves_nothing_in_a_graph_of_dynamo():
 
     graphs = []
     x = torch.randn(6, requires_grad=True)
-    h = (x * 2).view(2, 3)  # a view of a tensor outside of the graph
+    h = (x * 2).view(2, 3)  # a view of a tensor outside the graph
     torch._dynamo.reset()
     assert torch.equal(torch.compile(step, fullgraph=True, backend=inspect)(h), h.sin())
     names = [node.name for node in graphs[0].graph.nodes if node.op.startswith("call")]

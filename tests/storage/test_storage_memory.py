@@ -1,4 +1,4 @@
-"""Memory really goes back, nothing leaks, and a call costs little."""
+"""Memory is freed, nothing leaks, and a call takes little time."""
 
 import gc
 import os
@@ -25,21 +25,21 @@ def resident_bytes():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_discard_gives_the_bytes_back(path):
+def test_discard_frees_the_bytes(path):
     with so.memory.measure() as m:
         t = block()
         so.discard_storage(t)
     assert m.peak_bytes == NBYTES and m.kept_bytes == 0
 
 
-def test_shared_bytes_go_back_when_the_last_user_is_gone(path, zero_copy):
+def test_shared_bytes_are_freed_with_their_last_user(path, zero_copy):
     with so.memory.measure() as m:
         dst, src = block(), block()
         so.discard_storage(dst)
         so.share_storage(dst, src)
         del src
     assert m.kept_bytes == NBYTES
-    # Binding needs no memory of its own; the copy path holds both for a moment.
+    # Binding needs no extra memory. The copy path briefly has both.
     assert m.peak_bytes == 2 * NBYTES
     with so.memory.measure() as m:
         so.discard_storage(dst)
@@ -55,7 +55,7 @@ def test_peak_of_a_share(path, zero_copy):
 
 
 @pytest.mark.in_turn
-def test_ten_thousand_calls_keep_memory_flat(path):
+def test_memory_does_not_grow_in_ten_thousand_calls(path):
     dst, src = torch.empty(1 << 16), torch.empty(1 << 16)
 
     def loop(calls):
@@ -74,7 +74,7 @@ def test_ten_thousand_calls_keep_memory_flat(path):
     assert resident_bytes() - before < 2 << 20
 
 
-def test_sharing_from_one_source_again_and_again_builds_no_chain(path):
+def test_repeated_shares_of_one_source_build_no_chain(path):
     src = torch.ones(16)
     for _ in range(20_000):
         dst = torch.empty(16)
@@ -82,7 +82,7 @@ def test_sharing_from_one_source_again_and_again_builds_no_chain(path):
     del src, dst  # a chain of owners would overflow the stack here
 
 
-def test_storages_die_without_the_garbage_collector(path):
+def test_storages_are_freed_without_the_garbage_collector(path):
     gc.disable()
     try:
         dst, src = torch.ones(4), torch.ones(4)
@@ -98,15 +98,15 @@ def test_storages_die_without_the_garbage_collector(path):
 def test_share_storage_costs_microseconds():
     dst, src = torch.empty(8), torch.empty(8)
     so.share_storage(dst, src)
-    calls = 1000  # so few that some repeat is not interrupted on a busy machine
+    calls = 1000  # so few that a busy machine does not interrupt every repeat
     best = min(timeit.repeat(lambda: so.share_storage(dst, src), number=calls, repeat=100)) / calls
     assert best < 5e-6
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_stream_is_recorded_on_the_owner_of_the_bytes(path, zero_copy, shared):
-    """An allocator of the CPU has no use for records: here they are kept by the test."""
-    records, (cpu, cuda) = [], (0, 1)  # numbers of their kinds of device
+    """The test stores the records, because an allocator of a CPU does not use them."""
+    records, (cpu, cuda) = [], (0, 1)  # numbers of these kinds of device
     with torch.library._scoped_library("aten", "IMPL") as aten:
         aten.impl("record_stream", lambda t, stream: records.append((t, stream)), "CPU")
         t, src = torch.zeros(64), torch.ones(64)

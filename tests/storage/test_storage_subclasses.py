@@ -1,4 +1,4 @@
-"""Tensor subclasses: the storage ops act on what they wrap, or say that they cannot."""
+"""Tensor subclasses: the storage ops act on the wrapped tensors, or say that they cannot."""
 
 import warnings
 
@@ -13,13 +13,13 @@ from .test_storage_views import assert_unreadable
 
 
 class Secretive(torch.Tensor):
-    """Wraps a tensor without naming it; runs every op on it."""
+    """Wraps a tensor without naming it, and runs every op on it."""
 
     @staticmethod
     def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -39,7 +39,7 @@ class Hollow(Secretive):
 
 
 class Closed(Secretive):
-    """Knows its own ops only."""
+    """Supports only its own ops."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -49,7 +49,7 @@ class Closed(Secretive):
 
 
 class Marked(torch.Tensor):
-    """Has bytes of its own, and sees ops below autograd."""
+    """Has its own bytes, and receives ops below autograd."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -60,7 +60,7 @@ class Marked(torch.Tensor):
 
 
 class Fussy(torch.Tensor):
-    """Lets no function of torch near it."""
+    """Refuses all functions of torch."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -69,12 +69,12 @@ class Fussy(torch.Tensor):
 
 def masked(t):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
+        warnings.simplefilter("ignore")  # torch warns of a prototype
         return torch.masked.masked_tensor(t, torch.ones_like(t, dtype=torch.bool))
 
 
 def of(kind, *parts):
-    """A tensor of a subclass over the first tensors of `parts`, and these."""
+    """Return a tensor of a subclass over the first tensors of `parts`, and these."""
     if kind is TwoTensor:
         return TwoTensor(*parts), parts
     if kind in (Marked, Fussy):
@@ -83,7 +83,7 @@ def of(kind, *parts):
 
 
 @pytest.mark.parametrize("kind", [TwoTensor, Secretive, Marked, Fussy, torch.nn.Buffer])
-def test_what_a_subclass_holds_is_freed_and_bound(path, zero_copy, kind):
+def test_wrapped_tensors_are_freed_and_bound(path, zero_copy, kind):
     t, inner = of(kind, torch.randn(4), torch.randn(4))
     values = torch.randn(4), torch.randn(4)
     again, sources = of(kind, *(v.clone() for v in values))
@@ -100,7 +100,7 @@ def test_what_a_subclass_holds_is_freed_and_bound(path, zero_copy, kind):
 
 
 @pytest.mark.parametrize("kind", [Closed, masked])
-def test_a_subclass_that_does_not_let_the_ops_through_is_named(path, kind):
+def test_errors_name_a_subclass_that_refuses_the_ops(path, kind):
     inner, plain = torch.randn(4), torch.randn(4)
     values = inner.clone(), plain.clone()
     t = kind(inner)
@@ -116,7 +116,7 @@ def test_a_subclass_that_does_not_let_the_ops_through_is_named(path, kind):
     assert torch.equal(inner, values[0]) and torch.equal(plain, values[1])
 
 
-def test_a_wrapper_is_not_taken_for_what_it_wraps(path):
+def test_a_wrapper_is_not_confused_with_its_tensor(path):
     inner, plain = torch.ones(4), torch.zeros(4)
     t = Hollow(inner)
     with pytest.raises(RuntimeError, match="`t` has no bytes of its own"):
@@ -129,7 +129,7 @@ def test_a_wrapper_is_not_taken_for_what_it_wraps(path):
 
 
 @pytest.mark.parametrize("kind", [TwoTensor, Secretive, Closed, Marked])
-def test_check_discarded_sees_what_subclasses_read(path, kind):
+def test_check_discarded_detects_reads_by_subclasses(path, kind):
     t, inner = of(kind, torch.randn(4), torch.randn(4))
     with so.check_discarded():
         assert (t + 1).shape == (4,)
@@ -138,10 +138,10 @@ def test_check_discarded_sees_what_subclasses_read(path, kind):
         t + 1
 
 
-def test_nothing_changes_where_one_of_the_tensors_is_refused(path):
-    held = torch.ones(4)
-    array = held.numpy()
-    t = TwoTensor(torch.ones(4), held)
+def test_nothing_changes_if_one_of_the_tensors_is_refused(path):
+    kept = torch.ones(4)
+    array = kept.numpy()
+    t = TwoTensor(torch.ones(4), kept)
     with pytest.raises(RuntimeError, match="cannot resize"):
         so.discard_storage(t)
     assert not so.is_discarded(t) and torch.equal(t.a, torch.ones(4)) and array.sum() == 4
@@ -174,7 +174,7 @@ def test_jagged_nested_tensors_keep_the_lengths_that_others_use(path, zero_copy)
     torch.testing.assert_close(grad.unbind()[0], 2 * (parts[0] * 2).cos())
 
 
-def test_the_streams_are_told_to_every_tensor(monkeypatch):
+def test_streams_are_recorded_on_every_tensor(monkeypatch):
     seen = []
     monkeypatch.setattr(
         so.storage.storage, "_discard", lambda t, guard, streams, external: seen.append(streams)
@@ -183,7 +183,7 @@ def test_the_streams_are_told_to_every_tensor(monkeypatch):
     assert seen == [("one", "two")] * 2
 
 
-def test_a_collective_has_ended_before_its_result_is_freed(path, tmp_path):
+def test_a_result_is_freed_only_after_its_collective(path, tmp_path):
     from torch import distributed as dist
     from torch.distributed import _functional_collectives as collectives
 

@@ -1,6 +1,6 @@
-"""Threads that share, discard and ask at the same time: a right result, or an error.
+"""Threads that share, discard and read at the same time get a correct result or an error.
 
-`make sanitize` runs this file under the thread sanitizer too.
+`make sanitize` also runs this file under the thread sanitizer.
 """
 
 import random
@@ -13,7 +13,7 @@ import storage_ops as so
 
 
 def test_threads_share_from_one_source(path):
-    """Both find that the source does not share its bytes yet, at the same time."""
+    """At the same time, both see that the source does not share its bytes yet."""
     sources = [torch.full((16,), float(i)) for i in range(1000)]
     results = [[torch.zeros(16) for _ in sources] for _ in range(3)]
     ready = Barrier(4)
@@ -58,7 +58,7 @@ def test_threads_discard_and_share_the_same_storage(path):
 
 
 def test_threads_mix_all_operations(path):
-    """Each tensor keeps one value in all of its elements, or has no bytes."""
+    """Each tensor has one value in all elements, or has no bytes."""
     tensors = [torch.full((16,), float(i)) for i in range(6)]
     operations = [
         so.share_storage,

@@ -47,7 +47,7 @@ def test_transforms_of_torch_func(path, name):
 
 
 @pytest.mark.parametrize("transform", [func.grad, lambda f: lambda x: func.vmap(f)(x).sum()])
-def test_what_is_discarded_in_a_transform_is_gone(path, transform):
+def test_a_tensor_discarded_in_a_transform_is_freed(path, transform):
     def left(x):
         h = x * 2
         so.discard_storage(h)
@@ -66,7 +66,7 @@ def test_a_whole_batch_is_freed_and_bound(path, zero_copy):
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 1)])
-def test_samples_that_lie_elsewhere_in_the_source_are_refused(path, in_dims):
+def test_samples_at_other_places_in_the_source_are_refused(path, in_dims):
     dst, src = torch.randn(3, 3), torch.randn(3, 3)
     before = dst.clone()
     with pytest.raises(
@@ -77,13 +77,13 @@ def test_samples_that_lie_elsewhere_in_the_source_are_refused(path, in_dims):
 
 
 def test_a_graph_of_jit_trace_frees_nothing_and_binds(path):
-    """Its backward has no hooks that would bind the bytes back, so it must keep them."""
+    """Its backward has no hooks to bind the bytes again, so the graph must keep them."""
     x = torch.randn(6, requires_grad=True)
     traced = torch.jit.trace(freeing, x)
     names = [node.kind() for node in traced.graph.nodes()]
     assert "storage_ops::share_storage" in names
     assert {n for n in names if "storage_ops" in n} == {"storage_ops::share_storage"}
-    for _ in range(3):  # the executor optimises after the first
+    for _ in range(3):  # the executor optimizes after the first
         x = torch.randn(6, requires_grad=True)
         y, right = traced(x), plain(x)
         torch.testing.assert_close(y, right)
@@ -104,13 +104,13 @@ def test_a_discard_is_not_in_a_graph_of_jit_trace(path, guard):
     answers = []
     x = torch.randn(3, requires_grad=True)
     traced = torch.jit.trace(step, x)
-    assert set(answers) == {(False, False), (True, True)}  # it also compares with a plain call
+    assert set(answers) == {(False, False), (True, True)}  # tracing also compares with a plain call
     assert "storage_ops" not in str(traced.graph)
     torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), x)[0], 2 * (x * 2).cos())
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_hold_no_discard(strict):
+def test_exported_programs_contain_no_discard(strict):
     class Step(torch.nn.Module):
         def forward(self, x):
             h = x * 2
@@ -137,7 +137,7 @@ def test_wrapper_subclasses_in_compiled_code():
     torch.testing.assert_close((y.a, y.b), ((x.a * 3).sin(), (x.b * 3).sin()))
 
 
-def test_nothing_is_discarded_of_a_jagged_tensor_in_compiled_code():
+def test_compiled_code_discards_nothing_of_a_jagged_tensor():
     def step(x):
         h = x * 2
         y = h.sin()

@@ -1,4 +1,4 @@
-"""Views with lazy bits, tensors without bytes of their own, and storages emptied by others."""
+"""Views with lazy bits, tensors without their own bytes, and storages emptied by other code."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ import storage_ops as so
 
 
 def assert_unreadable(path, t):
-    """A read raises: by torch's guard where there is one, else by the debug mode."""
+    """Assert that a read raises, by torch's guard or else by the debug mode."""
     guarded = path == "binding" and so.info()["guard"]
     check = contextlib.nullcontext() if guarded else so.check_discarded()
     with check, pytest.raises(RuntimeError, match="discarded"):
@@ -33,7 +33,7 @@ LAZY = {
 
 
 @pytest.mark.parametrize("kind", LAZY)
-def test_lazy_views_act_on_the_storage_that_they_view(path, zero_copy, kind):
+def test_ops_on_lazy_views_act_on_their_storage(path, zero_copy, kind):
     base, again = complex_numbers(), complex_numbers()
     view, right = LAZY[kind](base), LAZY[kind](again).clone()
     assert view.is_conj() or view.is_neg()
@@ -66,7 +66,7 @@ WHOLE = {"plain": lambda t: t, **{k: LAZY[k] for k in list(LAZY)[:3]}}
 
 @pytest.mark.parametrize("to", WHOLE)
 @pytest.mark.parametrize("source", WHOLE)
-def test_compiled_code_copies_what_would_be_bound(to, source):
+def test_compiled_code_copies_instead_of_binding(to, source):
     def step(x):
         dst = x * 2
         so.discard_storage(WHOLE[to](dst))
@@ -133,7 +133,7 @@ def test_inference_views(path):
     assert torch.equal(base, again)
 
 
-def test_meta_tensors_have_nothing_to_free(path):
+def test_meta_tensors_have_no_bytes_to_free(path):
     t, other = torch.ones(3, device="meta"), torch.ones(3, device="meta")
     so.discard_storage(t)
     so.share_storage(t, other)
@@ -204,11 +204,11 @@ def test_tensors_without_elements_stay_readable(path, shape):
     whole = torch.ones(4)
     view = whole[:0]
     whole.untyped_storage().resize_(0)
-    so.discard_storage(view)  # it misses nothing
+    so.discard_storage(view)  # no element is lost
     assert (view + 1).shape == (0,) and not so.is_discarded(view)
 
 
-def test_a_storage_that_others_made_too_small(path):
+def test_a_storage_that_other_code_shrank(path):
     t, again = torch.ones(6), torch.randn(6)
     t.untyped_storage().resize_(8)
     assert so.is_discarded(t) and not so.is_discarded(t[:2])

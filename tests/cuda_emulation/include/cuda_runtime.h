@@ -1,8 +1,8 @@
-// CUDA C++ for a host compiler: what a kernel and its launch use of the language and the runtime.
+// CUDA C++ for a host compiler: the parts of language and runtime for a kernel and its launch.
 // The compiler includes it before the kernel's source, as nvcc does with its own.
 #pragma once
 
-// They would take this for a device of CUDA if they saw it after what is defined below.
+// After the definitions below, these headers would see a CUDA device.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cmath>
@@ -23,7 +23,7 @@
 using emulation::blockDim, emulation::blockIdx, emulation::gridDim, emulation::threadIdx;
 using dim3 = emulation::Index;
 
-// Vector types: aligned as on a GPU, which the alignment sanitizer enforces at every access.
+// Vector types, aligned as on a GPU. The alignment sanitizer checks this at every access.
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -37,7 +37,7 @@ struct alignas(4) __nv_bfloat162 {
   uint16_t x, y;
 };
 
-// Calls that wait take the place that they are written in, for messages.
+// Calls that wait have their source location as an argument, for messages.
 inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   emulation::barrier({"__syncthreads", file, line});
 }
@@ -88,8 +88,8 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 
 namespace emulation {
 
-// A result of an instruction that may be off by `bound`, relatively: by any part of it, drawn from
-// the bits of the result, so that equal operands have equal results.
+// A result of an instruction with a relative error of up to `bound`. The bits of the exact result
+// determine the error, so that equal operands have equal results.
 inline float off_by(double bound, double exact) {
   uint64_t bits;
   std::memcpy(&bits, &exact, sizeof bits);
@@ -99,19 +99,19 @@ inline float off_by(double bound, double exact) {
 
 }  // namespace emulation
 
-// To 2 ulp, says NVIDIA, for divisors that are not too large.
+// NVIDIA documents 2 ulp for divisors that are not too large.
 inline float __fdividef(float a, float b) {
   return emulation::off_by(1.5 * 0x1p-23, static_cast<double>(a) / b);
 }
 
-// The runtime: streams are ignored, and a launch returns when the kernel has ended.
+// The runtime. Streams are ignored, and a launch returns when the kernel has ended.
 using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9;
 
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
 
-// Of a small device, so that some of the tests' rows fill its cache, and others do so several
+// Attributes of a small device, so that some of the tests' rows fill its cache, and others several
 // times.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   *value = which == cudaDevAttrMultiProcessorCount ? 4 : 40 << 10;
