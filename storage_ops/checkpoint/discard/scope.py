@@ -51,8 +51,7 @@ class Pretended:
 
     Attributes:
         storages: the keys of storages.
-                kept_classes: the classes of outputs without a storage to free, because they wrap
-                tensors.
+        kept_classes: the classes of outputs without a storage to free, because they wrap tensors.
     """
 
     storages: set[int] = field(default_factory=set)
