@@ -140,8 +140,8 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
 
     Args:
         plan: the result of `storage_ops.fit`, or the path of a file that it was saved in.
-                attribute: the name of the fitted model in the LightningModule, such as "model". ""
-                if the LightningModule itself was fitted.
+        attribute: the name of the fitted model in the LightningModule, such as "model". ""
+            if the LightningModule itself was fitted.
 
     Raises:
         TypeError: `plan` is neither. ImportError: neither `lightning` nor `pytorch_lightning` is

@@ -214,7 +214,7 @@ class NodeReplay:
 
     Attributes:
         order: the nodes, with their arguments that depend on integers, and scopes of autocast.
-                inputs: their other arguments.
+        inputs: their other arguments.
     """
 
     def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):

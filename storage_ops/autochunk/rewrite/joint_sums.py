@@ -23,8 +23,8 @@ class Term(NamedTuple):
         call, result: the op, and its result that is the sum.
         raw: the node of that result.
         value: the result as readers need it, in their dtype and times the upstream gradient.
-                kind: the upstream gradient that multiplies the sum, and a scale. Only terms of one
-                kind are added.
+        kind: the upstream gradient that multiplies the sum, and a scale. Only terms of one
+            kind are added.
     """
 
     call: fx.Node

@@ -47,7 +47,7 @@ class Output(NamedTuple):
     Attributes:
         rows: the place of the chunk's rows, or None for terms of a sum.
         rank: the number of dimensions of the result.
-                dtype: the name of the result's dtype.
+        dtype: the name of the result's dtype.
         value: the index among the body's values, or None.
         factors: the factors of a product that is computed outside the body, in the result itself.
         place: the index among the op's results. Several outputs may be terms of one result.

@@ -22,7 +22,7 @@ class Scheme:
             too; "int8" (bitsandbytes), "fp8" (transformers' blocks with scales), "mxfp4", "gptq" or
             "awq".
         compute: dtype in which 4-bit layers multiply.
-                storage: dtype of the tensors with packed 4-bit weights.
+        storage: dtype of the tensors with packed 4-bit weights.
         outliers: threshold of int8 above which columns of the input stay 16-bit; 0 for none.
         block: rows and columns with a common fp8 scale. None: one scale for the weight.
         scale: dtype of the scales of fp8.
