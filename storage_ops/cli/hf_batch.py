@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.cli import images, recipe
 
 # Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
@@ -42,7 +43,7 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
     if main != "input_ids" and "pixel_values" not in takes:
-        images.refuse(args, f"{type(model).__name__} takes no images")
+        images.refuse(args, f"{_kind(model)} takes no images")
     if main == "pixel_values":
         batch[main] = images.one_for_each(model, args)
     elif main == "input_features":
@@ -59,14 +60,14 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
             batch = images.with_images(model, batch[main], args)
     else:
         raise ValueError(
-            f"--hf-config is of a {type(model).__name__}, which takes {main}. Expected a model of "
+            f"--hf-config is of a {_kind(model)}, which takes {main}. Expected a model of "
             "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python."
         )
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _ids(args.batch, _decoder_tokens(model, args))
     elif args.decoder_seq is not None:
         raise ValueError(
-            f"--decoder-seq is {args.decoder_seq}. Expected none, since {type(model).__name__} has "
+            f"--decoder-seq is {args.decoder_seq}. Expected none, since {_kind(model)} has "
             "no decoder_input_ids."
         )
     labels = _labels(model, args)
@@ -78,6 +79,11 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
 
         return packed(model, batch | labels, args)
     return batch | labels
+
+
+def _kind(model: nn.Module) -> str:
+    """Return the name of the class of a model, which may be sharded."""
+    return class_of(model).__name__
 
 
 def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
@@ -101,7 +107,7 @@ def _field(model: nn.Module, name: str) -> int:
     found = getattr(model.config, name, None)
     if not isinstance(found, int):
         raise ValueError(
-            f"--hf-config is of a {type(model).__name__}, and {name} in it is {found!r}. Expected "
+            f"--hf-config is of a {_kind(model)}, and {name} in it is {found!r}. Expected "
             "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
         )
     return found
@@ -110,7 +116,7 @@ def _field(model: nn.Module, name: str) -> int:
 def _samples(model: nn.Module, args: argparse.Namespace) -> int:
     if args.seq is None:
         raise ValueError(
-            f"--seq is missing, but {type(model).__name__} takes samples of audio. "
+            f"--seq is missing, but {_kind(model)} takes samples of audio. "
             "Pass the samples of a recording."
         )
     return int(args.seq)
@@ -120,7 +126,7 @@ def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
     """Return --seq, which the model must have positions for."""
     if args.seq is None:
         raise ValueError(
-            f"--seq is missing. Expected the tokens of a sequence, since {type(model).__name__} "
+            f"--seq is missing. Expected the tokens of a sequence, since {_kind(model)} "
             "takes token ids."
         )
     name, most = positions(model)
@@ -154,7 +160,7 @@ def _decoder_tokens(model: nn.Module, args: argparse.Namespace) -> int:
 
 
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
-    name = type(model).__name__
+    name = _kind(model)
     has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
     tokens = _decoder_tokens if has_decoder else _tokens
     if args.labels == "none":
