@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.layers.config_policy import class_of
-from storage_ops.cli import images, recipe
+from storage_ops.cli import audio, images, recipe
 
 # Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
 _TOKENS = (
@@ -27,10 +27,10 @@ _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
-    Token ids have the shape (--batch, --seq), and so have samples of audio. Pixel values and audio
-    features have the sizes of the config and the dtype of the model. --images has the number and
-    the size of images. Labels are for tokens or sequences, as the
-    model's task says; those of a model of token ids alone are the token ids.
+    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of the
+    config and the dtype of the model. --images has the number and the size of images, and --audio
+    the length of recordings. Labels are for tokens or sequences, as the model's task says. Those of
+    a model of token ids alone are the token ids.
 
     Raises:
         ValueError: the model takes inputs or has a task that the command does not know, a size is
@@ -44,16 +44,27 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     batch: dict[str, Tensor] = {}
     if main != "input_ids" and "pixel_values" not in takes:
         images.refuse(args, f"{_kind(model)} takes no images")
+    has_audio = main in ("input_features", "input_values")
+    if not has_audio:
+        mixes = {"input_features", "input_values"} & takes.keys()
+        why = "takes audio among tokens, which is not counted" if mixes else "takes no audio"
+        audio.refuse(args, f"{_kind(model)} {why}")
     if main == "pixel_values":
         batch[main] = images.one_for_each(model, args)
+    elif main == "input_features" and hasattr(config, "input_feat_per_channel"):
+        frames = audio.frames(_kind(model), args, model)
+        batch[main] = _values(model, args.batch, frames, config.input_feat_per_channel)
     elif main == "input_features":
         frames = 2 * _field(model, "max_source_positions")
+        audio.check_padded(_kind(model), args, frames)
         batch[main] = _values(model, args.batch, _field(model, "num_mel_bins"), frames)
     elif main == "input_values" and hasattr(config, "num_mel_bins"):
         frames = _field(model, "max_length")
+        audio.check_padded(_kind(model), args, frames)
         batch[main] = _values(model, args.batch, frames, config.num_mel_bins)
     elif main == "input_values":
-        batch[main] = _values(model, args.batch, _samples(model, args))
+        samples = audio.samples(_kind(model), args, "decoder_input_ids" in takes)
+        batch[main] = _values(model, args.batch, samples)
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
         if args.images is not None:
@@ -111,15 +122,6 @@ def _field(model: nn.Module, name: str) -> int:
             "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
         )
     return found
-
-
-def _samples(model: nn.Module, args: argparse.Namespace) -> int:
-    if args.seq is None:
-        raise ValueError(
-            f"--seq is missing, but {_kind(model)} takes samples of audio. "
-            "Pass the samples of a recording."
-        )
-    return int(args.seq)
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
