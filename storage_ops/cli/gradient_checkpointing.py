@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.cli import ranks
 from storage_ops.cli.workload import Workload
 from storage_ops.quantities import metric, readable
@@ -36,6 +35,8 @@ def enabled(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no gradient checkpointing.
     """
+    from storage_ops.checkpoint.layers.config_policy import class_of
+
     enable: Any = _method(model, "enable")
     if enable is None:
         raise ValueError(

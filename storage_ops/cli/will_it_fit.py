@@ -129,7 +129,8 @@ def _what_now(args: argparse.Namespace, report: Any, evaluates: bool) -> str:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
             f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
-            "several --gpus, or choose an --optimizer or a --dtype that takes less."
+            f"{'more' if args.gpus > 1 else 'several'} --gpus, or choose an --optimizer or a "
+            "--dtype that takes less."
         )
     if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
         return "fit plans for one rank of --shard fsdp2, without --tensor-parallel."
