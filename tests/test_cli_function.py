@@ -105,7 +105,7 @@ def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("mixed", "a step of Mixed raised RuntimeError: expected scalar type"),
+        ("mixed", "A step of Mixed raised RuntimeError: expected scalar type"),
         ("empty", "device=torch.device"),
     ],
 )

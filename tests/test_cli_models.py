@@ -197,9 +197,36 @@ def test_samples_of_audio(tmp_path, capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {"model_type": "wav2vec2", "intermediate_size": 64, **sizes}
     command = written(tmp_path, "Wav2Vec2ForSequenceClassification", **model)
-    assert "Pass the samples of a recording." in refused(command, capsys)
-    peaks = [peak_of([*command, "--seq", seq], capsys) for seq in ("8000", "64000")]
+    assert "Pass the seconds of a recording." in refused(command, capsys)
+    peaks = [peak_of([*command, "--audio", seconds], capsys) for seconds in ("0.5", "4")]
     assert peaks[1] > peaks[0]
+    assert peak_of([*command, "--seq", "8000"], capsys) == peaks[0]
+    both = refused([*command, "--audio", "4", "--seq", "8"], capsys)
+    assert "takes audio alone. Leave out --seq." in both
+    for wrong in ("0", "-1", "nan", "inf"):
+        said = refused([*command, f"--audio={wrong}"], capsys)
+        assert f"--audio is {wrong}. Pass a number of seconds above 0." in said
+
+
+def test_audio_with_text(tmp_path, capsys):
+    """A recording that a processor pads takes the same memory at each length."""
+    sides = {**SIDES, "max_source_positions": 200, "conv_channels": 32, "input_feat_per_channel": 8}
+    command = written(tmp_path, "Speech2TextForConditionalGeneration", **sides,
+                      model_type="speech_to_text")  # fmt: skip
+    command += ["--seq", "8", "--optimizer", "none"]
+    peaks = [peak_of([*command, *more], capsys) for more in ([], ["--audio", "2"])]
+    assert peaks[0] == peaks[1] > peak_of([*command, "--audio", "0.5"], capsys)
+    assert "Expected at most 2 seconds: max_source_positions" in refused(
+        [*command, "--audio", "2.1"], capsys
+    )
+    whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
+    assert peak_of([*whisper, "--audio", "0.2"], capsys) == peak_of(whisper, capsys)
+    assert "Expected at most 0.4 seconds, to which" in refused([*whisper, "--audio", "1"], capsys)
+
+
+def test_audio_of_models_without_any(tmp_path, capsys):
+    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--audio", "5"]
+    assert "--audio is 5, but BertForMaskedLM takes no audio. Leave out" in refused(command, capsys)
 
 
 def test_models_that_read_ids_to_warn_about_padding(tmp_path, capsys):

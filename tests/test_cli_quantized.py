@@ -336,6 +336,22 @@ def test_prepared_layers_are_in_float32_and_recompute(words):
     assert {p.dtype for p in base.parameters()} == {torch.float32, torch.uint8}
 
 
+def test_serving_takes_quantized_weights_and_adapters(words, capsys):
+    """Nothing is trained, so that a frozen model needs no adapters."""
+
+    def weights(*options):
+        assert main(["will-it-fit", "--serve", "--json", *words(*options)]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert sum(facts["cache_bytes"].values()) > 0
+        return facts["by_owner"]["parameters"]
+
+    saved = sum(2 * r * c - nbytes("nf4", r, c) for r, c in SHAPES) * LAYERS
+    packed = weights("--quantize", "nf4")
+    assert weights() - packed == pytest.approx(saved, rel=0.1)  # the allocator rounds sizes up
+    adapters = sum(2 * 4 * (WIDTH + WIDTH) for _ in range(LAYERS)) * 2
+    assert weights("--quantize", "nf4", "--lora", "4:q_proj") - packed >= adapters
+
+
 def test_classifiers_train_their_head_too(words):
     config = LLAMA | {"architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0}
     model, batch = build(words("--lora", "4", config=config))

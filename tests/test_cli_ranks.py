@@ -109,7 +109,6 @@ def test_fit_plans_for_one_rank(options, capsys):
         (["--gpus", "0"], "--gpus is 0. Expected 1 or more"),
         (["--gpus", "4", "--tensor-parallel", "3"], "--tensor-parallel is 3. Expected a divisor"),
         (["--gpus", "8", "--tensor-parallel", "8"], "num_attention_heads, 4"),
-        (["--gpus", "2", "--shard", "zero3"], "--shard is zero3, which is not simulated. Pass"),
         (["--gpus", "2", "--shard", "ddp", "--plot", "x.svg"], "--shard is ddp. Pass fsdp2"),
         (
             ["--gpus", "4", "--shard", "ddp", "--tensor-parallel", "2"],

@@ -53,9 +53,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace, console: Console) -> int:
     """Print a plan for the sizes that are given; return the exit code."""
-    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.fitting.fit import NothingFits, Search
 
+    assumed: list[str] = []
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
@@ -63,16 +63,20 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
         step = workload(args)
         told = explained(args, step.model)
         with told, ranks.one_of(args, step.model), showing("fit"):
-            optimizer = optimizer_named(args.optimizer, step.model)
-            search = Search(*step, optimizer, args.device, args.actions, args.accumulate)
+            optimizer = ranks.optimizer_of(args, step.model)
+            accumulates, assumed = ranks.accumulates(args), ranks.assumptions(args, step.model)
+            search = Search(*step, optimizer, args.device, args.actions, accumulates)
             plan = search.plan(budget)
     except NothingFits as error:
         output.complain(error, args)
+        for sentence in assumed:
+            output.note(sentence)
         return 1
     if args.json:
-        output.print_json(plan.as_dict())
+        output.print_json(plan.as_dict() | ({"assumptions": assumed} if assumed else {}))
     else:
         console.print(plan.table(output.in_flags(plan.hint, args)))
+        output.print_assumptions(assumed, console)
     if args.save is not None:
         plan.save(args.save)
     if args.plot is not None:
@@ -82,20 +86,20 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size that fits; return 0, or 1 if none does."""
-    from storage_ops.cli.optimizers import optimizer_named
-
     _check_find(args)
     output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
     first = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | first))
     with explained(args, step.model), ranks.one_of(args, step.model):
-        optimizer = optimizer_named(args.optimizer, step.model)
+        optimizer = ranks.optimizer_of(args, step.model)
+        assumed = ranks.assumptions(args, step.model)
         found = _found(args, step, budget, optimizer)
     if args.json:
-        output.print_json(found.as_dict())
+        output.print_json(found.as_dict() | ({"assumptions": assumed} if assumed else {}))
     else:
         console.print(found)
+        output.print_assumptions(assumed, console)
     if found.planned is None:
         return 1
     if args.save is not None:
@@ -109,7 +113,7 @@ def _found(
     from storage_ops.fitting import largest
 
     if args.find == "device":
-        return largest.find_gpu(*step, optimizer, args.actions, args.accumulate)
+        return largest.find_gpu(*step, optimizer, args.actions, ranks.accumulates(args))
     loss = step.loss
 
     def make_batch(number: int) -> object:
@@ -124,7 +128,7 @@ def _found(
 
     return largest.find_largest(
         step.model, make_batch, budget, loss and loss_of_batch, optimizer, args.device,
-        args.actions, args.accumulate, most=longest(args, step),
+        args.actions, ranks.accumulates(args), most=longest(args, step),
     )  # fmt: skip
 
 

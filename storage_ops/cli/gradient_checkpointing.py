@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from storage_ops.cli import ranks
 from storage_ops.cli.workload import Workload
 from storage_ops.quantities import metric, readable
 
@@ -34,10 +35,12 @@ def enabled(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model has no gradient checkpointing.
     """
+    from storage_ops.checkpoint.layers.config_policy import class_of
+
     enable: Any = _method(model, "enable")
     if enable is None:
         raise ValueError(
-            f"--gradient-checkpointing is given, and {type(model).__name__} has no "
+            f"--gradient-checkpointing is given, and {class_of(model).__name__} has no "
             "gradient_checkpointing_enable(). Expected a model of transformers."
         )
     enable()
@@ -76,11 +79,11 @@ def compared(
 
     kept = simulate_step(
         step.model, step.batch, loss=step.loss, optimizer=optimizer, device=args.device,
-        accumulate=args.accumulate,
+        accumulate=ranks.accumulates(args),
     ).peak_bytes  # fmt: skip
     seconds: float | None = None
     with showing("fit"):
-        search = Search(*step, optimizer, args.device, None, args.accumulate)
+        search = Search(*step, optimizer, args.device, None, ranks.accumulates(args))
         try:
             plan = search.plan(parse_bytes(args.budget, "--budget"))
             ours = Peak("a plan of fit", plan.peak_bytes, plan.seconds)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from storage_ops.cli import images, recipe
+from storage_ops.checkpoint.layers.config_policy import class_of
+from storage_ops.cli import audio, images, recipe
 
 # Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
 _TOKENS = (
@@ -26,10 +27,10 @@ _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
-    Token ids have the shape (--batch, --seq), and so have samples of audio. Pixel values and audio
-    features have the sizes of the config and the dtype of the model. --images has the number and
-    the size of images. Labels are for tokens or sequences, as the
-    model's task says; those of a model of token ids alone are the token ids.
+    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of the
+    config and the dtype of the model. --images has the number and the size of images, and --audio
+    the length of recordings. Labels are for tokens or sequences, as the model's task says. Those of
+    a model of token ids alone are the token ids.
 
     Raises:
         ValueError: the model takes inputs or has a task that the command does not know, a size is
@@ -42,31 +43,42 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {}
     if main != "input_ids" and "pixel_values" not in takes:
-        images.refuse(args, f"{type(model).__name__} takes no images")
+        images.refuse(args, f"{_kind(model)} takes no images")
+    has_audio = main in ("input_features", "input_values")
+    if not has_audio:
+        mixes = {"input_features", "input_values"} & takes.keys()
+        why = "takes audio among tokens, which is not counted" if mixes else "takes no audio"
+        audio.refuse(args, f"{_kind(model)} {why}")
     if main == "pixel_values":
         batch[main] = images.one_for_each(model, args)
+    elif main == "input_features" and hasattr(config, "input_feat_per_channel"):
+        frames = audio.frames(_kind(model), args, model)
+        batch[main] = _values(model, args.batch, frames, config.input_feat_per_channel)
     elif main == "input_features":
         frames = 2 * _field(model, "max_source_positions")
+        audio.check_padded(_kind(model), args, frames)
         batch[main] = _values(model, args.batch, _field(model, "num_mel_bins"), frames)
     elif main == "input_values" and hasattr(config, "num_mel_bins"):
         frames = _field(model, "max_length")
+        audio.check_padded(_kind(model), args, frames)
         batch[main] = _values(model, args.batch, frames, config.num_mel_bins)
     elif main == "input_values":
-        batch[main] = _values(model, args.batch, _samples(model, args))
+        samples = audio.samples(_kind(model), args, "decoder_input_ids" in takes)
+        batch[main] = _values(model, args.batch, samples)
     elif main == "input_ids":
         batch[main] = _ids(args.batch, _tokens(model, args))
         if args.images is not None:
             batch = images.with_images(model, batch[main], args)
     else:
         raise ValueError(
-            f"--hf-config is of a {type(model).__name__}, which takes {main}. Expected a model of "
+            f"--hf-config is of a {_kind(model)}, which takes {main}. Expected a model of "
             "token ids, images or audio features. Call storage_ops.memory.will_it_fit in Python."
         )
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _ids(args.batch, _decoder_tokens(model, args))
     elif args.decoder_seq is not None:
         raise ValueError(
-            f"--decoder-seq is {args.decoder_seq}. Expected none, since {type(model).__name__} has "
+            f"--decoder-seq is {args.decoder_seq}. Expected none, since {_kind(model)} has "
             "no decoder_input_ids."
         )
     labels = _labels(model, args)
@@ -78,6 +90,11 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
 
         return packed(model, batch | labels, args)
     return batch | labels
+
+
+def _kind(model: nn.Module) -> str:
+    """Return the name of the class of a model, which may be sharded."""
+    return class_of(model).__name__
 
 
 def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
@@ -101,26 +118,17 @@ def _field(model: nn.Module, name: str) -> int:
     found = getattr(model.config, name, None)
     if not isinstance(found, int):
         raise ValueError(
-            f"--hf-config is of a {type(model).__name__}, and {name} in it is {found!r}. Expected "
+            f"--hf-config is of a {_kind(model)}, and {name} in it is {found!r}. Expected "
             "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
         )
     return found
-
-
-def _samples(model: nn.Module, args: argparse.Namespace) -> int:
-    if args.seq is None:
-        raise ValueError(
-            f"--seq is missing, but {type(model).__name__} takes samples of audio. "
-            "Pass the samples of a recording."
-        )
-    return int(args.seq)
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
     """Return --seq, which the model must have positions for."""
     if args.seq is None:
         raise ValueError(
-            f"--seq is missing. Expected the tokens of a sequence, since {type(model).__name__} "
+            f"--seq is missing. Expected the tokens of a sequence, since {_kind(model)} "
             "takes token ids."
         )
     name, most = positions(model)
@@ -154,7 +162,7 @@ def _decoder_tokens(model: nn.Module, args: argparse.Namespace) -> int:
 
 
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
-    name = type(model).__name__
+    name = _kind(model)
     has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
     tokens = _decoder_tokens if has_decoder else _tokens
     if args.labels == "none":

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_ops.cli import autocast, images, output, ranks, recipe
+from storage_ops.cli import audio, autocast, images, output, ranks, recipe
 from storage_ops.cli.quantized import options
 from storage_ops.optional import required
 
@@ -34,12 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("the training step")
     step.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
     step.add_argument(
-        "--seq", type=int, help="tokens in a sequence, or samples of audio, for models that take so"
+        "--seq", type=int, help="tokens in a sequence; without --audio, also samples of audio"
     )
     step.add_argument(
         "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
     )
     images.add_arguments(step)
+    audio.add_arguments(step)
     step.add_argument(
         "--labels",
         choices=("tokens", "sequences", "none"),

@@ -66,7 +66,7 @@ def one_for_each(model: nn.Module, args: argparse.Namespace) -> Tensor:
         ValueError: `--images` asks for several, or neither it nor the config has a size.
     """
     images = images_of(args) or Images(1, None, None)
-    kind = type(model).__name__
+    kind = _kind(model)
     if images.number > 1:
         raise ValueError(f"--images is {args.images}, but a sample of {kind} is one image. Pass 1.")
     config: Any = model.config
@@ -91,7 +91,7 @@ def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict
 
     images = images_of(args)
     assert images is not None
-    kind, config = type(model).__name__, _config(model)
+    kind, config = _kind(model), _config(model)
     takes = inspect.signature(model.forward).parameters
     token: Any = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
     if "pixel_values" not in takes:
@@ -122,6 +122,13 @@ def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict
     return {"input_ids": tokens} | inputs
 
 
+def _kind(model: nn.Module) -> str:
+    """Return the name of the class of a model, which may be sharded."""
+    from storage_ops.checkpoint.layers.config_policy import class_of
+
+    return class_of(model).__name__
+
+
 def _config(model: nn.Module) -> Any:
     return model.config
 
@@ -135,7 +142,7 @@ def _pixels(model: nn.Module, rows: int, config: Any, images: Images) -> Tensor:
         size = images.height, images.width
     if size is None:
         raise ValueError(
-            f"--images has no size, and neither has the config of {type(model).__name__}. Pass a "
+            f"--images has no size, and neither has the config of {_kind(model)}. Pass a "
             f"height and a width, such as {images.number}x224x224."
         )
     height, width = (size, size) if isinstance(size, int) else size
@@ -151,7 +158,7 @@ def _in_patches(
 
     if images.height is None or images.width is None:
         raise ValueError(
-            f"--images is {images.number}, but {type(model).__name__} takes images of any size. "
+            f"--images is {images.number}, but {_kind(model)} takes images of any size. "
             f"Pass a height and a width, too, such as {images.number}x448x448."
         )
     merged = getattr(config, "spatial_merge_size", 2)
@@ -159,7 +166,7 @@ def _in_patches(
     if images.height % unit or images.width % unit:
         raise ValueError(
             f"--images has the size {images.height}x{images.width}. Pass multiples of {unit}, to "
-            f"which processors of {type(model).__name__} resize."
+            f"which processors of {_kind(model)} resize."
         )
     rows_of_patches, columns = (n // config.patch_size for n in (images.height, images.width))
     grid = torch.tensor([[1, rows_of_patches, columns]])
@@ -181,7 +188,7 @@ def _tokens(model: Any, pixels: Tensor, args: argparse.Namespace) -> int:
             found = model.get_image_features(pixels)
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(
-            f"--images is {args.images}, but {type(model).__name__} makes no tokens of pixels "
+            f"--images is {args.images}, but {_kind(model)} makes no tokens of pixels "
             f"alone: {' '.join(str(error).split())}. Pass a model of pixels alone or of patches "
             "with image_grid_thw, or call storage_ops.memory.will_it_fit in Python."
         ) from error

@@ -121,7 +121,7 @@ def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, 
             function has no default and no option.
     """
     parameters = inspect.signature(function).parameters
-    for name in ("decoder_seq", "images", "labels"):
+    for name in ("decoder_seq", "images", "audio", "labels"):
         if (value := getattr(args, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(

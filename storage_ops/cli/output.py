@@ -35,6 +35,12 @@ def print_json(facts: Any) -> None:
     print(json.dumps(facts, indent=1))
 
 
+def print_assumptions(sentences: list[str], console: Console) -> None:
+    """Print what an answer assumes, one sentence a line, after its table."""
+    for sentence in sentences:
+        console.print(f"* {sentence}", highlight=False, markup=False, soft_wrap=True)
+
+
 def check_folder(option: str, path: Path | None) -> None:
     """Raise if there is no folder for a file that an option names: before the work, not after."""
     if path is not None and not path.parent.is_dir():

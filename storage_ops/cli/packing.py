@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.cli import output
 from storage_ops.optional import required
 
@@ -38,7 +39,7 @@ def packed(
     Raises:
         ValueError: the model has other inputs than tokens, or its loss takes no packed row.
     """
-    kind = type(model).__name__
+    kind = class_of(model).__name__
     takes = "position_ids" in inspect.signature(model.forward).parameters
     is_of_tokens = batch.keys() == {"input_ids", "labels"}
     if not (takes and is_of_tokens and batch["labels"].shape == batch["input_ids"].shape):

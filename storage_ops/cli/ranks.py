@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from storage_ops.simulate.will_it_fit import FitReport
 
@@ -60,11 +61,13 @@ def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         if shape[1] > 1:
             _parallelize(model, mesh["tensor"])
-        if shape[0] > 1 and args.shard == "fsdp2":
-            _shard(model, mesh["data"])
-            reference = reference_of(model)
-            if reference is not None:
-                _shard(reference, mesh["data"])
+        if shape[0] > 1 and args.shard != "ddp":
+            for each in filter(None, (model, reference_of(model))):
+                _shard(each, mesh["data"], args)
+        if args.shard == "zero3":
+            from storage_ops.cli import zero3
+
+            zero3.add_buffers(model, args.gpus)
         yield
     finally:
         dist.destroy_process_group()
@@ -81,11 +84,9 @@ def _check(args: argparse.Namespace) -> None:
             f"{args.gpus}."
         )
     if args.shard == "zero3":
-        raise ValueError(
-            "--shard is zero3, which is not simulated. Pass fsdp2, which also shards parameters, "
-            "gradients and optimizer state. DeepSpeed adds float32 copies of 16-bit parameters and "
-            "buffers of the sizes in its config."
-        )
+        from storage_ops.cli import zero3
+
+        zero3.check(args)
     plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
     draws = args.plot is not None or getattr(args, "html", None) is not None
     is_spread = args.tensor_parallel > 1
@@ -102,8 +103,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _shard(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer of a list of layers, and the rest with the model."""
+def _shard(model: nn.Module, mesh: Any, args: argparse.Namespace) -> None:
+    """Shard each layer of a list of layers, and the rest with the model, as --shard says."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
@@ -112,11 +113,47 @@ def _shard(model: nn.Module, mesh: Any) -> None:
         is_inside = any(name.startswith(f"{other}.") for other in outermost)
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and name and not is_inside:
             outermost.append(name)
-    for name in outermost:
-        for layer in model.get_submodule(name).children():
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
+    children = (layer for name in outermost for layer in model.get_submodule(name).children())
+    layers = [layer for layer in children if any(True for _ in layer.parameters())]
+    if args.shard == "zero3":
+        from storage_ops.cli import zero3
+
+        zero3.cast(model, args)
+        zero3.shard(model, mesh, layers)
+        return
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def optimizer_of(args: argparse.Namespace, model: nn.Module) -> type[Optimizer] | None:
+    """Return the optimizer of --optimizer, as --shard runs it on this rank.
+
+    Raises:
+        ValueError: there is no such optimizer, or it does not run on shards.
+    """
+    from storage_ops.cli.optimizers import optimizer_named
+
+    kind = optimizer_named(args.optimizer, model)
+    if args.shard != "zero3":
+        return kind
+    from storage_ops.cli import zero3
+
+    return zero3.optimizer_for(args, kind)
+
+
+def accumulates(args: argparse.Namespace) -> bool:
+    """Return True if gradients exist from the beginning of the step. Those of ZeRO-3 always do."""
+    return bool(args.accumulate or args.shard == "zero3")
+
+
+def assumptions(args: argparse.Namespace, model: nn.Module) -> list[str]:
+    """Return the sentences that an answer adds about --shard."""
+    if args.shard != "zero3":
+        return []
+    from storage_ops.cli import zero3
+
+    return zero3.assumptions(model)
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:

@@ -41,8 +41,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     step = workload(args)
     labels = ("labels", "start_positions", "end_positions")
     inputs = {name: t for name, t in step.batch.items() if name not in labels}
+    # Adapters are in the layers of the model that PEFT wraps, and that has the cache.
+    base = getattr(step.model, "get_base_model", lambda: step.model)()
     with explained(args, step.model):
-        report = simulate_serving(step.model.eval(), inputs, args.device)
+        report = simulate_serving(base.eval(), inputs, args.device)
     fits = report.peak_bytes <= budget
     if args.json:
         names = ("peak_bytes", "prefill_bytes", "decode_bytes", "cache_bytes", "by_owner")

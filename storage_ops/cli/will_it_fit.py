@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command; return the exit code: 0 if it fits, 1 if not."""
-    from storage_ops.cli.optimizers import optimizer_named
     from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
@@ -70,11 +69,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     one_rank = ranks.one_of(args, model)
     told = explained(args, model)
     with told, one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
-        optimizer = optimizer_named(args.optimizer, model)
+        optimizer = ranks.optimizer_of(args, model)
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))
         report = will_it_fit(
-            model, batch, args.budget, loss, optimizer, args.device, args.accumulate
+            model, batch, args.budget, loss, optimizer, args.device, ranks.accumulates(args)
         )
         training = report.peak_bytes + buckets
         if evaluation_step is not None:
@@ -85,6 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         checkpoints.close()
         if args.gradient_checkpointing:
             peaks = gradient_checkpointing.compared(args, step, optimizer, training)
+        assumed = ranks.assumptions(args, model)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
     evaluates = step_peaks is not None and step_peaks[1] > step_peaks[0]
@@ -102,9 +102,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if step_peaks:
             keys = "training_peak_bytes", "evaluation_peak_bytes"
             compared |= dict(zip(keys, step_peaks, strict=True))
+        if assumed:
+            compared["assumptions"] = assumed
         output.print_json({name: getattr(report, name) for name in names} | compared)
     else:
         console.print(report)
+        output.print_assumptions(assumed, console)
         if step_peaks:
             console.print(evaluation.compared(*step_peaks), highlight=False, soft_wrap=True)
         if peaks:
@@ -126,7 +129,8 @@ def _what_now(args: argparse.Namespace, report: Any, evaluates: bool) -> str:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
             f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
-            "several --gpus, or choose an --optimizer or a --dtype that takes less."
+            f"{'more' if args.gpus > 1 else 'several'} --gpus, or choose an --optimizer or a "
+            "--dtype that takes less."
         )
     if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
         return "fit plans for one rank of --shard fsdp2, without --tensor-parallel."

@@ -92,6 +92,7 @@ def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if _PACKAGE in Path(frame.f_code.co_filename).parents:
             raise  # an error of this package has its own words
+        from storage_ops.checkpoint.layers.config_policy import class_of
         from storage_ops.simulate.values.assume import users_line
 
         config = getattr(model, "config", None)
@@ -103,8 +104,8 @@ def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
                 break
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelError(
-            f"A step of {type(model).__name__} raised {what} at {users_line(error.__traceback__)}. "
-            f"Expected {expected}."
+            f"A step of {class_of(model).__name__} raised {what} at "
+            f"{users_line(error.__traceback__)}. Expected {expected}."
         ) from error
 
 

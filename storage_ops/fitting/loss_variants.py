@@ -15,6 +15,7 @@ from storage_ops.fitting.heads import patching
 from storage_ops.fitting.probe import Cost
 from storage_ops.fitting.record import StepRecording
 from storage_ops.fitting.solve import ActionProblem, Option
+from storage_ops.simulate.step import outside_autocast
 
 Costs = list[list[tuple[Action, Cost]]]  # of actions, for each call of a layer
 
@@ -114,7 +115,9 @@ def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
         raise ValueError(f"{why} Pass a batch that is a dict with labels.")
     try:
         patched = patching().is_patched(model)
-        with contextlib.nullcontext() if patched else patching().patch(model):
+        # Autocast would keep casts of the fake weights with which patching tries the model, and
+        # looking for their holders takes longer than the rest of `fit`.
+        with outside_autocast(), contextlib.nullcontext() if patched else patching().patch(model):
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
             weight = head.weight
     except (TypeError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """Finds at patch time the operations that a patched model's first forward would refuse.
 
-A copy of the model on fake tensors, which have no memory, runs one forward with labels. Its
+A copy of the model on fake tensors, which have no memory, runs forward with labels once. It has one
+layer of each list of alike layers, or all of them if the model cannot run so. Its
 operations on its logits are observed as in a real forward. Nothing is computed, and the model
 itself does not change. Some models cannot run on fake tensors, because they read values or have
 kernels without fakes. For these the probe finds nothing, and their first forward raises the error.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from storage_ops.checkpoint.state.left_behind import run_on_fakes
@@ -55,19 +56,60 @@ def _run_on_fakes(
     model: nn.Module, options: LossOptions, keywords: dict[str, Any], mode: FakeTensorMode
 ) -> Refused | None:
     device = next((p.device for p in model.parameters()), None)
-    try:
-        with torch.no_grad():
-            shadow: Any = copy.deepcopy(model, _without_numbers(model, mode))
-            vars(shadow)["_loss_options"] = LossOptions(options.returns)
-            vars(shadow).pop("forward", None)  # it belongs to the original model
-            ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
-            of_rows = dict.fromkeys(other_labels(model.forward), ids[:, 0])
-            shadow(input_ids=ids, labels=ids, **keywords, **of_rows)
-    except Refused as refused:
-        return refused
-    except Exception:  # an error of the model or of torch, which says nothing about refusals
+    dropped = _layers_to_drop(model)
+    # The layers come before the logits, so one of a kind is enough for most models.
+    for without in (dropped, {}) if dropped else ({},):
+        try:
+            with torch.no_grad():
+                shadow = _shadow(model, mode, without)
+                vars(shadow)["_loss_options"] = LossOptions(options.returns)
+                vars(shadow).pop("forward", None)  # it belongs to the original model
+                ids = torch.zeros(_SHAPE, dtype=torch.long, device=device)
+                of_rows = dict.fromkeys(other_labels(model.forward), ids[:, 0])
+                shadow(input_ids=ids, labels=ids, **keywords, **of_rows)
+        except Refused as refused:
+            return refused
+        except Exception:  # an error of the model or of torch, not a refusal
+            continue
         return None
     return None
+
+
+def _layers_to_drop(module: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Return the outermost lists of layers of one class, with all layers but the first."""
+    layers = list(module.children())
+    is_alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+    if type(module) is nn.ModuleList and is_alike:
+        return {module: layers[1:]}
+    dropped: dict[nn.Module, list[nn.Module]] = {}
+    for child in layers:
+        dropped |= _layers_to_drop(child)
+    return dropped
+
+
+def _shadow(
+    model: nn.Module, mode: FakeTensorMode, dropped: dict[nn.Module, list[nn.Module]]
+) -> Any:
+    """Copy a model, with fake tensors in place of its parameters and buffers, without layers."""
+    left_out = {layer for layers in dropped.values() for layer in layers}
+    # Another reference to a layer that is left out must not copy its bytes.
+    memo: dict[int, Any] = {id(layer): nn.Module() for layer in left_out}
+    for module in _modules_without(model, left_out):
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(t) not in memo:
+                memo[id(t)] = mode.from_tensor(t)
+    for layers in dropped:
+        first = next(layers.children())
+        memo[id(layers)] = nn.ModuleList([copy.deepcopy(first, memo)])
+    return copy.deepcopy(model, memo)
+
+
+def _modules_without(model: nn.Module, left_out: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a model and the modules in it, without some modules and those inside of them."""
+    yield model
+    for child in model.children():
+        if child not in left_out:
+            yield from _modules_without(child, left_out)
 
 
 def other_labels(forward: Callable[..., Any]) -> list[str]:
@@ -76,9 +118,3 @@ def other_labels(forward: Callable[..., Any]) -> list[str]:
     BertForPreTraining has a loss only if it gets `next_sentence_label` besides `labels`.
     """
     return [name for name in inspect.signature(forward).parameters if name.endswith("_label")]
-
-
-def _without_numbers(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy that replaces parameters and buffers by fake tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return {id(tensor): mode.from_tensor(tensor) for tensor in tensors}

@@ -252,6 +252,29 @@ class ScaledLinear(nn.Linear):
         return 2 * super().forward(input)
 
 
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_patching_tries_one_layer_or_all_if_the_model_needs_them(needs_all, monkeypatch):
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**GROUPED, "num_hidden_layers": 4}))
+    layer, base = type(model.model.layers[0]), type(model.model)
+    layers_of_runs = []
+    forward, forward_of_base = layer.forward, base.forward
+
+    def counted(self, *args, **kwargs):
+        layers_of_runs[-1] += 1
+        return forward(self, *args, **kwargs)
+
+    def begun(self, *args, **kwargs):
+        layers_of_runs.append(0)
+        if needs_all:
+            self.layers[3]
+        return forward_of_base(self, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", counted)
+    monkeypatch.setattr(base, "forward", begun)
+    storage_ops.patch_causal_lm(model)
+    assert layers_of_runs == ([0, 4] if needs_all else [1])
+
+
 def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt

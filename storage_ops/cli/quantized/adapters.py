@@ -40,7 +40,8 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         dtype = getattr(torch, dtype_name(args.autocast))
     scheme = scheme_of(args.quantize, getattr(config, "quantization_config", None), dtype)
     lora = lora_of(args)
-    if scheme is not None and lora is None:
+    serves = getattr(args, "serve", False)  # an option of will-it-fit
+    if scheme is not None and lora is None and not serves:
         whose = f"--quantize is {scheme.name}"
         if args.quantize is None:
             whose = f"--hf-config has a quantization_config of {scheme.name}"
@@ -53,6 +54,11 @@ def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         )
     if scheme is not None:
         quantize(model, scheme)
+        if serves:
+            output.note(
+                f"{scheme.name}: a layer takes for the next token what it takes in training. "
+                "Kernels for few rows, which may take less, are not simulated."
+            )
         if kind := unquantized_experts(model):
             output.note(
                 f"{scheme.name} leaves the experts in {kind} as they are: it quantizes linear "
