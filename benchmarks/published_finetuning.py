@@ -5,18 +5,24 @@ SFTTrainer, transformers' gradient checkpointing and AdamW. Adapters have rank 1
 on attention projections. Bases are in bfloat16, or in 4 bits under autocast.
 
 Each case is rebuilt with the installed transformers and PEFT, and the loss of the measured version.
-Flash attention by its package, which saves the same tensors, is not simulated.
+Flash attention by its package, which saves the same tensors, is not simulated. On two GPUs, FSDP2
+stands in for the FSDP1 of the measured runs, which also gathers one layer at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from storage_ops.cli.quantized.adapters import with_lora
 from storage_ops.cli.quantized.convert import quantize
@@ -60,6 +66,7 @@ class Cell(NamedTuple):
         base: quantization of the base. With None, it is in 16 bits without autocast.
         is_prepared: whether PEFT's prepare_model_for_kbit_training was called.
         adapts: whether only adapters are trained, instead of all parameters.
+        ranks: GPUs, over which FSDP shards the model.
     """
 
     model: str
@@ -67,6 +74,7 @@ class Cell(NamedTuple):
     base: str | None = "nf4-double"
     is_prepared: bool = False
     adapts: bool = True
+    ranks: int = 1
 
 
 CELLS = [
@@ -79,7 +87,13 @@ CELLS = [
     Cell("Mistral 7B", {4: 16404148736, 8: 28442489344}, "gptq"),
     Cell("Mistral 7B", {4: 72434837504, 8: 72435230720}, None, adapts=False),
     Cell("PowerLM 3B", {4: 35134836736, 8: 47059390976}, None, adapts=False),
+    Cell("SantaCoder", {2: 5716304896, 4: 7819433984}, None, adapts=False, ranks=2),
+    Cell("Mistral 7B", {2: 36225939968, 4: 36226136576}, None, adapts=False, ranks=2),
+    Cell("PowerLM 3B", {2: 17626672128, 4: 23781051904}, None, adapts=False, ranks=2),
+    Cell("PowerLM 3B", {2: 10321519104, 4: 16819665408}, None, ranks=2),
 ]
+# The cause is unknown. With PowerLM, and with Mistral on one GPU, the same steps agree.
+TOO_LOW = [Cell("Mistral 7B", {2: 15144870400, 4: 21959827968}, None, ranks=2)]
 
 
 class Step(nn.Module):
@@ -109,6 +123,12 @@ class Step(nn.Module):
         if cell.adapts:
             peft: Any = importlib.import_module("peft")
             self.model = with_lora(model, peft, Lora(16, adapted, 0.1))
+        if cell.ranks > 1:
+            mesh = init_device_mesh("cpu", (cell.ranks,))
+            for layers in [m for m in self.model.modules() if type(m) is nn.ModuleList]:
+                for layer in layers:
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         # Autocast casts only CPU tensors. Unwritten pages use no memory.
         self.model.to_empty(device="cpu").train()
         model.tie_weights()
@@ -149,13 +169,28 @@ class Step(nn.Module):
         return loss
 
 
+@contextlib.contextmanager
+def one_of(ranks: int) -> Iterator[None]:
+    """Be one of these ranks in a with block, on a process group that sends nothing."""
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
 def peaks(cell: Cell) -> Iterator[tuple[str, int, int]]:
     """Yield the name of each case, and its published and estimated peak in bytes."""
     for batch, peak in cell.published.items():
-        model, ids = Step(cell), torch.empty(batch, MODELS[cell.model][2], dtype=torch.int64)
+        ids = torch.empty(batch, MODELS[cell.model][2], dtype=torch.int64)
         adamw = torch.optim.AdamW
-        step = simulate_step(model, ids, loss=lambda x: x, optimizer=adamw, device="a100")
+        with one_of(cell.ranks):
+            model = Step(cell)
+            step = simulate_step(model, ids, loss=lambda x: x, optimizer=adamw, device="a100")
         how = {None: "LoRA", "nf4-double": "QLoRA", "gptq": "LoRA on GPTQ"}[cell.base]
         how = how if cell.adapts else "whole step"
         how += ", norms in float32" if cell.is_prepared else ""
+        how += f", FSDP over {cell.ranks}" if cell.ranks > 1 else ""
         yield f"{cell.model}, {how}, batch {batch}", peak, step.peak_bytes
