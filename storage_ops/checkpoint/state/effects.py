@@ -260,7 +260,11 @@ def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
                     yield from contents(t)
     captured = (
         t
-        for container in (*surroundings.attributes, *surroundings.objects, *surroundings.given)
+        for container in (
+            *surroundings.attributes,
+            *surroundings.objects,
+            *surroundings.argument_state,
+        )
         for t in values_of(container)
     )
     for t in (*captured, *surroundings.tensors):

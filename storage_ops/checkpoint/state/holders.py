@@ -37,7 +37,9 @@ class Holders:
             contents_of: returns a copy of a container's contents before the call.
         """
         self._names = [(place, name, _named(value)) for place, name, value in surroundings.names]
-        self._contents = [(c, contents_of(c)) for c in surroundings.given if len(c) <= _MANY]
+        self._contents = [
+            (c, contents_of(c)) for c in surroundings.argument_state if len(c) <= _MANY
+        ]
         self._attributes = [
             Attributes(attributes, contents_of(attributes), surroundings.code)
             for attributes in surroundings.attributes
