@@ -1,4 +1,4 @@
-// What a tensor was like when autograd saved it, in C++ with the stable ABI of CPython.
+// Descriptions of tensors that autograd saves, in C++ with the stable ABI of CPython.
 #pragma once
 #include "python_objects.h"
 // Python.h, which it includes, comes first.
@@ -13,7 +13,7 @@ PyObject* THPVariable_Wrap(const at::TensorBase& t);
 
 namespace storage_ops {
 
-// Objects of Python that `setup` was given.
+// The Python objects that `setup` got as arguments.
 struct Names {
   PyObject *tensor, *parameter, *producers, *describe, *restore, *without_graph, *stop, *module;
 };
@@ -21,7 +21,7 @@ struct Names {
 inline Names names;
 
 struct Description {
-  Ref by_python;                        // of a tensor that is not plain; then nothing else is set
+  Ref by_python;  // Python's description of a tensor that is not plain; then nothing else is set
   c10::SmallVector<int64_t, 8> layout;  // the sizes, and after them the strides
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::Device device = c10::kCPU;
@@ -45,15 +45,16 @@ struct Kept {
   }
 };
 
-// The same bytes and version counter, without history and without a dispatch.
+// Returns a tensor with the same bytes and version counter, but without an autograd history. No
+// op is dispatched.
 inline at::Tensor alias_of(const at::Tensor& t) {
-  // Where modes of Python are active, shallow_copy_and_detach would ask them for aten.detach.
+  // shallow_copy_and_detach would otherwise call aten.detach of active Python modes.
   c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);
   auto* impl = t.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
 }
 
-// Returns true for a strided tensor that is no tensor of a subclass, of a transform or of symbols.
+// Returns true for a strided tensor that is not of a subclass or a transform, and has no symbols.
 inline bool is_plain(c10::TensorImpl* impl) {
   return impl->layout() == c10::kStrided && impl->has_storage() &&
          !impl->has_symbolic_sizes_strides() && !impl->is_python_dispatch() &&
@@ -76,7 +77,7 @@ inline at::Tensor tensor_of(c10::TensorImpl* impl) {
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
 }
 
-// Returns the tensor of a Python object, undefined where Python has to describe it.
+// Returns the tensor of a Python object, or an undefined tensor if Python must describe it.
 inline at::Tensor plain_tensor(PyObject* t) {
   PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
   if (kind != names.tensor && kind != names.parameter) return {};
@@ -88,61 +89,63 @@ inline bool is_parameter(PyObject* t) {
   PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(t));
   if (kind == names.tensor) return false;
   if (kind == names.parameter) return true;
-  const int found = PyObject_IsInstance(t, names.parameter);
-  if (found < 0) throw PythonError();
-  return found != 0;
+  const int is_instance = PyObject_IsInstance(t, names.parameter);
+  if (is_instance < 0) throw PythonError();
+  return is_instance != 0;
 }
 
 inline Description describe(PyObject* object, const at::Tensor& t) {
-  Description found;
+  Description description;
   if (!t.defined()) {
-    found.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
-    return found;
+    description.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
+    return description;
   }
-  found.layout.append(t.sizes().begin(), t.sizes().end());
-  found.layout.append(t.strides().begin(), t.strides().end());
-  found.dtype = t.scalar_type();
-  found.device = t.device();
-  found.version = t._version();
+  description.layout.append(t.sizes().begin(), t.sizes().end());
+  description.layout.append(t.strides().begin(), t.strides().end());
+  description.dtype = t.scalar_type();
+  description.device = t.device();
+  description.version = t._version();
   if (t.is_view()) {
     const at::TensorBase& base = t._base();
-    found.is_leaf = base.is_leaf();
-    if (found.is_leaf) {  // a parameter is one
+    description.is_leaf = base.is_leaf();
+    if (description.is_leaf) {  // only a leaf can be a parameter
       const Ref root = owned(THPVariable_Wrap(base));
-      if (is_parameter(root.get())) found.parameter = root.get();
+      if (is_parameter(root.get())) description.parameter = root.get();
     }
   } else {
-    found.is_leaf = t.is_leaf();
-    if (is_parameter(object)) found.parameter = object;
+    description.is_leaf = t.is_leaf();
+    if (is_parameter(object)) description.parameter = object;
   }
-  return found;
+  return description;
 }
 
 inline Ref tuple_of(const int64_t* values, size_t size) {
-  Ref made = owned(PyTuple_New(static_cast<Py_ssize_t>(size)));
+  Ref tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(size)));
   for (size_t i = 0; i < size; ++i) {
     Ref value = owned(PyLong_FromLongLong(values[i]));
-    PyTuple_SetItem(made.get(), static_cast<Py_ssize_t>(i), value.release());
+    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), value.release());
   }
-  return made;
+  return tuple;
 }
 
-// Returns the description as the object that Python compares and prints.
-inline Ref python_of(const Description& found) {
-  if (found.by_python) return Ref::to(found.by_python.get());
-  const size_t dims = found.layout.size() / 2;
-  const Ref sizes = tuple_of(found.layout.data(), dims);
-  const Ref strides = tuple_of(found.layout.data() + dims, dims);
-  const std::string dtype(c10::getDtypeNames(found.dtype).first), device = found.device.str();
-  const Ref parameter = found.parameter
-                            ? owned(PyLong_FromVoidPtr(const_cast<void*>(found.parameter)))
+// Returns the Python object of a description, which Python compares and prints.
+inline Ref python_of(const Description& description) {
+  if (description.by_python) return Ref::to(description.by_python.get());
+  const size_t dims = description.layout.size() / 2;
+  const Ref sizes = tuple_of(description.layout.data(), dims);
+  const Ref strides = tuple_of(description.layout.data() + dims, dims);
+  const std::string dtype(c10::getDtypeNames(description.dtype).first),
+      device = description.device.str();
+  const Ref parameter = description.parameter
+                            ? owned(PyLong_FromVoidPtr(const_cast<void*>(description.parameter)))
                             : Ref::to(Py_None);
-  return owned(PyObject_CallFunction(
-      names.restore, "OOssOOL", sizes.get(), strides.get(), dtype.c_str(), device.c_str(),
-      parameter.get(), found.is_leaf ? Py_True : Py_False, static_cast<long long>(found.version)));
+  return owned(PyObject_CallFunction(names.restore, "OOssOOL", sizes.get(), strides.get(),
+                                     dtype.c_str(), device.c_str(), parameter.get(),
+                                     description.is_leaf ? Py_True : Py_False,
+                                     static_cast<long long>(description.version)));
 }
 
-// Returns an index that is below a limit.
+// Returns an index. Raises an IndexError if the index is not below `limit`.
 inline size_t index_of(PyObject* number, size_t limit) {
   const size_t index = PyLong_AsSize_t(number);
   if (PyErr_Occurred()) throw PythonError();

@@ -1,9 +1,10 @@
-// Kernels that see the ops of a policy while a region runs in this thread, and the callback that
-// logs all other ops.
+// Kernels that intercept the ops of a policy while a region runs in this thread, and a callback
+// that logs all other ops.
 //
-// The kernels are on ADInplaceOrView: below autograd, above modes and subclasses of Python. torch
-// has none there for functional ops, so other ops cost nothing, and where no region runs a kernel
-// hands on. Views and ops that write have kernels of torch, which must not be replaced.
+// The kernels have the dispatch key ADInplaceOrView: below autograd, above Python modes and
+// subclasses. torch has no kernels there for functional ops, so other ops have no overhead. If no
+// region runs, a kernel calls the next one. Views and ops that write have kernels of torch for this
+// key, which must not be replaced.
 #pragma once
 #include "op_log.h"
 // Python.h, which it includes, comes first.
@@ -28,24 +29,24 @@ namespace storage_ops {
 
 struct Policy {
   std::unordered_set<const Op*> ops;
-  size_t k = 1;  // of the results, the first and every k-th after it is saved
+  size_t k = 1;  // the first result, and every k-th result after it, is saved
 
-  // Notes that an op came in a region of this name that kernels cannot serve.
+  // Notes that a region of this name ran an op that the kernels cannot handle.
   void leave_to_python(const std::string& region) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    of_python_.insert(region);
+    left_to_python_.insert(region);
   }
   bool needs_python(const std::string& region) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return of_python_.count(region) > 0;
+    return left_to_python_.count(region) > 0;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_set<std::string> of_python_;
+  std::unordered_set<std::string> left_to_python_;  // names of regions
 };
 
-// What one region saves.
+// The saved results of one region.
 struct Store {
   Ref policy_object;
   Policy* policy = nullptr;
@@ -53,8 +54,8 @@ struct Store {
   Log log;
   size_t seen = 0;
   bool is_abandoned = false;  // nothing is saved or compared
-  bool is_repeating = false;  // a backward pass inside of the forward repeats a part of it
-  bool is_shared = false;     // a pass that keeps the graph has had the results
+  bool is_repeating = false;  // a backward pass inside the forward recomputes a part of it
+  bool is_shared = false;     // a backward pass with retain_graph=True has used the results
 
   void abandon() {
     is_abandoned = true;
@@ -65,8 +66,8 @@ struct Store {
 struct Frame {  // a region that runs in this thread
   Store* store = nullptr;
   std::unique_ptr<Cursor> cursor;  // of a recompute
-  PyObject* hooks = nullptr;       // whose pack hook tells of saved tensors
-  size_t depth = 0;                // of calls of ops inside of ops
+  PyObject* hooks = nullptr;       // the object whose pack hook reports saved tensors
+  size_t depth = 0;                // number of ops that run, one inside the other
   Frame* outer = nullptr;
 
   bool is_idle() const { return store->is_abandoned || store->is_repeating; }
@@ -80,9 +81,9 @@ struct Ops {
   std::mutex mutex;
   std::unordered_map<std::string, std::unique_ptr<Op>> by_name;
   std::unordered_set<std::string> ignored;
-  size_t of_libraries = 0;  // that are known and can have kernels
+  size_t of_libraries = 0;  // number of known ops of libraries that can have kernels
 
-  // Returns what is known of an op. `is_new` gets true for an op that was not known before.
+  // Returns the facts about an op. Sets `is_new` to true if the op was not known before.
   Op* of(const c10::OperatorHandle& handle, bool* is_new = nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto& id = handle.operator_name();
@@ -95,7 +96,8 @@ struct Ops {
     op->is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     op->is_cast = name == "aten::_to_copy";
     op->draws = handle.hasTag(at::Tag::nondeterministic_seeded);
-    // A cast of a parameter may be left out. Without its argument no cast is known to be another.
+    // A recompute may leave out a cast of a parameter, and the log does not have the arguments by
+    // which casts differ. So casts do not count.
     op->counts = !op->is_cast && !ignored.count(name) && name.rfind("prim::", 0) != 0 &&
                  name.rfind("aten::_nested_tensor_s", 0) != 0;
     if (is_new) *is_new = true;
@@ -110,10 +112,10 @@ inline Ops& ops() {
   return *all;
 }
 
-// Notes an op that begins in all regions that run and do not run it inside of another op.
+// Logs an op that begins, in all running regions in which it is not inside another op.
 inline void log_op(const Op* op) {
   for (Frame* f = top_frame; f && f->depth == 0; f = f->outer) {
-    if (f->is_idle() || f->store->policy->ops.count(op)) continue;  // a kernel logs those
+    if (f->is_idle() || f->store->policy->ops.count(op)) continue;  // a kernel logs the policy's
     if (!f->cursor) {
       f->store->log.add(op);
     } else if (f->cursor->error.empty()) {
@@ -147,11 +149,11 @@ inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& 
   if (!f) return nullptr;
   const char* name = call.name();
   auto found = known.find(name);
-  // Another op may have taken the place of one that was removed.
+  // If an op was removed, another op may have a name at the same address.
   if (found == known.end() || found->second->name.compare(0, std::strlen(name), name) != 0) {
     const auto id = call.operator_name();
-    if (!id) {  // a Function of Python, or a node of autograd
-      // A mode of Python sees attention as one op, and the kernels here the ops inside of it.
+    if (!id) {  // a Python autograd Function, or an autograd node
+      // A Python mode sees FlexAttention as one op, but the kernels here see the ops inside it.
       if (std::strncmp(name, "FlexAttentionAutograd", 21) == 0) abandon_all(true);
       return nullptr;
     }
@@ -160,14 +162,14 @@ inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& 
     bool is_new = false;
     const Op* op = ops().of(*handle, &is_new);
     found = known.insert_or_assign(name, op).first;
-    // Its outputs may lie in the storage of an argument. It gets a kernel with the next policy.
+    // The outputs may share the storage of an argument. The next policy adds a kernel for the op.
     if (is_new && op->is_of_library && !op->is_composite) abandon_all(false);
   }
   const Op* op = found->second;
   if (op->is_composite || !op->counts) return nullptr;
   if (f->depth == 0 &&
       !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) {
-    if (op->is_collective) abandon_all(true);  // no version tells what it writes
+    if (op->is_collective) abandon_all(true);  // its writes do not increment versions
     log_op(op);
   }
   return std::make_unique<Inside>(f);
@@ -192,9 +194,9 @@ inline void note_shared(Log& log, const torch::jit::Stack& stack, size_t returns
   }
 }
 
-inline at::Generator generator_of(const torch::jit::Stack& given, c10::Device device) {
-  for (const c10::IValue& each : given) {
-    if (each.isGenerator()) return each.toGenerator();
+inline at::Generator generator_of(const torch::jit::Stack& arguments, c10::Device device) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isGenerator()) return argument.toGenerator();
   }
   return at::globalContext().defaultGenerator(device);
 }
@@ -211,14 +213,14 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
     if (!store.is_abandoned) note_shared(log, *stack, returns);
     return;
   }
-  c10::SmallVector<c10::StorageImpl*, 6> given;
+  c10::SmallVector<c10::StorageImpl*, 6> inputs;  // their storages
   std::vector<c10::IValue> generators;
   bool fits = true;
   for (size_t i = stack->size() - arguments; i < stack->size(); ++i) {
     if ((*stack)[i].isGenerator()) generators.push_back((*stack)[i]);
     for_tensors((*stack)[i], [&](const at::Tensor& t) {
       fits = fits && is_plain(t);
-      if (fits) given.push_back(key_of(t));
+      if (fits) inputs.push_back(key_of(t));
     });
   }
   run();
@@ -232,10 +234,10 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
       fits = fits && (is_plain(t) || t.is_inference());
       if (!fits || is_inference) return;
       device = t.device();
-      is_new = is_new && std::find(given.begin(), given.end(), key_of(t)) == given.end();
+      is_new = is_new && std::find(inputs.begin(), inputs.end(), key_of(t)) == inputs.end();
     });
   }
-  if (!fits) {  // Python knows what lies in tensors of subclasses
+  if (!fits) {  // only Python can handle tensors of subclasses
     store.abandon();
     store.policy->leave_to_python(log.region);
     return;
@@ -256,7 +258,7 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
   log.events[position].result = std::move(result);
 }
 
-// Returns true if another backward pass may ask for what one asks for now.
+// Returns true if another backward pass may need the result that the present pass needs.
 inline bool is_needed_again(Store& store) {
   if (torch::autograd::get_current_graph_task_id() == -1) return true;
   store.is_shared = store.is_shared || torch::autograd::get_current_graph_task_keep_graph();
@@ -298,7 +300,7 @@ struct Kernel {
         arguments(h.schema().arguments().size()),
         returns(h.schema().returns().size()) {}
 
-  // Returns the innermost region from `f` on that sees this call, or null.
+  // Returns the innermost region, from `f` outwards, that must handle this call; null if none.
   Frame* watching(Frame* f, const at::Tensor* cast) const {
     if (!f || f->depth > 1) return nullptr;
     if (cast && cast->requires_grad() && cast->is_leaf()) return nullptr;
@@ -312,7 +314,7 @@ struct Kernel {
     if (!f) return handle.redispatchBoxed(below, stack);
     const Run run = [&] { call(next(f), below, stack); };
     try {
-      if (!f->store->policy->ops.count(op)) {  // what may lie on the bytes of a saved result
+      if (!f->store->policy->ops.count(op)) {  // its outputs may share a saved result's storage
         run();
         if (!f->cursor && !f->is_idle()) note_shared(f->store->log, *stack, returns);
       } else if (f->cursor) {
@@ -330,7 +332,7 @@ inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
   return keys & c10::after_ADInplaceOrView_keyset;
 }
 
-struct Boxed final : c10::OperatorKernel {  // of any op
+struct Boxed final : c10::OperatorKernel {  // a kernel for any op
   Kernel kernel;
   explicit Boxed(Kernel k) : kernel(std::move(k)) {}
 
@@ -345,7 +347,7 @@ struct Boxed final : c10::OperatorKernel {  // of any op
   }
 };
 
-// Of an op whose signature is known here: where no region runs it costs no boxes.
+// A kernel for an op whose signature is known here. Arguments are boxed only if a region runs.
 template <class Known, class Signature = typename Known::schema>
 struct Typed;
 
@@ -353,16 +355,16 @@ template <class Known, class R, class... A>
 struct Typed<Known, R(A...)> {
   static inline std::optional<Kernel> kernel;
 
-  static R call(c10::DispatchKeySet keys, A... given) {
+  static R call(c10::DispatchKeySet keys, A... arguments) {
     Frame* f = C10_LIKELY(!top_frame) ? nullptr : kernel->watching(top_frame, nullptr);
-    if (!f) return Known::redispatch(keys_below(keys), given...);
-    torch::jit::Stack stack = c10::impl::boxArgs<A...>(given...);
+    if (!f) return Known::redispatch(keys_below(keys), arguments...);
+    torch::jit::Stack stack = c10::impl::boxArgs<A...>(arguments...);
     kernel->call(f, keys_below(keys), &stack);
     return c10::impl::PopResult<R>::call(stack);
   }
 
-  static torch::CppFunction make(Kernel made) {
-    kernel = std::move(made);
+  static torch::CppFunction make(Kernel new_kernel) {
+    kernel = std::move(new_kernel);
     return torch::CppFunction(TORCH_FN(call));
   }
 };

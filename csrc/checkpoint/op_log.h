@@ -1,6 +1,6 @@
-// The ops of one forward with the results that a policy saves, and where a recompute is in them.
-// storage_ops/checkpoint/saved/matching.py has the same log and cursor in Python, and says why they
-// work as they do. Its functions write the errors of both.
+// The log of the ops of one forward, with the results that a policy saves, and the cursor of a
+// recompute in this log. storage_ops/checkpoint/saved/matching.py has the same log and cursor in
+// Python, and explains them. Its functions write the errors of both.
 #pragma once
 #include "descriptions.h"
 // Python.h, which it includes, comes first.
@@ -24,7 +24,7 @@
 
 namespace storage_ops {
 
-// Functions of Python that `setup_results` was given.
+// The Python functions that `setup_results` got as arguments.
 struct Texts {
   PyObject *difference, *failure, *modified, *end, *follow, *top_hooks, *origin;
 };
@@ -36,7 +36,7 @@ struct WithGil {
   ~WithGil() { PyGILState_Release(state); }
 };
 
-// Takes the error of Python that is set.
+// Returns the message of the Python error that is set, and clears the error.
 inline std::string message_of_python() {
   const WithGil gil;
   PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
@@ -44,22 +44,22 @@ inline std::string message_of_python() {
   const Ref kinds(kind), errors(error), traces(trace);
   const Ref text(error ? PyObject_Str(error) : nullptr);
   Py_ssize_t size = 0;
-  const char* found = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
+  const char* message = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
   PyErr_Clear();
-  return found ? std::string(found, static_cast<size_t>(size)) : "an error of Python";
+  return message ? std::string(message, static_cast<size_t>(size)) : "an error of Python";
 }
 
 // ---- ops --------------------------------------------------------------------------------------
 
 struct Op {
-  std::string name;  // the dispatcher's
-  bool counts = true;
-  bool is_composite = false;  // it is made of other ops, which count instead of it
-  bool is_of_library = false;
-  bool is_collective = false;  // one that may write into its arguments
+  std::string name;            // in the dispatcher
+  bool counts = true;          // whether it is logged
+  bool is_composite = false;   // it calls other ops, which are logged instead
+  bool is_of_library = false;  // not an op of aten
+  bool is_collective = false;  // may write to its arguments
   bool is_cast = false;
-  bool draws = false;
-  bool has_kernel = false;  // of ours
+  bool draws = false;       // uses random numbers
+  bool has_kernel = false;  // whether `add_kernel` has added a kernel
 };
 
 template <typename F>
@@ -83,7 +83,7 @@ inline int64_t hash_of(const std::string& text) {
   return static_cast<int64_t>(std::hash<std::string>()(text));
 }
 
-// Where a tensor comes from: a node, by its name, a parameter, or a leaf.
+// Returns a number for the origin of a tensor: the name of its node, a parameter, or another leaf.
 inline int64_t origin_of(const at::Tensor& t) {  // with the GIL
   const at::TensorBase base = t.is_view() ? t._base() : at::TensorBase(t);
   if (const auto& node = base.grad_fn()) {
@@ -105,40 +105,40 @@ inline int64_t origin_of(const at::Tensor& t) {  // with the GIL
   return hash_of(std::string(text, static_cast<size_t>(size)));
 }
 
-inline void describe_value(const c10::IValue& value, Call& found) {
+inline void describe_value(const c10::IValue& value, Call& call) {
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
     if (!t.defined() || t.is_nested() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-      return;  // Python describes calls with those from the next forward on
+      return;  // from the next forward on, Python describes calls with such tensors
     }
-    found.push_back(-t.dim() - 1);
-    found.append(t.sizes().begin(), t.sizes().end());
-    found.push_back(static_cast<int64_t>(t.scalar_type()));
-    found.push_back(origin_of(t));
+    call.push_back(-t.dim() - 1);
+    call.append(t.sizes().begin(), t.sizes().end());
+    call.push_back(static_cast<int64_t>(t.scalar_type()));
+    call.push_back(origin_of(t));
   } else if (value.isInt()) {
-    found.push_back(value.toInt());
+    call.push_back(value.toInt());
   } else if (value.isBool()) {
-    found.push_back(value.toBool());
+    call.push_back(value.toBool());
   } else if (value.isDouble()) {
     const double number = value.toDouble();
     int64_t bits;
     std::memcpy(&bits, &number, sizeof bits);
-    found.push_back(bits);
+    call.push_back(bits);
   } else if (value.isString()) {
-    found.push_back(hash_of(value.toStringRef()));
+    call.push_back(hash_of(value.toStringRef()));
   } else if (value.isList()) {
-    for (const c10::IValue& each : value.toListRef()) describe_value(each, found);
+    for (const c10::IValue& item : value.toListRef()) describe_value(item, call);
   }
 }
 
 inline std::unique_ptr<Call> describe_call(const torch::jit::Stack& stack, size_t arguments) {
   const WithGil gil;
-  auto found = std::make_unique<Call>();
-  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) describe_value(stack[i], *found);
-  return found;
+  auto call = std::make_unique<Call>();
+  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) describe_value(stack[i], *call);
+  return call;
 }
 
-// ---- what is saved ------------------------------------------------------------------------------
+// ---- saved results ------------------------------------------------------------------------------
 
 inline c10::IValue alias_of(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? alias_of(value.toTensor()) : value;
@@ -150,9 +150,10 @@ inline c10::IValue alias_of(const c10::IValue& value) {
 
 struct Result {
   std::vector<c10::IValue> values;
-  // All tensors on the same bytes and their versions. What aten._unsafe_view returns has its own.
+  // All tensors on the same storages, and their versions. A result of aten._unsafe_view has a
+  // version counter of its own.
   c10::SmallVector<std::pair<at::Tensor, int64_t>, 3> versions;
-  std::vector<std::pair<at::Generator, at::Tensor>> random;  // the numbers that were next after it
+  std::vector<std::pair<at::Generator, at::Tensor>> random;  // generator states after the op
 
   void watch(const at::Tensor& t) { versions.emplace_back(t, t._version()); }
   bool is_modified() const {
@@ -162,7 +163,7 @@ struct Result {
 };
 
 struct Event {
-  const Op* op = nullptr;  // null: autograd saves a tensor
+  const Op* op = nullptr;  // null if autograd saves a tensor
   std::unique_ptr<Call> call;
   std::unique_ptr<Result> result;
 };
@@ -172,7 +173,7 @@ inline const Op end_of_forward;  // the last event
 struct Log {
   std::string region;
   std::vector<Event> events;
-  std::unordered_set<const Op*> names;  // of which results are saved
+  std::unordered_set<const Op*> names;  // ops with a saved result
   std::unordered_map<c10::StorageImpl*, Result*> on_storage;
   bool is_complete = false;
 
@@ -186,12 +187,12 @@ struct Log {
 
 class Cursor {
  public:
-  std::string difference;  // a sentence on the first op that differs
-  std::string error;       // of a callback, which must not raise it
+  std::string difference;  // a sentence about the first op that differs
+  std::string error;       // the error of a callback, which must not throw
 
   explicit Cursor(Log& log) : log_(log) {}
 
-  // Returns the position of a call if a result may be saved there, or -1.
+  // Returns the position of a call in the log if a result may be saved there, else -1.
   int64_t find(const Op* op, const Call* call) {
     if (in_step_ && log_.events[at_].op == op) {
       const auto& before = log_.events[at_].call;
@@ -199,22 +200,22 @@ class Cursor {
     }
     if (in_step_) lose_step(op->name);
     if (!call || !log_.names.count(op)) return -1;
-    std::vector<size_t> fitting;
+    std::vector<size_t> matches;
     for (size_t i = at_; i < log_.events.size(); ++i) {
       const Event& each = log_.events[i];
-      if (each.op == op && (!each.call || *each.call == *call)) fitting.push_back(i);
+      if (each.op == op && (!each.call || *each.call == *call)) matches.push_back(i);
     }
-    if (fitting.empty()) fail("has no result", op->name);
-    if (fitting.size() > 1 || !log_.events[fitting[0]].call) return -1;
-    at_ = fitting[0] + 1;
+    if (matches.empty()) fail("has no result", op->name);
+    if (matches.size() > 1 || !log_.events[matches[0]].call) return -1;
+    at_ = matches[0] + 1;
     in_step_ = true;
-    return static_cast<int64_t>(fitting[0]);
+    return static_cast<int64_t>(matches[0]);
   }
 
   // Returns true if a call of this op needs a description.
   bool asks(const Op* op) const { return log_.names.count(op) > 0; }
 
-  void use(int64_t position) { handed_out_ = position; }
+  void use(int64_t position) { last_used_ = position; }
 
   void see_saved_tensor() {
     if (!in_step_) return;
@@ -238,7 +239,7 @@ class Cursor {
   void lose_step(const std::string& name) {
     in_step_ = false;
     if (difference.empty()) difference = describe_difference(name);
-    const int64_t used = std::exchange(handed_out_, -1);
+    const int64_t used = std::exchange(last_used_, -1);
     if (used < 0) return;
     for (size_t i = static_cast<size_t>(used); i < at_; ++i) {
       if (is_last_of_its_kind(i)) return;
@@ -276,17 +277,17 @@ class Cursor {
   template <typename... A>
   static std::string text(PyObject* function, const char* format, A... arguments) {
     const WithGil gil;
-    const Ref made = owned(PyObject_CallFunction(function, format, arguments...));
+    const Ref result = owned(PyObject_CallFunction(function, format, arguments...));
     Py_ssize_t size = 0;
-    const char* found = PyUnicode_AsUTF8AndSize(made.get(), &size);
-    if (!found) throw PythonError();
-    return std::string(found, static_cast<size_t>(size));
+    const char* text = PyUnicode_AsUTF8AndSize(result.get(), &size);
+    if (!text) throw PythonError();
+    return std::string(text, static_cast<size_t>(size));
   }
 
   Log& log_;
   size_t at_ = 0;
   bool in_step_ = true;
-  int64_t handed_out_ = -1;
+  int64_t last_used_ = -1;
 };
 
 }  // namespace storage_ops

@@ -34,7 +34,7 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// A Python error is set. The functions that CPython calls return null then.
+// Thrown when a Python error is set. The functions that CPython calls then return null.
 struct PythonError : std::exception {};
 
 inline Ref owned(PyObject* result) {
@@ -42,7 +42,7 @@ inline Ref owned(PyObject* result) {
   return Ref(result);
 }
 
-// Runs a function that CPython called, with C++ errors turned into Python's.
+// Runs the body of a function that CPython calls. Turns C++ exceptions into Python errors.
 template <typename F>
 PyObject* guarded(F&& run) {
   try {
@@ -62,26 +62,26 @@ inline PyObject* none() { return Ref::to(Py_None).release(); }
 
 template <typename T>
 struct Object {
-  PyObject_HEAD T* held;
+  PyObject_HEAD T* data;
 };
 
 template <typename T>
-T& held(PyObject* self) {
-  return *reinterpret_cast<Object<T>*>(self)->held;
+T& data_of(PyObject* self) {
+  return *reinterpret_cast<Object<T>*>(self)->data;
 }
 
 template <typename T>
-PyObject* make(PyTypeObject* type, T*& made) {
+PyObject* make(PyTypeObject* type, T*& data) {
   const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   PyObject* self = allocate(type, 0);
-  if (self) made = reinterpret_cast<Object<T>*>(self)->held = new T;
+  if (self) data = reinterpret_cast<Object<T>*>(self)->data = new T;
   return self;
 }
 
 template <typename T>
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<Object<T>*>(self)->held;
+  delete reinterpret_cast<Object<T>*>(self)->data;
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
 }

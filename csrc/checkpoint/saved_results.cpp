@@ -1,4 +1,4 @@
-// The results that a selective policy saves in one region, without Python code for each op.
+// Saves the results of the ops of a selective policy in a region, without Python code for each op.
 // storage_ops/checkpoint/selective/selective.py has the same two contexts in Python.
 #include "saved_results.h"
 
@@ -13,12 +13,12 @@ struct Results {
   Store store;
 };
 
-// What is active in the forward of a region, or in a recompute.
+// The context manager of a region's forward or recompute.
 struct Context {
   Ref results;
   bool is_recompute = false, is_pushed = false;
   Frame frame;
-  Ref hooks;  // that tell of saved tensors, where the hooks of the region are Python's
+  Ref hooks;  // report saved tensors, if the hooks of the region are Python's
   std::string difference;
 };
 
@@ -27,7 +27,7 @@ struct Context {
 using Make = torch::CppFunction (*)(Kernel);
 
 const std::unordered_map<std::string, Make>& typed_kernels() {
-  static const std::unordered_map<std::string, Make> made = {
+  static const std::unordered_map<std::string, Make> kernels = {
       {"aten::mm", Typed<at::_ops::mm>::make},
       {"aten::addmm", Typed<at::_ops::addmm>::make},
       {"aten::bmm", Typed<at::_ops::bmm>::make},
@@ -37,17 +37,17 @@ const std::unordered_map<std::string, Make>& typed_kernels() {
       {"aten::_scaled_dot_product_flash_attention_for_cpu",
        Typed<at::_ops::_scaled_dot_product_flash_attention_for_cpu>::make},
   };
-  return made;
+  return kernels;
 }
 
 bool is_functional(const c10::FunctionSchema& schema) {
-  const auto aliases = [](const c10::Argument& each) { return each.alias_info() != nullptr; };
-  const auto &given = schema.arguments(), &made = schema.returns();
-  return std::none_of(given.begin(), given.end(), aliases) &&
-         std::none_of(made.begin(), made.end(), aliases);
+  const auto aliases = [](const c10::Argument& value) { return value.alias_info() != nullptr; };
+  const auto &arguments = schema.arguments(), &returns = schema.returns();
+  return std::none_of(arguments.begin(), arguments.end(), aliases) &&
+         std::none_of(returns.begin(), returns.end(), aliases);
 }
 
-// Returns false for an op that a kernel of ours cannot see.
+// Adds our kernel for an op. Returns false if a kernel cannot intercept the op.
 bool add_kernel(Op* op, const c10::OperatorHandle& handle) {
   if (op->has_kernel) return true;
   if (op->is_composite || op->is_collective || !is_functional(handle.schema()) ||
@@ -76,31 +76,32 @@ std::optional<c10::OperatorHandle> handle_of(const std::string& name) {
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-// policy(names of ops, k): a policy, or None where a kernel cannot see one of its ops
-PyObject* policy(PyObject*, PyObject* given) {
+// policy(names, k): returns a policy, or None if a kernel cannot intercept one of the ops.
+PyObject* policy(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     PyObject* names = nullptr;
     Py_ssize_t k = 1;
-    if (!PyArg_ParseTuple(given, "On", &names, &k)) return nullptr;
-    Policy* made = nullptr;
-    Ref object = owned(make(policy_type, made));
-    made->k = static_cast<size_t>(k);
+    if (!PyArg_ParseTuple(arguments, "On", &names, &k)) return nullptr;
+    Policy* policy = nullptr;
+    Ref object = owned(make(policy_type, policy));
+    policy->k = static_cast<size_t>(k);
     for (Py_ssize_t i = 0; i < PyList_Size(names); ++i) {
       const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(names, i), nullptr);
       if (!name) return nullptr;
       const auto handle = handle_of(name);
       Op* op = handle ? ops().of(*handle) : nullptr;
       if (!op || !add_kernel(op, *handle)) return none();
-      made->ops.insert(op);
+      policy->ops.insert(op);
     }
-    std::vector<std::string> seen = {"aten::_unsafe_view"};
+    // The outputs of these ops may share the storage of a saved result.
+    std::vector<std::string> sharing = {"aten::_unsafe_view"};
     {
       const std::lock_guard<std::mutex> lock(ops().mutex);
       for (const auto& [name, op] : ops().by_name) {
-        if (op->is_of_library && !op->has_kernel) seen.push_back(name);
+        if (op->is_of_library && !op->has_kernel) sharing.push_back(name);
       }
     }
-    for (const std::string& name : seen) {  // whose outputs may lie on the bytes of a saved result
+    for (const std::string& name : sharing) {
       const auto handle = handle_of(name);
       if (handle) add_kernel(ops().of(*handle), *handle);
     }
@@ -110,7 +111,7 @@ PyObject* policy(PyObject*, PyObject* given) {
 
 PyObject* needs_python(PyObject* self, PyObject* region) {
   const char* name = PyUnicode_AsUTF8AndSize(region, nullptr);
-  return name ? PyBool_FromLong(held<Policy>(self).needs_python(name)) : nullptr;
+  return name ? PyBool_FromLong(data_of<Policy>(self).needs_python(name)) : nullptr;
 }
 
 PyObject* ops_of_libraries(PyObject*, PyObject*) {
@@ -146,7 +147,7 @@ void pop(Frame& frame) {
 }
 
 void note_saved_tensor(Frame& frame, bool is_plain) {
-  if (!is_plain) abandon_all(true);  // Python knows the ops of such tensors
+  if (!is_plain) abandon_all(true);  // only Python can see the ops of such tensors
   if (frame.is_idle()) return;
   if (!frame.cursor) {
     frame.store->log.add(nullptr);
@@ -158,7 +159,7 @@ void note_saved_tensor(Frame& frame, bool is_plain) {
 
 PyObject* note(PyObject* self, PyObject* t) {
   return guarded([&] {
-    note_saved_tensor(held<Context>(self).frame, plain_tensor(t).defined());
+    note_saved_tensor(data_of<Context>(self).frame, plain_tensor(t).defined());
     return none();
   });
 }
@@ -167,8 +168,8 @@ PyMethodDef note_def{"note", note, METH_O, "Note that autograd saves a tensor."}
 
 PyObject* enter(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
-    auto& context = held<Context>(self);
-    Store& store = held<Results>(context.results.get()).store;
+    auto& context = data_of<Context>(self);
+    Store& store = data_of<Results>(context.results.get()).store;
     context.frame = Frame();
     context.frame.store = &store;
     if (context.is_recompute) {
@@ -184,9 +185,9 @@ PyObject* enter(PyObject* self, PyObject*) {
       PyObject* pack = PyTuple_GetItem(hooks.get(), 0);
       context.frame.hooks = self_of_hook(pack);
       if (!context.frame.hooks) {
-        const Ref noting = owned(PyCFunction_NewEx(&note_def, self, nullptr));
+        const Ref callback = owned(PyCFunction_NewEx(&note_def, self, nullptr));
         context.hooks =
-            owned(PyObject_CallFunctionObjArgs(texts.follow, noting.get(), hooks.get(), nullptr));
+            owned(PyObject_CallFunctionObjArgs(texts.follow, callback.get(), hooks.get(), nullptr));
       }
     }
     push(context.frame);
@@ -195,16 +196,16 @@ PyObject* enter(PyObject* self, PyObject*) {
   });
 }
 
-PyObject* names_of(const std::vector<const Op*>& found) {
-  Ref made = owned(PyList_New(0));
-  for (const Op* op : found) {
+PyObject* names_of(const std::vector<const Op*>& ops) {
+  Ref names = owned(PyList_New(0));
+  for (const Op* op : ops) {
     const Ref name = owned(PyUnicode_FromString(op->name.c_str()));
-    if (PyList_Append(made.get(), name.get()) < 0) throw PythonError();
+    if (PyList_Append(names.get(), name.get()) < 0) throw PythonError();
   }
-  return made.release();
+  return names.release();
 }
 
-// Ends the log of a forward; results that it has modified are dropped.
+// Ends the log of a forward. Drops results that the forward has modified in place.
 PyObject* finish(Store& store) {
   Log& log = store.log;
   log.on_storage.clear();
@@ -229,17 +230,17 @@ PyObject* finish(Store& store) {
   return PyObject_CallFunction(texts.end, "sOO", log.region.c_str(), names.get(), lost.get());
 }
 
-PyObject* leave(PyObject* self, PyObject* given) {
+PyObject* leave(PyObject* self, PyObject* error) {
   return guarded([&]() -> PyObject* {
-    auto& context = held<Context>(self);
-    PyObject* kind = PyTuple_GetItem(given, 0);
+    auto& context = data_of<Context>(self);
+    PyObject* kind = PyTuple_GetItem(error, 0);
     Store& store = *context.frame.store;
     if (context.is_recompute) store.is_repeating = false;
     if (std::exchange(context.is_pushed, false)) pop(context.frame);
     if (context.hooks) {
       const Ref hooks = std::move(context.hooks);
       const Ref method = owned(PyObject_GetAttrString(hooks.get(), "__exit__"));
-      owned(PyObject_CallObject(method.get(), given));
+      owned(PyObject_CallObject(method.get(), error));
     }
     if (!context.is_recompute) return kind == Py_None ? finish(store) : none();
     const auto cursor = std::move(context.frame.cursor);
@@ -252,23 +253,23 @@ PyObject* leave(PyObject* self, PyObject* given) {
 }
 
 PyObject* difference(PyObject* self, void*) {
-  const auto& context = held<Context>(self);
+  const auto& context = data_of<Context>(self);
   const auto& cursor = context.frame.cursor;
   return PyUnicode_FromString((cursor ? cursor->difference : context.difference).c_str());
 }
 
 void destroy_context(PyObject* self) {
-  auto& context = held<Context>(self);
+  auto& context = data_of<Context>(self);
   if (context.is_pushed) pop(context.frame);
   destroy<Context>(self);
 }
 
 PyObject* context_for(PyObject* self, bool is_recompute) {
   return guarded([&] {
-    Context* made = nullptr;
-    Ref object = owned(make(context_type, made));
-    made->results = Ref::to(self);
-    made->is_recompute = is_recompute;
+    Context* context = nullptr;
+    Ref object = owned(make(context_type, context));
+    context->results = Ref::to(self);
+    context->is_recompute = is_recompute;
     return object.release();
   });
 }
@@ -276,30 +277,31 @@ PyObject* context_for(PyObject* self, bool is_recompute) {
 PyObject* forward(PyObject* self, PyObject*) { return context_for(self, false); }
 PyObject* recompute(PyObject* self, PyObject*) { return context_for(self, true); }
 
-PyObject* new_results(PyTypeObject* type, PyObject* given, PyObject*) {
+PyObject* new_results(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject* policy = nullptr;
     const char* region = nullptr;
     int preserves_random = 1;
-    if (!PyArg_ParseTuple(given, "O!sp", policy_type, &policy, &region, &preserves_random)) {
+    if (!PyArg_ParseTuple(arguments, "O!sp", policy_type, &policy, &region, &preserves_random)) {
       return nullptr;
     }
-    Results* made = nullptr;
-    Ref object = owned(make(type, made));
-    made->store.policy_object = Ref::to(policy);
-    made->store.policy = &held<Policy>(policy);
-    made->store.preserves_random = preserves_random != 0;
-    made->store.log.region = region;
+    Results* results = nullptr;
+    Ref object = owned(make(type, results));
+    results->store.policy_object = Ref::to(policy);
+    results->store.policy = &data_of<Policy>(policy);
+    results->store.preserves_random = preserves_random != 0;
+    results->store.log.region = region;
     return object.release();
   });
 }
 
 // setup_results(difference, failure, modified, end, follow, top_hooks, origin, ignored)
-PyObject* setup_results(PyObject*, PyObject* given) {
-  Texts found;
+PyObject* setup_results(PyObject*, PyObject* arguments) {
+  Texts functions;
   PyObject* ignored = nullptr;
-  if (!PyArg_ParseTuple(given, "OOOOOOOO", &found.difference, &found.failure, &found.modified,
-                        &found.end, &found.follow, &found.top_hooks, &found.origin, &ignored)) {
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &functions.difference, &functions.failure,
+                        &functions.modified, &functions.end, &functions.follow,
+                        &functions.top_hooks, &functions.origin, &ignored)) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < PyList_Size(ignored); ++i) {
@@ -307,8 +309,8 @@ PyObject* setup_results(PyObject*, PyObject* given) {
     if (!name) return nullptr;
     ops().ignored.insert(name);
   }
-  Py_INCREF(given);  // as long as the process runs
-  texts = found;
+  Py_INCREF(arguments);  // never released, so `texts` stays valid
+  texts = functions;
   return none();
 }
 

@@ -1,10 +1,10 @@
-// The tensors that autograd saves in one region, described and compared without Python code, for
-// exactly one torch minor. storage_ops/checkpoint/saved/saved_tensors.py has the same two classes
-// in Python, and says what they do.
+// Describes and compares the tensors that autograd saves in a region, without Python code. The
+// library is for exactly one torch minor. storage_ops/checkpoint/saved/saved_tensors.py has the
+// same two classes in Python, and explains them.
 //
-// Only CPython's stable ABI is used, so that one library serves every CPython with a GIL. All calls
-// hold the GIL, which guards the objects here. A tensor of a subclass, or without strides, is left
-// to Python: a call returns its description as an object.
+// Only CPython's stable ABI is used, so one library works with every CPython that has a GIL. Every
+// caller has the GIL, which guards the objects here. Python describes tensors of subclasses and
+// tensors without strides.
 #include "descriptions.h"
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
@@ -18,7 +18,7 @@ namespace {
 
 using namespace storage_ops;
 
-// ---- what the objects hold --------------------------------------------------------------------
+// ---- data of the objects ----------------------------------------------------------------------
 
 struct Recomputed;
 
@@ -26,13 +26,13 @@ struct Saved {
   std::vector<Description> tensors;
   std::vector<bool> released;
   size_t unreleased = 0;
-  Recomputed* recomputed = nullptr;  // that serves the current backward pass, while it is alive
+  Recomputed* recomputed = nullptr;  // serves the current backward pass; null if it was freed
 };
 
 struct Recomputed {
   ~Recomputed();
-  Ref first;  // the object of the forward
-  size_t limit = 0, stopped = 0, there = 0;
+  Ref first;  // the `SavedTensors` of the forward
+  size_t limit = 0, stopped = 0, unread = 0;
   bool stops = false;
   int task = -1;
   std::vector<Description> described;
@@ -43,7 +43,7 @@ PyTypeObject* recomputed_type = nullptr;
 
 Recomputed::~Recomputed() {
   if (!first) return;
-  auto& saved = held<Saved>(first.get());
+  auto& saved = data_of<Saved>(first.get());
   if (saved.recomputed == this) saved.recomputed = nullptr;
 }
 
@@ -52,16 +52,16 @@ Recomputed::~Recomputed() {
 // Returns true if a region can recompute the storage of a tensor.
 bool has_producer(const at::Tensor& t) {
   if (PyDict_Size(names.producers) == 0) return false;
-  if (!t.defined()) return true;  // Python looks closer
+  if (!t.defined()) return true;  // `note`, a Python function, decides
   const Ref key = owned(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-  PyObject* found = PyDict_GetItemWithError(names.producers, key.get());
-  if (!found && PyErr_Occurred()) throw PythonError();
-  return found != nullptr;
+  PyObject* producer = PyDict_GetItemWithError(names.producers, key.get());
+  if (!producer && PyErr_Occurred()) throw PythonError();
+  return producer != nullptr;
 }
 
 PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&] {
-    auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
+    auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
     const at::Tensor t = plain_tensor(object);
     note_saved_tensor(self, t.defined());
     PyObject* note = PyTuple_GetItem(self, 1);
@@ -75,17 +75,17 @@ PyObject* pack(PyObject* self, PyObject* object) {
 
 PyMethodDef pack_def{"pack", pack, METH_O, "Describe a tensor that autograd saves."};
 
-PyObject* hook(PyObject* self, PyObject* given) {
+PyObject* hook(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     PyObject *note, *notes_all;
-    if (!PyArg_ParseTuple(given, "OO", &note, &notes_all)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "OO", &note, &notes_all)) return nullptr;
     const Ref bound = owned(PyTuple_Pack(3, self, note, notes_all));
     return PyCFunction_NewEx(&pack_def, bound.get(), names.module);
   });
 }
 
 PyObject* finish(PyObject* self, PyObject*) {
-  auto& saved = held<Saved>(self);
+  auto& saved = data_of<Saved>(self);
   saved.unreleased = saved.tensors.size();
   saved.released.assign(saved.unreleased, false);
   return none();
@@ -100,35 +100,35 @@ void release(Saved& saved, size_t index) {
 
 PyObject* release_one(PyObject* self, PyObject* number) {
   return guarded([&] {
-    auto& saved = held<Saved>(self);
+    auto& saved = data_of<Saved>(self);
     release(saved, index_of(number, saved.tensors.size()));
     return none();
   });
 }
 
 PyObject* is_released(PyObject* self, PyObject*) {
-  return PyBool_FromLong(held<Saved>(self).unreleased == 0);
+  return PyBool_FromLong(data_of<Saved>(self).unreleased == 0);
 }
 
 Py_ssize_t count(PyObject* self) {
-  return static_cast<Py_ssize_t>(held<Saved>(self).tensors.size());
+  return static_cast<Py_ssize_t>(data_of<Saved>(self).tensors.size());
 }
 
 PyObject* recompute(PyObject* self, PyObject* stops) {
   return guarded([&] {
-    Recomputed* made = nullptr;
-    Ref object = owned(make(recomputed_type, made));
-    made->first = Ref::to(self);
-    made->limit = held<Saved>(self).tensors.size();
-    made->stops = stops == Py_True;
+    Recomputed* recomputed = nullptr;
+    Ref object = owned(make(recomputed_type, recomputed));
+    recomputed->first = Ref::to(self);
+    recomputed->limit = data_of<Saved>(self).tensors.size();
+    recomputed->stops = stops == Py_True;
     return object.release();
   });
 }
 
 PyObject* new_saved(PyTypeObject* type, PyObject*, PyObject*) {
   return guarded([&] {
-    Saved* made = nullptr;
-    return make(type, made);
+    Saved* saved = nullptr;
+    return make(type, saved);
   });
 }
 
@@ -136,18 +136,18 @@ PyObject* new_saved(PyTypeObject* type, PyObject*, PyObject*) {
 
 PyObject* pack_again(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
-    auto& again = held<Recomputed>(self);
+    auto& recomputed = data_of<Recomputed>(self);
     at::Tensor t = plain_tensor(object);
     note_saved_tensor(self, t.defined());
-    again.described.push_back(describe(object, t));
+    recomputed.described.push_back(describe(object, t));
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
     kept.tensor = std::move(t);
-    again.tensors.push_back(std::move(kept));
-    const size_t number = again.tensors.size();
-    again.there = number;
-    if (again.stops && number >= again.limit) {
-      again.stopped = again.limit;
+    recomputed.tensors.push_back(std::move(kept));
+    const size_t number = recomputed.tensors.size();
+    recomputed.unread = number;
+    if (recomputed.stops && number >= recomputed.limit) {
+      recomputed.stopped = recomputed.limit;
       PyErr_SetNone(names.stop);
       return nullptr;
     }
@@ -164,70 +164,70 @@ PyObject* hook_again(PyObject* self, PyObject*) {
 
 PyObject* read(PyObject* self, PyObject* number) {
   return guarded([&] {
-    auto& again = held<Recomputed>(self);
-    const Kept& kept = again.tensors[index_of(number, again.tensors.size())];
+    auto& recomputed = data_of<Recomputed>(self);
+    const Kept& kept = recomputed.tensors[index_of(number, recomputed.tensors.size())];
     return kept.is_there() ? kept.object() : none();
   });
 }
 
 PyObject* has(PyObject* self, PyObject* number) {
-  const auto& again = held<Recomputed>(self);
+  const auto& recomputed = data_of<Recomputed>(self);
   const size_t index = PyLong_AsSize_t(number);
   if (PyErr_Occurred()) return nullptr;
-  return PyBool_FromLong(index < again.tensors.size() && again.tensors[index].is_there());
+  return PyBool_FromLong(index < recomputed.tensors.size() && recomputed.tensors[index].is_there());
 }
 
-PyObject* taken(Recomputed& again, size_t index) {
-  const Kept kept = std::move(again.tensors[index]);
-  again.tensors[index] = Kept();
-  --again.there;
+PyObject* taken(Recomputed& recomputed, size_t index) {
+  const Kept kept = std::move(recomputed.tensors[index]);
+  recomputed.tensors[index] = Kept();
+  --recomputed.unread;
   return kept.object();
 }
 
 PyObject* take(PyObject* self, PyObject* number) {
   return guarded([&] {
-    auto& again = held<Recomputed>(self);
-    const size_t index = index_of(number, again.tensors.size());
-    return again.tensors[index].is_there() ? taken(again, index) : none();
+    auto& recomputed = data_of<Recomputed>(self);
+    const size_t index = index_of(number, recomputed.tensors.size());
+    return recomputed.tensors[index].is_there() ? taken(recomputed, index) : none();
   });
 }
 
-// Returns a tensor for the backward pass that runs; None where the region looks closer.
-PyObject* taken_in_task(Recomputed& again, size_t index) {
-  if (again.task < 0 || again.task != torch::autograd::get_current_graph_task_id() ||
-      index + 2 == again.stopped || index >= again.tensors.size() ||
-      !again.tensors[index].is_there()) {
+// Returns a tensor for the running backward pass, or None to let the region decide.
+PyObject* taken_in_task(Recomputed& recomputed, size_t index) {
+  if (recomputed.task < 0 || recomputed.task != torch::autograd::get_current_graph_task_id() ||
+      index + 2 == recomputed.stopped || index >= recomputed.tensors.size() ||
+      !recomputed.tensors[index].is_there()) {
     return none();
   }
   if (!torch::autograd::get_current_graph_task_keep_graph()) {
-    release(held<Saved>(again.first.get()), index);
+    release(data_of<Saved>(recomputed.first.get()), index);
   }
-  return taken(again, index);
+  return taken(recomputed, index);
 }
 
 PyObject* take_in_task(PyObject* self, PyObject* number) {
   return guarded([&] {
     const size_t index = PyLong_AsSize_t(number);
     if (PyErr_Occurred()) throw PythonError();
-    return taken_in_task(held<Recomputed>(self), index);
+    return taken_in_task(data_of<Recomputed>(self), index);
   });
 }
 
 PyObject* begin(PyObject* self, PyObject* task) {
-  auto& again = held<Recomputed>(self);
-  again.task = static_cast<int>(PyLong_AsLong(task));
-  held<Saved>(again.first.get()).recomputed = &again;
+  auto& recomputed = data_of<Recomputed>(self);
+  recomputed.task = static_cast<int>(PyLong_AsLong(task));
+  data_of<Saved>(recomputed.first.get()).recomputed = &recomputed;
   return PyErr_Occurred() ? nullptr : none();
 }
 
 PyObject* unpack(PyObject* self, PyObject* number) {
   return guarded([&] {
-    const auto& saved = held<Saved>(PyTuple_GetItem(self, 0));
+    const auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
     if (saved.recomputed) {
       const size_t index = PyLong_AsSize_t(number);
       if (PyErr_Occurred()) throw PythonError();
-      Ref found = owned(taken_in_task(*saved.recomputed, index));
-      if (found.get() != Py_None) return found.release();
+      Ref t = owned(taken_in_task(*saved.recomputed, index));
+      if (t.get() != Py_None) return t.release();
     }
     return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 1), number, nullptr);
   });
@@ -243,11 +243,11 @@ PyObject* unpack_hook(PyObject* self, PyObject* read) {
 }
 
 PyObject* drop_graphs(PyObject* self, PyObject*) {
-  auto& again = held<Recomputed>(self);
-  // Modes of Python see a detach, and may raise an error of Python.
+  auto& recomputed = data_of<Recomputed>(self);
+  // Python modes see the detach, and may raise a Python error.
   const bool by_python = c10::impl::dispatch_mode_enabled();
   PyObject* done = guarded([&] {
-    for (Kept& kept : again.tensors) {
+    for (Kept& kept : recomputed.tensors) {
       if (!kept.is_there()) continue;
       if (by_python || kept.by_python) {
         const Ref t = owned(kept.object());
@@ -261,65 +261,65 @@ PyObject* drop_graphs(PyObject* self, PyObject*) {
     return none();
   });
   if (!done) {
-    const std::vector<Kept> dropped = std::exchange(again.tensors, {});
-    again.there = 0;
+    const std::vector<Kept> dropped = std::exchange(recomputed.tensors, {});
+    recomputed.unread = 0;
   }
   return done;
 }
 
-// Returns true if surely each tensor is the one of the forward. Python decides on all others.
-bool all_fit(const Recomputed& again) {
-  const auto& before = held<Saved>(again.first.get()).tensors;
-  if (again.described.size() != again.limit) return false;
-  for (size_t i = 0; i < again.limit; ++i) {
-    const Description &first = before[i], &second = again.described[i];
+// Returns true if each tensor certainly matches the one of the forward. Else Python decides.
+bool all_fit(const Recomputed& recomputed) {
+  const auto& before = data_of<Saved>(recomputed.first.get()).tensors;
+  if (recomputed.described.size() != recomputed.limit) return false;
+  for (size_t i = 0; i < recomputed.limit; ++i) {
+    const Description &first = before[i], &second = recomputed.described[i];
     if (first.by_python || second.by_python || !first.is_like(second)) return false;
     if (first.parameter != second.parameter) return false;
-    if (!again.tensors[i].tensor.defined()) return false;
-    if (again.tensors[i].tensor._version() != second.version) return false;
+    if (!recomputed.tensors[i].tensor.defined()) return false;
+    if (recomputed.tensors[i].tensor._version() != second.version) return false;
     if (first.is_leaf && first.version != second.version) return false;
   }
   return true;
 }
 
 PyObject* fits(PyObject* self, PyObject*) {
-  return guarded([&] { return PyBool_FromLong(all_fit(held<Recomputed>(self))); });
+  return guarded([&] { return PyBool_FromLong(all_fit(data_of<Recomputed>(self))); });
 }
 
-PyObject* list_of(const std::vector<Description>& found, size_t size) {
-  Ref made = owned(PyList_New(0));
+PyObject* list_of(const std::vector<Description>& descriptions, size_t size) {
+  Ref list = owned(PyList_New(0));
   for (size_t i = 0; i < size; ++i) {
-    const Ref each = python_of(found[i]);
-    if (PyList_Append(made.get(), each.get()) < 0) throw PythonError();
+    const Ref description = python_of(descriptions[i]);
+    if (PyList_Append(list.get(), description.get()) < 0) throw PythonError();
   }
-  return made.release();
+  return list.release();
 }
 
 PyObject* before(PyObject* self, PyObject*) {
   return guarded([&] {
-    const auto& again = held<Recomputed>(self);
-    return list_of(held<Saved>(again.first.get()).tensors, again.limit);
+    const auto& recomputed = data_of<Recomputed>(self);
+    return list_of(data_of<Saved>(recomputed.first.get()).tensors, recomputed.limit);
   });
 }
 
 PyObject* after(PyObject* self, PyObject*) {
   return guarded([&] {
-    const auto& again = held<Recomputed>(self);
-    return list_of(again.described, again.described.size());
+    const auto& recomputed = data_of<Recomputed>(self);
+    return list_of(recomputed.described, recomputed.described.size());
   });
 }
 
-Py_ssize_t count_there(PyObject* self) {
-  return static_cast<Py_ssize_t>(held<Recomputed>(self).there);
+Py_ssize_t count_unread(PyObject* self) {
+  return static_cast<Py_ssize_t>(data_of<Recomputed>(self).unread);
 }
 
 PyObject* is_whole(PyObject* self, PyObject*) {
-  const auto& again = held<Recomputed>(self);
-  return PyBool_FromLong(again.described.size() == again.limit);
+  const auto& recomputed = data_of<Recomputed>(self);
+  return PyBool_FromLong(recomputed.described.size() == recomputed.limit);
 }
 
 PyObject* stopped_at(PyObject* self, PyObject*) {
-  return PyLong_FromSize_t(held<Recomputed>(self).stopped);
+  return PyLong_FromSize_t(data_of<Recomputed>(self).stopped);
 }
 
 // ---- the module -------------------------------------------------------------------------------
@@ -347,15 +347,15 @@ PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {nullptr, nullptr, 0, nullptr}};
 
 // setup(Tensor, Parameter, producers, describe, restore, without_graph, stop, module)
-PyObject* setup(PyObject*, PyObject* given) {
-  Names found;
-  if (!PyArg_ParseTuple(given, "OOOOOOOO", &found.tensor, &found.parameter, &found.producers,
-                        &found.describe, &found.restore, &found.without_graph, &found.stop,
-                        &found.module)) {
+PyObject* setup(PyObject*, PyObject* arguments) {
+  Names objects;
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &objects.tensor, &objects.parameter,
+                        &objects.producers, &objects.describe, &objects.restore,
+                        &objects.without_graph, &objects.stop, &objects.module)) {
     return nullptr;
   }
-  Py_INCREF(given);  // as long as the process runs
-  names = found;
+  Py_INCREF(arguments);  // never released, so `names` stays valid
+  names = objects;
   return none();
 }
 
@@ -388,7 +388,7 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
                          {0, nullptr}};
   PyType_Slot recomputed[] = {{Py_tp_dealloc, slot(destroy<Recomputed>)},
                               {Py_tp_methods, recomputed_methods},
-                              {Py_sq_length, slot(count_there)},
+                              {Py_sq_length, slot(count_unread)},
                               {0, nullptr}};
   PyTypeObject* type =
       type_of("storage_ops._saved_tensors.SavedTensors", sizeof(Object<Saved>), 0, saved);

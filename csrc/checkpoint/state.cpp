@@ -1,5 +1,5 @@
-// What a region notes of its parameters and of torch's settings, without Python code for each.
-// storage_ops/checkpoint/state/parameters.py and execution.py have the same in Python.
+// Notes the parameters of a region and the settings of torch, without Python code for each of them.
+// storage_ops/checkpoint/state/parameters.py and execution.py do the same in Python.
 #include "descriptions.h"
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
@@ -25,10 +25,10 @@ int64_t version_of(const at::Tensor& t) { return t.is_inference() ? -1 : t._vers
 
 PyTypeObject* noted_type = nullptr;
 
-PyObject* new_noted(PyTypeObject*, PyObject* given, PyObject*) {
+PyObject* new_noted(PyTypeObject*, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject* list = nullptr;
-    if (!PyArg_ParseTuple(given, "O!", &PyList_Type, &list)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &list)) return nullptr;
     std::vector<PyObject*> parameters(static_cast<size_t>(PyList_Size(list)));
     for (size_t i = 0; i < parameters.size(); ++i) {
       parameters[i] = PyList_GetItem(list, static_cast<Py_ssize_t>(i));
@@ -38,37 +38,38 @@ PyObject* new_noted(PyTypeObject*, PyObject* given, PyObject*) {
 }
 
 PyObject* note_versions(PyObject* self, PyObject*) {
-  for (Parameter& each : held<Parameters>(self)) each.version = version_of(each.tensor);
+  for (Parameter& parameter : data_of<Parameters>(self))
+    parameter.version = version_of(parameter.tensor);
   return none();
 }
 
 PyObject* written(PyObject* self, PyObject*) {
   return guarded([&] {
-    Ref found = owned(PyList_New(0));
-    const auto& all = held<Parameters>(self);
+    Ref pairs = owned(PyList_New(0));
+    const auto& all = data_of<Parameters>(self);
     for (size_t i = 0; i < all.size(); ++i) {
       if (all[i].version >= 0 && version_of(all[i].tensor) != all[i].version) {
         const auto version = static_cast<long long>(all[i].version);
         const Ref pair = owned(Py_BuildValue("nL", static_cast<Py_ssize_t>(i), version));
-        if (PyList_Append(found.get(), pair.get()) < 0) throw PythonError();
+        if (PyList_Append(pairs.get(), pair.get()) < 0) throw PythonError();
       }
     }
-    return found.release();
+    return pairs.release();
   });
 }
 
 PyObject* frozen_or_not(PyObject* self, PyObject*) {
   return guarded([&] {
-    Ref found = owned(PyList_New(0));
-    const auto& all = held<Parameters>(self);
+    Ref pairs = owned(PyList_New(0));
+    const auto& all = data_of<Parameters>(self);
     for (size_t i = 0; i < all.size(); ++i) {
       const bool needed_grad = all[i].needed_grad;
       if (all[i].tensor.requires_grad() == needed_grad) continue;
       PyObject* before = needed_grad ? Py_True : Py_False;
       const Ref pair = owned(Py_BuildValue("nO", static_cast<Py_ssize_t>(i), before));
-      if (PyList_Append(found.get(), pair.get()) < 0) throw PythonError();
+      if (PyList_Append(pairs.get(), pair.get()) < 0) throw PythonError();
     }
-    return found.release();
+    return pairs.release();
   });
 }
 
@@ -77,8 +78,8 @@ PyMethodDef methods[] = {{"note_versions", note_versions, METH_NOARGS, nullptr},
                          {"frozen_or_not", frozen_or_not, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// Returns a number that is another one if a setting of `_OF_TORCH` or autocast of the CPU, both in
-// execution.py, is another one.
+// Returns a number that encodes the settings of `_OF_TORCH` in execution.py, and autocast on the
+// CPU. Different settings have different numbers.
 PyObject* settings(PyObject*, PyObject*) {
   const at::Context& context = at::globalContext();
   const bool flags[] = {context.userEnabledFlashSDP(),
@@ -106,14 +107,14 @@ PyMethodDef functions[] = {{"settings", settings, METH_NOARGS, nullptr},
 }  // namespace
 
 PyObject* note_parameters(const std::vector<PyObject*>& parameters) {
-  Parameters* made = nullptr;
-  Ref object = owned(make(noted_type, made));
-  made->reserve(parameters.size());
-  for (PyObject* each : parameters) {
-    at::Tensor t = tensor_of(impl_of(each));
+  Parameters* noted = nullptr;
+  Ref object = owned(make(noted_type, noted));
+  noted->reserve(parameters.size());
+  for (PyObject* parameter : parameters) {
+    at::Tensor t = tensor_of(impl_of(parameter));
     const int64_t version = version_of(t);
     const bool needed_grad = t.requires_grad();
-    made->push_back({std::move(t), version, needed_grad});
+    noted->push_back({std::move(t), version, needed_grad});
   }
   return object.release();
 }

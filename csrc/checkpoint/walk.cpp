@@ -1,10 +1,10 @@
-// What a walk over the surroundings of a call has read, to tell whether a later walk would find the
-// same. storage_ops/checkpoint/state/known_walks.py says how it is used.
+// Notes the reads of a walk over the surroundings of a call, to tell if a later walk would read the
+// same. storage_ops/checkpoint/state/known_walks.py explains walks.
 //
-// A `Walk` owns no object of the model, or it would keep models alive. Its pointers are followed
-// only after the place that holds the object was found to have it still. An object that was freed
-// meanwhile, and another one of the same type at its address, are then the same to a walk: what is
-// in them is compared as well.
+// A `Walk` owns no object of the model, because it would keep the model alive. A pointer is
+// followed only after a check that its place still references the object. If an object was freed,
+// another object of the same type may have its address. This does no harm, because the contents of
+// the object are compared too.
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
 #include <memory>
@@ -15,41 +15,41 @@
 namespace storage_ops {
 namespace {
 
-enum Way : long {
-  kItems,       // of a list, tuple or dictionary
-  kVars,        // of the `__dict__` of an object
-  kAttributes,  // some, of an object whose class runs no Python code for them
-  kNames,       // some, of a dictionary
+enum Kind : long {
+  kItems,       // all items of a list, tuple or dictionary
+  kVars,        // all items of the `__dict__` of an object
+  kAttributes,  // some attributes of an object whose class runs no Python code for them
+  kNames,       // some items of a dictionary
 };
 
 struct Value {
   Ref key;                     // null in a list or tuple
   PyObject* object = nullptr;  // null if there is none
   Ref type;
-  bool is_plain = false;  // nothing is in it, so another such value makes no difference to a walk
+  bool is_plain = false;  // a walk reads nothing in it, so another plain value does not matter
 };
 
 struct Place {
-  Way way;
+  Kind kind;
   PyObject* holder;
   Ref type;           // of the holder
-  PyObject* dict;     // of `kVars`
-  bool is_restored;   // for the recompute, so each value in it counts
+  PyObject* dict;     // the `__dict__`, if the kind is `kVars`
+  bool is_restored;   // the recompute restores its values, so each change matters
   size_t begin, end;  // its values
 };
 
 struct Walk {
   std::vector<Place> places;
   std::vector<Value> values;
-  std::vector<Ref> owned;  // functions and dictionaries of classes, which caches own anyway
+  std::vector<Ref> owned;  // functions, and dictionaries of classes, which caches own too
   std::vector<std::vector<PyObject*>> groups;
-  size_t roots = 0;  // values without a place, which come first
+  size_t roots = 0;  // the number of values without a place, which come first
 };
 
-// Objects that a walk has read, as they were before one call.
+// The objects that a known walk has read, before one call.
 struct Seen {
   ~Seen() {
-    for (PyObject* each : values) Py_XDECREF(each);
+    for (PyObject* value : values) Py_XDECREF(value);
   }
   Ref walk;
   std::vector<PyObject*> values;  // owned
@@ -60,18 +60,18 @@ PyTypeObject* seen_type = nullptr;
 PyObject* type_object(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
 Ref dict_of(PyObject* object) {
-  PyObject* found = PyObject_GenericGetDict(object, nullptr);
-  if (!found) PyErr_Clear();
-  return Ref(found);
+  PyObject* dict = PyObject_GenericGetDict(object, nullptr);
+  if (!dict) PyErr_Clear();
+  return Ref(dict);
 }
 
 Ref attribute(PyObject* object, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(object, name);
-  if (!found) PyErr_Clear();  // a variable that nothing is bound to
-  return Ref(found);
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (!value) PyErr_Clear();  // an empty closure cell
+  return Ref(value);
 }
 
-// Calls `each` with the key and the value of every item; stops where it returns false.
+// Calls `each` with the key and the value of every item, until it returns false.
 template <typename F>
 bool each_item(PyObject* holder, F&& each) {
   if (PyDict_Check(holder)) {
@@ -91,24 +91,24 @@ bool each_item(PyObject* holder, F&& each) {
   return true;
 }
 
-// Calls `each` with the index and the present object of every value; stops where it returns false,
-// or where a place has other keys or another number of them.
+// Calls `each` with the index and the present object of every value, until it returns false. Stops
+// and returns false if the keys of a place differ.
 template <typename F>
 bool each_value(const Walk& walk, F&& each) {
   for (const Place& place : walk.places) {
     if (type_object(place.holder) != place.type.get()) return false;
     size_t at = place.begin;
-    if (place.way == kItems || place.way == kVars) {
-      PyObject* held = place.way == kVars ? place.dict : place.holder;
-      if (place.way == kVars && dict_of(place.holder).get() != held) return false;
-      const bool same = each_item(held, [&](PyObject* key, PyObject* value) {
+    if (place.kind == kItems || place.kind == kVars) {
+      PyObject* items = place.kind == kVars ? place.dict : place.holder;
+      if (place.kind == kVars && dict_of(place.holder).get() != items) return false;
+      const bool same = each_item(items, [&](PyObject* key, PyObject* value) {
         return at < place.end && walk.values[at].key.get() == key && each(at++, value);
       });
       if (!same || at != place.end) return false;
     }
     for (; at < place.end; ++at) {
       PyObject* key = walk.values[at].key.get();
-      if (place.way == kAttributes) {
+      if (place.kind == kAttributes) {
         const Ref value = attribute(place.holder, key);
         if (!each(at, value.get())) return false;
       } else if (!each(at, PyDict_GetItemWithError(place.holder, key))) {
@@ -124,8 +124,8 @@ bool is_number_or_text(PyObject* object) {
          PyUnicode_Check(object);
 }
 
-// Returns true if a walk that comes to this object goes on as it did.
-bool is_alike(const Value& before, PyObject* now) {
+// Returns true if a walk continues in the same way with the object `now`.
+bool is_equivalent(const Value& before, PyObject* now) {
   if (!now || !before.object) return now == before.object;
   if (!before.is_plain) return now == before.object && type_object(now) == before.type.get();
   return type_object(now) == before.type.get() || is_number_or_text(now);
@@ -142,13 +142,13 @@ class Recorder {
     ++walk_.roots;
   }
 
-  // Adds a read `(way, holder, names, is_restored, is_owned)`; returns false if it is of an object
-  // that no earlier read has found.
+  // Adds a read `(kind, holder, names, is_restored, is_owned)`. Returns false if no earlier read
+  // has found the holder.
   bool add_read(PyObject* read) {
-    long way;
+    long kind;
     PyObject *holder, *keys;
     int is_restored, is_owned;
-    if (!PyArg_ParseTuple(read, "lOOpp", &way, &holder, &keys, &is_restored, &is_owned)) {
+    if (!PyArg_ParseTuple(read, "lOOpp", &kind, &holder, &keys, &is_restored, &is_owned)) {
       throw PythonError();
     }
     if (is_owned) {
@@ -158,11 +158,11 @@ class Recorder {
     }
     known_.insert(holder);
     Place place{
-        static_cast<Way>(way), holder, Ref::to(type_object(holder)), nullptr, is_restored != 0,
-        walk_.values.size(),   0};
-    if (way == kItems || way == kVars) {
+        static_cast<Kind>(kind), holder, Ref::to(type_object(holder)), nullptr, is_restored != 0,
+        walk_.values.size(),     0};
+    if (kind == kItems || kind == kVars) {
       PyObject* items = holder;
-      if (way == kVars) {
+      if (kind == kVars) {
         place.dict = items = dict_of(holder).get();  // the holder owns it
         if (!items) return false;
         known_.insert(items);
@@ -170,7 +170,7 @@ class Recorder {
       each_item(items, [&](PyObject* key, PyObject* value) { return add(key, value); });
     } else {
       each_item(keys, [&](PyObject*, PyObject* key) {
-        if (way == kNames) return add(key, PyDict_GetItemWithError(holder, key));
+        if (kind == kNames) return add(key, PyDict_GetItemWithError(holder, key));
         const Ref value = attribute(holder, key);
         return add(key, value.get());
       });
@@ -180,14 +180,14 @@ class Recorder {
     return true;
   }
 
-  // Adds a list of objects that `Seen` returns; returns false if a read has not found each.
+  // Adds a list of objects that `Seen` returns. Returns false if no read has found one of them.
   bool add_group(PyObject* objects) {
-    std::vector<PyObject*> found;
-    const bool known = each_item(objects, [&](PyObject*, PyObject* each) {
-      found.push_back(each);
-      return known_.count(each) != 0;
+    std::vector<PyObject*> group;
+    const bool known = each_item(objects, [&](PyObject*, PyObject* object) {
+      group.push_back(object);
+      return known_.count(object) != 0;
     });
-    walk_.groups.push_back(std::move(found));
+    walk_.groups.push_back(std::move(group));
     return known;
   }
 
@@ -218,13 +218,13 @@ class Recorder {
   std::unordered_map<PyObject*, bool> kinds_;
 };
 
-// record(kind_of, roots, reads, groups): a Walk, or None if a read is of an unknown object.
-PyObject* new_walk(PyTypeObject* type, PyObject* given, PyObject*) {
+// Walk(kind_of, roots, reads, groups): returns a Walk, or None if an object was not read before.
+PyObject* new_walk(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *kind_of, *roots, *reads, *groups;
-    if (!PyArg_ParseTuple(given, "OOOO", &kind_of, &roots, &reads, &groups)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &kind_of, &roots, &reads, &groups)) return nullptr;
     Walk* walk = nullptr;
-    Ref made = owned(make(type, walk));
+    Ref object = owned(make(type, walk));
     Recorder recorder(*walk, kind_of);
     each_item(roots, [&](PyObject*, PyObject* root) {
       recorder.add_root(root);
@@ -233,22 +233,22 @@ PyObject* new_walk(PyTypeObject* type, PyObject* given, PyObject*) {
     const bool known =
         each_item(reads, [&](PyObject*, PyObject* read) { return recorder.add_read(read); }) &&
         each_item(groups, [&](PyObject*, PyObject* group) { return recorder.add_group(group); });
-    return known ? made.release() : none();
+    return known ? object.release() : none();
   });
 }
 
-// ---- another call -----------------------------------------------------------------------------
+// ---- later calls ------------------------------------------------------------------------------
 
-// see(roots): what the walk would read now, or None if it would go another way.
+// see(roots): returns the objects that the walk would read now, or None if the walk would differ.
 PyObject* see(PyObject* self, PyObject* roots) {
   return guarded([&] {
-    const auto& walk = held<Walk>(self);
+    const auto& walk = data_of<Walk>(self);
     Seen* seen = nullptr;
-    Ref made = owned(make(seen_type, seen));
+    Ref object = owned(make(seen_type, seen));
     seen->walk = Ref::to(self);
     seen->values.resize(walk.values.size(), nullptr);
     const auto keep = [&](size_t at, PyObject* now) {
-      if (!is_alike(walk.values[at], now)) return false;
+      if (!is_equivalent(walk.values[at], now)) return false;
       Py_XINCREF(now);
       seen->values[at] = now;
       return true;
@@ -257,63 +257,63 @@ PyObject* see(PyObject* self, PyObject* roots) {
     const bool same = each_item(
         roots, [&](PyObject*, PyObject* root) { return at < walk.roots && keep(at++, root); });
     if (!same || at != walk.roots || !each_value(walk, keep)) return none();
-    return made.release();
+    return object.release();
   });
 }
 
-// is_unchanged(): whether all that is restored for a recompute is what it was.
+// is_unchanged(): returns True if the values that a recompute restores have not changed.
 PyObject* is_unchanged(PyObject* self, PyObject*) {
   return guarded([&] {
-    const auto& seen = held<Seen>(self);
-    const auto& walk = held<Walk>(seen.walk.get());
+    const auto& seen = data_of<Seen>(self);
+    const auto& walk = data_of<Walk>(seen.walk.get());
     size_t place = 0;
     const bool same = each_value(walk, [&](size_t at, PyObject* now) {
       while (walk.places[place].end <= at) ++place;
       if (now == seen.values[at]) return true;
-      return !walk.places[place].is_restored && is_alike(walk.values[at], now);
+      return !walk.places[place].is_restored && is_equivalent(walk.values[at], now);
     });
     return PyBool_FromLong(same);
   });
 }
 
-// contents(container): what a container held before the call, a dictionary or a list. None if the
-// walk has not read it.
+// contents(container): returns a copy of a container's contents before the call, as a dictionary or
+// a list. Returns None if the walk has not read the container.
 PyObject* contents(PyObject* self, PyObject* container) {
   return guarded([&]() -> PyObject* {
-    const auto& seen = held<Seen>(self);
-    const auto& walk = held<Walk>(seen.walk.get());
+    const auto& seen = data_of<Seen>(self);
+    const auto& walk = data_of<Walk>(seen.walk.get());
     for (const Place& place : walk.places) {
       if (place.holder != container && place.dict != container) continue;
       const bool is_dict = PyDict_Check(container);
-      Ref made = owned(is_dict ? PyDict_New() : PyList_New(0));
+      Ref copy = owned(is_dict ? PyDict_New() : PyList_New(0));
       for (size_t at = place.begin; at < place.end; ++at) {
         PyObject* key = walk.values[at].key.get();
         PyObject* value = seen.values[at];
         const int failed =
-            is_dict ? PyDict_SetItem(made.get(), key, value) : PyList_Append(made.get(), value);
+            is_dict ? PyDict_SetItem(copy.get(), key, value) : PyList_Append(copy.get(), value);
         if (failed) throw PythonError();
       }
-      return made.release();
+      return copy.release();
     }
     return none();
   });
 }
 
-// group(number): a list of the objects that the walk was given under this number.
+// group(number): returns the objects of the group with this number as a list.
 PyObject* group(PyObject* self, PyObject* number) {
   return guarded([&] {
-    const auto& walk = held<Walk>(held<Seen>(self).walk.get());
-    Ref made = owned(PyList_New(0));
-    for (PyObject* each : walk.groups.at(PyLong_AsSize_t(number))) {
-      if (PyList_Append(made.get(), each) < 0) throw PythonError();
+    const auto& walk = data_of<Walk>(data_of<Seen>(self).walk.get());
+    Ref list = owned(PyList_New(0));
+    for (PyObject* object : walk.groups.at(PyLong_AsSize_t(number))) {
+      if (PyList_Append(list.get(), object) < 0) throw PythonError();
     }
-    return made.release();
+    return list.release();
   });
 }
 
 PyObject* noted(PyObject* self, PyObject* number) {
   return guarded([&] {
-    const auto& walk = held<Walk>(held<Seen>(self).walk.get());
+    const auto& walk = data_of<Walk>(data_of<Seen>(self).walk.get());
     return note_parameters(walk.groups.at(PyLong_AsSize_t(number)));
   });
 }

@@ -1,4 +1,4 @@
-"""Identify the bytes of an output, and explain a read after its discard."""
+"""Identify the storage of an output, and explain reads of a discarded output."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STRIDED = torch.strided
 
 
 def storage_key(value: Any) -> int | None:
-    """Return a number that identifies the storage of a strided tensor, or None if it has none.
+    """Return a number that identifies the storage of a strided tensor; None if it has no storage.
 
-    Nested tensors and tensors that torch.func wraps have no storage of their own. Neither have
-    wrapper subclasses without `__tensor_flatten__`. Their bytes cannot be freed and restored.
+    Nested tensors, tensors that torch.func wraps, and wrapper subclasses without
+    `__tensor_flatten__` have no storage. Their bytes cannot be freed and restored.
     """
     if type(value) not in _PLAIN:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED:
@@ -40,44 +40,44 @@ def storage_key(value: Any) -> int | None:
         if is_traceable_wrapper_subclass(value):
             inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
             return next((key for key in map(storage_key, inner) if key is not None), None)
-        if _has_nothing(value):
+        if _has_no_bytes(value):
             return None
     if value.layout is not _STRIDED or value.is_nested:
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except NotImplementedError:  # a cheap test for torch.func's wrappers
+    except NotImplementedError:  # raised for torch.func's wrappers; a test for them costs more
         return None
 
 
 def by_storage(values: Iterable[object]) -> dict[int, Any]:
-    """Return the tensors among values, one for each storage, without those that have none."""
+    """Return a tensor for each storage among `values`. Tensors without a storage are left out."""
     return {key: t for t in values if (key := storage_key(t)) is not None}
 
 
-def _has_nothing(value: Tensor) -> bool:
-    """Return True if a tensor of a subclass has no bytes: it wraps others, or has no elements."""
-    if isinstance(value, FakeTensor):  # its number of elements may be a symbol
+def _has_no_bytes(value: Tensor) -> bool:
+    """Return True if a tensor of a subclass wraps other tensors, or has no elements."""
+    if isinstance(value, FakeTensor):  # the number of its elements may be a symbol
         return False
     return value.numel() == 0 or lacks_bytes(value)
 
 
 def where() -> str:
-    """Return the line outside of this package and torch that is running, as "file:line"."""
+    """Return "file:line" of the innermost running code that is not of this package or torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_messages: Any = WeakIdKeyDictionary()  # the message of each discarded output, as long as it lives
-# Functions that do not read the bytes of a tensor. Getters of attributes are always allowed.
+_messages: Any = WeakIdKeyDictionary()  # the error message of each discarded output
+# Functions that do not read the bytes of a tensor. Reads of attributes are always allowed.
 _HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",
              "is_floating_point", "element_size", "__hash__", "__len__", "type"}  # fmt: skip
 
 
 class _Watched(Tensor):
-    """The class of a discarded output in debug mode: every operation of Python on it raises."""
+    """Class of a discarded output in debug mode. Python functions that read its bytes raise."""
 
     @classmethod
     def __torch_function__(
@@ -88,8 +88,8 @@ class _Watched(Tensor):
         kwargs: Kwargs | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        ours = str(func).startswith("storage_ops.")
-        if not (ours or name == "__get__" or name in _HARMLESS):
+        is_own_op = str(func).startswith("storage_ops.")
+        if not (is_own_op or name == "__get__" or name in _HARMLESS):
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
                     raise DiscardedTensorError(
@@ -100,7 +100,7 @@ class _Watched(Tensor):
 
 
 def watch(output: Tensor | None, message: str) -> None:
-    """Have Python operations on a discarded tensor raise a DiscardedTensorError."""
+    """Let Python functions that read the bytes of `output` raise a DiscardedTensorError."""
     if type(output) is Tensor:
         _messages[output] = message
         output.__class__ = _Watched

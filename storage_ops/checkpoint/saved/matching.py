@@ -1,11 +1,11 @@
-"""Match the ops of a recompute with the ops of the forward, whose results a policy saved.
+"""Match the ops of a recompute with the ops of the forward, some of whose results a policy saved.
 
-The forward logs every op, and a mark for every tensor that autograd saves. The recompute goes
-through the log in step with the forward. A cache that the forward fills, or a mask that only the
-first call makes, leaves ops out of the recompute. From the first difference on, only a saved
-result that fits exactly one call of the log is used, and all other ops run again.
+The forward logs every op, and a mark for every tensor that autograd saves. The recompute compares
+its ops with the log, one after the other. The recompute may run fewer ops: the forward may fill a
+cache, or create a mask that only the first call creates. After the first difference, a saved result
+is used only if its call is the only one in the rest of the log that matches. Other ops run again.
 
-Without a policy, `OpLog` tells which ops ran, and where a recompute began to run others.
+Without a policy, `OpLog` notes the ops, and describes the first op of a recompute that differs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _ADVICE = (
 Call = list[Any]
 
 
-# Attribute of a leaf that stands for a tensor with a history: the name of the tensor's node.
+# Attribute of a leaf that replaces a tensor with an autograd history. Its value is the name of that
+# tensor's node.
 ORIGIN = "_storage_ops_origin"
 
 
 def describe_call(args: Args, kwargs: Kwargs) -> Call:
-    """Describe the arguments of an op: numbers, and shape, dtype and origin of each tensor."""
+    """Return the numbers among an op's arguments, and each tensor's shape, dtype and origin."""
     description: Call = []
     _describe(args, description)
     if kwargs:
@@ -48,7 +49,7 @@ def describe_call(args: Args, kwargs: Kwargs) -> Call:
     return description
 
 
-def _describe(values: Iterable[object], found: Call) -> None:
+def _describe(values: Iterable[object], description: Call) -> None:
     for value in values:
         if isinstance(value, Tensor):
             base = value._base
@@ -56,22 +57,22 @@ def _describe(values: Iterable[object], found: Call) -> None:
             node = root.grad_fn
             if node is not None:
                 origin: Any = node.name()
-            # Asked by class first: isinstance with a Parameter's metaclass takes long.
+            # The class is tested first, because isinstance is slow with a Parameter's metaclass.
             elif type(root) is not Tensor and isinstance(root, nn.Parameter):
                 origin = id(root)
             else:
                 origin = root.requires_grad and vars(root).get(ORIGIN, True)
-            found.append((shape_of(value), value.dtype, origin))
+            description.append((shape_of(value), value.dtype, origin))
         elif type(value) in _PLAIN:
-            found.append(value if value == value else "nan")
+            description.append(value if value == value else "nan")
         elif isinstance(value, (list, tuple)):
-            _describe(value, found)
+            _describe(value, description)
         elif isinstance(value, dict):
-            _describe(value.values(), found)
+            _describe(value.values(), description)
 
 
 def _has_symbol(call: Call) -> bool:
-    """Return True if a size in a described call is a symbol, as of jagged nested tensors."""
+    """Return True if a described tensor has a symbolic size, such as a jagged nested tensor."""
     sizes = (size for part in call if type(part) is tuple for size in part[0])
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
@@ -85,29 +86,36 @@ class Log:
 
     def __init__(self) -> None:
         self._events: list[Any] = []  # the facts of an op, or a mark
-        # By position: the arguments of the calls of ops of which results are saved.
+        # Maps the position of a call to its arguments, for ops with a saved result.
         self._calls: dict[int, Call] = {}
-        self._names: set[str] = set()
+        self._names: set[str] = set()  # of ops with a saved result
         self.is_complete = False
 
     def add(self, facts: OpFacts) -> int:
-        """Note an op that begins. Return its position."""
+        """Add an op that begins. Return its position."""
         self._events.append(facts)
         return len(self._events) - 1
 
     def add_saved_tensor(self, t: Tensor) -> None:
-        """Note that autograd saves a tensor."""
+        """Add a mark: autograd saves a tensor."""
         self._events.append(_SAVED_TENSOR)
 
     def describe(self, position: int, name: str, args: Args, kwargs: Kwargs, wanted: bool) -> None:
-        """Note the arguments of a call whose result is wanted, and of later calls of its op."""
+        """Note the arguments of a call, if a result of its op is saved.
+
+        Args:
+            position: of the call in the log.
+            name: of the op.
+            args, kwargs: the arguments.
+            wanted: whether the policy saves the result of this call.
+        """
         if wanted:
             self._names.add(name)
         if wanted or name in self._names:
             self._calls[position] = describe_call(args, kwargs)
 
     def finish(self) -> None:
-        """Note that the forward has ended."""
+        """Add a mark: the forward has ended."""
         self._events.append(_END)
         self.is_complete = True
 
@@ -121,33 +129,33 @@ class Log:
 
 
 class Cursor:
-    """The place of a recompute in the log of its forward.
+    """The position of a recompute in the log of its forward.
 
     Attributes:
-        difference: a sentence on the first op that differs; empty if none does.
+        difference: a sentence about the first op that differs; empty if no op differs.
     """
 
     def __init__(self, log: Log, region: str) -> None:
         self._events, self._calls, self._names = log._events, log._calls, log._names
         self._region = region
-        self._at = 0  # the next position
+        self._position = 0  # the next position
         self._in_step = True
-        self._handed_out = -1  # the last position whose result was used
+        self._last_used = -1  # the last position whose result was used
         self.difference = ""
 
     def find(self, facts: OpFacts, args: Args, kwargs: Kwargs) -> int | None:
-        """Return the position of a call in the log, if a result may be saved there.
+        """Return the position of a call in the log if a result may be saved there, else None.
 
         Raises:
-            RuntimeError: the recompute does other work than the forward.
+            RuntimeError: the recompute runs other ops than the forward.
         """
-        at = self._at
-        if self._in_step and self._events[at] is facts:
-            call = self._calls.get(at)
-            if call is None or call == (again := describe_call(args, kwargs)):
-                self._at = at + 1
-                return at
-            if _has_symbol(call) and _has_symbol(again):
+        position = self._position
+        if self._in_step and self._events[position] is facts:
+            before = self._calls.get(position)
+            if before is None or before == (call := describe_call(args, kwargs)):
+                self._position = position + 1
+                return position
+            if _has_symbol(before) and _has_symbol(call):
                 fail(
                     f"the jagged tensors that {readable(facts.name)} of {self._region} is called "
                     f"with differ when it is recomputed. {explain_offsets(self._region)}"
@@ -157,55 +165,56 @@ class Cursor:
         if facts.name not in self._names:
             return None
         call = describe_call(args, kwargs)
-        fitting = [
+        matches = [
             i
-            for i in range(self._at, len(self._events))
+            for i in range(self._position, len(self._events))
             if self._events[i] is facts and self._calls.get(i, call) == call
         ]
-        if not fitting:
+        if not matches:
             self._fail(HAS_NO_RESULT, facts.name)
-        if len(fitting) > 1 or fitting[0] not in self._calls:
+        if len(matches) > 1 or matches[0] not in self._calls:
             return None
-        self._at, self._in_step = fitting[0] + 1, True
-        return fitting[0]
+        self._position, self._in_step = matches[0] + 1, True
+        return matches[0]
 
     def use(self, position: int) -> None:
-        """Note that the recompute uses the result of a call in place of running it."""
-        self._handed_out = position
+        """Note that the recompute uses the saved result of a call instead of running the op."""
+        self._last_used = position
 
     def see_saved_tensor(self, t: Tensor) -> None:
         """Note that autograd saves a tensor of the recompute.
 
         Raises:
-            RuntimeError: the recompute does other work than the forward.
+            RuntimeError: the recompute runs other ops than the forward.
         """
         if self._in_step:
-            if self._events[self._at] is _SAVED_TENSOR:
-                self._at += 1
+            if self._events[self._position] is _SAVED_TENSOR:
+                self._position += 1
             else:
                 self._lose_step("")
 
     def _lose_step(self, name: str) -> None:
-        """Note the first difference; refuse to go on where a result that was used may be wrong."""
+        """Note the first difference. Raise if the last saved result may be of another call."""
         self._in_step = False
         if not self.difference:
             self.difference = self._describe_difference(name)
-        used, self._handed_out = self._handed_out, -1
-        # What was left out lies after any event that does not come a second time.
-        if used >= 0 and not any(map(self._is_last_of_its_kind, range(used, self._at))):
+        used, self._last_used = self._last_used, -1
+        # The recompute ran the events of this range. If one of them occurs nowhere later in the
+        # log, the position of the recompute is certain, and the result belongs to its call.
+        if used >= 0 and not any(map(self._is_last_of_its_kind, range(used, self._position))):
             self._fail(MAY_BE_OF_ANOTHER_CALL, self._events[used].name)
 
-    def _is_last_of_its_kind(self, at: int) -> bool:
-        event, call = self._events[at], self._calls.get(at)
-        for i in range(at + 1, len(self._events)):
+    def _is_last_of_its_kind(self, position: int) -> bool:
+        event, call = self._events[position], self._calls.get(position)
+        for i in range(position + 1, len(self._events)):
             other = self._calls.get(i)
             if self._events[i] is event and (call is None or other is None or call == other):
                 return False
         return True
 
     def _describe_difference(self, name: str) -> str:
-        before = sum(isinstance(e, OpFacts) for e in self._events[: self._at])
-        later = (e.name for e in self._events[self._at :] if isinstance(e, OpFacts))
+        before = sum(isinstance(e, OpFacts) for e in self._events[: self._position])
+        later = (e.name for e in self._events[self._position :] if isinstance(e, OpFacts))
         return describe_difference(before, next(later, None), name)
 
     def _fail(self, why: str, name: str) -> NoReturn:
@@ -213,12 +222,12 @@ class Cursor:
 
 
 def describe_difference(before: int, expected: str | None, name: str) -> str:
-    """Return a sentence on the first op of a recompute that differs from the forward.
+    """Return a sentence about the first op of a recompute that differs from the forward.
 
     Args:
-        before: the number of ops before it.
-        expected: the name of the op that the forward ran; None if it ran no other.
-        name: the name of the op that the recompute ran; empty if it ran none.
+        before: the number of ops before this op.
+        expected: the name of the op that the forward ran; None if the forward had ended.
+        name: the name of the op that the recompute ran; empty if it ran no op.
     """
     ran = readable(name)
     if expected is None:
@@ -229,18 +238,18 @@ def describe_difference(before: int, expected: str | None, name: str) -> str:
     return f"{first} and {ran or 'did not run'} when it was recomputed"
 
 
-# Reasons of `describe_failure`.
+# Values of `why` in `describe_failure`.
 HAS_NO_RESULT, MAY_BE_OF_ANOTHER_CALL = "has no result", "may be of another call"
 
 
 def describe_failure(region: str, difference: str, why: str, name: str) -> str:
-    """Return the error of a recompute that does other work than its forward.
+    """Return the error message for a recompute that runs other ops than its forward.
 
     Args:
         region: the name of the region.
-        difference: what `describe_difference` returned.
-        why: why the recompute cannot go on, one of the reasons above.
-        name: the op whose saved result is not that of a call.
+        difference: the result of `describe_difference`.
+        why: why the recompute cannot go on: `HAS_NO_RESULT` or `MAY_BE_OF_ANOTHER_CALL`.
+        name: the op without a saved result that belongs to its call.
     """
     reason = {
         HAS_NO_RESULT: f"No saved result of {readable(name)} belongs to this call.",
@@ -255,7 +264,7 @@ def describe_failure(region: str, difference: str, why: str, name: str) -> str:
 
 
 def describe_modified(region: str, name: str) -> str:
-    """Return the error for a saved result of an op that was modified after its region."""
+    """Return the error message for a saved result that was modified after its region had run."""
     return (
         f"selective checkpoint: a result of {readable(name)} that was saved in {region} was "
         "modified in place after it. Modify a clone instead."
@@ -263,10 +272,10 @@ def describe_modified(region: str, name: str) -> str:
 
 
 class OpLog(TorchDispatchMode):
-    """Notes the name of every op in a block, and the line that ran it.
+    """Mode that notes the name of every op, and the line that ran it.
 
     Attributes:
-        ops: pairs of a name and "file:line".
+        ops: pairs of an op's name and "file:line".
     """
 
     supports_higher_order_operators = True
@@ -277,22 +286,22 @@ class OpLog(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Code that is compiled already runs as it is."""
+        """Return True: compiled code runs unchanged under the mode."""
         return True
 
     def __torch_dispatch__(
         self, op: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if op not in SAC_IGNORED_OPS:  # such as the detach of what is saved
+        if op not in SAC_IGNORED_OPS:  # for example, the detach of a saved tensor
             self.ops.append((str(op), guard.where()))
         return op(*args, **(kwargs or {}))
 
-    def difference(self, again: OpLog) -> str:
-        """Describe where a repetition ran another op than this log has, for an error.
+    def difference(self, recompute: OpLog) -> str:
+        """Return a sentence about the first op of a recompute that differs, for an error.
 
-        If the ops are the same, say that their arguments differ.
+        If the ops are the same, the sentence says that their arguments differ.
         """
-        pairs = itertools.zip_longest(self.ops, again.ops, fillvalue=("none", "no line"))
+        pairs = itertools.zip_longest(self.ops, recompute.ops, fillvalue=("none", "no line"))
         for index, ((name, line), (other, other_line)) in enumerate(pairs):
             if name != other:
                 return (

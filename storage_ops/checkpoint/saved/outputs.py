@@ -1,8 +1,8 @@
-"""Outputs that a region may discard, who produced a storage, and saved tensors that need it.
+"""Outputs that a region may discard, their producers, and saved tensors that share their storage.
 
-A *discardable output* has a storage that the region allocated and that nobody else references when
-the region returns. `producers` maps such storages to their live regions. A consumer that saves an
-output keeps a `SavedOutput`, which restores the bytes when backward reads it.
+A *discardable output* has a storage that the region allocated, and that nothing else references
+when the region returns. `producers` maps such storages to their live regions. If a consumer saves
+an output, a `SavedOutput` takes its place, which restores the bytes when backward reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage_ops.storage.storage import is_own, wait_for
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
 
-_NOBODY = RefCounts(0, 0, 0)
+_NO_REFERENCES = RefCounts(0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +32,12 @@ class DiscardableOutput:
 
     Attributes:
         index: position among the flattened outputs.
-        key: identifies the storage.
-        handle: an alias that keeps the storage, not the graph.
-        output: the tensor that the caller got, as long as it exists.
+        key: the number that identifies the storage.
+        handle: a detached alias, which keeps the storage alive but not the graph.
+        output: weak reference to the tensor that the region returned.
         version: the version of the tensor when the region returned.
         first_counts: references to the output when the region returned.
-        is_referenced: whether code other than consumers references it, so that it is kept.
+        is_referenced: whether code other than consumers references the output. Then it is kept.
     """
 
     index: int
@@ -45,29 +45,29 @@ class DiscardableOutput:
     handle: Tensor
     output: weakref.ref[Tensor]
     version: int
-    first_counts: RefCounts = _NOBODY
+    first_counts: RefCounts = _NO_REFERENCES
     is_referenced: bool = False
 
     @property
     def is_modified(self) -> bool:
-        """Return True if the output was modified in place since, which no recompute restores."""
+        """Return True if the output was modified in place. A recompute cannot restore that."""
         return self.handle._version != self.version
 
 
 def discardable_outputs(
     leaves: list[Any], attributes: dict[str, Any], inputs: Iterable[Tensor], start: int | None
 ) -> list[DiscardableOutput]:
-    """Return the outputs of a region whose storage is referenced by nothing else.
+    """Return the outputs of a region whose storage nothing else references.
 
     Args:
-        leaves: the leaves of the result; the region has no other reference to them.
-        attributes: attributes of the result, since an object may have a leaf as an item and as an
-            attribute.
-        inputs: tensors that the region was given.
-        start: sequence number of the region's first autograd node; None if nothing needs grad.
+        leaves: the leaves of the region's result. The region must have no other reference to them.
+        attributes: the attributes of the result. An object may have a leaf both as an item and as
+            an attribute.
+        inputs: the tensors among the region's arguments.
+        start: sequence number of the region's first autograd node; None if no output needs grad.
     """
     outputs = _candidates(leaves, {None, *map(storage_key, inputs)}, start)
-    referenced = _held(outputs, leaves, attributes) if outputs else set()
+    referenced = _referenced_storages(outputs, leaves, attributes) if outputs else set()
     return [entry for entry in outputs if entry.key not in referenced]
 
 
@@ -75,7 +75,8 @@ def _candidates(
     leaves: list[Any], outside: set[int | None], start: int | None
 ) -> list[DiscardableOutput]:
     for leaf in leaves:
-        wait_for(leaf)  # the end of a collective is a modification, and until then it holds bytes
+        # A running collective references the storage, and writes it when it ends.
+        wait_for(leaf)
     outputs: list[DiscardableOutput] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -85,7 +86,7 @@ def _candidates(
             continue
         if start is not None:
             node = _origin(leaf)
-            # A parameter, or a view of a tensor from outside, must not be freed.
+            # Parameters, and views of tensors from outside of the region, must not be freed.
             if leaf.layout is not torch.strided or node is None or node._sequence_nr() < start:
                 continue
         outputs.append(
@@ -94,25 +95,25 @@ def _candidates(
     return outputs
 
 
-def _held(
-    found: list[DiscardableOutput], leaves: list[Any], attributes: dict[str, Any]
+def _referenced_storages(
+    outputs: list[DiscardableOutput], leaves: list[Any], attributes: dict[str, Any]
 ) -> set[int]:
-    """Return the storages of outputs that a module, a caller or a policy references already.
+    """Return the keys of the storages that a module, a caller or a policy references.
 
-    The same count reveals tensors that came from outside the region: a parameter, a cache, a
-    tensor that the region was to fill.
+    Tensors from outside of the region are referenced too: a parameter, a cache, or a tensor that
+    the caller passed for the result.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     names = [*map(id, tensors), *map(id, tensors), *map(id, attributes.values())]
     roots = {id(t): t for leaf in tensors for t in (leaf, leaf._base) if t is not None}
     del tensors
-    keys = {at: key for at, t in roots.items() if (key := storage_key(t)) is not None}
-    counts = {at: RefCounts.counted(key, weakref.ref(roots[at])) for at, key in keys.items()}
-    # One more name is in `roots`.
-    referenced = {key for at, key in keys.items() if counts[at].names > names.count(at) + 1}
-    handles = [m.key for m in found for t in (m.handle, m.handle._base) if t is not None]
+    keys = {i: key for i, t in roots.items() if (key := storage_key(t)) is not None}
+    counts = {i: RefCounts.counted(key, weakref.ref(roots[i])) for i, key in keys.items()}
+    # `roots` itself is one more reference.
+    referenced = {key for i, key in keys.items() if counts[i].names > names.count(i) + 1}
+    handles = [o.key for o in outputs for t in (o.handle, o.handle._base) if t is not None]
     own = [*keys.values(), *handles]
-    for entry in found:
+    for entry in outputs:
         entry.first_counts = counts[id(leaves[entry.index])]
         if entry.first_counts.tensors > own.count(entry.key):
             referenced.add(entry.key)
@@ -120,10 +121,10 @@ def _held(
 
 
 def _origin(output: Tensor) -> Any:
-    """Return the autograd node that tells where an output's storage came from.
+    """Return the autograd node of the op that allocated an output's storage.
 
-    That is the node of the base. A view of a tensor without a history is the exception: Autograd
-    Functions return such views, as DTensor's `to_local` does.
+    For a view, this is the node of its base. If the base has no history, return the view's node:
+    some autograd Functions return such views, for example `to_local` of DTensor.
     """
     base = output._base
     if base is None or (base.grad_fn is None and not base.requires_grad):
@@ -131,13 +132,13 @@ def _origin(output: Tensor) -> Any:
     return base.grad_fn
 
 
-# The live region that produced a storage. A region removes its storages when it can no longer
-# recompute them, or is gone.
+# Maps the key of a storage to the live region that produced the storage. A region removes its
+# entries when it can no longer recompute them, or is freed.
 producers: dict[int, weakref.ref[Region]] = {}
 
 
 def producer_of(t: object) -> Region | None:
-    """Return the region that can recompute the storage of a tensor; None if no region can."""
+    """Return the region that can recompute the storage of `t`; None if no region can."""
     return producer_of_storage(storage_key(t)) if producers else None
 
 
@@ -148,16 +149,16 @@ def producer_of_storage(key: int | None) -> Region | None:
 
 
 class SavedTensor:
-    """A saved tensor and its version, which torch does not compare for tensors packed by a hook."""
+    """A saved tensor and its version. torch compares no versions of tensors that a hook packs."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = without_graph(tensor)  # autograd puts the node back
+        self.tensor = without_graph(tensor)  # autograd sets the node again
         self.version = tensor._version
 
     def read(self) -> Tensor:
-        """Return the tensor; raise if it was modified in place."""
+        """Return the tensor. Raise if it was modified in place."""
         if self.tensor._version != self.version:
             fail(
                 f"a tensor of shape {tuple(self.tensor.shape)} that a consumer has saved was "
@@ -173,16 +174,17 @@ class SavedOutput(SavedTensor):
     __slots__ = ("key", "region")
 
     def __init__(self, tensor: Tensor, region: Region) -> None:
-        super().__init__(tensor.detach())  # of the bytes only, not of the tensor that others have
+        # An alias, so that only the storage has another reference, and not the tensor.
+        super().__init__(tensor.detach())
         self.key = storage_key(tensor) or 0
         region.uses[self.key] = region.uses.get(self.key, 0) + 1
         self.region = region
 
     def __del__(self) -> None:
-        if hasattr(self, "region"):  # an error in __init__ has counted nothing
+        if hasattr(self, "region"):  # else __init__ raised before it counted
             self.region.uses[self.key] -= 1
 
     def read(self) -> Tensor:
-        """Return the tensor. The first read recomputes its bytes."""
+        """Return the tensor, after the region has recomputed its bytes if necessary."""
         self.region.restore()
         return super().read()

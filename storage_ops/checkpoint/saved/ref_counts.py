@@ -1,8 +1,8 @@
-"""Count the references to an output besides its region, consumers' saved tensors and its caller.
+"""Count references to an output, other than those of its region, its consumers and its caller.
 
-Three numbers are counted: tensors that share the storage, places in C++ that reference the output,
-and references in Python. If the numbers leave a question open, the variables of the running
-functions answer it, never a search among all objects.
+`RefCounts` has three numbers: the tensors that share the storage, the places in C++ that reference
+the output, and the references in Python. If the numbers do not tell who references the output, the
+variables of the running functions are searched. The objects of the process are never searched.
 """
 
 from __future__ import annotations
@@ -35,34 +35,36 @@ def _count_of_one() -> int:
     return _count(only.untyped_storage()._cdata)
 
 
-def _held_by_cpp() -> int:
-    """Return how often C++ holds the Python object of a tensor that it holds.
+def _count_cpp_references() -> int:
+    """Return how many references C++ adds to the Python object of a tensor that it references.
 
-    That is once in some versions of torch, and never in others.
+    This is one in some versions of torch, and zero in others.
     """
     leaf = torch.ones(1, requires_grad=True)
     before = sys.getrefcount(leaf)
-    product = leaf * leaf  # saves it
+    product = leaf * leaf  # saves `leaf`
     return sys.getrefcount(leaf) - before if product.requires_grad else 0
 
 
-_ONE = _count_of_one()  # the storage's own Python object may count as well
-_BY_CPP = _held_by_cpp()
-_OWN_NAMES = _OF_A_PAIR = 0  # what asking adds; measured at the end, for it depends on Python
+_COUNT_OF_ONE = _count_of_one()  # the storage's own Python object may count too
+_CPP_REFERENCES = _count_cpp_references()
+# References that counting itself adds. `_measure` sets them, because they depend on the Python.
+_OWN_REFERENCES = _PAIR_REFERENCES = 0
 
 
 def is_shared_by_at_most(key: int, tensors: int) -> bool:
     """Return True if at most `tensors` tensors share a live storage."""
-    return _count(key) - _ONE + 1 <= tensors
+    return _count(key) - _COUNT_OF_ONE + 1 <= tensors
 
 
 class RefCounts(NamedTuple):
     """References to an output.
 
     Attributes:
-        tensors: tensors that share its storage, without the saved tensors of consumers.
-        places: places in C++ that reference the output; all Python references together are one.
-        names: references in Python to the output itself.
+        tensors: the number of tensors that share its storage, without consumers' saved tensors.
+        places: the number of places in C++ that reference the output. All references in Python
+            together count as one.
+        names: the number of references in Python to the output itself.
     """
 
     tensors: int
@@ -71,18 +73,28 @@ class RefCounts(NamedTuple):
 
     @staticmethod
     def counted(key: int, output: Callable[[], Tensor | None], uses: int = 0) -> RefCounts:
-        """Return the counts of a live storage and of the tensor that a region returned."""
+        """Return the counts of a live storage and of the tensor that a region returned.
+
+        Args:
+            key: the number that identifies the storage.
+            output: returns the tensor, or None if it was freed.
+            uses: the number of saved tensors of consumers that share the storage.
+        """
         output_object = output()
         if output_object is None:
-            return RefCounts(_count(key) - _ONE + 1 - uses, 0, 0)
+            return RefCounts(_count(key) - _COUNT_OF_ONE + 1 - uses, 0, 0)
         places: int = output_object._use_count()  # type: ignore[attr-defined]
-        # Counted here: passing a tensor on takes one more reference where dynamo sees every call.
-        names = sys.getrefcount(output_object) - _OWN_NAMES - (_BY_CPP if places > 1 else 0)
-        return RefCounts(_count(key) - _ONE + 1 - uses, places, names)
+        # Not in a function of its own: under Dynamo, passing the tensor adds a reference.
+        names = (
+            sys.getrefcount(output_object)
+            - _OWN_REFERENCES
+            - (_CPP_REFERENCES if places > 1 else 0)
+        )
+        return RefCounts(_count(key) - _COUNT_OF_ONE + 1 - uses, places, names)
 
     @staticmethod
     def of(region: Region, entry: DiscardableOutput) -> RefCounts:
-        """Return the counts of an output now."""
+        """Return the present counts of a region's output."""
         return RefCounts.counted(entry.key, entry.output, region.uses.get(entry.key, 0))
 
 
@@ -93,13 +105,13 @@ def is_referenced(
     variables: bool,
     saved_too: bool = False,
 ) -> bool:
-    """Return True if an output has more references than before that are not variables.
+    """Return True if an output has more references than before.
 
     Args:
         now, before: the counts.
         entry: the output.
-        variables: whether variables of running functions do not count.
-        saved_too: whether a tensor of a variable counts when the graph holds it as well.
+        variables: whether to leave out references by variables of running functions.
+        saved_too: whether the tensor of a variable still counts if the graph references it too.
     """
     if now == before:
         return False
@@ -108,10 +120,10 @@ def is_referenced(
         return max(more) > 0
     output, first = entry.output(), entry.first_counts
     tensors = places = names = 0
-    found = _in_variables(entry.key)
-    for (t, times), others in zip(found, _others(found), strict=True):
+    pairs = _in_variables(entry.key)
+    for (t, count), others in zip(pairs, _other_references(pairs), strict=True):
         if t is output:
-            names = times
+            names = count
         elif others <= 0 and not (saved_too and _is_saved(t)):
             tensors += 1
             places += t._base is output
@@ -120,12 +132,16 @@ def is_referenced(
     return any(min(m, t - e) > 0 for m, t, e in zip(more, total, explained, strict=True))
 
 
-def _others(found: list[tuple[Tensor, int]]) -> list[int]:
-    """Return how many places in Python hold each tensor besides the variables that were found."""
+def _other_references(pairs: list[tuple[Tensor, int]]) -> list[int]:
+    """Return how many references in Python each tensor has, other than those of variables.
+
+    Args:
+        pairs: tensors, and the number of variables that reference each.
+    """
     others = []
-    for t, times in found:
-        by_cpp = _BY_CPP if t._use_count() > 1 else 0  # type: ignore[attr-defined]
-        others.append(sys.getrefcount(t) - times - _OF_A_PAIR - by_cpp)
+    for t, count in pairs:
+        by_cpp = _CPP_REFERENCES if t._use_count() > 1 else 0  # type: ignore[attr-defined]
+        others.append(sys.getrefcount(t) - count - _PAIR_REFERENCES - by_cpp)
     return others
 
 
@@ -134,10 +150,10 @@ def _is_saved(t: Tensor) -> bool:
 
 
 def _in_variables(key: int) -> list[tuple[Tensor, int]]:
-    """Return the tensors of a storage that variables of running functions name, and how often.
+    """Return the tensors on a storage that variables reference, and the number of references.
 
-    Tensors in a short container, or in an object with attributes, that a variable names count as
-    well.
+    The variables are those of the running functions. If the value of a variable is a short
+    container or an object with attributes, the tensors in the value count too.
     """
     by_id: dict[int, tuple[Tensor, int]] = {}
     seen: set[int] = set()
@@ -149,7 +165,7 @@ def _in_variables(key: int) -> list[tuple[Tensor, int]]:
 
 
 def variables() -> Iterator[Any]:
-    """Yield the values of the variables of all functions that run, libraries left out."""
+    """Yield the values of the variables of all running functions, except those of libraries."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(LIBRARIES):
@@ -162,13 +178,13 @@ _ASKS_FOR_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 def _variables(frame: FrameType) -> list[Any]:
     code, values = frame.f_code, frame.f_locals
-    own = {*code.co_varnames, *code.co_cellvars}  # the others are counted where they are its own
+    own = {*code.co_varnames, *code.co_cellvars}  # other variables belong to enclosing functions
     of_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
     variables = [value for name, value in values.items() if name in own or not of_function]
-    # Before Python 3.13 a copy, which the frame keeps, and all in it. It is the function's own if
-    # that asks for it.
-    asks = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
-    if of_function and type(values) is dict and not asks:
+    # Before Python 3.13, `f_locals` is a copy that the frame keeps, with references to the values.
+    # Clear the copy, unless the function itself may have asked for it.
+    asks_for_locals = _ASKS_FOR_LOCALS.intersection(names_of_globals(code))
+    if of_function and type(values) is dict and not asks_for_locals:
         values.clear()
     return variables
 
@@ -185,10 +201,10 @@ def _inside(value: object, seen: set[int]) -> Iterator[Any]:
 
 
 def _measure() -> tuple[int, int]:
-    """Return the counts for a tensor that has one name, this one."""
+    """Return how many references counting adds, measured on a tensor with one reference."""
     only = torch.empty(1)
     counted = RefCounts.counted(only.untyped_storage()._cdata, weakref.ref(only))
-    return counted.names - 1, _others([(only, 1)])[0]
+    return counted.names - 1, _other_references([(only, 1)])[0]
 
 
-_OWN_NAMES, _OF_A_PAIR = _measure()
+_OWN_REFERENCES, _PAIR_REFERENCES = _measure()

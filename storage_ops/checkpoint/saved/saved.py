@@ -1,4 +1,4 @@
-"""Compare a tensor of a forward with the one of its repetition."""
+"""Compare the tensors that a forward saves with those that its recompute saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # elements that are mixed at a time
+_PIECE = 1 << 20  # elements that are hashed at a time, to limit temporary memory
 # The constants of SplitMix64, as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
@@ -18,14 +18,14 @@ set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_versio
 
 
 def fail(what: str) -> NoReturn:
-    """Raise the error that a user of a checkpoint sees."""
+    """Raise a RuntimeError whose message begins with "checkpoint: "."""
     raise RuntimeError(f"checkpoint: {what}")
 
 
 def call_region(
     name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return `fn(*args, **kwargs)`, the forward of region `name`.
+    """Return `fn(*args, **kwargs)`. It is the forward of region `name`.
 
     Raises:
         RuntimeError: `fn` calls a transform of `torch.func`, which allows no saved-tensor hooks.
@@ -43,9 +43,9 @@ def call_region(
 
 
 def without_graph(t: Tensor) -> Tensor:
-    """Return a tensor to keep: detached, if it has autograd nodes or is a view of one that has.
+    """Return the tensor, detached if it or its base has an autograd node.
 
-    A node may save a tensor that it made itself, and such a cycle would keep the graph.
+    A node may save its own output. That reference cycle would keep the graph alive.
     """
     base = t._base
     has_graph = t.grad_fn is not None or (base is not None and base.grad_fn is not None)
@@ -53,9 +53,10 @@ def without_graph(t: Tensor) -> Tensor:
 
 
 def drop_graphs(tensors: list[Tensor]) -> None:
-    """Detach the saved tensors of a repetition, whose nodes hold this list by their hooks.
+    """Detach the saved tensors of a recompute, in place.
 
-    The garbage collector does not see that cycle, so an interrupt must not leave it behind.
+    The nodes of these tensors reference the list by their hooks. The garbage collector cannot see
+    that reference cycle, so the list is cleared if an interrupt comes.
     """
     try:
         tensors[:] = map(without_graph, tensors)
@@ -65,7 +66,7 @@ def drop_graphs(tensors: list[Tensor]) -> None:
 
 
 def fail_modified(name: str, t: Tensor) -> NoReturn:
-    """Raise the error for a tensor that region `name` would read with other contents."""
+    """Raise the error for a tensor whose contents changed before the recompute of region `name`."""
     fail(
         f"a tensor of shape {tuple(t.shape)} that {name} uses was modified in place between "
         "forward and recompute. Modify it after the backward pass, or modify a clone."
@@ -73,19 +74,19 @@ def fail_modified(name: str, t: Tensor) -> NoReturn:
 
 
 class Saved:
-    """A tensor that autograd saves, or that a region returns."""
+    """The description of a tensor that autograd saves, or that a region returns."""
 
     __slots__ = ("checksum", "is_leaf", "layout", "parameter", "version")
 
     def __init__(self, t: Tensor, checksum: bool = False) -> None:
-        """Describe a tensor."""
+        """Describe a tensor, with a checksum of its contents if `checksum`."""
         self.layout = (shape_of(t), stride_of(t), t.dtype, t.device)
         self.checksum = checksum_of(t) if checksum else None
-        # A parameter, a buffer or a view of one: what changes it changes what is recomputed.
+        # A leaf is a parameter, a buffer or a view of one. The recompute reads its contents again.
         base = t._base
         root = t if base is None else base
         self.is_leaf = root.is_leaf
-        # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
+        # The class is tested first, because isinstance is slow with a Parameter's metaclass.
         is_parameter = type(root) is not Tensor and isinstance(root, torch.nn.Parameter)
         self.parameter = id(root) if is_parameter else None
         self.version = t._version
@@ -95,7 +96,7 @@ class Saved:
         shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, device: str,
         parameter: int | None, is_leaf: bool, version: int,
     ) -> Saved:  # fmt: skip
-        """Return a description that was made without Python."""
+        """Return a description with these values. The library in C++ calls this function."""
         saved = Saved.__new__(Saved)
         layout = torch.Size(shape), stride, getattr(torch, dtype), torch.device(device)
         saved.layout, saved.checksum, saved.parameter = layout, None, parameter
@@ -104,11 +105,11 @@ class Saved:
 
     @property
     def is_jagged(self) -> bool:
-        """Return True if a size of the tensor is a symbol, as of jagged nested tensors."""
+        """Return True if the tensor has a symbolic size, such as a jagged nested tensor."""
         return any(isinstance(size, torch.SymInt) for size in self.layout[0])
 
     def is_like(self, other: Saved) -> bool:
-        """Return True if shape, strides, dtype, device and the checksums, if taken, are equal."""
+        """Return True if shape, strides, dtype and device are equal, and the checksums, if any."""
         if self.layout != other.layout:
             return False
         if self.checksum is None or other.checksum is None:
@@ -123,7 +124,7 @@ class Saved:
 
 
 def explain_offsets(name: str) -> str:
-    """Return why a jagged tensor that region `name` makes does not fit the one of the forward."""
+    """Return why a jagged tensor of region `name` differs from that of the forward."""
     return (
         f"{name} creates its offsets, and torch takes new offsets for other sizes. Create the "
         "offsets outside of the region."
@@ -131,7 +132,7 @@ def explain_offsets(name: str) -> str:
 
 
 def stride_of(t: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor; none where it has none, as sparse and nested tensors."""
+    """Return the strides of a tensor, or () for a sparse or nested tensor."""
     try:
         return t.stride()
     except RuntimeError:
@@ -139,10 +140,10 @@ def stride_of(t: Tensor) -> tuple[int, ...]:
 
 
 def shape_of(t: Tensor) -> Any:
-    """Return the shape of a tensor; for a strided nested tensor those of the tensors in it."""
+    """Return the shape of a tensor. For a strided nested tensor, return the shapes of its parts."""
     try:
         return t.shape
-    except RuntimeError:  # a nested tensor has none
+    except RuntimeError:  # a strided nested tensor has no shape
         return tuple(map(tuple, t._nested_tensor_size().tolist()))
 
 
@@ -161,11 +162,11 @@ def _hex(checksum: Tensor) -> str:
 
 
 def checksum_of(t: Tensor) -> Tensor:
-    """Return 64 bits that depend on every bit of a tensor and on its place.
+    """Return a 64-bit checksum that depends on every bit of a tensor and on its position.
 
-    The sum of SplitMix64 (Steele, Lea and Flood 2014) of every element and its index needs no sync
-    with a device. A mere xor of the elements, such as `torch.hash_tensor`, misses what changes an
-    even number of them alike.
+    The checksum is the sum of SplitMix64 (Steele, Lea and Flood 2014) over the elements and their
+    indices. It needs no device sync. An xor of the elements, such as `torch.hash_tensor`, does not
+    detect the same change in an even number of elements.
     """
     t = t.detach()
     if t.layout != torch.strided or t.numel() == 0:
@@ -177,7 +178,7 @@ def checksum_of(t: Tensor) -> Tensor:
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE]
         mixed = torch.arange(start, start + len(piece), device=t.device).mul_(_GAMMA).add_(piece)
-        for shift, factor in _ROUNDS:  # shifts of signed numbers, which mix as well
+        for shift, factor in _ROUNDS:  # shifts of signed numbers, which hash equally well
             mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         total += mixed.bitwise_xor_(mixed >> 31).sum()
     return total
@@ -186,22 +187,23 @@ def checksum_of(t: Tensor) -> Tensor:
 def compare(
     name: str,
     first: list[Saved],
-    again: list[tuple[Saved, Tensor]],
+    recomputed: list[tuple[Saved, Tensor]],
     hint: Callable[[], str] = lambda: "",
 ) -> None:
-    """Raise unless a region named `name` saved the same in its forward and in its repetition.
+    """Raise if a region did not save the same tensors in its forward and in its recompute.
 
     Args:
-        name: what the error calls the region.
-        first, again: what it saved.
-        hint: what the error ends with where it did other work.
+        name: the name of the region, for the error.
+        first: descriptions of the tensors that the forward saved.
+        recomputed: descriptions of the tensors that the recompute saved, with the tensors.
+        hint: returns the end of the error if the region ran other ops.
     """
-    if len(again) != len(first):
+    if len(recomputed) != len(first):
         fail(
-            f"{name} saved {len(first)} tensors in forward and {len(again)} when it was "
+            f"{name} saved {len(first)} tensors in forward and {len(recomputed)} when it was "
             f"recomputed. It must do the same work both times.{hint()}"
         )
-    for index, (before, (after, t)) in enumerate(zip(first, again, strict=True)):
+    for index, (before, (after, t)) in enumerate(zip(first, recomputed, strict=True)):
         if before.parameter != after.parameter:
             fail(
                 f"tensor {index} that {name} saves is another parameter of shape {tuple(t.shape)} "
@@ -228,20 +230,21 @@ def compare(
 
 
 def check_unread(
-    name: str, modified: list[Tensor], outputs: Iterable[Any], start: int, given: list[Tensor]
+    name: str, modified: list[Tensor], outputs: Iterable[Any], start: int, inputs: list[Tensor]
 ) -> None:
-    """Raise if a region has read one of the tensors that were modified since its forward.
+    """Raise if a region reads one of the tensors that were modified since its forward.
 
-    It is asked of the repetition: mostly nothing was modified, and then no graph is walked.
+    The search is in the graph of the recompute, not of the forward. So a step in which no tensor
+    was modified needs no search.
 
     Args:
-        name: what the error calls the region.
+        name: the name of the region, for the error.
         modified: leaves, and captured tensors with a history.
-        outputs: of the repetition.
-        start: number of the first node of its graph; other threads have other numbers.
-        given: its inputs, which autograd compares.
+        outputs: the outputs of the recompute.
+        start: sequence number of the first node of the recompute. Each thread has its own numbers.
+        inputs: the inputs of the recompute, whose versions autograd compares.
     """
-    ends = {t.grad_fn for t in (*given, *modified)} - {None}
+    ends = {t.grad_fn for t in (*inputs, *modified)} - {None}
     leaves, before = _edges(outputs, start, ends)
     read = {id(t) for t in leaves}
     for t in modified:
@@ -250,7 +253,10 @@ def check_unread(
 
 
 def _edges(outputs: Iterable[Any], start: int, ends: set[Any]) -> tuple[list[Tensor], set[Any]]:
-    """Return the leaves and the earlier nodes that a graph reads, no farther than `ends`."""
+    """Return the leaves and the nodes from before `start` that a graph reads.
+
+    The search stops at the nodes in `ends`.
+    """
     stack = [t.grad_fn for t in outputs if isinstance(t, Tensor)]
     seen: set[Any] = {None}
     leaves, before = [], set()

@@ -1,9 +1,9 @@
-"""The tensors that autograd saves in a region: described in the forward, compared afterwards.
+"""Describe the tensors that autograd saves in a region, and compare them with the recompute.
 
-A library for the torch at hand does this without Python code (`csrc/checkpoint/saved_tensors.cpp`),
-in a third of the time. The classes here do the same in Python. They are used where there
-is no such library, with checksums, and with `debug=True`. The library leaves tensors of subclasses
-and tensors without strides to `Saved`, and every error to `compare`.
+`csrc/checkpoint/saved_tensors.cpp` does this in C++, in a third of the time. Its library is built
+for one version of torch. The classes here do the same in Python. They are used without a library,
+with checksums, and with `debug=True`. The library calls `Saved` for tensors of subclasses and
+tensors without strides, and it leaves every error to `compare`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ Note = Callable[[Tensor], object]
 
 
 class AsFarAsNeeded(BaseException):
-    """Ends a recompute when nothing more is needed; code that catches errors lets it through."""
+    """Ends a recompute that has saved enough tensors.
+
+    Not an Exception, so that code of the region that catches errors does not catch this one.
+    """
 
 
 class SavedTensors:
-    """Descriptions of the tensors that one forward saves, and which of them a backward has read."""
+    """Descriptions of the tensors that one forward saves, and which of them backward needs."""
 
     def __init__(self, checksums: bool = False) -> None:
-        """Begin with no tensors.
+        """Create an object without tensors.
 
         Args:
             checksums: whether descriptions include checksums.
         """
         self.checksums = checksums
         self.described: list[Saved] = []
-        # The recompute that serves the current backward pass, while it is alive.
+        # Returns the recompute that serves the current backward pass, or None.
         self._recomputed: Callable[[], RecomputedTensors | None] = lambda: None
         self._unreleased: set[int] = set()
 
@@ -49,8 +52,8 @@ class SavedTensors:
         """Return the pack hook of the forward, which returns an index.
 
         Args:
-            note: is called with each tensor whose storage a region can recompute.
-            notes_all: whether `note` is called with every tensor.
+            note: called with each tensor whose storage a region can recompute.
+            notes_all: whether to call `note` with every tensor.
         """
 
         def pack(t: Tensor) -> int:
@@ -62,40 +65,41 @@ class SavedTensors:
         return pack
 
     def unpack_hook(self, read: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-        """Return the unpack hook of the forward, which returns the tensor with an index.
+        """Return the unpack hook of the forward, which takes an index and returns the tensor.
 
         Args:
-            read: is called with the index if no recompute serves the backward pass that runs.
+            read: called with the index if no recompute serves the running backward pass.
         """
 
         def unpack(index: int) -> Tensor:
-            again = self._recomputed()
-            value = None if again is None else again.take_in_task(index)
+            recomputed = self._recomputed()
+            value = None if recomputed is None else recomputed.take_in_task(index)
             return read(index) if value is None else value
 
         return unpack
 
-    def serve(self, again: RecomputedTensors) -> None:
-        """Let a recompute serve the backward pass that it knows."""
-        self._recomputed = weakref.ref(again)
+    def serve(self, recomputed: RecomputedTensors) -> None:
+        """Let the unpack hook take tensors from `recomputed`."""
+        self._recomputed = weakref.ref(recomputed)
 
     def finish(self) -> None:
-        """Note that the forward has ended. A backward may read each tensor from now on."""
+        """Note that the forward has ended, so that backward may read each tensor."""
         self._unreleased = set(range(len(self.described)))
 
     def release(self, index: int) -> None:
-        """Note that no other backward reads this tensor."""
+        """Note that no later backward pass reads this tensor."""
         self._unreleased.discard(index)
 
     def is_released(self) -> bool:
-        """Return True if no backward reads any tensor again."""
+        """Return True if no later backward pass reads any of the tensors."""
         return not self._unreleased
 
     def recompute(self, stops: bool) -> RecomputedTensors:
         """Return the object that keeps the tensors of a recompute.
 
         Args:
-            stops: whether to end the recompute with the last tensor that was saved by now.
+            stops: whether the recompute ends when it has saved as many tensors as this object has
+                now.
         """
         return RecomputedTensors(self, stops)
 
@@ -104,17 +108,16 @@ class RecomputedTensors:
     """The tensors that one recompute saves, until backward reads them."""
 
     def __init__(self, first: SavedTensors, stops: bool) -> None:
-        """Begin with no tensors; see `SavedTensors.recompute`."""
+        """Create an object without tensors, as `SavedTensors.recompute` describes."""
         self._first, self._limit, self._stops = first, len(first), stops
         self._stopped, self._task = 0, -1
         self._described: list[Saved] = []
-        # They have their graph until the function has run.
-        self._tensors: list[Tensor] = []
-        self._left: dict[int, Tensor] = {}
+        self._tensors: list[Tensor] = []  # with their graph, until `drop_graphs`
+        self._unread: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        """Return how many tensors backward has not read yet."""
-        return len(self._left)
+        """Return the number of tensors that backward has not read yet."""
+        return len(self._unread)
 
     def hook(self) -> Callable[[Tensor], int]:
         """Return the pack hook of the recompute, which returns an index."""
@@ -130,30 +133,30 @@ class RecomputedTensors:
         return pack
 
     def read(self, index: int) -> Tensor:
-        """Return a tensor, the unpack hook of the recompute."""
+        """Return a tensor. This is the unpack hook of the recompute."""
         return self._tensors[index]
 
     def drop_graphs(self) -> None:
-        """Detach the tensors. Their nodes hold this object, and no garbage collector sees that."""
+        """Detach the tensors. Their nodes reference this object, unseen by garbage collection."""
         try:
             drop_graphs(self._tensors)
         finally:
-            self._left = dict(enumerate(self._tensors))
+            self._unread = dict(enumerate(self._tensors))
 
     def is_whole(self) -> bool:
         """Return True if the recompute saved as many tensors as the forward."""
         return len(self._described) == self._limit
 
     def stopped_at(self) -> int:
-        """Return the number of tensors with which the recompute was stopped; 0 if it was not."""
+        """Return the number of tensors after which the recompute was stopped; 0 if it was not."""
         return self._stopped
 
     def fits(self) -> bool:
-        """Return True if the tensors are surely those of the forward; here `compare` decides."""
+        """Return True if the tensors certainly match the forward. In Python, `compare` decides."""
         return False
 
     def before(self) -> list[Saved]:
-        """Return the descriptions of the forward, as far as it had come."""
+        """Return the descriptions of the forward, as many as it had when the recompute began."""
         return self._first.described[: self._limit]
 
     def after(self) -> list[Saved]:
@@ -161,24 +164,24 @@ class RecomputedTensors:
         return self._described
 
     def begin(self, task: int) -> None:
-        """Let `take_in_task` serve the backward pass with this number; none with -1."""
+        """Let `take_in_task` serve the backward pass with this graph task id, or none for -1."""
         self._task = task
         self._first.serve(self)
 
     def has(self, index: int) -> bool:
-        """Return True if a tensor is there, and no backward has taken it."""
-        return index in self._left
+        """Return True if the recompute saved a tensor with this index, and nothing took it yet."""
+        return index in self._unread
 
     def take(self, index: int) -> Tensor:
-        """Return a tensor and let go of it."""
+        """Return a tensor, and drop the reference to it."""
         self._tensors = []
-        return self._left.pop(index)
+        return self._unread.pop(index)
 
     def take_in_task(self, index: int) -> Tensor | None:
-        """Return a tensor for the backward pass that runs; None where the region looks closer."""
+        """Return a tensor for the running backward pass, or None to let the region decide."""
         if self._task < 0 or self._task != torch._C._current_graph_task_id():
             return None
-        if index == self._stopped - 2 or index not in self._left:
+        if index == self._stopped - 2 or index not in self._unread:
             return None
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._first.release(index)
@@ -186,11 +189,11 @@ class RecomputedTensors:
 
 
 def saved_tensors(checksums: bool, logs_ops: bool) -> SavedTensors:
-    """Return an object for the tensors of one region, of the library if it can be used.
+    """Return an object for the tensors of one region. It is the library's if possible.
 
     Args:
         checksums: whether descriptions include checksums.
-        logs_ops: whether ops are logged, where time does not matter.
+        logs_ops: whether ops are logged. Then speed does not matter.
     """
     if _native is None or checksums or logs_ops:
         return SavedTensors(checksums)
@@ -198,22 +201,22 @@ def saved_tensors(checksums: bool, logs_ops: bool) -> SavedTensors:
     return tensors
 
 
-def check(again: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:
-    """Raise unless a region named `name` saved the same in its forward and in its recompute.
+def check(recomputed: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:
+    """Raise if a region did not save the same tensors in its forward and in its recompute.
 
     Args:
-        again: the tensors of the recompute, detached.
-        name: what the error calls the region.
-        hint: what the error ends with where the region did other work.
+        recomputed: the tensors of the recompute, detached.
+        name: the name of the region, for the error.
+        hint: returns the end of the error if the region ran other ops.
     """
-    if not again.fits():
-        after = again.after()
-        tensors = [again.read(index) for index in range(len(after))]
-        compare(name, again.before(), list(zip(after, tensors, strict=True)), hint)
+    if not recomputed.fits():
+        after = recomputed.after()
+        tensors = [recomputed.read(index) for index in range(len(after))]
+        compare(name, recomputed.before(), list(zip(after, tensors, strict=True)), hint)
 
 
 def _set_up() -> Any:
-    """Return the module of the library, or None without one."""
+    """Return the library's module, or None without a library."""
     native: Any = sys.modules.get(_library.SAVED_TENSORS)
     if native is not None:
         kinds = Tensor, nn.Parameter

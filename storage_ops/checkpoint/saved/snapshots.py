@@ -1,9 +1,9 @@
-"""Keep, under torch.compile, the contents that a region reads of an input before it modifies it.
+"""Under torch.compile, save the contents of an input that a region reads and then modifies.
 
-AOTAutograd makes a region functional: the new contents of a buffer are written to it when the
-forward graph ends. A recompute from the buffer would start from the new contents, for partitioners
-assume that an input of the graph stays what it was. So if a region writes to an input, all ops that
-read the input read a copy instead, which is saved.
+AOTAutograd makes a region functional: the graph of the forward writes the new contents of a buffer
+when it ends. A recompute would then read the new contents, because partitioners assume that inputs
+of the graph do not change. So if a region writes to an input, all ops that read the input read a
+copy instead, and the copy is saved for backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _sync: Any = torch._sync  # type: ignore[attr-defined]
 
 @functools.cache
 def with_snapshots(mode: Any) -> Any:
-    """Return a subclass of torch's caching mode that keeps copies of what ops overwrite."""
+    """Return a subclass of torch's caching mode that copies the inputs that ops overwrite."""
 
     def dispatch(
         self: object, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -43,23 +43,23 @@ def with_snapshots(mode: Any) -> Any:
     def leave(self: object, *error: object) -> None:
         mode.__exit__(self, *error)
         for t, node in vars(self).pop("_written", ()):
-            _sync(t)  # the write may be pending, and reads the input
+            _sync(t)  # a pending write reads the input too
             _read_a_copy(node)
 
     body = {"__torch_dispatch__": dispatch, "__exit__": leave}
-    # Torch registers its own mode, and no subclass, for each higher-order op that it knows.
+    # torch registers only its own mode for higher-order ops, so the subclass declares its support.
     return type(mode.__name__, (mode,), {**body, "supports_higher_order_operators": True})
 
 
 def _written(func: Op, args: Args, kwargs: Kwargs) -> Iterator[tuple[FunctionalTensor, fx.Node]]:
-    """Yield the tensors that an op modifies and that are inputs of the graph, or views of one."""
+    """Yield the graph inputs, and views of them, that an op modifies, with the input's node."""
     tracing = get_proxy_mode()
     if tracing is None or not isinstance(func, torch._ops.OpOverload):
         return
-    for place, declared in enumerate(func._schema.arguments):
+    for index, declared in enumerate(func._schema.arguments):
         if declared.alias_info is None or not declared.alias_info.is_write:
             continue
-        argument = args[place] if place < len(args) else kwargs.get(declared.name)
+        argument = args[index] if index < len(args) else kwargs.get(declared.name)
         for t in tree_leaves(argument):
             if not isinstance(t, FunctionalTensor):
                 continue
@@ -77,20 +77,20 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_clone_of_input(node: fx.Node) -> bool:
-    """Return True for the clone that stands for a parameter that the graph modifies.
+    """Return True for a clone of an input that needs a gradient and that the graph modifies.
 
-    AOTAutograd makes it before any region, in place of an input that needs a gradient.
+    AOTAutograd adds the clone before any region, and the graph modifies the clone instead.
     """
     cloned = node.target is torch.ops.aten.clone.default and "recompute" not in node.meta
     return cloned and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
 
 
 def _read_a_copy(node: fx.Node) -> None:
-    """Let all that reads an input so far read a copy of it, which is saved for backward."""
+    """Let all present readers of an input read a copy instead, which is saved for backward."""
     copied = node.meta.get(_COPY)
     if copied is None:
         first = next(n for n in node.graph.nodes if n.op != "placeholder")
-        # A copy by another name: Inductor takes aten.clone for nothing and removes it.
+        # Not aten.clone, because Inductor removes clones.
         with node.graph.inserting_before(first):
             copied = node.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (node,))
         with _disable_current_modes():

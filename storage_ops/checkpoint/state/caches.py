@@ -1,4 +1,4 @@
-"""Key-value caches that layers of transformers are given: they would keep what a region frees."""
+"""Leave out key-value caches of transformers, which would keep tensors that a region frees."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from storage_ops._callers import warn_caller
 def without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer that is checkpointed in training, without an empty cache.
+    """Return the arguments of a checkpointed layer in training, without empty caches.
 
-    Models make one by default (`use_cache=True`), in training too, where nobody reads it, and keep
-    the keys and values of every layer in it until their output is dropped.
-    `gradient_checkpointing_enable()` of transformers leaves it out as well. A cache that holds
-    something belongs to the computation and stays. Arguments without one are the same objects.
+    Models create a cache by default (`use_cache=True`), in training too, although training does not
+    read the cache. It keeps the keys and values of every layer until the model's output is freed.
+    `gradient_checkpointing_enable()` of transformers leaves the cache out too. A cache with
+    contents belongs to the computation and stays. Without an empty cache, the arguments are
+    returned unchanged.
 
     Args:
-        module, args, kwargs: the layer and its call.
-        always: in eval mode, too.
+        module: the layer.
+        args, kwargs: its arguments.
+        always: whether to leave out empty caches in eval mode too.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not (caches and (module.training or always)):
@@ -42,10 +44,10 @@ def without_cache(
 
 
 def _is_empty(cache: Any, layer: Any) -> bool:
-    """Return True if a cache holds nothing of a layer."""
+    """Return True if a cache has no contents for a layer."""
     try:
         return not cache.get_seq_length(layer)
-    except ValueError:  # a layer such as Mamba's, which has states in place of a length
+    except ValueError:  # a layer such as Mamba's, which has states instead of a length
         states = getattr(cache.layers[layer], "has_previous_state", False)
         return not (any(states.values()) if isinstance(states, dict) else states)
 
@@ -55,10 +57,10 @@ def _is_cache(value: object) -> bool:
 
 
 def warn_once(kind: str) -> None:
-    """Say, the first time, that layers of a class run without the cache that their model made.
+    """Warn once for a class of layers that they run without the cache of their model.
 
-    Nothing is said under a dispatch mode: `fit` tries checkpoints in one, and a user who reads the
-    warning then has checkpointed nothing.
+    There is no warning under a dispatch mode. `fit` tries checkpoints under a mode, and its user
+    has not checkpointed a layer.
     """
     if torch._C._len_torch_dispatch_stack() == 0:
         _warn_once(kind)

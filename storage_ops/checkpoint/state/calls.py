@@ -1,8 +1,8 @@
-"""Remember how the modules of a region are called: their hooks, and a `forward` set on an instance.
+"""Restore the hooks of modules, and a `forward` set on an instance, for the recompute.
 
-Libraries add hooks around a forward and remove them before the backward, such as the adapters that
-PEFT chooses for each row of a batch. Hooks belong to the call, as its arguments do, so a recompute
-runs the hooks that the forward ran. Hooks that were added later do not run.
+Some libraries add hooks before a forward and remove them before the backward. PEFT, for example,
+chooses adapters for each row of a batch this way. Hooks belong to the call, like its arguments. So
+a recompute runs the hooks that the forward ran, and does not run hooks that were added later.
 """
 
 from __future__ import annotations
@@ -41,35 +41,40 @@ _NONE: tuple[dict[Any, Any], ...] = tuple({} for _ in _OF_A_MODULE)
 
 
 class Calls:
-    """The way in which modules are called now, for a recompute."""
+    """The present hooks of modules, and `forward` functions set on instances."""
 
     def __init__(self, modules: list[nn.Module], may_have_hooks: bool = True) -> None:
-        """Remember the hooks of `modules`, and the hooks that torch calls for every module."""
+        """Remember the hooks of `modules`, and the hooks that torch calls for every module.
+
+        Args:
+            modules: the modules.
+            may_have_hooks: False if it is known that there are no hooks.
+        """
         self._modules = modules
-        hooked = _hooked(modules) if may_have_hooks else []  # mostly none
+        hooked = _hooked(modules) if may_have_hooks else []  # usually empty
         self._hooks = {module: [dict(hooks) for hooks in _hooks_of(module)] for module in hooked}
         self._forwards = {module: vars(module).get("forward", MISSING) for module in hooked}
         # A lazy module removes its hook in its first call, and cannot run the hook again.
         self._lazy = {module for module in hooked if isinstance(module, LazyModuleMixin)}
-        everywhere = may_have_hooks and any(HOOKS_OF_ALL_MODULES)
-        self._global = [dict(hooks) for hooks in HOOKS_OF_ALL_MODULES] if everywhere else None
+        has_global = may_have_hooks and any(HOOKS_OF_ALL_MODULES)
+        self._global = [dict(hooks) for hooks in HOOKS_OF_ALL_MODULES] if has_global else None
 
     def restore(self, undo: Undo) -> None:
-        """Call the modules as in the forward; `undo` gets the functions that undo this."""
-        returned: list[Any] = []  # callables that were removed since the forward
+        """Set the hooks and functions of the forward. Append functions that undo this to `undo`."""
+        restored: list[Any] = []  # hooks and functions that were removed since the forward
         for module in {**self._hooks, **dict.fromkeys(_hooked(self._modules))}:
             if module not in self._lazy:
                 before = self._hooks.get(module, _NONE)
-                returned += _exchange(_hooks_of(module), before, undo)
+                restored += _exchange(_hooks_of(module), before, undo)
             forward = self._forwards.get(module, MISSING)
             if vars(module).get("forward", MISSING) is not forward:
                 set_item(vars(module), "forward", forward, undo)
-                returned.append(forward)
+                restored.append(forward)
         if self._global is not None or any(HOOKS_OF_ALL_MODULES):
-            returned += _exchange(HOOKS_OF_ALL_MODULES, self._global or _NONE, undo)
+            restored += _exchange(HOOKS_OF_ALL_MODULES, self._global or _NONE, undo)
         # A hook may record outputs in a list that its owner reads after the forward. The list must
         # not get the outputs of the recompute, which would keep its graph alive.
-        for container in _recorders(returned):
+        for container in _recorders(restored):
             undo.append(functools.partial(put, container, copy_of(container)))
 
 
@@ -91,20 +96,20 @@ def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
 
 
 def _exchange(
-    held: Iterable[dict[Any, Any]], before: Iterable[dict[Any, Any]], undo: Undo
+    present: Iterable[dict[Any, Any]], before: Iterable[dict[Any, Any]], undo: Undo
 ) -> list[Any]:
-    """Put earlier hooks into the dictionaries `held`; return the hooks that were not in them."""
-    returned = []
-    for hooks, earlier in zip(held, before, strict=False):
+    """Set the dictionaries `present` to the hooks `before`. Return the hooks that were missing."""
+    restored = []
+    for hooks, earlier in zip(present, before, strict=False):
         if not has(hooks, earlier):
-            returned += [hook for key, hook in earlier.items() if key not in hooks]
+            restored += [hook for key, hook in earlier.items() if key not in hooks]
             undo.append(functools.partial(put, hooks, dict(hooks)))
             put(hooks, earlier)
-    return returned
+    return restored
 
 
 def _recorders(callables: list[Any]) -> Iterator[Any]:
-    """Yield the containers that callables name, and short containers in them, once each."""
+    """Yield the containers that callables reference, and short containers in them, each once."""
     stack, seen = list(callables), set()
     while stack:
         value = stack.pop()
@@ -113,11 +118,11 @@ def _recorders(callables: list[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if type(value) in CONTAINERS:
             yield value
-            stack += [each for each in items_of(value) if type(each) in CONTAINERS]
+            stack += [item for item in items_of(value) if type(item) in CONTAINERS]
         elif isinstance(value, functools.partial):
             stack += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, FunctionType):
-            stack += _named_by(value)
+            stack += _closure_and_defaults(value)
         elif isinstance(value, MethodType):
             stack += [value.__func__]
             owner = value.__self__
@@ -125,7 +130,7 @@ def _recorders(callables: list[Any]) -> Iterator[Any]:
                 stack.append(getattr(owner, "__dict__", None))
 
 
-def _named_by(function: FunctionType) -> list[Any]:
-    """Return the values that a function closes over, and its defaults."""
+def _closure_and_defaults(function: FunctionType) -> list[Any]:
+    """Return the values in the closure of a function, and its defaults."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return [value for _, _, value in cells_of(function)] + list(defaults)

@@ -1,8 +1,8 @@
-"""Find out from names and instructions whether a region's code may write tensors in place.
+"""Tell from the names and instructions of a region's code if it may write tensors in place.
 
-Comparing and copying bytes takes time and memory. So parameters and large tensors are checked only
-if Python code that the region runs can write them. Such code assigns to items, calls a
-method whose name ends in an underscore, or reads `.data`.
+It takes time and memory to copy and compare bytes. So parameters and large tensors are checked only
+if Python code of the region may write them. Such code assigns to items, calls a method whose name
+ends with an underscore, or reads `.data`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import nn
 
 from storage_ops.foundation.walk import cached_by_code, is_of_torch, package_of
 
-# How code may write tensors. Plain integers, which are fast to combine.
-IN_PLACE = 1  # by an op that moves the version
-UNSEEN = 2  # through `.data`, which moves no version
-WITHOUT_GRAD = 4  # the code switches the grad mode off, so it can write parameters
+# How code may write tensors. These are bits of an integer, which are fast to combine.
+IN_PLACE = 1  # by an op that increments the version of the tensor
+UNSEEN = 2  # through `.data`, which does not increment the version
+WITHOUT_GRAD = 4  # the code disables grad mode, so it can write parameters
 
 _UNSEEN = {"data", "numpy", "data_ptr", "untyped_storage", "from_dlpack"}
 _WITHOUT_GRAD = {"no_grad", "set_grad_enabled", "inference_mode"}
-# The names of functions that torch.no_grad() decorates. Since torch 2.15 they keep their own name.
+# Code names of functions that torch.no_grad() decorates: `decorate_context` before torch 2.15.
 _DECORATED = _WITHOUT_GRAD | {"decorate_context"}
 _MANY = 4096  # cached results of `elsewhere_of`
 _ENTRIES = ("forward", "__call__")
-# Packages whose functions write no tensor of a model through `.data`, unless the code says so.
-_PASSED_OVER = frozenset(
+# Packages that are not searched, because their functions do not write tensors of a model unseen.
+_NOT_SEARCHED = frozenset(
     {"torch", "numpy", "peft", "safetensors", "storage_ops", *sys.stdlib_module_names}
 )
 
@@ -42,11 +42,11 @@ def may_write_parameters(writes: int) -> bool:
 
 
 class Facts(NamedTuple):
-    """Facts that the instructions of a code object show.
+    """Facts about a code object.
 
     Attributes:
-        writes: how it may write tensors.
-        names: of the attributes and globals that it uses.
+        writes: how the code may write tensors: `IN_PLACE`, `UNSEEN` and `WITHOUT_GRAD`, combined.
+        names: the names of the attributes and globals that the code uses.
     """
 
     writes: int
@@ -55,34 +55,34 @@ class Facts(NamedTuple):
 
 @cached_by_code
 def facts_of(code: CodeType) -> Facts:
-    """Return the facts of code."""
+    """Return the facts about a code object."""
     return Facts(of_code(code), names_of_code(code))
 
 
 @functools.lru_cache(maxsize=4096)
 def of_code(code: CodeType) -> int:
-    """Return how code, with the functions that are defined in it, may write tensors."""
-    found = 0
+    """Return how code may write tensors, including the functions that it defines."""
+    writes = 0
     names = set(code.co_names)
     unseen = names & _UNSEEN
     if unseen and not (unseen == {"numpy"} and _imports_numpy(code)):
-        found |= UNSEEN
+        writes |= UNSEEN
     if names & _WITHOUT_GRAD or code.co_name in _DECORATED:
-        found |= WITHOUT_GRAD
+        writes |= WITHOUT_GRAD
     if any(n.endswith("_") and not n.endswith("__") for n in names) or _assigns(code):
-        found |= IN_PLACE
+        writes |= IN_PLACE
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            found |= of_code(const)
-        elif isinstance(const, tuple) and "out" in const:  # names of arguments
-            found |= IN_PLACE
+            writes |= of_code(const)
+        elif isinstance(const, tuple) and "out" in const:  # the names of keyword arguments
+            writes |= IN_PLACE
         elif isinstance(const, tuple) and "max_norm" in const:  # torch.nn.functional.embedding
-            found |= IN_PLACE | WITHOUT_GRAD
-    return found
+            writes |= IN_PLACE | WITHOUT_GRAD
+    return writes
 
 
 def _imports_numpy(code: CodeType) -> bool:
-    """Return True if code has the name `numpy` only to import a package, such as jax.numpy."""
+    """Return True if code uses the name `numpy` only to import a package, such as jax.numpy."""
     named = (i.opname for i in dis.get_instructions(code) if i.argval == "numpy")
     return all(name.startswith("IMPORT_") for name in named)
 
@@ -104,8 +104,9 @@ def of_calls(
 ) -> int:
     """Return how the methods that a region can run may write tensors.
 
-    These are the methods that calls of an object run, and methods whose names other code that runs
-    refers to. A library defines more methods, for saving a model, for example, which write too.
+    These are the methods that run when an object is called, and methods whose names appear in other
+    code that may run. All other methods of a class are left out, because some of them write
+    tensors but do not run in a forward. An example is a method that saves a model.
 
     Args:
         classes: the classes of the objects and modules that the region reaches.
@@ -114,7 +115,7 @@ def of_calls(
     """
     known = dict.fromkeys(classes)
     names = set[str]().union(*called)
-    found, seen = 0, set[FunctionType]()
+    writes, seen = 0, set[FunctionType]()
     stack: list[Any] = [*elsewhere, *(fn for cls in classes for fn in run_by(cls))]
     stack += _called(known, names)
     while stack:
@@ -132,14 +133,14 @@ def of_calls(
             stack.append(inner)
         if is_of_torch(fn):
             continue
-        found |= of_code(fn.__code__)
+        writes |= of_code(fn.__code__)
         used = names_of_code(fn.__code__)
         new = used - names
         names |= new
         stack += [*_called(known, new), *elsewhere_of(fn)]
-        here = (fn.__globals__.get(name) for name in used)
-        stack += [value for value in here if isinstance(value, FunctionType) and _is_code(value)]
-    return found
+        values = (fn.__globals__.get(name) for name in used)
+        stack += [value for value in values if isinstance(value, FunctionType) and _is_code(value)]
+    return writes
 
 
 def _called(classes: Iterable[Any], names: Collection[str]) -> list[FunctionType]:
@@ -151,9 +152,10 @@ _elsewhere: dict[tuple[int, int], tuple[CodeType, tuple[Any, ...]]] = {}
 
 
 def elsewhere_of(fn: FunctionType) -> tuple[Any, ...]:
-    """Return the classes that a function names, and its names in other Python modules.
+    """Return the classes that a function uses, and functions and classes of other Python modules.
 
-    Classes of modules are left out: the region calls an instance, which it reaches.
+    Subclasses of `nn.Module` are left out: a region calls instances of them, which are found by
+    other means.
     """
     key = id(fn.__code__), id(fn.__globals__)
     known = _elsewhere.get(key)
@@ -168,7 +170,7 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
     names, found = names_of_code(fn.__code__), []
     for name in names:
         value = fn.__globals__.get(name)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _PASSED_OVER:
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _NOT_SEARCHED:
             found += [v for n in names if _is_code(v := vars(value).get(n))]
         elif isinstance(value, type) and _is_code(value):
             found.append(value)
@@ -178,16 +180,16 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
 def _is_code(value: object) -> bool:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return False
-    return isinstance(value, (type, FunctionType)) and package_of(value) not in _PASSED_OVER
+    return isinstance(value, (type, FunctionType)) and package_of(value) not in _NOT_SEARCHED
 
 
 @functools.lru_cache(maxsize=4096)
 def run_by(cls: type) -> tuple[FunctionType, ...]:
-    """Return the methods that calls of an object run in Python, except those of torch."""
+    """Return the Python methods that run when an object is called, except those of torch."""
     methods = _methods(cls)
-    mine = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
-    found = [fn for c in mine for name in _ENTRIES if (fn := _function(c.get(name)))]
-    for fn in found:  # grows
+    bases = [vars(c) for c in cls.__mro__ if not is_of_torch(c)]
+    found = [fn for c in bases for name in _ENTRIES if (fn := _function(c.get(name)))]
+    for fn in found:  # the loop appends to the list
         codes = [fn.__code__]
         if isinstance(inner := getattr(fn, "__wrapped__", None), FunctionType):
             codes.append(inner.__code__)
@@ -199,8 +201,8 @@ def run_by(cls: type) -> tuple[FunctionType, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _methods(cls: type) -> dict[str, FunctionType]:
-    mine = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
-    return {n: fn for c in mine for n, value in vars(c).items() if (fn := _function(value))}
+    bases = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
+    return {n: fn for c in bases for n, value in vars(c).items() if (fn := _function(value))}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Copies of the contents of containers, and giving a container its earlier contents back."""
+"""Copy the contents of containers, and restore them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from storage_ops.foundation.walk import MAPPINGS
 
-MISSING = object()  # in place of the value of an item that is not there
+MISSING = object()  # the value of an item that does not exist
 Undo = list[Callable[[], object]]
 
 
 def copy_of(container: Any) -> Any:
-    """Return the contents of a container: a dictionary for a mapping, else a list."""
+    """Return a copy of the contents of a container: a dictionary for a mapping, else a list."""
     return dict(container) if type(container) in MAPPINGS else list(container)
 
 
 def has(container: Any, contents: Any) -> bool:
-    """Return True if a container holds these very objects, in this order."""
+    """Return True if the items of a container are the same objects as `contents`, in this order."""
     if len(container) != len(contents):
         return False
     if type(container) in MAPPINGS:
@@ -29,10 +29,10 @@ def has(container: Any, contents: Any) -> bool:
 
 
 def put(container: Any, contents: Any) -> None:
-    """Give a container the contents that `copy_of` returned earlier, in their order.
+    """Set the contents of a container to a copy that `copy_of` returned, in the same order.
 
-    A mapping keeps the items that are right already: it may be the attributes of an object that
-    another thread reads.
+    Items of a mapping that do not differ are not removed in between. The mapping may be the
+    `__dict__` of an object that another thread reads.
     """
     if has(container, contents):
         return
@@ -51,12 +51,12 @@ def put(container: Any, contents: Any) -> None:
         container.update(contents) if type(container) is set else container.extend(contents)
 
 
-def set_item(held: dict[str, Any], name: str, value: object, undo: Undo) -> None:
-    """Set an item, or delete it if `value` is `MISSING`; `undo` gets what undoes it."""
-    now = held.get(name, MISSING)
+def set_item(mapping: dict[str, Any], name: str, value: object, undo: Undo) -> None:
+    """Set an item, or delete it if `value` is `MISSING`. Append a function that undoes it."""
+    now = mapping.get(name, MISSING)
     if now is not value:
-        undo.append(lambda: set_item(held, name, now, []))
+        undo.append(lambda: set_item(mapping, name, now, []))
         if value is MISSING:
-            del held[name]
+            del mapping[name]
         else:
-            held[name] = value
+            mapping[name] = value

@@ -1,18 +1,21 @@
-"""The bytes of tensors that a region may write: copied before its forward, compared after it.
+"""Copy the tensors that a region may write before its forward, and compare them afterwards.
 
-Not every write moves a version counter: those of batch norm and through `.data` do not. So a tensor
-that may be written is copied before the forward. A copy of at most `SMALL` bytes is kept. A larger
-tensor is compared with its copy after the forward, and the copy is kept only if they differ. That
-reads and writes four times the bytes of the tensor in each forward. A region copies at most
-`BUDGET` bytes of larger tensors, or `LARGE_BUDGET` bytes if its code may write through `.data`
-(`code_writes`). For a tensor beyond the budget only the version is noted. If the code may write
-through `.data`, sums of the bytes are noted as well, which read the tensor four times.
+Some writes do not increment the version counter, such as those of batch norm and through `.data`.
+So a tensor that may be written is copied before the forward. A copy of at most `SMALL` bytes is
+kept. A larger tensor is compared with its copy after the forward, and the copy is kept only if they
+differ. The copy and the comparison read and write four times the bytes of the tensor.
 
-A tensor that was written once is copied from then on. Parameters are copied where code may write
-them through `.data`, or may write them at all and their module has its first forward.
+A region copies at most `BUDGET` bytes of larger tensors, or `LARGE_BUDGET` bytes if its code may
+write through `.data` (`code_writes`). For tensors beyond the budget only the version is noted. If
+the code may write through `.data`, checksums are noted too, which read the tensor four times.
 
-A GPU compares on the device, and the host does not wait. The result arrives in pinned memory.
-Copies whose result is not there yet have at most `BUDGET` bytes, beyond which the host waits.
+If a forward has written a tensor, every later forward copies it. Parameters are copied if code may
+write them through `.data`. They are also copied in the first forward of their module, if code may
+write them in any way.
+
+On a GPU, the device compares, and the host does not wait. The result arrives in pinned memory.
+Copies whose result has not arrived have at most `BUDGET` bytes together. Beyond that, the host
+waits.
 """
 
 from __future__ import annotations
@@ -33,18 +36,19 @@ from storage_ops.checkpoint.state.containers import Undo
 SMALL = 256 << 10
 BUDGET = 64 << 20
 LARGE_BUDGET = 1 << 30
-# Larger tensors and parameters that a forward has written.
+# Tensors of more than `SMALL` bytes, and parameters, that a forward has written.
 written = WeakIdKeyDictionary()
-# Modules whose parameters were copied in a forward.
+# Modules whose parameters were copied before a forward.
 looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_WIDTH = 4093  # words in a row of the sums: a prime, so that no shape of a tensor fits into it
+_WIDTH = 4093  # words in a row of the sums: a prime, so that it divides no usual tensor size
 
 
 class Contents:
-    """A tensor that may be written, and a copy of it where one was made.
+    """A tensor that may be written, and its copy from before the forward, if there is one.
 
     Attributes:
-        version, after: of the tensor, before and after the forward.
+        version: the tensor's version before the forward.
+        after: the tensor's version after the forward.
     """
 
     __slots__ = (
@@ -57,20 +61,20 @@ class Contents:
 
         Args:
             t: the tensor.
-            trusted: whether its version says if it was written.
-            copied: whether to copy it.
-            summed: whether to compare sums of its bytes where it is not copied.
+            trusted: whether every write to the tensor increments its version.
+            copied: whether to copy the tensor.
+            summed: whether to compare checksums of the tensor if it is not copied.
         """
         self.version = self.after = t._version
         self._ref, self._is_small = weakref.ref(t), t.nbytes <= SMALL
         self._trusted = trusted and self._is_small
-        self._tensor = t if copied else None  # held as long as the copy
+        self._tensor = t if copied else None  # referenced as long as the copy exists
         self._before = memory_of(t).clone() if copied else None
         self._sums = [_sums(t)] if summed and not copied else []
         self._comparison: _Comparison | None = None
 
     def finish(self) -> None:
-        """Let go of the copy of a larger tensor that the forward has left alone."""
+        """Drop the copy of a larger tensor that the forward has not written."""
         t = self._ref()
         if t is None:
             return
@@ -78,7 +82,7 @@ class Contents:
         if self._sums:
             self._sums.append(_sums(t))
         if self.after != self.version:
-            self._keep(t)
+            self._note_written(t)
         elif self._before is not None and not self._is_small:
             self._compare(t, self._before)
 
@@ -86,24 +90,27 @@ class Contents:
         memory = memory_of(t)
         # In a simulation, the copy of a real tensor is a fake one.
         if isinstance(before, FakeTensor) or t.is_meta:
-            self._let_go()
+            self._drop_copy()
         elif memory.shape != before.shape or memory.dtype != before.dtype:
-            self._keep(t)
+            self._note_written(t)
         elif t.is_cuda:
-            if not torch.cuda.is_current_stream_capturing():  # what is in it cannot be asked
+            if not torch.cuda.is_current_stream_capturing():  # a capture runs no comparison
                 self._comparison = _Comparison(memory, before)
                 _compared.append(self)
         elif torch.equal(_bits(memory), _bits(before)):
-            self._let_go()
+            self._drop_copy()
         else:
-            self._keep(t)
+            self._note_written(t)
 
-    def _keep(self, t: Tensor) -> None:
+    def _note_written(self, t: Tensor) -> None:
         if not isinstance(t, FakeTensor) and (not self._is_small or isinstance(t, nn.Parameter)):
             written[t] = True
 
     def settle(self, wait: bool) -> bool:
-        """Let go of the copy if the device has found the tensor unchanged.
+        """Drop the copy if the device has found that the tensor is unchanged.
+
+        Args:
+            wait: whether to wait for the device.
 
         Returns:
             True if the result of the comparison is known.
@@ -115,36 +122,36 @@ class Contents:
             comparison.event.synchronize()
             self._comparison = None
             if not comparison.differs:
-                self._let_go()
+                self._drop_copy()
             elif self._tensor is not None:
-                self._keep(self._tensor)
+                self._note_written(self._tensor)
         return True
 
-    def _let_go(self) -> None:
+    def _drop_copy(self) -> None:
         self._tensor = self._before = None
 
     @property
     def tensor(self) -> Tensor | None:
-        """Return the tensor, if there is a copy."""
+        """Return the tensor if there is a copy, else None."""
         return self._tensor
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the copy."""
+        """Return the number of bytes of the copy."""
         return 0 if self._before is None else self._before.nbytes
 
     def lost(self) -> Tensor | None:
         """Return the tensor if the forward has written it and there is no copy.
 
-        A parameter whose version tells is left to `RepeatedWrites`.
+        A parameter whose version has changed is left to `RepeatedWrites`.
         """
         t = self._ref()
         if self._before is not None or t is None:
             return None
-        moved = self.after != self.version and not isinstance(t, nn.Parameter)
-        is_known = len(self._sums) == 2 and not isinstance(self._sums[0], FakeTensor)
-        differs = is_known and not torch.equal(*self._sums)
-        return t if moved or differs else None
+        has_new_version = self.after != self.version and not isinstance(t, nn.Parameter)
+        is_summed = len(self._sums) == 2 and not isinstance(self._sums[0], FakeTensor)
+        differs = is_summed and not torch.equal(*self._sums)
+        return t if has_new_version or differs else None
 
     def changed(self) -> Tensor | None:
         """Return the tensor if it was written since the forward and there is no copy."""
@@ -153,13 +160,13 @@ class Contents:
         return t if self._before is None and t is not None and t._version != self.after else None
 
     def restore(self, undo: Undo, running: bool) -> None:
-        """Put the copy into the tensor.
+        """Restore the contents of the tensor from the copy.
 
-        The version becomes that of the forward, plus the writes of others since then.
+        The version becomes that of the forward, plus the number of writes since the forward ended.
 
         Args:
-            undo: gets what puts back the contents of now.
-            running: whether the forward has not ended.
+            undo: a list, to which a function is appended that restores the present contents.
+            running: whether the forward is still running.
         """
         self.settle(wait=True)
         t, before = self._tensor, self._before
@@ -173,7 +180,7 @@ class Contents:
 
 
 class Uninitialized(Contents):
-    """A lazy buffer, to which the forward gives a shape. The recompute must not write it again."""
+    """A lazy buffer, which gets its shape in the forward. The recompute must not write it again."""
 
     __slots__ = ()
 
@@ -183,20 +190,20 @@ class Uninitialized(Contents):
         self._sums, self.version, self.after = [], 0, 0
 
     def finish(self) -> None:
-        """Do nothing: there is nothing to compare with."""
+        """Do nothing, because there is no copy to compare with."""
 
     def changed(self) -> Tensor | None:
-        """Return None: training reads the statistics of the batch."""
+        """Return None, because the recompute does not read the buffer."""
 
     def restore(self, undo: Undo, running: bool) -> None:
-        """Have the contents of now put back after the recompute."""
+        """Append a function to `undo` that restores the present contents after the recompute."""
         t = self._ref()
         if t is not None and not is_lazy(t):
             undo.append(_Write(t, memory_of(t).clone(), t._version))
 
 
 class _Comparison:
-    """A comparison of two tensors of a GPU whose result the host learns later."""
+    """A comparison of two tensors on a GPU. The host gets the result later."""
 
     __slots__ = ("differs", "event")
 
@@ -207,17 +214,17 @@ class _Comparison:
 
 
 class _Compared:
-    """Copies that GPUs compare, the oldest first."""
+    """Copies that a GPU compares, the oldest first."""
 
     def __init__(self) -> None:
         self._waiting: collections.deque[weakref.ref[Contents]] = collections.deque()
         self._lock = threading.Lock()
 
     def append(self, contents: Contents) -> None:
-        """Add a copy. Wait for the oldest ones if all have more bytes than the budget."""
+        """Add a copy. Wait for the oldest copies if all together exceed the budget."""
         with self._lock:
             self._waiting.append(weakref.ref(contents))
-            total = sum(each.nbytes for ref in self._waiting if (each := ref()) is not None)
+            total = sum(copy.nbytes for ref in self._waiting if (copy := ref()) is not None)
             while self._waiting:
                 oldest = self._waiting[0]()
                 if oldest is not None:
@@ -232,9 +239,9 @@ _compared = _Compared()
 
 
 def memory_of(t: Tensor) -> Tensor:
-    """Return a tensor without the repetition of an expanded one.
+    """Return an alias of a tensor in which expanded dimensions have at most one element.
 
-    A write to it changes no version of the tensor.
+    A write to the alias does not increment the version of the tensor.
     """
     t = t.data
     for dim, stride in enumerate(t.stride()):
@@ -244,23 +251,23 @@ def memory_of(t: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, which are equal where a NaN has not changed."""
+    """Return the bits of a tensor as integers, so that a NaN with the same bits compares equal."""
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     return t.resolve_neg().view(INTEGERS[t.element_size()])
 
 
 def _sums(t: Tensor) -> Tensor:
-    """Return sums over rows and over columns of a tensor's bytes, taken as 64-bit words."""
+    """Return checksums of the row sums and column sums of a tensor's bytes as 64-bit words."""
     data = _bits(memory_of(t)).contiguous().view(-1).view(torch.uint8)
     row = 8 * _WIDTH
     whole = len(data) // row * row
     words = data[:whole].view(torch.int64).view(-1, _WIDTH)
-    return torch.stack([checksum_of(each) for each in (words.sum(0), words.sum(1), data[whole:])])
+    return torch.stack([checksum_of(part) for part in (words.sum(0), words.sum(1), data[whole:])])
 
 
 class _Write:
-    """Gives a tensor contents and a version."""
+    """Sets the contents and the version of a tensor when it is called."""
 
     __slots__ = ("contents", "tensor", "version")
 
@@ -270,7 +277,7 @@ class _Write:
     def __call__(self) -> None:
         try:
             self._write()
-        except BaseException:  # an interrupt, after which the contents would be lost
+        except BaseException:  # after an interrupt, the contents may be incomplete
             self._write()
             raise
 
@@ -278,6 +285,6 @@ class _Write:
         memory = memory_of(self.tensor)
         if memory.shape == self.contents.shape:
             memory.copy_(self.contents)
-        else:  # resized, as observers of ranges do at their first call
+        else:  # resized, for example by a quantization observer in its first call
             self.tensor.data = self.contents.clone()
         set_versions((self.tensor,), (self.version,))

@@ -1,25 +1,25 @@
-"""Undo the effects of a region besides its result for its recompute, and put them back after it.
+"""Undo the side effects of a region before its recompute, and put them back afterwards.
 
-Three kinds of places are looked after, wherever a region reaches them:
+Three kinds of state are restored, for all objects that a region reaches:
 
-- bytes: buffers, parameters that its code can write, and other tensors without a gradient that are
-  attributes, also of objects that are given, or captured (`contents`);
-- names: the parameters, buffers and attributes of modules, attributes of objects, and the contents
-  of containers in these. They include tensors in other lists and mappings (`places`), and tensors
-  and modules in variables that its code reads;
-- all that objects have that are given as arguments, such as a cache of keys and values, and the
-  contents of lists, dictionaries, sets and deques in them. (Containers that are given themselves
-  are made anew for the recompute.)
+- The bytes of tensors: buffers, parameters that the code may write, and other tensors without a
+  gradient that are captured, or are attributes of objects and arguments (`contents`).
+- References: the parameters, buffers and attributes of modules, the attributes of objects, and the
+  contents of containers in attributes. Tensors in other lists and mappings are restored too
+  (`places`), and tensors and modules in variables that the code reads.
+- The attributes of objects that are arguments, such as a key-value cache, and the contents of
+  lists, dictionaries, sets and deques in these objects. If an argument itself is a container, the
+  recompute gets a new one.
 
-A recompute finds in them what the forward found, and when it ends they hold what they held when it
-began. So the effects of a forward on them happen once, however often it is recomputed. A value that
-is exchanged between forward and backward is used as the forward had it. Examples are
-`functional_call`, the variable of a loop, and a tensor that a hypernetwork sets on a layer.
+A recompute reads the state that the forward read. When the recompute ends, the state is as it was
+before the recompute. So the side effects of a forward happen once, with any number of recomputes.
+If a value is replaced between forward and backward, the recompute uses the one of the forward.
+Examples are `functional_call`, a loop variable, and a tensor that a hypernetwork sets on a layer.
 
-Names and contents cost references. Bytes have to be copied before it is known whether they will be
-written. A write to bytes that were not copied cannot be repeated, and the recompute says so. Only
-an embedding with `max_norm` may write its weight without a copy: the recompute leaves the write out
-(`repeated_writes`).
+To restore references, only references are kept. Bytes must be copied before it is known if they
+will be written. A write to bytes without a copy cannot be undone, so the recompute raises an error.
+There is one exception: an embedding with `max_norm` may write its weight without a copy, because
+the recompute leaves this write out (`repeated_writes`).
 """
 
 from __future__ import annotations
@@ -67,79 +67,85 @@ _COPIED = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Effects:
-    """The state around one call that the call can change, as it is before the call."""
+    """The state that one call can change, as it is before the call."""
 
-    def __init__(self, around: Surroundings) -> None:
-        """Look, and copy what may be written; `finish` when the forward has run."""
-        # Of a walk that is not known, the surroundings hold what the forward may let go.
-        self._around = None if around.known is None else around
-        self._held: Holders | None = None  # of a known walk only where something has changed
-        self._cached = dict(_parametrize._cache) if _parametrize._cache_enabled else None
-        known = around.known
+    def __init__(self, surroundings: Surroundings) -> None:
+        """Remember the state, and copy tensors that may be written. Call `finish` afterwards."""
+        # Only a known walk is kept. Other surroundings would keep objects that the forward frees.
+        self._surroundings = None if surroundings.known is None else surroundings
+        self._lazy_holders: Holders | None = None  # for a known walk, created if state changed
+        self._parametrizations = dict(_parametrize._cache) if _parametrize._cache_enabled else None
+        known = surroundings.known
         if known is None:
-            self._held = Holders(around)
-            self._noted = noted(self._held.parameters)
-            self._bytes = list(_bytes(around))
+            self._lazy_holders = Holders(surroundings)
+            self._noted = noted(self._lazy_holders.parameters)
+            self._bytes = list(_bytes(surroundings))
         else:
             self._noted = known.noted()
             self._bytes = []
             if known.has_bytes:
-                around.look()
-                self._bytes = list(_bytes(around))
+                surroundings.look()
+                self._bytes = list(_bytes(surroundings))
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
         self._running = True
 
     def finish(self) -> None:
-        """Let go of what the forward has left alone."""
-        if self._cached:
-            self._cached = {key: remembered(value) for key, value in self._cached.items()}
-        if self._held is not None or not self.are_places_unchanged():
+        """Drop the copies and references that no restore needs, after the forward has run."""
+        if self._parametrizations:
+            self._parametrizations = {
+                key: remembered(value) for key, value in self._parametrizations.items()
+            }
+        if self._lazy_holders is not None or not self.are_places_unchanged():
             self._holders().finish()
         self._running = False
         self._written = self._find_written()
         if self._written:
             self._noted.note_versions()
-        for each in self._bytes:
-            each.finish()
+        for copy in self._bytes:
+            copy.finish()
 
     def are_places_unchanged(self) -> bool:
-        """Return True if all attributes and items that a known walk has read are what they were."""
-        around = self._around
-        return around is not None and around.known is not None and around.known.is_unchanged()
+        """Return True if a known walk would read the same attributes and items as before."""
+        surroundings = self._surroundings
+        return (
+            surroundings is not None
+            and surroundings.known is not None
+            and surroundings.known.is_unchanged()
+        )
 
     def _holders(self) -> Holders:
-        """Return what is held around the call, as before it."""
-        if self._held is None:
-            assert self._around is not None and self._around.known is not None
-            self._around.look()
-            self._held = Holders(self._around, self._around.known.contents)
+        """Return the attributes and items that the call can change, as they were before it."""
+        if self._lazy_holders is None:
+            assert self._surroundings is not None and self._surroundings.known is not None
+            self._surroundings.look()
+            self._lazy_holders = Holders(self._surroundings, self._surroundings.known.contents)
             if not self._running:
-                self._held.finish_unchanged()
-        return self._held
+                self._lazy_holders.finish_unchanged()
+        return self._lazy_holders
 
     def _find_written(self) -> list[tuple[Tensor, int]]:
-        """Return the parameters written since their versions were noted, and these versions.
+        """Return the parameters that were written since their versions were noted.
 
-        Parameters of which there is a copy are left out.
+        Each comes with the noted version. Parameters with a copy are left out.
         """
         written = self._noted.written()
         if not written:
             return []
         parameters = self._holders().parameters
-        moved = {id(t := parameters[at]): (t, v) for at, v in written}
+        by_id = {id(t := parameters[i]): (t, version) for i, version in written}
         copied = self._copied()
-        return [(t, v) for key, (t, v) in moved.items() if key not in copied]
+        return [pair for key, pair in by_id.items() if key not in copied]
 
     def _copied(self) -> set[int]:
-        """Return the identities of the tensors of which there is a copy."""
-        for each in self._bytes:
-            each.settle(wait=True)
-        return {id(each.tensor) for each in self._bytes if each.tensor is not None}
+        """Return the ids of the tensors that have a copy."""
+        for copy in self._bytes:
+            copy.settle(wait=True)
+        return {id(copy.tensor) for copy in self._bytes if copy.tensor is not None}
 
     def check(self, region: str) -> None:
-        """Raise if the forward has written what was not copied."""
-        for each in self._bytes:
-            t = each.lost()
+        """Raise if the forward has written a tensor that was not copied."""
+        for copy in self._bytes:
+            t = copy.lost()
             if t is not None:
                 fail(
                     f"{region} itself modifies a tensor of shape {tuple(t.shape)} in place, and no "
@@ -150,73 +156,73 @@ class Effects:
                 )
 
     def without_repeated_writes(self, region: str, checks: bool) -> Any:
-        """Return a context manager under which a recompute writes no parameter again.
+        """Return a context manager under which a recompute does not write parameters again.
 
         Args:
-            region: its name in errors.
-            checks: whether to raise where the recompute would read other contents.
+            region: the name of the region, for errors.
+            checks: whether to raise if the recompute would read other contents than the forward.
 
         Raises:
             RuntimeError: a parameter was written more than once, or again since the forward.
         """
-        moved = self._find_written() if self._running else self._written
-        changed = [t for each in self._bytes if (t := each.changed()) is not None]
-        if not moved and not changed:
+        written = self._find_written() if self._running else self._written
+        changed = [t for copy in self._bytes if (t := copy.changed()) is not None]
+        if not written and not changed:
             return contextlib.nullcontext()
-        for t, version in moved:
+        for t, version in written:
             if checks and t._version != version + 1:
                 fail_parameter(region, t)
-        return RepeatedWrites(region, [t for t, _ in moved], changed, checks)
+        return RepeatedWrites(region, [t for t, _ in written], changed, checks)
 
     def modified(self) -> list[Tensor]:
-        """Return the parameters that were modified in place since the forward and not restored."""
+        """Return the parameters that were modified in place since the forward, without a copy."""
         return [t for t, _ in self._find_written()]
 
     def exchanged(self) -> list[Tensor]:
-        """Return the parameters and buffers that are not in their places any more."""
+        """Return the parameters and buffers that were replaced or removed since."""
         return [] if self.are_places_unchanged() else self._holders().exchanged()
 
     def restore(self, undo: Undo, unchanged: bool) -> None:
-        """Make all what it was before the forward; `undo` gets what puts back what is now.
+        """Restore the state from before the forward.
 
         Args:
-            undo: a list of functions.
+            undo: a list, to which functions are appended that restore the present state.
             unchanged: the result of `are_places_unchanged`.
         """
-        held = None if unchanged else self._holders()
-        if held is not None:
-            held.restore_tensors(undo)
-        for at, needed_grad in self._noted.frozen_or_not():
-            t = self._holders().parameters[at]
+        holders = None if unchanged else self._holders()
+        if holders is not None:
+            holders.restore_tensors(undo)
+        for index, needed_grad in self._noted.frozen_or_not():
+            t = self._holders().parameters[index]
             if is_leaf(t):
                 undo.append(partial(t.requires_grad_, not needed_grad))
                 t.requires_grad_(needed_grad)
         self._restore_parametrizations(undo)
-        if held is not None:
-            held.restore_contents(undo)
-        for each in self._bytes:
-            each.restore(undo, self._running)
+        if holders is not None:
+            holders.restore_contents(undo)
+        for copy in self._bytes:
+            copy.restore(undo, self._running)
 
     def _restore_parametrizations(self, undo: Undo) -> None:
         """Compute parametrized weights as often as in the forward.
 
-        In `torch.nn.utils.parametrize.cached()` the first use computes a weight for all.
+        Inside `torch.nn.utils.parametrize.cached()`, only the first use computes the weight.
         """
-        if self._cached is not None or _parametrize._cache_enabled:
+        if self._parametrizations is not None or _parametrize._cache_enabled:
             undo.append(partial(_cache, _parametrize._cache_enabled, _parametrize._cache))
-            cached = {key: value_of(kept) for key, kept in (self._cached or {}).items()}
-            _cache(int(self._cached is not None), cached)
+            cached = {key: value_of(kept) for key, kept in (self._parametrizations or {}).items()}
+            _cache(int(self._parametrizations is not None), cached)
 
 
 def _cache(enabled: int, values: dict[Any, Any]) -> None:
     _parametrize._cache_enabled, _parametrize._cache = enabled, values
 
 
-def _bytes(around: Surroundings) -> Iterator[Contents]:
-    """Yield the contents of tensors that the region may write, copied or not."""
-    tensors = [named_tensors(module) for module in around.modules]
+def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
+    """Yield a `Contents` for each tensor that the region may write. Some have no copy."""
+    tensors = [named_tensors(module) for module in surroundings.modules]
     seen: set[int] = set()
-    unseen = around.writes & UNSEEN != 0
+    unseen = surroundings.writes & UNSEEN != 0
     left = LARGE_BUDGET if unseen else BUDGET
 
     def contents(t: object, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
@@ -227,7 +233,7 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
         plain = type(t) in _COPIED or isinstance(t, FakeTensor)
         if not plain or t.layout is not torch.strided or t.is_quantized or t.is_inference():
             return
-        if producer_of(t) is not None:  # what a region can make again it restores itself
+        if producer_of(t) is not None:  # the region that can recompute the tensor restores it
             return
         nbytes = t.nbytes
         known = len(_written) > 0 and t in _written and not isinstance(t, nn.Parameter)
@@ -237,7 +243,7 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
             copied = True
         yield Contents(t, trusted, copied, summed)
 
-    for module, (_, buffers) in zip(around.modules, tensors, strict=True):
+    for module, (_, buffers) in zip(surroundings.modules, tensors, strict=True):
         if buffers:
             own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
             for t in buffers.values():
@@ -245,23 +251,29 @@ def _bytes(around: Surroundings) -> Iterator[Contents]:
                     yield Uninitialized(t)
                 elif t is not None and not t.requires_grad:
                     yield from contents(t, not own)
-    may_write = may_write_parameters(around.writes)
-    for module, (parameters, _) in zip(around.modules, tensors, strict=True):
-        asks = may_write or "max_norm" in module.__dict__  # of an embedding
-        if asks and _may_write_parameters(module, around.writes):
+    may_write = may_write_parameters(surroundings.writes)
+    for module, (parameters, _) in zip(surroundings.modules, tensors, strict=True):
+        is_candidate = may_write or "max_norm" in module.__dict__  # an attribute of embeddings
+        if is_candidate and _may_write_parameters(module, surroundings.writes):
             for t in parameters.values():
                 if not is_uninitialized(t):
                     yield from contents(t)
     captured = (
-        t for held in (*around.attributes, *around.objects, *around.given) for t in values_of(held)
+        t
+        for container in (
+            *surroundings.attributes,
+            *surroundings.objects,
+            *surroundings.argument_state,
+        )
+        for t in values_of(container)
     )
-    for t in (*captured, *around.tensors):
+    for t in (*captured, *surroundings.tensors):
         if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not t.requires_grad:
             yield from contents(t)
 
 
 def _may_write_parameters(module: nn.Module, writes: int) -> bool:
-    """Return True if the parameters of a module have to be copied in this forward."""
+    """Return True if the parameters of a module must be copied in this forward."""
     if writes & UNSEEN:
         return True
     may_write = module.__dict__.get("max_norm") is not None  # an embedding

@@ -1,7 +1,7 @@
-"""Capture what a forward depends on besides its arguments, and repeat it.
+"""Capture the global state that a forward depends on, and restore it for the recompute.
 
-That is random numbers, autocast, modes and defaults. The hooks of modules are in `calls`, and what
-is in the places that a forward reaches is in `effects`.
+This state includes random numbers, autocast, modes and defaults. `calls` restores the hooks of
+modules, and `effects` restores tensors, attributes and containers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _native: Any = sys.modules.get(_library.SAVED_TENSORS)
 def register_rng_tracker(tracker: object) -> RemovableHandle:
     """Repeat the random numbers of a generator or tracker in every recompute from now on.
 
-    The default generators of the CPU and of every device are repeated anyway. So is each
-    `torch.Generator`, `random.Random` or `numpy.random.Generator` that a region is called with,
-    closes over or names as a global. A module or another object among these may also have it as an
-    attribute, or name it in its forward or `__call__`. Others are repeated only if registered, and
-    so are those that a process has once, `random` and `numpy.random`.
+    Recomputes always repeat the default generators of the CPU and of every device. They also repeat
+    each `torch.Generator`, `random.Random` and `numpy.random.Generator` that a region has as an
+    argument, in its closure or as a global. It may also be an attribute of a module or another
+    object that the region reaches, or a name in that object's forward or `__call__`. Register other
+    generators, and the global ones of `random` and `numpy.random`.
 
     Args:
         tracker: a generator, `random`, `numpy.random`, or an object with `get_states()` and
@@ -52,7 +52,7 @@ def register_rng_tracker(tracker: object) -> RemovableHandle:
         A handle whose `remove()` undoes the registration.
 
     Raises:
-        TypeError: `tracker` is neither.
+        TypeError: `tracker` has no state that can be read and set.
 
     Example:
         >>> handle = storage_ops.register_rng_tracker(torch.Generator())
@@ -68,8 +68,8 @@ _ACCESSORS = (("get_states", "set_states"), ("get_state", "set_state"), ("getsta
 
 
 def _accessors(source: object) -> State:
-    if (found := state_of(source)) is not None:
-        return found
+    if (accessors := state_of(source)) is not None:
+        return accessors
     for get, put in _ACCESSORS:
         if hasattr(source, get) and hasattr(source, put):
             return getattr(source, get), getattr(source, put)
@@ -90,7 +90,7 @@ def rng_of(device: torch.device) -> State:
 
 def _state_of_cpu() -> Tensor:
     state = torch.default_generator.get_state()
-    if torch._C._len_torch_dispatch_stack():  # a simulation of `storage_ops.memory` counts it
+    if torch._C._len_torch_dispatch_stack():  # simulations count the memory of the state
         for mode in _get_current_dispatch_mode_stack():
             getattr(mode, "note_random_state", lambda _: None)(state)
     return state
@@ -100,9 +100,9 @@ _RNG_OF_CPU = rng_of(torch.device("cpu"))
 
 
 def _device() -> torch.device | None:
-    """Return the device where factories put tensors by default; None if no mode can have set one.
+    """Return the default device, or None if no mode is active that can set one.
 
-    Asking torch is slow, and mostly there is no mode.
+    `torch.get_default_device` is slow, and usually no mode is active.
     """
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
@@ -138,7 +138,7 @@ def _set_attention(attention: Callable[..., Tensor]) -> None:
 
 
 class _Switch(threading.local):
-    """The switch that makes checkpoints of this thread plain calls."""
+    """Per-thread flag: whether checkpoints are plain calls."""
 
     off = False
 
@@ -147,13 +147,13 @@ _switch = _Switch()
 
 
 def is_disabled() -> bool:
-    """Return True inside of `disable_checkpointing`."""
+    """Return True inside a `disable_checkpointing()` block."""
     return _switch.off
 
 
 def is_traced_by_fx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call has proxies of `torch.fx.symbolic_trace`, which are no tensors."""
-    # make_fx sets the flag too.
+    """Return True if an argument is a proxy of `torch.fx.symbolic_trace`, which is not a tensor."""
+    # The flag alone does not suffice, because make_fx sets it too.
     if torch.compiler.is_compiling() or not fx_trace.is_fx_symbolic_tracing():
         return False
     return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
@@ -167,10 +167,10 @@ def _disable(off: bool) -> None:
 def disable_checkpointing() -> Iterator[None]:
     """Make every checkpoint of this package a plain call, in the forwards of a with block.
 
-    Holds for checkpointed layers, `OutputDiscardCheckpoint`, `output_discard` and chains, in this
-    thread, in traced steps too: they save what plain autograd saves, and free nothing. A backward
-    may run anywhere; it repeats what was checkpointed in the forward. Compiled code and
-    `torch.utils.checkpoint` keep their checkpoints.
+    This covers checkpointed layers, `OutputDiscardCheckpoint`, `output_discard` and chains in this
+    thread, in traced steps too. They save the same tensors as plain autograd, and free nothing. The
+    backward may run inside or outside of the block. Compiled code and `torch.utils.checkpoint` are
+    not changed.
 
     Example:
         >>> layer = storage_ops.CheckpointWrapper(torch.nn.Linear(4, 4))
@@ -188,8 +188,8 @@ def disable_checkpointing() -> Iterator[None]:
 
 # Settings of torch that are on or off.
 _FLAGS: tuple[State, ...] = (
-    # torch.nn.attention.sdpa_kernel. Not the order in which it prefers them: torch changes that by
-    # itself, at the first attention of a process on some GPUs.
+    # torch.nn.attention.sdpa_kernel. The priority of the backends is not restored, because torch
+    # itself changes it in the first attention of a process on some GPUs.
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
@@ -211,7 +211,7 @@ def _set_flags(values: tuple[bool, ...]) -> None:
             put(value)
 
 
-# Modes that change what the same code computes, or by which kernel, which may save other tensors.
+# Settings that change results, or select kernels, which may save other tensors.
 _OF_TORCH: tuple[State, ...] = (
     (_flags, _set_flags),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -220,27 +220,28 @@ _OF_TORCH: tuple[State, ...] = (
 _OTHERS: tuple[State, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (is_disabled, _disable),
-    # Context parallelism exchanges this function for the forward.
+    # Context parallelism replaces this function during the forward.
     (_attention, _set_attention),
 )
-# By the number that the library has for the settings of torch: their values, and autocast on a CPU.
+# Maps the library's number for the settings of torch to their values, and autocast on the CPU.
 _known_settings: dict[int | None, tuple[list[Any], _Autocast]] = {}
 
 
 def _settings() -> tuple[int | None, list[Any], _Autocast]:
-    """Return the library's number, the settings of torch and autocast on a CPU.
+    """Return a number for the settings of torch, their values, and autocast on the CPU.
 
-    They are read without Python code once they are known. The number is None without a library.
+    The number comes from the library, and is None without a library. If it is known, no setting is
+    read in Python.
     """
     number = None if _native is None else _native.settings()
-    found = None if number is None else _known_settings.get(number)
-    if found is None:
-        found = _known_settings[number] = [get() for get, _ in _OF_TORCH], _autocast("cpu")
-    return number, *found
+    settings = None if number is None else _known_settings.get(number)
+    if settings is None:
+        settings = _known_settings[number] = [get() for get, _ in _OF_TORCH], _autocast("cpu")
+    return number, *settings
 
 
 def _dual_number() -> torch.Tensor | None:
-    """Return a dual number that loses its tangent when the current level ends, if there is one."""
+    """Return a dual number, which loses its tangent when the level ends; None outside a level."""
     if forward_ad._current_level < 0:
         return None
     dual = forward_ad.make_dual(torch.zeros(()), torch.ones(()))
@@ -248,7 +249,7 @@ def _dual_number() -> torch.Tensor | None:
 
 
 class _Leave:
-    """Leaves a context manager, once."""
+    """Callable that exits a context manager in its first call."""
 
     def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
         self._context: contextlib.AbstractContextManager[Any] | None = context
@@ -260,39 +261,39 @@ class _Leave:
 
 
 class ExecutionState:
-    """State captured before a region runs; a context manager that runs it again the same way."""
+    """State captured before a region runs, and a context manager that restores it."""
 
-    def __init__(self, around: Surroundings, preserve_rng_state: bool) -> None:
+    def __init__(self, surroundings: Surroundings, preserve_rng_state: bool) -> None:
         """Capture the state for a call with these surroundings."""
-        devices = set(around.devices)
+        devices = set(surroundings.devices)
         if torch.cuda.is_initialized():
             devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
         self._number, self._of_torch, autocast = _settings()
         self._autocast = {device.type: _autocast(device.type) for device in devices}
         self._autocast["cpu"] = autocast
         self._device = _device()
-        self.modes = active_modes()  # a recompute enters them around the call alone
+        self.modes = active_modes()  # a recompute enters them only around the call
         self._current = torch.cuda.current_device() if "cuda" in self._autocast else -1
         self._others = [get() for get, _ in _OTHERS]
         self._dual = _dual_number()
         self._undo: list[Callable[[], object]] = []
-        self._modules, self._known = around.modules, around.known
-        self._training = [(module, module.training) for module in around.modules]
-        # A known walk has found no hooks; the rest of it is compared before a recompute.
-        self._calls = Calls(around.modules) if around.known is None else None
-        self.effects = Effects(around)
+        self._modules, self._known = surroundings.modules, surroundings.known
+        self._training = [(module, module.training) for module in surroundings.modules]
+        # A known walk has no hooks, and compares the rest of its reads before a recompute.
+        self._calls = Calls(surroundings.modules) if surroundings.known is None else None
+        self.effects = Effects(surroundings)
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
             return
         sources = [_RNG_OF_CPU, *map(rng_of, devices)] if devices else [_RNG_OF_CPU]
-        sources += [_accessors(each) for each in (*around.generators, *_trackers.values())]
+        sources += [_accessors(g) for g in (*surroundings.generators, *_trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
 
     def check_dual_level(self, region: str) -> None:
         """Raise if the forward ran in a level of dual numbers that has ended.
 
-        A repetition then has no tangents, and does less work than the forward. Another level that
-        is active now has none of the tangents either.
+        Then the recompute has no tangents, and runs fewer ops than the forward. Another level that
+        is active now does not have these tangents.
 
         Args:
             region: the name of the region.
@@ -305,7 +306,7 @@ class ExecutionState:
             )
 
     def __enter__(self) -> None:
-        """Make the captured state current, where it is not."""
+        """Restore the captured state."""
         self._undo = []
         try:
             self._restore()
@@ -314,14 +315,14 @@ class ExecutionState:
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Put back the state of before, all of it, even after an error."""
+        """Put back the whole state from before `__enter__`, even after an error."""
         self.put_back()
 
     def put_back(self) -> None:
-        """Put back the rest of the state of before, as after an interrupt of `__exit__`."""
+        """Put back the state from before `__enter__`. Continue if an interrupt ended `__exit__`."""
         try:
             while self._undo:
-                self._undo[-1]()  # once more if an interrupt comes before the next line
+                self._undo[-1]()  # runs again if an interrupt comes before the next line
                 self._undo.pop()
         except Exception:
             self._undo.pop()
@@ -334,7 +335,7 @@ class ExecutionState:
         self._undo.append(functools.partial(put, back))
         put(value)
 
-    def _around(self, context: contextlib.AbstractContextManager[Any]) -> None:
+    def _enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
         context.__enter__()
         self._undo.append(_Leave(context))
 
@@ -344,18 +345,18 @@ class ExecutionState:
             if is_as_before and device_type == "cpu":
                 continue
             if _autocast(device_type) != (enabled, dtype, cache):
-                self._around(torch.autocast(device_type, dtype, enabled, cache))
+                self._enter(torch.autocast(device_type, dtype, enabled, cache))
         if _device() != self._device:
-            self._around(self._device or torch.device("cpu"))
+            self._enter(self._device or torch.device("cpu"))
         if self._current >= 0:
-            self._around(torch.cuda.device(self._current))
+            self._enter(torch.cuda.device(self._current))
         if not is_as_before:
             self._restore_settings(_OF_TORCH, self._of_torch)
         self._restore_settings(_OTHERS, self._others)
         unchanged = self.effects.are_places_unchanged()
         if not unchanged:
             self._restore_training()
-        # Before the effects, which may reach what a tracker returns and is given.
+        # Before the effects, because they may reach the states that a tracker returns.
         for get, put, state in self._rng:
             self._set(put, state, get())
         if not unchanged:

@@ -1,4 +1,4 @@
-"""Objects and containers around a call: what they held before it, given back for a recompute."""
+"""Restore the attributes and items of objects and containers around a call for its recompute."""
 
 from __future__ import annotations
 
@@ -27,24 +27,32 @@ _MANY = 4096  # items of a container beyond which it is data
 class Holders:
     """The variables, attributes, items and buffers around one call, as they are before it."""
 
-    def __init__(self, around: Surroundings, contents_of: Callable[[Any], Any] = copy_of) -> None:
-        """Remember them; `finish` when the forward has run.
+    def __init__(
+        self, surroundings: Surroundings, contents_of: Callable[[Any], Any] = copy_of
+    ) -> None:
+        """Remember the values. Call `finish` when the forward has run.
 
         Args:
-            around: the surroundings of the call.
-            contents_of: returns what a container held before the call.
+            surroundings: the surroundings of the call.
+            contents_of: returns a copy of a container's contents before the call.
         """
-        self._names = [(place, name, _named(value)) for place, name, value in around.names]
-        self._contents = [(c, contents_of(c)) for c in around.given if len(c) <= _MANY]
-        self._attributes = [
-            Attributes(held, contents_of(held), around.code) for held in around.attributes
+        self._names = [(place, name, _named(value)) for place, name, value in surroundings.names]
+        self._contents = [
+            (c, contents_of(c)) for c in surroundings.argument_state if len(c) <= _MANY
         ]
-        self._attributes += [Attributes(held, contents_of(held), None) for held in around.objects]
-        self._items = list(_items(around, contents_of))
+        self._attributes = [
+            Attributes(attributes, contents_of(attributes), surroundings.code)
+            for attributes in surroundings.attributes
+        ]
+        self._attributes += [
+            Attributes(attributes, contents_of(attributes), None)
+            for attributes in surroundings.objects
+        ]
+        self._items = list(_items(surroundings, contents_of))
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self.parameters: list[Tensor] = []
-        for module in around.modules:
+        for module in surroundings.modules:
             parameters, buffers = named_tensors(module)
             for name, t in contents_of(parameters).items():
                 if t is not None and not is_uninitialized(t):
@@ -56,36 +64,37 @@ class Holders:
         self._running = True
 
     def finish(self) -> None:
-        """Let go of what the forward has left alone."""
+        """Drop values that need no restore, after the forward has run."""
         self._running = False
         replaced = [value for attributes in self._attributes for value in attributes.finish()]
-        if replaced:  # they may hold graphs of earlier steps
+        if replaced:  # these containers may reference graphs of earlier steps
             self._items = [items for items in self._items if not items.is_of(replaced)]
         for items in self._items:
             items.finish()
-        changes = [(held, _changed(before, held)) for held, before in self._buffers]
-        self._buffers = [(held, changed) for held, changed in changes if changed]
+        changes = [(buffers, _changed(before, buffers)) for buffers, before in self._buffers]
+        self._buffers = [(buffers, changed) for buffers, changed in changes if changed]
 
     def finish_unchanged(self) -> None:
-        """Note that the forward has left all alone. Others may have changed it since."""
+        """Note that the forward has changed nothing. Other code may have changed values since."""
         self._running, self._buffers = False, []
 
     def exchanged(self) -> list[Tensor]:
-        """Return the parameters and buffers that are not in their places any more."""
-        return [t for held, name, t in self._slots if held.get(name) is not t]
+        """Return the parameters and buffers that were replaced or removed since."""
+        return [t for tensors, name, t in self._slots if tensors.get(name) is not t]
 
     def restore_tensors(self, undo: Undo) -> None:
         """Give variables, parameters and buffers their earlier values."""
         for place, name, value in self._names:
             if not is_same(value, _value_of(place, name)):
                 _set_name(place, name, value_of(value), undo)
-        for held, name, t in self._slots:
-            now = held.get(name)
+        for tensors, name, t in self._slots:
+            now = tensors.get(name)
             if now is t or now is None:
                 continue
-            # One in another layout was sharded or gathered, by code that looks after that.
+            # A tensor with another DTensor spec was sharded or gathered. The code that did so
+            # also restores it.
             if getattr(now, "_spec", None) == getattr(t, "_spec", None):
-                set_item(held, name, t, undo)
+                set_item(tensors, name, t, undo)
 
     def restore_contents(self, undo: Undo) -> None:
         """Give attributes and containers their earlier values."""
@@ -93,10 +102,10 @@ class Holders:
             attributes.restore(undo, self._running)
         for items in self._items:
             items.restore(undo)
-        for held, before in self._buffers:
-            changed = _changed(before, held) if self._running else before
+        for buffers, before in self._buffers:
+            changed = _changed(before, buffers) if self._running else before
             for name, value in changed.items():
-                set_item(held, name, value, undo)
+                set_item(buffers, name, value, undo)
         for container, contents in self._contents:
             if not has(container, contents):
                 undo.append(partial(put, container, copy_of(container)))
@@ -109,8 +118,8 @@ def _named(value: Any) -> Any:
 
 
 def is_uninitialized(t: Tensor | None) -> bool:
-    """Return True for a parameter without a shape."""
-    # The class is looked at first: isinstance asks a Parameter's metaclass, which takes long.
+    """Return True for a lazy parameter that has no shape yet."""
+    # The class is tested first, because isinstance is slow with a Parameter's metaclass.
     return type(t) is not nn.Parameter and isinstance(t, nn.UninitializedParameter)
 
 
@@ -118,9 +127,9 @@ NamedTensors = tuple[dict[str, Any], dict[str, Any]]
 
 
 def named_tensors(module: nn.Module) -> NamedTensors:
-    """Return the parameters and the buffers of a module itself.
+    """Return the parameters and the buffers of a module, without those of its submodules.
 
-    They are copies where the module is TorchScript's, which exchanges none.
+    For a TorchScript module, the dictionaries are copies. Its tensors are never replaced.
     """
     parameters, buffers = module._parameters, module._buffers
     if isinstance(parameters, dict):
@@ -128,13 +137,13 @@ def named_tensors(module: nn.Module) -> NamedTensors:
     return dict(parameters.items()), dict(buffers.items())
 
 
-def _items(around: Surroundings, contents_of: Callable[[Any], Any]) -> Iterator[Items]:
-    """Yield the items of containers, all of those that are in attributes."""
-    if not around.containers:
+def _items(surroundings: Surroundings, contents_of: Callable[[Any], Any]) -> Iterator[Items]:
+    """Yield the items of containers: `AllItems` for containers in attributes, else `Items`."""
+    if not surroundings.containers:
         return
-    holders = (*around.attributes, *around.objects)
-    state = {id(value) for held in holders for value in held.values()}
-    for container in around.containers:  # an outer one comes before those in it
+    dictionaries = (*surroundings.attributes, *surroundings.objects)
+    state = {id(value) for attributes in dictionaries for value in attributes.values()}
+    for container in surroundings.containers:  # an outer container comes before those in it
         if id(container) in state:
             state.update(map(id, values_of(container)))
             yield AllItems(container, contents_of(container))
@@ -142,17 +151,17 @@ def _items(around: Surroundings, contents_of: Callable[[Any], Any]) -> Iterator[
             yield Items(container, contents_of(container))
 
 
-def values_of(held: Collection[Any]) -> Any:
-    """Return the values of a mapping, or the items of another container; none if there are many."""
-    if len(held) > _MANY:
+def values_of(container: Collection[Any]) -> Any:
+    """Return the values of a mapping, or the items of another container; () if it is long."""
+    if len(container) > _MANY:
         return ()
-    return values_in(held)
+    return values_in(container)
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the earlier values of names of buffers whose value is another now.
+    """Return the earlier values of the buffers that were replaced, added or removed.
 
-    A name that had none is there with `MISSING`.
+    The earlier value of an added buffer is `MISSING`.
     """
     if has(now, before):
         return {}
@@ -182,5 +191,5 @@ def _value_of(place: object, name: str) -> Any:
         return place.get(name, MISSING)
     try:
         return getattr(place, name)
-    except ValueError:  # a cell that nothing is bound to
+    except ValueError:  # an empty cell
         return MISSING

@@ -1,10 +1,12 @@
-"""Walks over surroundings that a later call does not repeat in Python.
+"""Spare later calls the search for the objects that a region may read.
 
-A step calls the same layers again and again, and mostly finds around them what the last step found.
-The first walk notes each container and object that it reads. The library of saved tensors compares
-these reads with what is there now, and takes what a walk would return. The library
-can compare code, modules, plain values and containers of them. A walk that finds hooks, or tensors
-besides parameters and buffers, is never known.
+A *walk* is such a search (`reachable.py`). Training calls the same layers again in each step, and
+the walk usually finds the same objects. So one walk notes the containers and objects that it
+reads. For later calls, the library of saved tensors compares these reads with the present objects,
+and returns the result of the walk without Python code. The walk is then *known*.
+
+The library can compare code, modules, plain values and containers of them. A walk that finds hooks,
+or tensors other than parameters and buffers, never becomes known.
 """
 
 from __future__ import annotations
@@ -32,50 +34,51 @@ from storage_ops.foundation.walk import (
     values_in,
 )
 
-# How a read looks at an object, as in csrc/checkpoint/walk.cpp: at all items of a container, at the
-# entries of its `__dict__`, or at some attributes or items.
+# Kinds of reads, with the numbers of csrc/checkpoint/walk.cpp: all items of a container, all
+# entries of an object's `__dict__`, some attributes of an object, some items of a dictionary.
 _ITEMS, _VARS, _ATTRIBUTES, _NAMES = range(4)
-_COMPARED = (list, dict, defaultdict)  # containers whose order the library sees
+_COMPARED = (list, dict, defaultdict)  # containers whose order the library can compare
 _OF_FUNCTION = ("__code__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_MANY = 4096  # walks that are known at a time
-_ATTEMPTS = 3  # to know a walk, of which no later call finds the same
+_MANY = 4096  # the number of walks that can be known at the same time
+_ATTEMPTS = 3  # walks that are noted, without a later call that finds the same, before giving up
 
 
 class Reads:
-    """What one walk has read, in its order.
+    """The reads of one walk, in their order.
 
     Attributes:
-        are_complete: whether the library can compare all of it.
+        entries: for each read its kind, the object, names, whether its values are restored for the
+            recompute, and whether the object outlives the model.
+        are_complete: whether the library can compare all reads.
     """
 
     def __init__(self) -> None:
-        """Begin with no reads."""
-        # The way, the holder, names, whether it is restored, and whether it outlives the model.
-        self.made: list[tuple[int, Any, Sequence[str], bool, bool]] = []
-        self.made += [(_ITEMS, hooks, (), True, True) for hooks in HOOKS_OF_ALL_MODULES]
+        """Begin with the hooks that torch calls for every module."""
+        self.entries: list[tuple[int, Any, Sequence[str], bool, bool]] = []
+        self.entries += [(_ITEMS, hooks, (), True, True) for hooks in HOOKS_OF_ALL_MODULES]
         self.are_complete = not any(HOOKS_OF_ALL_MODULES)
 
     def _add(
-        self, way: int, holder: object, names: Sequence[str] = (), restored: bool = False
+        self, kind: int, holder: object, names: Sequence[str] = (), restored: bool = False
     ) -> None:
-        self.made.append((way, holder, names, restored, False))
+        self.entries.append((kind, holder, names, restored, False))
 
     def give_up(self) -> None:
         """Note that the walk depends on an object that the library cannot compare."""
         self.are_complete = False
 
     def own(self, functions: Iterable[Any]) -> None:
-        """Note functions that follow from classes."""
-        self.made += [(_ATTRIBUTES, function, (), False, True) for function in functions]
+        """Note functions that classes determine, and that therefore outlive the model."""
+        self.entries += [(_ATTRIBUTES, function, (), False, True) for function in functions]
 
     def add_class(self, cls: type) -> None:
         """Note the attributes of a class."""
-        (attributes,) = gc.get_referents(vars(cls))  # the dictionary that it is a view of
-        self.made.append((_ITEMS, attributes, (), False, True))
+        (attributes,) = gc.get_referents(vars(cls))  # the dictionary behind the mappingproxy
+        self.entries.append((_ITEMS, attributes, (), False, True))
 
     def add_container(self, container: Any, restored: bool) -> None:
-        """Note the items of a list, tuple or dictionary."""
+        """Note the items of a list, tuple or dictionary, which are restored if `restored`."""
         kind = type(container)
         is_ordered = kind in _COMPARED or (kind is OrderedDict and not container)
         if len(container) > LONG or not (is_ordered or isinstance(container, tuple)):
@@ -92,7 +95,7 @@ class Reads:
 
     def add_partial(self, call: Any) -> None:
         """Note the function and the arguments of a `functools.partial`."""
-        if type(call) is not functools.partial:  # a subclass may run code for an attribute
+        if type(call) is not functools.partial:  # a subclass may run code to get an attribute
             self.give_up()
         self._add(_ATTRIBUTES, call, ("func", "args", "keywords"))
         self.add_container(call.args, False)
@@ -115,10 +118,10 @@ class Reads:
         if "forward" in vars(module) or not isinstance(module._parameters, dict):
             self.give_up()
         if any(isinstance(value, Tensor) for value in vars(module).values()):
-            self.give_up()  # with its graph
+            self.give_up()  # the tensor may have a graph
         self.add_object(module)
-        for held in (module._modules, module._parameters, module._buffers):
-            self.add_container(held, True)
+        for children in (module._modules, module._parameters, module._buffers):
+            self.add_container(children, True)
         for name in _HOOKS:
             hooks = getattr(module, name)
             if hooks:
@@ -127,26 +130,28 @@ class Reads:
         if any(isinstance(p, nn.UninitializedParameter) for p in module._parameters.values()):
             self.give_up()
 
-    def add_values(self, held: Any) -> None:
-        """Note the tuples among attributes or items, whose tensors are restored."""
-        for value in values_in(held):
+    def add_values(self, container: Any) -> None:
+        """Note the tuples among attributes or items. Give up if there are tensors."""
+        for value in values_in(container):
             if isinstance(value, tuple):
                 self._add(_ITEMS, value)
-                if any(kind_of(type(each)) != PLAIN for each in value):
+                if any(kind_of(type(item)) != PLAIN for item in value):
                     self.give_up()
             elif isinstance(value, Tensor):
                 self.give_up()
 
 
 class Objects(NamedTuple):
-    """What a walk has found: lists of objects, and facts of code that do not change.
+    """The result of a walk: lists of objects, and facts about code that do not change.
 
     Attributes:
-        modules, parameters, objects, containers: as in `Surroundings`.
-        scopes, values: of the variables with modules in them.
-        names: of these variables.
+        modules, objects, containers: as in `Surroundings`.
+        parameters: the parameters of the modules.
+        scopes: the scopes of the variables whose values are modules.
+        values: the values of these variables.
+        names: the names of these variables.
         code, writes: as in `Surroundings`.
-        has_bytes: whether there may be tensors whose bytes are copied.
+        has_bytes: whether there may be tensors whose bytes must be copied.
     """
 
     modules: list[nn.Module]
@@ -161,20 +166,20 @@ class Objects(NamedTuple):
     has_bytes: bool
 
 
-_GROUPS = 6  # the lists of `Objects` with objects of a model
+_GROUPS = 6  # the first fields of `Objects`, which reference objects of the model
 
 
-class _Known:
-    """A walk that later calls may find again."""
+class _Entry:
+    """A walk that may be known."""
 
     def __init__(self) -> None:
         self.walk: Any = None
-        self.facts: tuple[Any, ...] = ()  # the fields of `Objects` without objects of a model
-        self.attempts = 0  # since a call has found the same
+        self.facts: tuple[Any, ...] = ()  # the other fields of `Objects`
+        self.attempts = 0  # the number of walks noted since a call last found the same
 
 
-class Found:
-    """What a known walk finds around one call."""
+class KnownWalk:
+    """The result of a known walk for one call."""
 
     __slots__ = ("_facts", "_seen", "is_unchanged")
 
@@ -183,82 +188,93 @@ class Found:
         self.is_unchanged: Callable[[], bool] = seen.is_unchanged
 
     def contents(self, container: Any) -> Any:
-        """Return what `copy_of` returned for a container before the call."""
-        found = self._seen.contents(container)
-        return copy_of(container) if found is None else found  # it has replaced another one
+        """Return a copy of a container's contents before the call."""
+        contents = self._seen.contents(container)
+        # A container that the walk has not read has replaced another one since.
+        return copy_of(container) if contents is None else contents
 
     @property
     def has_bytes(self) -> bool:
-        """Return True if there may be tensors whose bytes are copied."""
+        """Return True if there may be tensors whose bytes must be copied."""
         return bool(self._facts[-1])
 
     def noted(self) -> Any:
-        """Return what `parameters.noted` returns for the parameters."""
+        """Return the result of `parameters.noted` for the parameters."""
         return self._seen.noted(1)
 
     def objects(self) -> Objects:
-        """Return the objects that the walk has found."""
+        """Return the result of the walk."""
         return Objects(*map(self._seen.group, range(_GROUPS)), *self._facts)
 
 
-_known: dict[tuple[int, ...], _Known] = {}
+_known: dict[tuple[int, ...], _Entry] = {}
 
 
-def roots_of(fn: Callable[..., Any], given: list[Any]) -> list[Any] | None:
-    """Return the functions and modules that a walk begins with; None if it cannot be known.
+def roots_of(fn: Callable[..., Any], arguments: list[Any]) -> list[Any] | None:
+    """Return the functions and modules at which a walk begins; None if it cannot become known.
 
     Args:
-        fn: what is called. Its parts are returned if it is a bound method or a partial.
-        given: arguments that are no tensors.
+        fn: the function of the region. A bound method or a partial is split into its parts.
+        arguments: the arguments that are not tensors.
     """
     if _native is None:
         return None
-    if given and any(kind_of(type(value)) != PLAIN for value in given):
+    if arguments and any(kind_of(type(value)) != PLAIN for value in arguments):
         return None
-    found: list[Any] = []
+    roots: list[Any] = []
     stack: list[Any] = [fn]
     while stack:
         value = stack.pop()
         kind = kind_of(type(value))
         if kind in (FUNCTION, MODULE):
-            found.append(value)
+            roots.append(value)
         elif kind == PARTIAL:
             stack += (value.func, *value.args, *value.keywords.values())
         elif kind == METHOD:
             stack += (value.__self__, value.__func__)
         elif kind != PLAIN:
             return None
-    return found[::-1]  # as a walk puts the parts of a call on its stack
+    return roots[::-1]  # in the order in which a walk puts the parts of a call on its stack
 
 
-def find(roots: list[Any]) -> tuple[Found | None, Reads | None]:
-    """Return what a walk from these roots finds; if it is not known, what is to note its reads."""
+def find(roots: list[Any]) -> tuple[KnownWalk | None, Reads | None]:
+    """Return the known walk from these roots, if there is one.
+
+    Returns:
+        The known walk, or None; and an empty `Reads` if the caller must walk and note its reads.
+    """
     key = tuple(map(id, roots))
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = _Known()
+        known = _known[key] = _Entry()
     elif known.walk is not None:
         seen = known.walk.see(roots)
         if seen is not None:
             known.attempts = 0
-            return Found(seen, known.facts), None
+            return KnownWalk(seen, known.facts), None
         known.walk = None
-    elif known.attempts < _ATTEMPTS:  # not the first call, which may be the only one
+    elif known.attempts < _ATTEMPTS:  # never in the first call, which may be the only one
         return None, Reads()
     return None, None
 
 
-def know(roots: list[Any], reads: Reads, found: Objects) -> None:
-    """Let later calls find what a walk from these roots has found."""
+def know(roots: list[Any], reads: Reads, objects: Objects) -> None:
+    """Make a walk from these roots known.
+
+    Args:
+        roots: the result of `roots_of`.
+        reads: the reads of the walk.
+        objects: the result of the walk.
+    """
     known = _known[tuple(map(id, roots))]
     known.attempts += 1
     if not reads.are_complete:
         known.attempts = _ATTEMPTS
     else:
-        known.walk = _native.Walk(kind_of, roots, reads.made, found[:_GROUPS])
-        known.facts = found[_GROUPS:]
+        known.walk = _native.Walk(kind_of, roots, reads.entries, objects[:_GROUPS])
+        known.facts = objects[_GROUPS:]
 
 
 _native: Any = sys.modules.get(_library.SAVED_TENSORS)

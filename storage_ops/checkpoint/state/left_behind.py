@@ -1,4 +1,4 @@
-"""Take fake tensors out of caches that outlive the run that made them.
+"""Remove fake tensors from caches that outlive the run on fake tensors.
 
 A function with `functools.lru_cache`, a dictionary of masks in a Python module, or an attribute of
 a class keeps the tensors of a run on fake tensors. The next real call would find them and fail.
@@ -33,25 +33,27 @@ from storage_ops.foundation.walk import (
 )
 
 _CACHE: Any = type(functools.lru_cache(int))
-_DEEP = 3  # objects and containers between a name and a tensor
+_DEEP = 3  # nested tuples around a tensor that are searched for their holder
 T = TypeVar("T")
 IsLeft = Callable[[FakeTensor], bool]
-_thawed: list[Callable[[], Any]] = []  # of `few_objects` blocks: what ends the freeze for a moment
+_thaws: list[
+    Callable[[], Any]
+] = []  # for each `few_objects` block, a function that ends its freeze
 
 
 class Left(NamedTuple):
-    """A fake tensor that could not be removed, and a description of the object that holds it."""
+    """A fake tensor that could not be removed, and a description of the object that has it."""
 
     tensor: FakeTensor
     place: str
 
 
 class Namespaces:
-    """The names to which code of modules and functions can bind objects, as they are before a run.
+    """The variables that code of modules and functions can set, as they are before a run.
 
-    They are the globals of the Python modules that define the code, and of functions that those
-    name, with the containers and objects among them. The attributes of classes, and variables of
-    enclosing functions, belong to them too.
+    These are the globals of the Python modules that define the code, and the globals of functions
+    among these, with the containers and objects in them. The attributes of classes, and variables
+    of enclosing functions, are included too.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -74,7 +76,7 @@ class Namespaces:
             self._note_scope(scope)
 
     def _note_scope(self, scope: dict[str, Any]) -> list[dict[str, Any]]:
-        """Note the globals of a Python module; return those of the functions among them."""
+        """Note the globals of a Python module. Return the globals of the functions among them."""
         if not self._note(scope):
             return []
         self._note_values(scope.values())
@@ -90,8 +92,8 @@ class Namespaces:
         return True
 
     def _note_values(self, values: Iterable[Any]) -> None:
-        for given in values:
-            value: Any = given.__func__ if isinstance(given, (staticmethod, classmethod)) else given
+        for each in values:
+            value: Any = each.__func__ if isinstance(each, (staticmethod, classmethod)) else each
             if isinstance(value, _CACHE):
                 self._caches.append(value)
                 value = value.__wrapped__
@@ -108,7 +110,7 @@ class Namespaces:
                     self._note(attributes)
 
     def remove(self, is_left: IsLeft) -> None:
-        """Give names and containers that got a fake tensor of the run what they had before."""
+        """Restore the variables and containers that got a fake tensor of the run."""
         for container, contents in self._contents:
             if type(container) not in MAPPINGS:
                 if any(holds(value, is_left) for value in container):
@@ -135,7 +137,7 @@ class Namespaces:
 def _replaced(
     now: Mapping[Any, Any], contents: dict[Any, Any], is_left: IsLeft
 ) -> list[tuple[Any, Any]]:
-    """Return the keys whose values hold a fake tensor of the run, with their earlier values."""
+    """Return the keys whose new values have a fake tensor of the run, with the earlier values."""
     both = [(key, value, contents.get(key, MISSING)) for key, value in now.items()]
     return [
         (k, before) for k, value, before in both if value is not before and holds(value, is_left)
@@ -143,7 +145,7 @@ def _replaced(
 
 
 def holds(value: object, is_left: IsLeft) -> bool:
-    """Return True if a value is a fake tensor of the run, or has one in it."""
+    """Return True if a value is a fake tensor of the run, or contains one."""
     visits = walk([("", value)], into_functions=False)
     return any(isinstance(v.value, FakeTensor) and is_left(v.value) for v in visits)
 
@@ -153,7 +155,7 @@ def _is_atom(value: object) -> bool:
 
 
 def _remove_from_cache(cache: functools._lru_cache_wrapper[Any], is_left: IsLeft) -> None:
-    """Remove fake tensors from an lru_cache; a cache of limited size forgets all its results."""
+    """Remove fake tensors from an lru_cache. A cache with a `maxsize` is cleared."""
     referents = gc.get_referents(cache)
     for results in referents:
         if type(results) is dict and results is not vars(cache):
@@ -169,26 +171,26 @@ def remove_left_behind(
     """Remove the fake tensors that a run left outside of its modules.
 
     Args:
-        names: as they were before the run.
-        is_left: whether a fake tensor is one of the run.
-        is_any_left: whether there may be one.
+        names: the variables as they were before the run.
+        is_left: returns True for a fake tensor of the run.
+        is_any_left: returns True if a fake tensor of the run may exist.
 
     Returns:
-        Tensors that are still held, by an object that is neither a cache nor a container.
+        The tensors that objects other than caches and containers still reference.
     """
     if not is_any_left():
         return []
     names.remove(is_left)
     if not is_any_left():
         return []
-    for thaw in _thawed:  # else the collector does not know who refers to a tensor
+    for thaw in _thaws:  # the collector finds no references from frozen objects
         thaw()
-    gc.collect(1)  # cycles of the run itself
+    gc.collect(1)  # frees reference cycles of the run
     left = [t for t in gc.get_objects() if type(t) is FakeTensor and is_left(t)]
-    found = [each for t in left for each in _removed(t, left, 0)]
-    if _thawed:
+    not_removed = [entry for t in left for entry in _remove(t, left, 0)]
+    if _thaws:
         gc.freeze()
-    return found
+    return not_removed
 
 
 def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T]) -> T:
@@ -205,9 +207,9 @@ def run_on_fakes(modules: Iterable[nn.Module], run: Callable[[FakeTensorMode], T
         remove_left_behind(names, lambda t: t.fake_mode is mode(), lambda: mode() is not None)
 
 
-def _removed(held: object, ignored: object, depth: int) -> Iterator[Left]:
-    """Remove a value from every cache and container of the process; yield its other holders."""
-    for holder in gc.get_referrers(held):
+def _remove(removed: object, ignored: object, depth: int) -> Iterator[Left]:
+    """Remove a value from every cache and container of the process. Yield its other holders."""
+    for holder in gc.get_referrers(removed):
         if holder is ignored or isinstance(holder, (FakeTensor, FrameType, CellType)):
             continue
         if isinstance(holder, _CACHE):
@@ -215,27 +217,27 @@ def _removed(held: object, ignored: object, depth: int) -> Iterator[Left]:
         elif type(holder) in MAPPINGS:
             owner = next((r for r in gc.get_referrers(holder) if attributes_of(r) is holder), None)
             if owner is not None:
-                yield from _attributes_that_are(held, owner)
+                yield from _attributes_that_are(removed, owner)
                 continue
-            for key in [k for k, value in holder.items() if value is held or k is held]:
+            for key in [k for k, value in holder.items() if value is removed or k is removed]:
                 del holder[key]
         elif type(holder) in CONTAINERS:
-            put(holder, [value for value in holder if value is not held])
+            put(holder, [value for value in holder if value is not removed])
         elif not isinstance(holder, tuple):
-            yield from _attributes_that_are(held, holder)
+            yield from _attributes_that_are(removed, holder)
         elif depth < _DEEP:
-            yield from _removed(holder, ignored, depth + 1)
+            yield from _remove(holder, ignored, depth + 1)
 
 
-def _attributes_that_are(held: object, owner: object) -> Iterator[Left]:
-    t = next((t for t in tree_leaves(held) if isinstance(t, FakeTensor)), None)
+def _attributes_that_are(sought: object, owner: object) -> Iterator[Left]:
+    t = next((t for t in tree_leaves(sought) if isinstance(t, FakeTensor)), None)
     for name, value in attributes_of(owner).items():
-        if value is held and t is not None:
+        if value is sought and t is not None:
             yield Left(t, f"{type(owner).__name__}, under {name!r}")
 
 
 def content_of(cell: CellType) -> Any:
-    """Return the value of a variable of an enclosing function; `MISSING` if it has none."""
+    """Return the value of a closure cell, or `MISSING` if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -243,7 +245,7 @@ def content_of(cell: CellType) -> Any:
 
 
 def set_content(cell: CellType, value: object) -> None:
-    """Give a variable of an enclosing function a value, or none for `MISSING`."""
+    """Set the value of a closure cell, or empty the cell if `value` is `MISSING`."""
     if value is MISSING:
         with contextlib.suppress(ValueError):
             del cell.cell_contents
@@ -253,15 +255,15 @@ def set_content(cell: CellType, value: object) -> None:
 
 @contextlib.contextmanager
 def few_objects() -> Iterator[None]:
-    """Spare runs in a with block from collecting garbage among all objects of the process."""
-    if gc.get_freeze_count():  # by the caller; thawing cannot tell whose objects are whose
+    """Freeze existing objects, so that garbage collections in a with block do not visit them."""
+    if gc.get_freeze_count():  # the caller has frozen objects, which `gc.unfreeze` would thaw too
         yield
         return
     gc.collect()
     gc.freeze()
-    _thawed.append(gc.unfreeze)
+    _thaws.append(gc.unfreeze)
     try:
         yield
     finally:
-        _thawed.pop()
+        _thaws.pop()
         gc.unfreeze()

@@ -1,8 +1,8 @@
-"""Python modes of a user, `TorchFunctionMode` and `TorchDispatchMode`, around a forward.
+"""Restore a user's `TorchFunctionMode` and `TorchDispatchMode` for the recompute.
 
 A mode can change the result of every function or op. So a recompute enters the modes of the forward
-that have ended since. Modes of torch and of this package only observe or trace, or the code that
-enters them enters them again itself, as the two contexts of a selective checkpoint.
+that have ended since. Modes of torch and of this package are left out: they only observe or trace,
+or the code that entered them enters them again, such as a selective checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _is_of_user(mode: object) -> bool:
 class Modes:
     """The modes of a user that were active around a forward, outermost first.
 
-    They include whether torch calls `__torch_function__` at all. torch does not while it runs the
-    `backward` method of a tensor subclass.
+    The object also knows if torch calls `__torch_function__` at all. torch does not, for example,
+    while it runs the `backward` method of a tensor subclass.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Modes:
         return bool(self._stacks[1])
 
     def again(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that enters the modes that have ended by then.
+        """Return a context manager that enters those of the modes that are not active on entry.
 
-        Modes that are active around the backward alone stay active.
+        Other modes, which are active only around the backward, stay active.
 
         Raises:
             RuntimeError: on entry, if an outer mode has ended and an inner one is active.
@@ -87,15 +87,15 @@ def active_modes() -> Modes:
 
 
 def _missing(first: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the modes of `first` to enter, where the modes `now` are active."""
-    again = [mode for mode in now if any(mode is other for other in first)]
-    if [*map(id, again)] != [*map(id, first[: len(again)])]:
+    """Return the modes of `first` that must be entered if the modes `now` are active."""
+    active = [mode for mode in now if any(mode is other for other in first)]
+    if [*map(id, active)] != [*map(id, first[: len(active)])]:
         fail(
             f"a recompute found the Python modes {_names(now)} active, and its forward ran in "
             f"{_names(first)}. Run the backward in none of these modes, or in the same modes, "
             "entered in the same order."
         )
-    return first[len(again) :]
+    return first[len(active) :]
 
 
 def _names(modes: tuple[Any, ...]) -> str:

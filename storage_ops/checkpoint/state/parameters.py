@@ -1,6 +1,6 @@
-"""Versions of parameters, and whether they need a gradient: noted in the forward, compared later.
+"""Note the versions of parameters, and which are frozen, in the forward. Compare them later.
 
-The library of saved tensors does this without Python code for each parameter.
+The library of saved tensors does the same in C++.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Noted:
         return [(at, v) for at, (t, v) in pairs if v >= 0 and t._version != v]
 
     def frozen_or_not(self) -> list[tuple[int, bool]]:
-        """Return the index of each parameter that was frozen or unfrozen, and if it needed grad."""
+        """Return the index and the earlier `requires_grad` of each parameter where it changed."""
         pairs = enumerate(zip(self._parameters, self._needed_grad, strict=True))
         return [(at, needed) for at, (t, needed) in pairs if t.requires_grad != needed]
 
 
 def noted(parameters: list[Tensor]) -> Noted:
-    """Return what is noted of parameters now, by the library if it can be used."""
+    """Return a new `Noted` for the parameters. It is the library's if possible."""
     if _native is None:
         return Noted(parameters)
-    made: Noted = _native.Noted(parameters)
-    return made
+    native: Noted = _native.Noted(parameters)
+    return native
 
 
 _native: Any = sys.modules.get(_library.SAVED_TENSORS)

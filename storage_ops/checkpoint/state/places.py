@@ -1,8 +1,8 @@
-"""Attributes and items of containers: what a region finds in them, and again for its recompute.
+"""Remember attributes and items of containers, and restore them for the recompute.
 
-A tensor with a history is remembered without its graph, which would hold the regions before it. The
-tensor itself is used for the recompute while others hold it, and else its bytes. Other objects may
-hold a graph too, so they are not remembered where the forward replaces them.
+A tensor with an autograd history is remembered without its graph, which would keep earlier regions
+alive. The recompute uses the same tensor if it still exists, and else a new tensor with its bytes.
+Other objects may reference a graph too, so they are not remembered if the forward replaces them.
 """
 
 from __future__ import annotations
@@ -23,48 +23,47 @@ from storage_ops.checkpoint.saved.outputs import SavedOutput, producer_of
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
 from storage_ops.foundation.walk import CONTAINERS, LONG, MAPPINGS, PLAIN, kind_of, values_in
 
-_DEEP = 4  # containers in containers
+_DEEP = 4  # nested containers that are searched
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 
 
 class Attributes:
     """The attributes of a module or another object at the start of a forward.
 
-    Tensors, plain values such as numbers, and tuples and containers of these are restored whoever
-    replaced them. Other values are restored if the forward left them alone: the caller has set them
-    around the forward.
+    Tensors, plain values such as numbers, and tuples and containers of these are always restored.
+    Other values are restored only if the forward did not replace them, but later code did.
     """
 
-    __slots__ = ("_before", "_code", "_held", "_ignored", "_replaced")
+    __slots__ = ("_attributes", "_before", "_code", "_ignored", "_replaced")
 
     def __init__(
         self,
-        held: dict[str, Any],
+        attributes: dict[str, Any],
         before: dict[str, Any],
         code: Iterable[Container[str]] | None,
     ) -> None:
         """Remember attributes.
 
         Args:
-            held: the dictionary of the attributes.
-            before: a copy of it.
-            code: the names that the code of the region uses; None for all names.
+            attributes: the dictionary of the attributes.
+            before: a copy of the dictionary.
+            code: sets of names that the code of the region uses; None for all names.
         """
-        self._held, self._before, self._code = held, before, code
+        self._attributes, self._before, self._code = attributes, before, code
         self._ignored: set[str] = set()
-        self._replaced: set[str] = set()  # by the forward, other than tensors
+        self._replaced: set[str] = set()  # names of values other than tensors, by the forward
 
     def finish(self) -> list[Any]:
-        """Let go of graphs, and of objects that the forward itself has replaced.
+        """Drop references to graphs, and to objects that the forward itself has replaced.
 
         Returns:
-            The containers with tensors that it has replaced.
+            The containers with tensors that the forward has replaced.
         """
-        held, before = self._held, self._before
+        attributes, before = self._attributes, self._before
         replaced: list[Any] = []
-        if not has(held, before):
-            for name in {**before, **held}:
-                then, now = before.get(name, MISSING), held.get(name, MISSING)
+        if not has(attributes, before):
+            for name in {**before, **attributes}:
+                then, now = before.get(name, MISSING), attributes.get(name, MISSING)
                 if then is now or is_state(then):
                     continue
                 if then is MISSING or _is_plain(then):
@@ -81,12 +80,12 @@ class Attributes:
         return replaced
 
     def restore(self, undo: Undo, running: bool) -> None:
-        """Set the attributes to their earlier values; `undo` gets what puts back those of now."""
-        held, before = self._held, self._before
-        if has(held, before):
+        """Restore the attributes. Append functions to `undo` that restore the present values."""
+        attributes, before = self._attributes, self._before
+        if has(attributes, before):
             return
-        for name in {**before, **held}:
-            then, now = before.get(name, MISSING), held.get(name, MISSING)
+        for name in {**before, **attributes}:
+            then, now = before.get(name, MISSING), attributes.get(name, MISSING)
             if is_same(then, now) or name in self._ignored:
                 continue
             if running:
@@ -94,14 +93,14 @@ class Attributes:
             else:
                 replaced = name in self._replaced or self._is_used(name)
             if replaced or _was_state(then) or is_state(now):
-                set_item(held, name, value_of(then), undo)
+                set_item(attributes, name, value_of(then), undo)
 
     def _is_used(self, name: str) -> bool:
         return self._code is None or any(name in names for names in self._code)
 
 
 class Items:
-    """The items of a list or mapping that holds tensors at the start of a forward.
+    """The items of a list or mapping that contains tensors at the start of a forward.
 
     Items that were replaced or removed are restored. Items that were added stay.
     """
@@ -109,26 +108,26 @@ class Items:
     __slots__ = ("_before", "_container")
 
     def __init__(self, container: Any, before: Any) -> None:
-        """Remember the items, of which `before` is a copy."""
+        """Remember the container, and a copy `before` of its items."""
         self._container, self._before = container, before
 
     def is_of(self, containers: Iterable[Any]) -> bool:
-        """Return True if the container is one of these."""
-        return any(self._container is each for each in containers)
+        """Return True if the container is one of `containers`."""
+        return any(self._container is other for other in containers)
 
     @staticmethod
     def may_be_replaced(container: object) -> bool:
-        """Return True if a container has items that can be set, and tensors among them."""
+        """Return True if the items of a container can be set, and there may be tensors in it."""
         if type(container) is not list and type(container) not in MAPPINGS:
             return False
         return _may_hold_state(values_in(container))
 
     def finish(self) -> None:
-        """Let go of graphs."""
-        self._before = _each(remembered, self._before)
+        """Drop references to graphs."""
+        self._before = _map(remembered, self._before)
 
     def restore(self, undo: Undo) -> None:
-        """Set the items to their earlier values; `undo` gets what puts back those of now."""
+        """Restore the items. Append functions to `undo` that restore the present items."""
         container, before = self._container, self._before
         if type(before) is dict:
             for key, then in before.items():
@@ -146,21 +145,21 @@ class Items:
 
 
 class AllItems(Items):
-    """The contents of a container in an attribute of a module or object, which are its state.
+    """All contents of a container that is an attribute of a module or object.
 
-    All of them are restored. If the forward itself has replaced other objects than tensors and
-    plain values in the container, only its tensors are, as in other containers.
+    All items are restored. There is one exception: if the forward has replaced items, and some
+    items are neither tensors nor plain values, only tensors are restored, as `Items` does.
     """
 
     __slots__ = ("_restores_all",)
 
     def __init__(self, container: Any, before: Any) -> None:
-        """Remember the items, of which `before` is a copy."""
+        """Remember the container, and a copy `before` of its items."""
         super().__init__(container, before)
         self._restores_all = True
 
     def finish(self) -> None:
-        """Let go of graphs, and of objects that the forward itself has replaced."""
+        """Drop references to graphs, and to objects that the forward itself has replaced."""
         before = self._before
         if not has(self._container, before) and not _has_no_objects(before):
             self._restores_all = False
@@ -170,24 +169,24 @@ class AllItems(Items):
             super().finish()
 
     def restore(self, undo: Undo) -> None:
-        """Give the container its earlier items; `undo` gets what puts back those of now."""
+        """Restore the items. Append a function to `undo` that restores the present items."""
         container, before = self._container, self._before
         if not self._restores_all:
             super().restore(undo)
         elif not _are_same(before, container):
             undo.append(functools.partial(put, container, copy_of(container)))
-            put(container, _each(value_of, before))
+            put(container, _map(value_of, before))
 
 
-def _each(fn: Callable[[Any], Any], contents: dict[Any, Any] | list[Any]) -> Any:
-    """Apply a function to each value of what `copy_of` returned."""
+def _map(fn: Callable[[Any], Any], contents: dict[Any, Any] | list[Any]) -> Any:
+    """Return the result of `copy_of` with `fn` applied to each value."""
     if type(contents) is dict:
         return {key: fn(value) for key, value in contents.items()}
     return list(map(fn, contents))
 
 
 def _are_same(before: Collection[Any], container: Collection[Any]) -> bool:
-    """Return True if a container holds the items, in their order, that `before` is kept of."""
+    """Return True if a container has the items of `before`, in the same order."""
     if len(before) != len(container):
         return False
     if type(before) is dict and any(map(operator.is_not, before, container)):
@@ -210,7 +209,7 @@ class Remembered:
         self._ref, self._needs_grad = weakref.ref(t), t.requires_grad
         node = (t if t._base is None else t._base).grad_fn
         self._origin = None if node is None else node.name()
-        # An output that another region can make again is remembered, and not held.
+        # If a region can recompute the tensor, no reference here must keep its bytes.
         self._use = None if producer is None else SavedOutput(t, producer)
         self._value = t.detach() if producer is None else None
 
@@ -219,7 +218,7 @@ class Remembered:
         return now is not None and self._ref() is now
 
     def read(self) -> Tensor:
-        """Return the tensor, or another one with its bytes."""
+        """Return the tensor, or a new tensor with its bytes if it was freed."""
         value = self._value if self._use is None else self._use.read()
         assert value is not None
         t = self._ref()
@@ -230,7 +229,7 @@ class Remembered:
 
 
 class _RememberedTuple:
-    """A tuple with tensors in it."""
+    """A tuple that contains tensors."""
 
     __slots__ = ("_kind", "_parts")
 
@@ -256,8 +255,8 @@ class _RememberedContainer:
     __slots__ = ("_contents", "_empty")
 
     def __init__(self, container: Any) -> None:
-        self._contents = _each(remembered, copy_of(container))
-        self._empty = copy.copy(container)  # has the length or the default of its kind
+        self._contents = _map(remembered, copy_of(container))
+        self._empty = copy.copy(container)  # keeps a deque's `maxlen` or a default factory
         self._empty.clear()
 
     def is_(self, now: object) -> bool:
@@ -267,15 +266,15 @@ class _RememberedContainer:
     def read(self) -> Any:
         """Return an equal container."""
         container = copy.copy(self._empty)
-        put(container, _each(value_of, self._contents))
+        put(container, _map(value_of, self._contents))
         return container
 
 
-_Kept = (Remembered, _RememberedTuple, _RememberedContainer)
+_Remembered = (Remembered, _RememberedTuple, _RememberedContainer)
 
 
 def remembered(value: object) -> Any:
-    """Return a value, or an object that stands for it without a graph."""
+    """Return a value, or an object that represents the value without its graph."""
     if isinstance(value, Tensor):
         return Remembered(value) if value.grad_fn is not None or producer_of(value) else value
     if isinstance(value, tuple) and is_state(value):
@@ -283,29 +282,29 @@ def remembered(value: object) -> Any:
     return value
 
 
-def value_of(kept: object) -> Any:
-    """Return the value of which `remembered` returned this."""
-    return kept.read() if isinstance(kept, _Kept) else kept
+def value_of(value: object) -> Any:
+    """Return the original value for a result of `remembered`."""
+    return value.read() if isinstance(value, _Remembered) else value
 
 
-def is_same(kept: object, now: object) -> bool:
-    """Return True if a value is the one of which `remembered` returned `kept`."""
-    if isinstance(kept, _Kept):
-        return kept.is_(now)
-    return kept is now
+def is_same(value: object, now: object) -> bool:
+    """Return True if `now` is the original value for `value`, a result of `remembered`."""
+    if isinstance(value, _Remembered):
+        return value.is_(now)
+    return value is now
 
 
 def is_state(value: object) -> bool:
-    """Return True for a tensor, or a tuple with some in it, as a recurrent layer's state is."""
+    """Return True for a tensor, or a tuple with a tensor, such as a recurrent layer's state."""
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(is_state, value)))
 
 
-def _was_state(kept: object) -> bool:
-    return isinstance(kept, _Kept) or is_state(kept)
+def _was_state(value: object) -> bool:
+    return isinstance(value, _Remembered) or is_state(value)
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Return True for a number, a name and the like, and for a container of them alone."""
+    """Return True for a plain value such as a number or text, or a container of plain values."""
     cls: Any = type(value)
     if _is_kind_of_plain(cls):
         return True
@@ -315,7 +314,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 
 def _has_no_objects(container: object) -> bool:
-    """Return True if a container has tensors and plain values alone, of which it may hold many."""
+    """Return True if a container of any length contains only tensors and plain values."""
     return all(is_state(value) or _is_plain(value) for value in values_in(container))
 
 

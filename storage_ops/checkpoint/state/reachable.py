@@ -1,6 +1,6 @@
-"""Find what a function depends on besides its arguments.
+"""Find the objects that a function may read besides its arguments.
 
-That is what it closes over, is bound to or names.
+They are the object that it is bound to, the values in its closure, its defaults, and globals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.state import code_writes, known_walks
-from storage_ops.checkpoint.state.known_walks import Found, Objects, Reads
+from storage_ops.checkpoint.state.known_walks import KnownWalk, Objects, Reads
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
@@ -47,30 +47,30 @@ from storage_ops.foundation.walk import (
 
 _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
 _KINDS_OF_CONTAINER = frozenset(CONTAINERS)
-_DEEP = 4  # functions that call one another, containers in containers
+_DEEP = 4  # nested calls and containers that are searched
 
 
 @dataclass
 class Surroundings:
-    """The objects that a call depends on, each once.
+    """The objects that a call depends on, each once. The call *reaches* these objects.
 
     Attributes:
-        modules: that it reaches, with all in them.
-        generators: that are reached, or are attributes of something that is.
-        tensors: that are reached by themselves, and not given.
-        devices: of tensors, given or not, but the CPU.
-        names: variables of enclosing functions, and globals, that its code reads, with tensors and
-            modules in them.
-        attributes: those of modules that are reached and are not torch's own.
-        objects: the attributes of other objects that are reached and are not torch's own.
-        containers: short ones that are reached and not given.
-        given: the attributes of objects that are given, and containers in them.
-        writes: how code among all this may write tensors (`code_writes`).
-        code: the names that code among all this uses.
-        called: the names that each function that is reached uses.
-        classes: those of the modules and objects that are reached and are not torch's own.
-        elsewhere: classes and functions that these functions name (`code_writes.elsewhere_of`).
-        known: what an earlier walk tells; then `look` fills in what is not `devices`.
+        modules: the modules, with all their submodules.
+        generators: the random generators.
+        tensors: the tensors that are not arguments, and not parameters, buffers or attributes.
+        devices: the devices of tensors and arguments, except the CPU.
+        names: the variables of enclosing functions, and globals, whose values are tensors or
+            modules, if the code reads them.
+        attributes: the attributes of modules whose class is not torch's own.
+        objects: the attributes of other objects whose class is not torch's own.
+        containers: the short containers that are not part of an argument.
+        argument_state: the attributes of objects that are arguments, and containers in them.
+        writes: how the code may write tensors (`code_writes`).
+        code: the names that the code uses, a set for each function or group of modules.
+        called: the names that each function uses.
+        classes: the classes of the modules and objects, except torch's own.
+        elsewhere: the results of `code_writes.elsewhere_of` for the functions.
+        known: the known walk, if there is one. Then only `devices` is set, until `look` is called.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -81,52 +81,60 @@ class Surroundings:
     attributes: list[dict[str, Any]] = field(default_factory=list)
     objects: list[dict[str, Any]] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
-    given: list[Any] = field(default_factory=list)
+    argument_state: list[Any] = field(default_factory=list)
     writes: int = 0
     code: list[frozenset[str]] = field(default_factory=list)
     called: list[frozenset[str]] = field(default_factory=list)
     classes: dict[Any, None] = field(default_factory=dict)
     elsewhere: dict[Any, None] = field(default_factory=dict)
-    known: Found | None = None
-    _reads: Reads | None = None  # of the walk, where later calls may know it
+    known: KnownWalk | None = None
+    _reads: Reads | None = None  # of the walk, if it may become known
 
     @staticmethod
-    def of(fn: Callable[..., Any], given: list[Any], tensors: Iterable[Tensor]) -> Surroundings:
-        """Return the surroundings of a call of `fn` with what is given, and these tensors in it."""
-        found = Surroundings()
+    def of(fn: Callable[..., Any], arguments: list[Any], tensors: Iterable[Tensor]) -> Surroundings:
+        """Return the surroundings of a call.
+
+        Args:
+            fn: the function that is called.
+            arguments: the arguments that are not tensors.
+            tensors: the tensors among the arguments, and in containers among them.
+        """
+        surroundings = Surroundings()
         for t in tensors:
-            found._add_device(t)
-        start = known_walks.roots_of(fn, given)
+            surroundings._add_device(t)
+        start = known_walks.roots_of(fn, arguments)
         if start is not None:
-            found.known, found._reads = known_walks.find(start)
-            if found.known is not None:
-                return found
-        nothing = frozenset[str]()
+            surroundings.known, surroundings._reads = known_walks.find(start)
+            if surroundings.known is not None:
+                return surroundings
+        no_names = frozenset[str]()
         called = [fn] if start is None else start
-        roots = [*((value, 0, False, nothing) for value in called)]
-        roots += [(value, 0, True, nothing) for value in given]
-        found._reach(roots, {id(t) for t in tensors})
-        code = found.classes, found.called, found.elsewhere
-        found.writes |= code_writes.of_calls(*map(tuple, code))
-        if start is not None and found._reads is not None:
-            known_walks.know(start, found._reads, found._objects(found._reads))
-        found._reads = None
-        return found
+        roots = [*((value, 0, False, no_names) for value in called)]
+        roots += [(value, 0, True, no_names) for value in arguments]
+        surroundings._reach(roots, {id(t) for t in tensors})
+        code = surroundings.classes, surroundings.called, surroundings.elsewhere
+        surroundings.writes |= code_writes.of_calls(*map(tuple, code))
+        if start is not None and surroundings._reads is not None:
+            reads = surroundings._reads
+            known_walks.know(start, reads, surroundings._objects(reads))
+        surroundings._reads = None
+        return surroundings
 
     def look(self) -> None:
-        """Fill in what a known walk has found."""
+        """Set the attributes from the known walk."""
         assert self.known is not None
-        found = self.known.objects()
-        self.modules, self.objects, self.containers = found[0], found[2], found[3]
+        objects = self.known.objects()
+        self.modules, self.objects = objects.modules, objects.objects
+        self.containers = objects.containers
         self.attributes = [vars(m) for m in self.modules if not is_of_torch(type(m))]
-        self.names = list(zip(found.scopes, found.names, found.values, strict=True))
-        self.code, self.writes = found.code, found.writes
+        self.names = list(zip(objects.scopes, objects.names, objects.values, strict=True))
+        self.code, self.writes = objects.code, objects.writes
 
     def _objects(self, reads: Reads) -> Objects:
-        """Return what a later call takes from this walk; give its reads up where it must walk."""
-        for held in (*self.attributes, *self.objects, *self.containers):
-            reads.add_values(held)
-        if self.tensors or self.generators or self.given:
+        """Return the result of the walk for later calls. Give up if later calls must walk too."""
+        for container in (*self.attributes, *self.objects, *self.containers):
+            reads.add_values(container)
+        if self.tensors or self.generators or self.argument_state:
             reads.give_up()
         if any(kind_of(type(value)) != MODULE for _, _, value in self.names):
             reads.give_up()
@@ -148,11 +156,12 @@ class Surroundings:
             self.devices.add(t.device)
 
     def _inside_attributes(self, attributes: dict[str, Any], names: frozenset[str]) -> list[Any]:
-        """Note the generators among attributes; return the values that code may use further.
+        """Note the generators among attributes. Return the values in which the search continues.
 
         Args:
-            attributes: of a module or another object.
-            names: those that the code around uses; objects under other names are passed over.
+            attributes: the attributes of a module or another object.
+            names: the names that the code uses. Objects with other names are skipped, except
+                containers and modules.
         """
         inside = []
         for name, value in attributes.items():
@@ -167,21 +176,20 @@ class Surroundings:
         return inside
 
     def _reach(self, stack: list[tuple[Any, int, bool, frozenset[str]]], seen: set[int]) -> None:
-        """Note the objects that calls of these may read, except those in `seen`.
+        """Note the objects that calls of the values on `stack` may read, except those in `seen`.
 
-        They may read the closure of a function, its defaults, the globals that its code names, and
-        the object that it is bound to. They may read the modules in a module. The same holds for
-        the functions among them, for the methods that an object runs, for the attributes of objects
-        that code names, and for the items of short containers.
+        The search follows the closure of a function, its defaults, the globals that its code names,
+        and the object that it is bound to. It follows the submodules and hooks of a module, and the
+        items of short containers. For an object, it follows the attributes that code names, and the
+        methods that run when the object is called.
 
         Args:
-            stack: values, with the distance of each from the call, and the names that the code
-                around uses. It also has whether the value is given, by itself or as a part of an
-                object or container that is.
-            seen: the identities of values to pass over.
+            stack: tuples of a value, its distance from the call, whether it is an argument or a
+                part of one, and the names that the code around it uses.
+            seen: the ids of values to skip.
         """
         while stack:
-            value, depth, given, names = stack.pop()
+            value, depth, is_argument, names = stack.pop()
             kind = kind_of(type(value))
             if kind == PLAIN or id(value) in seen:
                 continue
@@ -195,7 +203,7 @@ class Surroundings:
                 if self._reads is not None:
                     self._reads.add_partial(value)
                 inside = [value.func, *value.args, *value.keywords.values()]
-                deeper = depth  # it is the call itself
+                deeper = depth  # a partial is a part of the call, not a nested call
             elif kind == METHOD:
                 if self._reads is not None:
                     self._reads.add_method(value)
@@ -203,17 +211,17 @@ class Surroundings:
             elif kind == FUNCTION:
                 if not is_of_torch(value):
                     inside, names = self._inside_function(value)
-                given = False
+                is_argument = False
             elif kind == MODULE:
-                (inside, names), given = self._inside_module(value, seen), False
+                (inside, names), is_argument = self._inside_module(value, seen), False
             elif kind in (CONTAINER, TUPLE):
-                if given and kind == CONTAINER:
-                    self.given.append(value)
+                if is_argument and kind == CONTAINER:
+                    self.argument_state.append(value)
                 if self._reads is not None:
                     self._reads.add_container(value, kind == CONTAINER)
                 if not is_data(value):
                     inside = list(values_in(value))
-                    if not given and kind == CONTAINER:
+                    if not is_argument and kind == CONTAINER:
                         self.containers.append(value)
             elif kind == GENERATOR:
                 self.generators[value] = None
@@ -222,20 +230,20 @@ class Surroundings:
                 if self._reads is not None:
                     self._reads.give_up()
             else:
-                inside = self._inside_object(value, given)
+                inside = self._inside_object(value, is_argument)
             if depth < _DEEP and inside:
-                stack += [(v, deeper, given, names) for v in inside]
+                stack += [(v, deeper, is_argument, names) for v in inside]
 
-    def _inside_object(self, value: object, given: bool) -> list[Any]:
+    def _inside_object(self, value: object, is_argument: bool) -> list[Any]:
         cls: Any = type(value)
         inside: list[Any] = []
         if not is_opaque(cls):
             attributes = attributes_of(value)
             if attributes:
-                (self.given if given else self.objects).append(attributes)
+                (self.argument_state if is_argument else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
                 self.classes[cls] = None
-            inside += [each for _, each in slots_of(value)]
+            inside += [attribute for _, attribute in slots_of(value)]
         if self._reads is not None:
             if not is_opaque(cls) and cls.__dictoffset__:
                 self._reads.add_object(value)
@@ -257,15 +265,16 @@ class Surroundings:
         for module in modules:
             if type(module) in facts.own:
                 self.attributes.append(vars(module))
-                found = self._inside_attributes(vars(module), facts.names)
-                # A module that is an attribute but no part is the model around, mostly.
-                inside += [value for value in found if kind_of(type(value)) != MODULE]
+                values = self._inside_attributes(vars(module), facts.names)
+                # A module that is an attribute but no submodule is usually the enclosing model.
+                inside += [value for value in values if kind_of(type(value)) != MODULE]
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if facts.adapters:
             may_write = (getattr(m, "merged", False) for m in modules if type(m) in facts.adapters)
             if not any(may_write):
-                # Their forward names the method that takes a merged adapter out of the weights.
+                # The forward of an adapter names the method that removes a merged adapter from the
+                # weights, but calls it only if the adapter is merged.
                 types = dict.fromkeys(cls for cls in types if cls not in facts.adapters)
         for cls in types:
             inside += code_writes.run_by(cls)
@@ -294,10 +303,10 @@ class Surroundings:
         if elsewhere := code_writes.elsewhere_of(fn):
             self.elsewhere.update(dict.fromkeys(elsewhere))
         inside: list[Any] = []
-        for found in (*cells_of(fn), *globals_of(fn)) if fn.__closure__ else globals_of(fn):
-            inside.append(found[2])
-            if kind_of(type(found[2])) in _NAMED:
-                self.names.append(found)
+        for name in (*cells_of(fn), *globals_of(fn)) if fn.__closure__ else globals_of(fn):
+            inside.append(name[2])
+            if kind_of(type(name[2])) in _NAMED:
+                self.names.append(name)
         if fn.__defaults__:
             inside += fn.__defaults__
         if fn.__kwdefaults__:
@@ -306,26 +315,26 @@ class Surroundings:
 
 
 def _modules_in(root: nn.Module) -> Iterable[nn.Module]:
-    """Return the modules of `root.modules()`, in the same order and in a third of the time."""
-    found: dict[nn.Module, None] = {}
+    """Return the same modules as `root.modules()` in the same order, in a third of the time."""
+    modules: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = [root]
     while stack:
         module = stack.pop()
-        if module is not None and module not in found:
-            found[module] = None
+        if module is not None and module not in modules:
+            modules[module] = None
             if module._modules:
                 stack += [*module._modules.values()][::-1]
-    return found
+    return modules
 
 
 class _Classes(NamedTuple):
-    """Facts that do not change between calls of modules of some classes.
+    """Facts about some classes of modules that do not change between calls.
 
     Attributes:
-        names: that the code of the classes uses.
+        names: the names that the code of the classes uses.
         own: the classes that are not torch's own.
-        adapters: those of PEFT among them.
-        bases: the classes among their bases, and themselves, that may have state of their own.
+        adapters: the classes of PEFT.
+        bases: the classes in `own` and their bases, if class attributes of them may be state.
     """
 
     names: frozenset[str]
@@ -350,17 +359,17 @@ def _is_not_of_torch(cls: type) -> bool:
 
 
 def _shared_state(cls: type, names: frozenset[str]) -> list[Any]:
-    """Return the tensors, generators and containers that a class has under these names."""
+    """Return the tensors, generators and containers that are class attributes in `names`."""
     attributes = vars(cls)
-    found = {n for n in attributes.keys() & names if kind_of(type(attributes[n])) in _SHARED}
-    return [attributes[name] for name in attributes if name in found] if found else []
+    shared = {n for n in attributes.keys() & names if kind_of(type(attributes[n])) in _SHARED}
+    return [attributes[name] for name in attributes if name in shared] if shared else []
 
 
 _SHARED, _NAMED = frozenset({TENSOR, GENERATOR, CONTAINER}), frozenset({TENSOR, MODULE})
 
 
 class _EveryName(frozenset[str]):
-    """Has every name."""
+    """A set that contains every name."""
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Ops that a recompute must not run as they are: repeated writes, and reads of changed bytes."""
+"""Skip writes that a recompute must not repeat, and refuse reads of changed bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RENORM = torch.ops.aten.embedding_renorm_.default
 
 
 def fail_parameter(region: str, t: Tensor) -> NoReturn:
-    """Raise the error for a region whose forward has written a parameter."""
+    """Raise the error for a region whose forward has written a parameter without a copy."""
     fail(
         f"{region} itself modifies a parameter of shape {tuple(t.shape)} in place, and no copy is "
         "kept, so the recompute cannot read what the forward read. Write outside of the region, or "
@@ -31,23 +31,23 @@ def fail_parameter(region: str, t: Tensor) -> NoReturn:
 
 
 class RepeatedWrites(LightMode):
-    """Active in a recompute that reaches tensors without a copy of their earlier contents.
+    """Mode for a recompute that reaches written tensors without a copy of their earlier contents.
 
-    An embedding with `max_norm` scales the rows that it looks up before it reads them. To scale
-    them again would change them again, by rounding. So the recompute leaves the op out and reads
-    the rows that the forward left.
+    An embedding with `max_norm` scales the rows that it looks up before it reads them. A second
+    scaling would change the rows again, by rounding. So the recompute skips the op, and reads the
+    rows that the forward has scaled.
     """
 
     def __init__(
         self, region: str, renormed: Iterable[Tensor], changed: Iterable[Tensor], checks: bool
     ) -> None:
-        """Prepare for a recompute.
+        """Create the mode.
 
         Args:
-            region: the name of the region in errors.
-            renormed: parameters that the forward has written once, and nothing since.
+            region: the name of the region, for errors.
+            renormed: parameters that were written once, by the forward.
             changed: tensors that were written since the forward.
-            checks: whether to raise where the recompute would read other contents.
+            checks: whether to raise if the recompute would read other contents than the forward.
         """
         super().__init__()
         self._region, self._checks = region, checks
@@ -59,10 +59,10 @@ class RepeatedWrites(LightMode):
             self._errors |= dict.fromkeys(self._renormed, fail_parameter)
 
     def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op, unless the forward has done its write for good."""
+        """Run an op. Skip the scaling of an embedding that the forward has already scaled."""
         if op is _RENORM and (key := self._key_of(args[0])) is not None:
             self._errors.pop(key, None)
-            # Autograd counts a write as the op returns.
+            # Autograd increments the version after the op, so decrement it first.
             set_versions((args[0],), (args[0]._version - 1,))
             return args[0]
         if self._errors and not is_view(op):
@@ -74,7 +74,7 @@ class RepeatedWrites(LightMode):
     def _key_of(self, weight: Tensor) -> int | None:
         """Return the key of a parameter that the forward has written; None for another tensor."""
         key = storage_key(weight)
-        if isinstance(weight, FakeTensor):  # a simulation makes a fake tensor of it for each op
+        if isinstance(weight, FakeTensor):  # simulations create a new fake tensor for each op
             same = (k for k, t in self._renormed.items() if t.shape == weight.shape)
             key = next(same, None)
         return key if key in self._renormed else None

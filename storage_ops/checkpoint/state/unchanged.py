@@ -1,8 +1,8 @@
-"""Put back what modules and other objects hold, after a run on fake tensors.
+"""Restore the attributes of modules and other objects after a run on fake tensors.
 
-A module that runs on fake tensors stores them where it would store real ones. Examples are a cache
-that it fills at the first call, and a state for the next. Training that finds them goes on with
-them, and computes nothing.
+A module that runs on fake tensors stores them where it would store real tensors. Examples are a
+cache that the first call fills, and a state for the next call. Training would then use the fake
+tensors, and compute no values.
 """
 
 from __future__ import annotations
@@ -30,73 +30,76 @@ from storage_ops.foundation.walk import (
     walk,
 )
 
-# How to get and set the state of a generator.
+# Functions that get and set the state of a generator, or another setting.
 State = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 @contextlib.contextmanager
 def unchanged(*roots: object) -> Iterator[None]:
-    """Let objects hold afterwards what they hold now, whatever happens in between.
+    """Restore the state of objects after a with block.
 
-    This covers the attributes of modules, with all modules in them, of tensors, and of other
-    objects except torch's and Python's own. It covers the contents of containers, the states of
-    generators of Python and numpy, with those of the process, and all that of what these hold.
-    Tensors keep what is written to them.
+    This restores the attributes of modules, submodules, tensors and other objects, except torch's
+    and Python's own. It also restores the contents of containers, and random generators of Python
+    and numpy, including the global ones. The same is done for objects that these reference. Values
+    that are written to tensors stay.
     """
     undo = [*undo_changes(roots), *undo_draws_of_process()]
     try:
         with without_cached_parametrizations():
             yield
     finally:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
 
 def undo_changes(roots: Iterable[Any]) -> Undo:
-    """Return functions that give objects their attributes and items of now back."""
-    found: Undo = []
+    """Return functions that restore the present attributes and items of objects."""
+    undo: Undo = []
     for value in _reached(roots):
         if isinstance(value, CONTAINERS):
-            found.append(partial(put, value, copy_of(value)))
-        elif (undo := undo_draws(value)) is not None:
-            found.append(undo)
-    return found
+            undo.append(partial(put, value, copy_of(value)))
+        elif (restore := undo_draws(value)) is not None:
+            undo.append(restore)
+    return undo
 
 
 def _reached(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the containers and generators that are reached, each once.
+    """Yield the containers and generators that are reached from `roots`, each once.
 
-    The attributes of an object are a container.
+    The `__dict__` of an object is such a container.
     """
     seen = set[int]()
     for visit in walk((("", root) for root in roots), into_functions=False):
-        value, found = visit.value, list[Any]()
+        value, parts = visit.value, list[Any]()
         if visit.kind == CONTAINER:
-            found = [value]
+            parts = [value]
         elif visit.kind == MODULE:
             attributes = vars(value)
-            found = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
+            parts = [attributes, *(v for v in attributes.values() if type(v) in CONTAINERS)]
         elif visit.kind == GENERATOR:
-            found = [value]
+            parts = [value]
         elif visit.kind == TENSOR or (visit.kind == OBJECT and not is_opaque(type(value))):
-            found = [attributes_of(value)]
-        for each in found:
-            if id(each) not in seen:
-                seen.add(id(each))
-                yield each
+            parts = [attributes_of(value)]
+        for part in parts:
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield part
 
 
 def without_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
-    """Let parametrized weights be computed at each use, and nothing of it be remembered.
+    """Return a context manager in which each use of a parametrized weight computes it.
 
-    Weights that `torch.nn.utils.parametrize.cached` remembers belong to the parameters and the
-    graph that were there, and to no others.
+    Weights that `torch.nn.utils.parametrize.cached` keeps belong to other parameters and another
+    graph.
     """
     return _cached_parametrizations(0)
 
 
 def own_cached_parametrizations() -> contextlib.AbstractContextManager[None]:
-    """Let a block that may run in `torch.nn.utils.parametrize.cached` remember its own weights."""
+    """Return a context manager that gives a block its own cache of parametrized weights.
+
+    The cache is active if the block runs inside `torch.nn.utils.parametrize.cached`.
+    """
     return _cached_parametrizations(parametrize._cache_enabled)
 
 
@@ -115,19 +118,20 @@ Place = tuple[dict[str, Any], str, Any]
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """Return the places of a module that have tensors: where each is, its name and the tensor.
+    """Return each place of a tensor in a module: the dictionary, the name and the tensor.
 
-    Parameters come first, then buffers. Each place is there once, however many names it has; a
-    tensor in several places is there several times.
+    Parameters come first, then buffers. The places of a shared submodule are listed once. A tensor
+    in several places is listed several times.
     """
     modules = list(module.modules())
-    held: list[dict[str, Any]] = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
-    return [(where, name, t) for where in held for name, t in where.items() if t is not None]
+    places: list[dict[str, Any]] = [m._parameters for m in modules]
+    places += [m._buffers for m in modules]
+    return [(where, name, t) for where in places for name, t in where.items() if t is not None]
 
 
 @contextlib.contextmanager
 def replaced(places: Iterable[Place]) -> Iterator[None]:
-    """Have other tensors in places of a module."""
+    """Replace the tensors in some places of a module during a with block."""
     before: list[Place] = []
     try:
         with without_cached_parametrizations():
@@ -141,7 +145,7 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
 
 
 def state_of(value: object) -> State | None:
-    """Return how to get and set the state of a generator; None for other values.
+    """Return functions that get and set the state of a generator; None for other values.
 
     Args:
         value: a `random.Random`, a `numpy.random.Generator` or a `numpy.random.RandomState`.
@@ -160,20 +164,20 @@ def state_of(value: object) -> State | None:
 
 
 def undo_draws(value: object) -> Callable[[], object] | None:
-    """Return a function that gives a generator its state of now back; None for other values."""
-    found = state_of(value)
-    if found is None:
+    """Return a function that restores the present state of a generator; None for other values."""
+    accessors = state_of(value)
+    if accessors is None:
         return None
-    get, put = found
+    get, put = accessors
     return partial(put, get())
 
 
 def undo_draws_of_process() -> list[Callable[[], None]]:
-    """Return functions that give `random` and `numpy.random` their states of now back."""
+    """Return functions that restore the present states of `random` and `numpy.random`."""
     state = random.getstate()
-    found: list[Callable[[], None]] = [lambda: random.setstate(state)]
+    undo: list[Callable[[], None]] = [lambda: random.setstate(state)]
     numpy: Any = sys.modules.get("numpy.random")
     if hasattr(numpy, "get_state"):
-        of_numpy = numpy.get_state()
-        found.append(lambda: numpy.set_state(of_numpy))
-    return found
+        state_of_numpy = numpy.get_state()
+        undo.append(lambda: numpy.set_state(state_of_numpy))
+    return undo
