@@ -1,7 +1,7 @@
 """Finds at patch time the operations that a patched model's first forward would refuse.
 
-A copy of the model on fake tensors, which have no memory, runs one forward with labels. The copy has
-one layer of each list of alike layers, or all layers if the model cannot run with fewer. The
+A copy of the model on fake tensors, which have no memory, runs one forward with labels. The copy
+has one layer of each list of alike layers, or all layers if the model cannot run with fewer. The
 operations on its logits are observed as in a real forward. Nothing is computed, and the model
 itself does not change. Some models cannot run on fake tensors, because they read values or have
 kernels without fakes. For these the probe finds nothing, and their first forward raises the error.
