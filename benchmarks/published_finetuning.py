@@ -11,19 +11,17 @@ stands in for the FSDP1 of the measured runs, which also gathers one layer at a 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks._one_rank import one_of
 from storage_ops.cli.quantized.adapters import with_lora
 from storage_ops.cli.quantized.convert import quantize
 from storage_ops.cli.quantized.options import Lora
@@ -167,18 +165,6 @@ class Step(nn.Module):
             output.float()  # accelerate returns outputs in float32
         self.kept = None
         return loss
-
-
-@contextlib.contextmanager
-def one_of(ranks: int) -> Iterator[None]:
-    """Be one of these ranks in a with block, on a process group that sends nothing."""
-    if ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
 
 
 def peaks(cell: Cell) -> Iterator[tuple[str, int, int]]:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from benchmarks import published_finetuning
 from benchmarks._harness import expect, finish, parser
+from benchmarks._one_rank import one_of
 from benchmarks.fit.ways import EverySecondProduct
 from storage_ops.memory import estimate, simulate_step
 from storage_ops.simulate.kernels.cuda import workspace_bytes
@@ -338,7 +339,7 @@ class Llama(nn.Module):
 def torchtitan() -> Iterator[dict[str, Any]]:
     """Yield two sequences of 8192 tokens per FSDP2 rank, selective checkpoints, no compile."""
     for world, published in ((8, 82.4), (128, 67.0)):
-        with published_finetuning.one_of(world):
+        with one_of(world):
             peak = one_rank(world)
         what = f"Llama 3.1 (8B), FSDP2 over {world}"
         yield row("torchtitan", what, "H100", published * 1024, peak, RESERVED)

@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import storage_ops
 from benchmarks._harness import expect, finish, group_done, parser
+from benchmarks._one_rank import one_of
 from storage_ops.memory import StepEstimate
 
 WORLDS, TENSOR_PARALLEL = (8, 64, 512, 4096), 8
@@ -104,8 +103,7 @@ def parallel(model: Llama, mesh: DeviceMesh) -> None:
 
 def estimated(world: int, tensor_parallel: int, layers: int) -> StepEstimate:
     """Return the estimated step of one of `world` ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
+    with one_of(world):
         with torch.device("meta"):
             model = Llama(layers)
         shape = (world // tensor_parallel, tensor_parallel)
@@ -121,8 +119,6 @@ def estimated(world: int, tensor_parallel: int, layers: int) -> StepEstimate:
         return storage_ops.memory.simulate_step(
             model, ids, loss=loss, optimizer=torch.optim.AdamW, device="h100"
         )
-    finally:
-        dist.destroy_process_group()
 
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,11 @@ def cast(model: nn.Module, args: argparse.Namespace) -> None:
         p.data = p.data.to(dtype)
 
 
+def _whole(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are too small to be sharded."""
+    return [p for p in model.parameters() if p.numel() <= PERSISTENT]
+
+
 def shard(model: nn.Module, mesh: Any, layers: list[nn.Module]) -> None:
     """Shard a model as ZeRO-3 does, with the code of FSDP2.
 
@@ -170,7 +175,7 @@ def shard(model: nn.Module, mesh: Any, layers: list[nn.Module]) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    whole = {p for p in model.parameters() if p.numel() <= PERSISTENT}
+    whole = set(_whole(model))
     inside = {id(p) for layer in layers for p in layer.parameters()}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     counts: dict[int, int] = {}  # in how many modules a weight is: a tied one is the output's, too
@@ -193,7 +198,7 @@ def shard(model: nn.Module, mesh: Any, layers: list[nn.Module]) -> None:
 def add_buffers(model: nn.Module, ranks: int) -> None:
     """Add DeepSpeed's reduce bucket to a model as a buffer, with partitions of whole parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    small = [p for p in model.parameters() if p.numel() <= PERSISTENT]
+    small = _whole(model)
     device = next(model.parameters()).device
     bucket = torch.empty(BUCKET, dtype=trained[0].dtype if trained else None, device=device)
     model.register_buffer("reduce_bucket", bucket, persistent=False)
@@ -206,7 +211,7 @@ def add_buffers(model: nn.Module, ranks: int) -> None:
 
 def assumptions(model: nn.Module) -> list[str]:
     """Return the assumptions of an answer for a model of `add_buffers`."""
-    small = sum(p.numel() for p in model.parameters() if p.numel() <= PERSISTENT)
+    small = sum(p.numel() for p in _whole(model))
     bucket: Any = model.get_buffer("reduce_bucket")
     return [
         "The options of zero_optimization have the default values of DeepSpeed 0.19. All "
