@@ -94,27 +94,49 @@ inline bool is_parameter(PyObject* t) {
   return is_instance != 0;
 }
 
-inline Description describe(PyObject* object, const at::Tensor& t) {
-  Description description;
-  if (!t.defined()) {
-    description.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
-    return description;
-  }
+// Returns the Python object of a tensor, or null if it has none. The object lives as long as the
+// tensor. The second function is for torch 2.10 and 2.11.
+template <typename Slot>
+auto object_in(const Slot& slot, int) -> decltype(slot.load_pyobj()) {
+  return slot.load_pyobj();
+}
+template <typename Slot>
+PyObject* object_in(const Slot& slot, long) {
+  return slot._unchecked_untagged_pyobj();
+}
+inline PyObject* object_of(const at::TensorBase& t) {
+  return object_in(*t.unsafeGetTensorImpl()->pyobj_slot(), 0);
+}
+
+inline bool has_class(PyObject* object, PyObject* kind) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == kind;
+}
+
+// Describes a plain tensor. Does not need the GIL. Returns false if the tensor, or the tensor that
+// it is a view of, has a class other than Tensor and Parameter. Then `parameter` is not set.
+inline bool describe_plain(const at::TensorBase& t, Description& description) {
   description.layout.append(t.sizes().begin(), t.sizes().end());
   description.layout.append(t.strides().begin(), t.strides().end());
   description.dtype = t.scalar_type();
   description.device = t.device();
   description.version = t._version();
-  if (t.is_view()) {
-    const at::TensorBase& base = t._base();
-    description.is_leaf = base.is_leaf();
-    if (description.is_leaf) {  // only a leaf can be a parameter
-      const Ref root = owned(THPVariable_Wrap(base));
-      if (is_parameter(root.get())) description.parameter = root.get();
-    }
-  } else {
-    description.is_leaf = t.is_leaf();
-    if (is_parameter(object)) description.parameter = object;
+  const bool is_view = t.is_view();
+  const at::TensorBase& root = is_view ? t._base() : t;
+  description.is_leaf = root.is_leaf();
+  if (is_view && !description.is_leaf) return true;  // only a leaf can be a parameter
+  PyObject* object = object_of(root);
+  if (object && has_class(object, names.parameter)) description.parameter = object;
+  return !object || description.parameter || has_class(object, names.tensor);
+}
+
+// Describes a tensor, with the GIL. `t` is undefined if the object is not a plain tensor.
+inline Description describe(PyObject* object, const at::Tensor& t) {
+  Description description;
+  if (!t.defined()) {
+    description.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
+  } else if (!describe_plain(t, description)) {  // a view of a tensor of another class
+    PyObject* root = object_of(t._base());
+    if (is_parameter(root)) description.parameter = root;
   }
   return description;
 }

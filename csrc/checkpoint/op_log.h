@@ -31,24 +31,6 @@ struct Texts {
 
 inline Texts texts;
 
-struct WithGil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~WithGil() { PyGILState_Release(state); }
-};
-
-// Returns the message of the Python error that is set, and clears the error.
-inline std::string message_of_python() {
-  const WithGil gil;
-  PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
-  PyErr_Fetch(&kind, &error, &trace);
-  const Ref kinds(kind), errors(error), traces(trace);
-  const Ref text(error ? PyObject_Str(error) : nullptr);
-  Py_ssize_t size = 0;
-  const char* message = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
-  PyErr_Clear();
-  return message ? std::string(message, static_cast<size_t>(size)) : "an error of Python";
-}
-
 // ---- ops --------------------------------------------------------------------------------------
 
 struct Op {

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <string>
 #include <utility>
 
 namespace storage_ops {
@@ -57,6 +58,24 @@ PyObject* guarded(F&& run) {
 }
 
 inline PyObject* none() { return Ref::to(Py_None).release(); }
+
+struct WithGil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithGil() { PyGILState_Release(state); }
+};
+
+// Returns the message of the Python error that is set, and clears the error.
+inline std::string message_of_python() {
+  const WithGil gil;
+  PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
+  PyErr_Fetch(&kind, &error, &trace);
+  const Ref kinds(kind), errors(error), traces(trace);
+  const Ref text(error ? PyObject_Str(error) : nullptr);
+  Py_ssize_t size = 0;
+  const char* message = text ? PyUnicode_AsUTF8AndSize(text.get(), &size) : nullptr;
+  PyErr_Clear();
+  return message ? std::string(message, static_cast<size_t>(size)) : "an error of Python";
+}
 
 // ---- types ------------------------------------------------------------------------------------
 

@@ -2,14 +2,14 @@
 // library is for exactly one torch minor. storage_ops/checkpoint/saved/saved_tensors.py has the
 // same two classes in Python, and explains them.
 //
-// Only CPython's stable ABI is used, so one library works with every CPython that has a GIL. Every
-// caller has the GIL, which guards the objects here. Python describes tensors of subclasses and
-// tensors without strides.
-#include "descriptions.h"
+// Only CPython's stable ABI is used, so one library works with every CPython that has a GIL. The
+// functions here have the GIL. default_hooks.cpp does the same as the hooks here without it. Python
+// describes tensors of subclasses and tensors without strides.
+#include "saved_tensors.h"
+
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <utility>
 #include <vector>
@@ -18,34 +18,7 @@ namespace {
 
 using namespace storage_ops;
 
-// ---- data of the objects ----------------------------------------------------------------------
-
-struct Recomputed;
-
-struct Saved {
-  std::vector<Description> tensors;
-  std::vector<bool> released;
-  size_t unreleased = 0;
-  Recomputed* recomputed = nullptr;  // serves the current backward pass; null if it was freed
-};
-
-struct Recomputed {
-  ~Recomputed();
-  Ref first;  // the `SavedTensors` of the forward
-  size_t limit = 0, stopped = 0, unread = 0;
-  bool stops = false;
-  int task = -1;
-  std::vector<Description> described;
-  std::vector<Kept> tensors;
-};
-
 PyTypeObject* recomputed_type = nullptr;
-
-Recomputed::~Recomputed() {
-  if (!first) return;
-  auto& saved = data_of<Saved>(first.get());
-  if (saved.recomputed == this) saved.recomputed = nullptr;
-}
 
 // ---- the forward ------------------------------------------------------------------------------
 
@@ -61,15 +34,13 @@ bool has_producer(const at::Tensor& t) {
 
 PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&] {
-    auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
+    const PackHook hook{self, false};
     const at::Tensor t = plain_tensor(object);
     note_saved_tensor(self, t.defined());
-    PyObject* note = PyTuple_GetItem(self, 1);
-    if (PyTuple_GetItem(self, 2) == Py_True || has_producer(t)) {
-      owned(PyObject_CallFunctionObjArgs(note, object, nullptr));
+    if (hook.notes_all() || has_producer(t)) {
+      owned(PyObject_CallFunctionObjArgs(hook.note(), object, nullptr));
     }
-    saved.tensors.push_back(describe(object, t));
-    return PyLong_FromSize_t(saved.tensors.size() - 1);
+    return PyLong_FromSize_t(hook.saved().add(describe(object, t)));
   });
 }
 
@@ -91,17 +62,12 @@ PyObject* finish(PyObject* self, PyObject*) {
   return none();
 }
 
-void release(Saved& saved, size_t index) {
-  if (index < saved.released.size() && !saved.released[index]) {
-    saved.released[index] = true;
-    --saved.unreleased;
-  }
-}
-
 PyObject* release_one(PyObject* self, PyObject* number) {
   return guarded([&] {
     auto& saved = data_of<Saved>(self);
-    release(saved, index_of(number, saved.tensors.size()));
+    const size_t index = index_of(number, saved.tensors.size());
+    const std::lock_guard<std::mutex> lock(saved.mutex);
+    saved.release(index);
     return none();
   });
 }
@@ -139,19 +105,16 @@ PyObject* pack_again(PyObject* self, PyObject* object) {
     auto& recomputed = data_of<Recomputed>(self);
     at::Tensor t = plain_tensor(object);
     note_saved_tensor(self, t.defined());
-    recomputed.described.push_back(describe(object, t));
+    Description description = describe(object, t);
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
     kept.tensor = std::move(t);
-    recomputed.tensors.push_back(std::move(kept));
-    const size_t number = recomputed.tensors.size();
-    recomputed.unread = number;
-    if (recomputed.stops && number >= recomputed.limit) {
-      recomputed.stopped = recomputed.limit;
+    const size_t index = recomputed.add(std::move(description), std::move(kept));
+    if (recomputed.stops_at(index + 1)) {
       PyErr_SetNone(names.stop);
       return nullptr;
     }
-    return PyLong_FromSize_t(number - 1);
+    return PyLong_FromSize_t(index);
   });
 }
 
@@ -162,11 +125,12 @@ PyObject* hook_again(PyObject* self, PyObject*) {
   return PyCFunction_NewEx(&pack_again_def, self, names.module);
 }
 
+PyObject* object_or_none(const Kept& kept) { return kept.is_there() ? kept.object() : none(); }
+
 PyObject* read(PyObject* self, PyObject* number) {
   return guarded([&] {
     auto& recomputed = data_of<Recomputed>(self);
-    const Kept& kept = recomputed.tensors[index_of(number, recomputed.tensors.size())];
-    return kept.is_there() ? kept.object() : none();
+    return object_or_none(recomputed.tensors[index_of(number, recomputed.tensors.size())]);
   });
 }
 
@@ -177,58 +141,54 @@ PyObject* has(PyObject* self, PyObject* number) {
   return PyBool_FromLong(index < recomputed.tensors.size() && recomputed.tensors[index].is_there());
 }
 
-PyObject* taken(Recomputed& recomputed, size_t index) {
-  const Kept kept = std::move(recomputed.tensors[index]);
-  recomputed.tensors[index] = Kept();
-  --recomputed.unread;
-  return kept.object();
-}
-
 PyObject* take(PyObject* self, PyObject* number) {
   return guarded([&] {
     auto& recomputed = data_of<Recomputed>(self);
     const size_t index = index_of(number, recomputed.tensors.size());
-    return recomputed.tensors[index].is_there() ? taken(recomputed, index) : none();
+    Kept kept;
+    {
+      const std::lock_guard<std::mutex> lock(recomputed.saved().mutex);
+      if (recomputed.tensors[index].is_there()) kept = recomputed.take(index);
+    }
+    return object_or_none(kept);
   });
-}
-
-// Returns a tensor for the running backward pass, or None to let the region decide.
-PyObject* taken_in_task(Recomputed& recomputed, size_t index) {
-  if (recomputed.task < 0 || recomputed.task != torch::autograd::get_current_graph_task_id() ||
-      index + 2 == recomputed.stopped || index >= recomputed.tensors.size() ||
-      !recomputed.tensors[index].is_there()) {
-    return none();
-  }
-  if (!torch::autograd::get_current_graph_task_keep_graph()) {
-    release(data_of<Saved>(recomputed.first.get()), index);
-  }
-  return taken(recomputed, index);
 }
 
 PyObject* take_in_task(PyObject* self, PyObject* number) {
   return guarded([&] {
+    auto& recomputed = data_of<Recomputed>(self);
     const size_t index = PyLong_AsSize_t(number);
     if (PyErr_Occurred()) throw PythonError();
-    return taken_in_task(data_of<Recomputed>(self), index);
+    Kept kept;
+    {
+      const std::lock_guard<std::mutex> lock(recomputed.saved().mutex);
+      kept = recomputed.take_in_task(index);
+    }
+    return object_or_none(kept);
   });
 }
 
-PyObject* begin(PyObject* self, PyObject* task) {
+PyObject* begin(PyObject* self, PyObject* number) {
   auto& recomputed = data_of<Recomputed>(self);
-  recomputed.task = static_cast<int>(PyLong_AsLong(task));
-  data_of<Saved>(recomputed.first.get()).recomputed = &recomputed;
-  return PyErr_Occurred() ? nullptr : none();
+  const int task = static_cast<int>(PyLong_AsLong(number));
+  if (PyErr_Occurred()) return nullptr;
+  const std::lock_guard<std::mutex> lock(recomputed.saved().mutex);
+  recomputed.task = task;
+  recomputed.saved().recomputed = &recomputed;
+  return none();
 }
 
 PyObject* unpack(PyObject* self, PyObject* number) {
   return guarded([&] {
-    const auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
-    if (saved.recomputed) {
-      const size_t index = PyLong_AsSize_t(number);
-      if (PyErr_Occurred()) throw PythonError();
-      Ref t = owned(taken_in_task(*saved.recomputed, index));
-      if (t.get() != Py_None) return t.release();
+    auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
+    const size_t index = PyLong_AsSize_t(number);
+    if (PyErr_Occurred()) throw PythonError();
+    Kept kept;
+    {
+      const std::lock_guard<std::mutex> lock(saved.mutex);
+      if (saved.recomputed) kept = saved.recomputed->take_in_task(index);
     }
+    if (kept.is_there()) return kept.object();
     return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 1), number, nullptr);
   });
 }
@@ -373,12 +333,15 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PyObject* storage_ops::self_of_hook(PyObject* pack) {
-  if (!PyCFunction_Check(pack)) return nullptr;
+PackHook storage_ops::pack_hook_of(PyObject* pack) {
+  if (!PyCFunction_Check(pack)) return {};
   const PyCFunction function = PyCFunction_GetFunction(pack);
-  const bool is_ours = function == ::pack || function == pack_again;
-  return is_ours ? PyCFunction_GetSelf(pack) : nullptr;
+  if (function == ::pack) return {PyCFunction_GetSelf(pack), false};
+  if (function == pack_again) return {PyCFunction_GetSelf(pack), true};
+  return {};
 }
+
+PyObject* storage_ops::self_of_hook(PyObject* pack) { return pack_hook_of(pack).self; }
 
 PyMODINIT_FUNC PyInit__saved_tensors() {
   PyType_Slot saved[] = {{Py_tp_new, slot(new_saved)},
@@ -399,5 +362,7 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  return add_results(module) && add_state(module) && add_walk(module) ? module : nullptr;
+  const bool added =
+      add_default_hooks(module) && add_results(module) && add_state(module) && add_walk(module);
+  return added ? module : nullptr;
 }

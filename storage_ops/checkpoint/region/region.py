@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
 from storage_ops.checkpoint.region.rows import SavedBytes
@@ -149,7 +148,7 @@ class Region:
         self._running = True
         pack = self._saved.hook(self._note_saved, self.allocated is not None)
         unpack = self._saved.unpack_hook(self._unpack)
-        with saved_tensors_hooks(pack, unpack), around, self._log or _NOTHING:
+        with saved_tensors.hooks(pack, unpack), around, self._log or _NOTHING:
             outputs = call_region(self.name, self._fn, args, kwargs)
         self._running = False
         self._state.effects.finish()
@@ -319,7 +318,7 @@ class Region:
         again = self._saved.recompute(bool(stops))
         around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
-        hooks = saved_tensors_hooks(again.hook(), again.read)
+        hooks = saved_tensors.hooks(again.hook(), again.read)
         parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
         modes = self._state.modes.again()
         writes = self._state.effects.without_repeated_writes(self.name, checks)
@@ -334,8 +333,9 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            explain_lost_memory(self.name, self._fn, error)
-            raise
+            if not again.stopped_at():  # TorchScript turns every exception into a RuntimeError
+                explain_lost_memory(self.name, self._fn, error)
+                raise
         finally:
             try:
                 self._state.put_back()

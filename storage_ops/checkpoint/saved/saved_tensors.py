@@ -8,13 +8,16 @@ tensors without strides, and it leaves every error to `compare`.
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from storage_ops import _library
 from storage_ops.checkpoint.saved.outputs import producers
@@ -201,6 +204,13 @@ def saved_tensors(checksums: bool, logs_ops: bool) -> SavedTensors:
     return tensors
 
 
+def hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+    """Return a context manager that gives a region's hooks to autograd."""
+    # The library's hooks need neither the GIL nor a Python object for each tensor.
+    is_native = _native is not None and type(pack) is BuiltinFunctionType
+    return _native.Hooks(pack, unpack) if is_native else saved_tensors_hooks(pack, unpack)
+
+
 def check(recomputed: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:
     """Raise if a region did not save the same tensors in its forward and in its recompute.
 
@@ -219,6 +229,10 @@ def _set_up() -> Any:
     """Return the library's module, or None without a library."""
     native: Any = sys.modules.get(_library.SAVED_TENSORS)
     if native is not None:
+        # In a forked process, torch replaces its engine when Python first asks for it. The library
+        # does not ask Python.
+        engine: Any = torch.autograd.Variable._execution_engine
+        os.register_at_fork(after_in_child=engine.is_checkpoint_valid)
         kinds = Tensor, nn.Parameter
         native.setup(*kinds, producers, Saved, Saved.of, without_graph, AsFarAsNeeded, __name__)
     return native

@@ -1,0 +1,106 @@
+// The tensors that autograd saves in one forward, and those of a recompute.
+//
+// The pack and unpack hooks run without the GIL (default_hooks.cpp), so a mutex guards the data. No
+// code waits for the GIL, or frees a tensor, while it has the mutex.
+#pragma once
+#include "descriptions.h"
+// Python.h, which it includes, comes first.
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace storage_ops {
+
+struct Recomputed;
+
+struct Saved {
+  std::mutex mutex;
+  std::vector<Description> tensors;
+  std::vector<bool> released;
+  size_t unreleased = 0;
+  Recomputed* recomputed = nullptr;  // serves the current backward pass; null if it was freed
+
+  size_t add(Description&& description) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    tensors.push_back(std::move(description));
+    return tensors.size() - 1;
+  }
+
+  // Notes that no later backward pass reads this tensor. The caller has the mutex.
+  void release(size_t index) {
+    if (index < released.size() && !released[index]) {
+      released[index] = true;
+      --unreleased;
+    }
+  }
+};
+
+struct Recomputed {
+  Ref first;  // the `SavedTensors` of the forward
+  size_t limit = 0, stopped = 0, unread = 0;
+  bool stops = false;
+  int task = -1;
+  std::vector<Description> described;
+  std::vector<Kept> tensors;
+
+  ~Recomputed() {
+    if (!first) return;
+    const std::lock_guard<std::mutex> lock(saved().mutex);
+    if (saved().recomputed == this) saved().recomputed = nullptr;
+  }
+
+  Saved& saved() const { return data_of<Saved>(first.get()); }
+  bool stops_at(size_t number) const { return stops && number >= limit; }
+  bool stops_at_next() const {
+    const std::lock_guard<std::mutex> lock(saved().mutex);
+    return stops_at(tensors.size() + 1);
+  }
+
+  size_t add(Description&& description, Kept&& kept) {
+    const std::lock_guard<std::mutex> lock(saved().mutex);
+    described.push_back(std::move(description));
+    tensors.push_back(std::move(kept));
+    unread = tensors.size();
+    if (stops_at(unread)) stopped = limit;
+    return unread - 1;
+  }
+
+  // Removes a tensor. The caller has the mutex.
+  Kept take(size_t index) {
+    --unread;
+    return std::exchange(tensors[index], Kept());
+  }
+
+  // Removes a tensor for the running backward pass. Returns an empty `Kept` to let the region
+  // decide. The caller has the mutex.
+  Kept take_in_task(size_t index) {
+    if (task < 0 || task != torch::autograd::get_current_graph_task_id() || index + 2 == stopped ||
+        index >= tensors.size() || !tensors[index].is_there()) {
+      return {};
+    }
+    if (!torch::autograd::get_current_graph_task_keep_graph()) saved().release(index);
+    return take(index);
+  }
+};
+
+// The object that a pack hook of ours is bound to.
+struct PackHook {
+  PyObject* self = nullptr;  // null for a hook of others
+  bool is_recompute = false;
+
+  // Of a forward: the object's `SavedTensors`, and whether `note` gets every tensor.
+  Saved& saved() const { return data_of<Saved>(PyTuple_GetItem(self, 0)); }
+  PyObject* note() const { return PyTuple_GetItem(self, 1); }
+  bool notes_all() const { return PyTuple_GetItem(self, 2) == Py_True; }
+  // Of a recompute.
+  Recomputed& recomputed() const { return data_of<Recomputed>(self); }
+};
+
+PackHook pack_hook_of(PyObject* pack);
+
+// Adds the context manager of hooks to the module. Returns false if a Python error is set.
+bool add_default_hooks(PyObject* module);
+
+}  // namespace storage_ops
