@@ -58,7 +58,15 @@ def kernels() -> list[Native]:
         binding = "csrc/storage/storage_binding.cpp"
         saved = " ".join(
             f"csrc/checkpoint/{name}.cpp"
-            for name in ("saved_tensors", "default_hooks", "saved_results", "state", "walk")
+            for name in (
+                "saved_tensors",
+                "default_hooks",
+                "kept_inputs",
+                "saved_results",
+                "snapshot",
+                "state",
+                "walk",
+            )
         )
         libs.append(Native(f"lib.libstorage_ops_binding_{end}", binding, minor, [], needs))
         if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no stable ABI

@@ -2,6 +2,7 @@
 #pragma once
 #include "python_objects.h"
 // Python.h, which it includes, comes first.
+#include <cstdint>
 #include <vector>
 
 namespace storage_ops {
@@ -12,11 +13,26 @@ PyObject* self_of_hook(PyObject* pack);
 // Notes that autograd saves a tensor with the pack hook that is bound to `hooks`.
 void note_saved_tensor(PyObject* hooks, bool is_plain);
 
-// Returns a new `Noted` object with the present versions of parameters.
+// Returns a number that encodes settings of torch. Different settings have different numbers.
+uint64_t settings();
+
+// Returns a new `Noted` object with the present versions of parameters: of these, or of those that
+// a known walk has seen.
 PyObject* note_parameters(const std::vector<PyObject*>& parameters);
+PyObject* note_parameters(PyObject* seen);
+
+// Compares the noted parameters with the present ones.
+bool are_unwritten(PyObject* noted);
+bool need_the_same_gradients(PyObject* noted);
+
+// Walk.see and Seen.is_unchanged.
+PyObject* see_walk(PyObject* walk, PyObject* roots);
+bool is_walk_unchanged(PyObject* seen);
 
 // Add types and functions to the module. Return false if a Python error is set.
+bool add_inputs(PyObject* module);
 bool add_results(PyObject* module);
+bool add_snapshot(PyObject* module);
 bool add_state(PyObject* module);
 bool add_walk(PyObject* module);
 

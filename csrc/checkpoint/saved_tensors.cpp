@@ -362,7 +362,7 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   if (!type || !recomputed_type || !module) return nullptr;
   if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
     return nullptr;
-  const bool added =
-      add_default_hooks(module) && add_results(module) && add_state(module) && add_walk(module);
+  const bool added = add_default_hooks(module) && add_inputs(module) && add_results(module) &&
+                     add_snapshot(module) && add_state(module) && add_walk(module);
   return added ? module : nullptr;
 }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DefaultDtype.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace storage_ops {
@@ -78,9 +79,15 @@ PyMethodDef methods[] = {{"note_versions", note_versions, METH_NOARGS, nullptr},
                          {"frozen_or_not", frozen_or_not, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// Returns a number that encodes the settings of `_OF_TORCH` in execution.py, and autocast on the
-// CPU. Different settings have different numbers.
-PyObject* settings(PyObject*, PyObject*) {
+PyObject* get_settings(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(settings()); }
+
+PyMethodDef functions[] = {{"settings", get_settings, METH_NOARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+// The settings are those of `_OF_TORCH` in execution.py, and autocast on the CPU and on a GPU.
+uint64_t settings() {
   const at::Context& context = at::globalContext();
   const bool flags[] = {context.userEnabledFlashSDP(),
                         context.userEnabledMemEfficientSDP(),
@@ -92,19 +99,30 @@ PyObject* settings(PyObject*, PyObject*) {
                         context.deterministicAlgorithms(),
                         context.deterministicAlgorithmsWarnOnly(),
                         at::autocast::is_autocast_enabled(at::kCPU),
+                        at::autocast::is_autocast_enabled(at::kCUDA),
                         at::autocast::is_autocast_cache_enabled()};
   uint64_t all = 0;
   for (const bool flag : flags) all = all << 1 | flag;
   const c10::ScalarType dtypes[] = {c10::typeMetaToScalarType(c10::get_default_dtype()),
-                                    at::autocast::get_autocast_dtype(at::kCPU)};
+                                    at::autocast::get_autocast_dtype(at::kCPU),
+                                    at::autocast::get_autocast_dtype(at::kCUDA)};
   for (const c10::ScalarType dtype : dtypes) all = all << 8 | static_cast<uint8_t>(dtype);
-  return PyLong_FromUnsignedLongLong(all);
+  return all;
 }
 
-PyMethodDef functions[] = {{"settings", settings, METH_NOARGS, nullptr},
-                           {nullptr, nullptr, 0, nullptr}};
+bool are_unwritten(PyObject* noted) {
+  const auto& all = data_of<Parameters>(noted);
+  return std::all_of(all.begin(), all.end(), [](const Parameter& each) {
+    return each.version < 0 || version_of(each.tensor) == each.version;
+  });
+}
 
-}  // namespace
+bool need_the_same_gradients(PyObject* noted) {
+  const auto& all = data_of<Parameters>(noted);
+  return std::all_of(all.begin(), all.end(), [](const Parameter& each) {
+    return each.tensor.requires_grad() == each.needed_grad;
+  });
+}
 
 PyObject* note_parameters(const std::vector<PyObject*>& parameters) {
   Parameters* noted = nullptr;

@@ -55,6 +55,8 @@ struct Seen {
   std::vector<PyObject*> values;  // owned
 };
 
+constexpr size_t kParameters = 1;  // the number of their group
+
 PyTypeObject* seen_type = nullptr;
 
 PyObject* type_object(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
@@ -241,39 +243,12 @@ PyObject* new_walk(PyTypeObject* type, PyObject* arguments, PyObject*) {
 
 // see(roots): returns the objects that the walk would read now, or None if the walk would differ.
 PyObject* see(PyObject* self, PyObject* roots) {
-  return guarded([&] {
-    const auto& walk = data_of<Walk>(self);
-    Seen* seen = nullptr;
-    Ref object = owned(make(seen_type, seen));
-    seen->walk = Ref::to(self);
-    seen->values.resize(walk.values.size(), nullptr);
-    const auto keep = [&](size_t at, PyObject* now) {
-      if (!is_equivalent(walk.values[at], now)) return false;
-      Py_XINCREF(now);
-      seen->values[at] = now;
-      return true;
-    };
-    size_t at = 0;
-    const bool same = each_item(
-        roots, [&](PyObject*, PyObject* root) { return at < walk.roots && keep(at++, root); });
-    if (!same || at != walk.roots || !each_value(walk, keep)) return none();
-    return object.release();
-  });
+  return guarded([&] { return see_walk(self, roots); });
 }
 
 // is_unchanged(): returns True if the values that a recompute restores have not changed.
 PyObject* is_unchanged(PyObject* self, PyObject*) {
-  return guarded([&] {
-    const auto& seen = data_of<Seen>(self);
-    const auto& walk = data_of<Walk>(seen.walk.get());
-    size_t place = 0;
-    const bool same = each_value(walk, [&](size_t at, PyObject* now) {
-      while (walk.places[place].end <= at) ++place;
-      if (now == seen.values[at]) return true;
-      return !walk.places[place].is_restored && is_equivalent(walk.values[at], now);
-    });
-    return PyBool_FromLong(same);
-  });
+  return guarded([&] { return PyBool_FromLong(is_walk_unchanged(self)); });
 }
 
 // contents(container): returns a copy of a container's contents before the call, as a dictionary or
@@ -311,11 +286,8 @@ PyObject* group(PyObject* self, PyObject* number) {
   });
 }
 
-PyObject* noted(PyObject* self, PyObject* number) {
-  return guarded([&] {
-    const auto& walk = data_of<Walk>(data_of<Seen>(self).walk.get());
-    return note_parameters(walk.groups.at(PyLong_AsSize_t(number)));
-  });
+PyObject* noted(PyObject* self, PyObject*) {
+  return guarded([&] { return note_parameters(self); });
 }
 
 PyMethodDef walk_methods[] = {{"see", see, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
@@ -323,10 +295,46 @@ PyMethodDef walk_methods[] = {{"see", see, METH_O, nullptr}, {nullptr, nullptr, 
 PyMethodDef seen_methods[] = {{"is_unchanged", is_unchanged, METH_NOARGS, nullptr},
                               {"contents", contents, METH_O, nullptr},
                               {"group", group, METH_O, nullptr},
-                              {"noted", noted, METH_O, nullptr},
+                              {"noted", noted, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+PyObject* see_walk(PyObject* self, PyObject* roots) {
+  const auto& walk = data_of<Walk>(self);
+  Seen* seen = nullptr;
+  Ref object = owned(make(seen_type, seen));
+  seen->walk = Ref::to(self);
+  seen->values.resize(walk.values.size(), nullptr);
+  const auto keep = [&](size_t at, PyObject* now) {
+    if (!is_equivalent(walk.values[at], now)) return false;
+    Py_XINCREF(now);
+    seen->values[at] = now;
+    return true;
+  };
+  size_t at = 0;
+  const bool same = each_item(
+      roots, [&](PyObject*, PyObject* root) { return at < walk.roots && keep(at++, root); });
+  if (!same || at != walk.roots || !each_value(walk, keep)) return none();
+  return object.release();
+}
+
+bool is_walk_unchanged(PyObject* self) {
+  const auto& seen = data_of<Seen>(self);
+  const auto& walk = data_of<Walk>(seen.walk.get());
+  size_t place = 0;
+  const bool same = each_value(walk, [&](size_t at, PyObject* now) {
+    while (walk.places[place].end <= at) ++place;
+    if (now == seen.values[at]) return true;
+    return !walk.places[place].is_restored && is_equivalent(walk.values[at], now);
+  });
+  return same;
+}
+
+PyObject* note_parameters(PyObject* seen) {
+  const auto& walk = data_of<Walk>(data_of<Seen>(seen).walk.get());
+  return note_parameters(walk.groups.at(kParameters));
+}
 
 bool add_walk(PyObject* module) {
   PyType_Slot walk[] = {{Py_tp_new, slot(new_walk)},

@@ -59,7 +59,7 @@ class Tiling:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call a module. `original` is the forward of its class."""
-        if is_traced_by_fx(args, kwargs):
+        if not torch.compiler.is_compiling() and is_traced_by_fx(args, kwargs):
             return original(module, *args, **kwargs)
         x, forward = _input_of(module, original, args, kwargs)
         dim = self._dim_of(module, x)

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
+from storage_ops.checkpoint.region.backward_pass import is_retained
 from storage_ops.checkpoint.region.inputs import Inputs
-from storage_ops.checkpoint.region.region import is_retained
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import call_region

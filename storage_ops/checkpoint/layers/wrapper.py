@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ class Checkpointing:
     use_reentrant: bool
     respect_saved_tensors_hooks: bool
     options: Options
+    _of_names: dict[str, Options] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -76,14 +77,15 @@ class Checkpointing:
         """Call the plain forward of a module in a checkpoint."""
         name, options = type(module).__name__, self.options
         discards = self.mode == "output_discard"
-        if is_traced_by_fx(args, kwargs):
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and is_traced_by_fx(args, kwargs):
             return fn(*args, **kwargs)
         if torch.is_grad_enabled() and not is_disabled():
             given = kwargs
             args, kwargs = without_cache(module, args, kwargs)
-            if kwargs is not given and not torch.compiler.is_compiling():
+            if kwargs is not given and not is_compiling:
                 warn_once(name)
-        if torch.compiler.is_compiling():
+        if is_compiling:
             if not torch.is_grad_enabled():
                 return fn(*args, **kwargs)
             rng, context_fn = options.preserve_rng_state, self._context_fn(name)
@@ -97,8 +99,16 @@ class Checkpointing:
         if self.use_reentrant:
             return run_reentrant(fn, args, kwargs, options, name, module.parameters())
         if self.policy is not None:
-            options = replace(options, context_fn=self._context_fn(name))
+            options = self._with_policy(name)
         return Region(fn, args, kwargs, options, name).forward(args, kwargs)
+
+    def _with_policy(self, name: str) -> Options:
+        """Return the options of a region with this name."""
+        options = self._of_names.get(name)
+        if options is None:
+            options = replace(self.options, context_fn=self._context_fn(name))
+            self._of_names[name] = options
+        return options
 
     def _context_fn(self, name: str) -> ContextFn | None:
         if self.policy is None:

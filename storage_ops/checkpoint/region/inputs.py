@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from storage_ops import _library
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
 from storage_ops.foundation import fsdp
@@ -47,7 +49,14 @@ class Inputs:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._again: list[tuple[Tensor, int]] = []  # a recompute's inputs, and how many hooks
+        self._same: dict[int, tuple[Tensor, int]] = {}
         self._at: Sequence[int]
+        self._native: Any = None if kwargs or _native is None else _native.KeptInputs(args)
+        self._spec: Any = None
+        if self._native is not None:
+            self.tensors, self.plain, self._at = list(args), [], range(len(args))
+            return
         flat, self._spec = _flatten(args, kwargs)
         self.tensors, self.plain, self._at = flat, [], range(len(flat))
         if self._spec is not None:
@@ -55,12 +64,10 @@ class Inputs:
             self.tensors = [flat[i] for i in self._at]
             self.plain = [leaf for leaf in flat if not isinstance(leaf, Tensor)]
         self._like = [TensorTraits(t) for t in self.tensors]
-        self._again: list[tuple[Tensor, int]] = []  # a recompute's inputs, and how many hooks
         # Hooks of others may return another tensor. If the graph or this package's hooks keep the
         # tensor itself anyway, a recompute gets that one.
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = top is not None and getattr(top[0], "keeps_others", False)
-        self._same: dict[int, tuple[Tensor, int]] = {}
         for i, t in enumerate(self.tensors if top is not None else ()):
             own = ours and not t.is_inference() and producer_of(t) is None
             if (t.requires_grad and is_leaf(t)) or own:
@@ -80,6 +87,14 @@ class Inputs:
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a recompute of the region with this name."""
+        if self._native is not None:
+            arguments = self._native.again()
+            if arguments is not None:
+                for t in arguments:
+                    if t.requires_grad:
+                        self._again.append((t, len(t._backward_hooks or ())))
+                return arguments, {}
+            self._leave_library()
         flat, kept = list(self.plain), self._kept()
         for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
             if i in self._same:
@@ -101,6 +116,12 @@ class Inputs:
             return tuple(flat), {}
         args, kwargs = tree_unflatten(flat, self._spec)
         return args, kwargs
+
+    def _leave_library(self) -> None:
+        """Let Python return the arguments, because the library cannot return them as they were."""
+        native, self._native = self._native, None
+        self._like = [TensorTraits.of(*traits) for traits in native.traits()]
+        self._kept = lambda: [partial(native.unpack, i) for i in range(len(self._like))]
 
 
 def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> NoReturn:
@@ -157,6 +178,14 @@ class TensorTraits:
         self.stride = stride_of(t)
         attributes = t.__dict__
         self.attributes = dict(attributes) if attributes else None
+
+    @staticmethod
+    def of(needs_grad: bool, stride: tuple[int, ...]) -> TensorTraits:
+        """Return the traits of a plain tensor."""
+        traits = TensorTraits.__new__(TensorTraits)
+        traits.kind, traits.needs_grad, traits.stride = Tensor, needs_grad, stride
+        traits.attributes = None
+        return traits
 
     def make(self, t: Tensor) -> Tensor:
         """Return the tensor with the traits, changed or copied where it lacks them."""
@@ -222,3 +251,6 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 def leaves_of(value: object) -> list[Any]:
     """Return the leaves of a tree of outputs."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
+_native: Any = sys.modules.get(_library.SAVED_TENSORS)

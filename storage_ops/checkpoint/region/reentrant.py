@@ -119,12 +119,12 @@ class _ReentrantCall:
             self._versions = [(p, p._version) for p, _ in self._versions]
             self._warn_of_tensors(args, kwargs, leaves)
         else:
-            writes = self._state.effects.without_repeated_writes(self._name, self._checks)
             self._check()
             like = iter(self._like)
             again = [next(like).make(t) if isinstance(t, Tensor) else t for t in leaves]
             args, kwargs = tree_unflatten(again, self._spec)
-            with self._state, self._state.modes.again(), writes:
+            state, modes, writes = self._state.contexts(self._name, self._checks)
+            with state, modes, writes:
                 outputs = self._fn(*args, **kwargs)
         flat, self.result = tree_flatten(outputs)
         return tuple(flat)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
+from _thread import RLock  # `threading.RLock` is a function of Python around it
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from storage_ops.checkpoint.region.backward_pass import current_pass, is_retained
 from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard, saved_tensors
@@ -38,7 +39,7 @@ from storage_ops.checkpoint.saved.outputs import (
 from storage_ops.checkpoint.saved.saved import Saved, call_region, check_unread, fail
 from storage_ops.checkpoint.saved.saved_tensors import AsFarAsNeeded, RecomputedTensors
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
-from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
@@ -60,7 +61,6 @@ class Options:
     counts_saved: bool = False
 
 
-_NOTHING = contextlib.nullcontext()
 _serials = itertools.count()
 # This node saves its input, and noise that its kernel writes only afterwards.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
@@ -76,12 +76,13 @@ def is_repeatable() -> bool:
     `torch.autograd.graph.allow_mutation_on_saved_tensors` either. It copies saved tensors before
     they are written, but does not know the tensors that a recompute saves.
     """
-    if not torch.is_grad_enabled() or is_disabled():
-        return False
-    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
-        return False
-    traced = torch._C._get_tracing_state() is not None
-    return not traced and torch._C._functorch.peek_interpreter_stack() is None
+    return (
+        torch.is_grad_enabled()
+        and not is_disabled()
+        and not torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 class Region:
@@ -102,19 +103,23 @@ class Region:
         self.options = options
         self._checksums = options.determinism_check == "checksum"
         self._serial = next(_serials)
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._fn: Callable[..., Any] | None = fn
         self._contexts = options.context_fn() if options.context_fn else ()
         self._inputs: Inputs | None = Inputs(args, kwargs)
-        around = Surroundings.of(fn, self._inputs.plain, self._inputs.tensors)
-        self._state: ExecutionState | None = ExecutionState(around, options.preserve_rng_state)
-        self._captured = around.tensors  # until the forward has run
+        self._state: ExecutionState | Snapshot | None
+        # The captured tensors are kept until the forward has run.
+        self._state, self._captured = state_before(
+            fn, self._inputs.plain, self._inputs.tensors, options.preserve_rng_state
+        )
         # Captured tensors that need a gradient, as weak references: a region must not keep them.
         self._versions: list[tuple[weakref.ref[Tensor], int]] = []
         self._parameters: list[weakref.ref[Tensor]] = []  # captured ones that FSDP may shard
         self._log = OpLog() if options.debug else None
         # Regions whose discarded outputs this one reads.
-        self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
+        self.producers: set[Region] = set()
+        if producers:
+            self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
         self._saved = saved_tensors.saved_tensors(self._checksums, options.debug)
         self.allocated = SavedBytes() if options.counts_saved else None
         self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
@@ -144,21 +149,23 @@ class Region:
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
         issued = collectives.number_issued()
-        around = self._contexts[0] if self._contexts else _NOTHING
+        contexts = list(self._contexts[:1])
         self._running = True
         pack = self._saved.hook(self._note_saved, self.allocated is not None)
         unpack = self._saved.unpack_hook(self._unpack)
-        with saved_tensors.hooks(pack, unpack), around, self._log or _NOTHING:
-            outputs = call_region(self.name, self._fn, args, kwargs)
+        contexts.insert(0, saved_tensors.hooks(pack, unpack))
+        if self._log is not None:
+            contexts.append(self._log)
+        outputs = _call(contexts, call_region, (self.name, self._fn, args, kwargs), {})
         self._running = False
-        self._state.effects.finish()
+        self._state.finish()
         self._saved.finish()
         leaves = leaves_of(outputs)
-        if self.options.determinism_check != "none":
+        if self._captured and self.options.determinism_check != "none":
             # Discarded outputs of other regions get a new version when they are bound back.
             captured = [t for t in self._captured if t.requires_grad and producer_of(t) is None]
             self._versions = [(weakref.ref(t), t._version) for t in captured]
-        if fsdp.is_used():
+        if self._captured and fsdp.is_used():
             self._parameters = [weakref.ref(t) for t in self._captured if fsdp.is_parameter(t)]
         if self.options.discards:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
@@ -275,11 +282,14 @@ class Region:
             from storage_ops._without_graph import run_backward  # imports Dynamo
 
             run_backward(self.recompute, for_another)
-            return
+        else:
+            self._recompute(for_another)
+
+    def _recompute(self, for_another: bool = False) -> RecomputedTensors:
         with self._lock:
-            task = _current_task()
-            if self._task is not None and self._task == task:
-                return
+            task = current_pass()
+            if self._recomputed is not None and self._task is not None and self._task == task:
+                return self._recomputed
             if self._fn is None:
                 fail(
                     f"the region {self.name} is needed in a second backward pass, but the first "
@@ -295,6 +305,7 @@ class Region:
                 again.begin(-1 if self._reread else task)
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
+            return again
 
     def _run_again(self, is_next: bool) -> RecomputedTensors:
         """Run the function once more, return the tensors it saves, and bind its outputs.
@@ -309,23 +320,24 @@ class Region:
         checks = self.options.determinism_check != "none"
         modified: list[Tensor] = []
         if checks and not self._running:
-            self._state.effects.check(self.name)
-            modified = self._state.effects.modified() + self._modified()
+            modified = self._state.modified(self.name)
+            if self._versions:
+                modified += self._modified()
         start = torch._C._autograd._get_sequence_nr()
         whole = self._discarded or self._communicates or modified
         stops = self._running or (self._stops and not whole)
         args, kwargs = self._inputs.again(self.name)
         again = self._saved.recompute(bool(stops))
-        around = self._contexts[1] if self._contexts else _NOTHING
         log = OpLog() if self._log else None
-        hooks = saved_tensors.hooks(again.hook(), again.read)
-        parameters = self._gathered(args, kwargs, is_next) if fsdp.is_used() else _NOTHING
-        modes = self._state.modes.again()
-        writes = self._state.effects.without_repeated_writes(self.name, checks)
+        contexts = [self._gathered(args, kwargs, is_next)] if fsdp.is_used() else []
+        contexts += self._state.contexts(self.name, checks)
+        contexts.append(saved_tensors.hooks(again.hook(), again.read))
+        contexts += self._contexts[1:]
+        if log is not None:
+            contexts.append(log)
         outputs: list[Any] = []
         try:
-            with parameters, self._state, modes, writes, hooks, around, log or _NOTHING:
-                outputs = leaves_of(self._fn(*args, **kwargs))
+            outputs = leaves_of(_call(contexts, self._fn, args, kwargs))
             for leaf in outputs:
                 wait_for(leaf)
         except AsFarAsNeeded:
@@ -345,12 +357,12 @@ class Region:
                 again.drop_graphs()
         if not again.is_whole():
             self._state.check_dual_level(self.name)
-        if checks:
+        if checks and not again.fits():
             saved_tensors.check(again, self.name, lambda: self._difference(log, stops))
         if modified:
             tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
             check_unread(self.name, modified, outputs, start, tensors)
-        if not self._running:
+        if self._discarded and not self._running:
             self._bind(outputs)
         return again
 
@@ -358,7 +370,7 @@ class Region:
         assert self._state is not None
         captured = [t for ref in self._parameters if (t := ref()) is not None]
         parameters = [t for t in leaves_of((args, kwargs)) if fsdp.is_parameter(t)]
-        return fsdp.gathered([*self._state.effects.exchanged(), *captured, *parameters], is_next)
+        return fsdp.gathered([*self._state.exchanged(), *captured, *parameters], is_next)
 
     def _modified(self) -> list[Tensor]:
         seen = ((ref(), version) for ref, version in self._versions)
@@ -433,15 +445,15 @@ class Region:
         if (
             again is None
             or self._task is None
-            or self._task != _current_task()
+            or self._task != current_pass()
             or not again.has(index)
         ):
-            again = self._recompute_saved()
+            again = self._recompute()
         unwritten = index == again.stopped_at() - 2 and self._is_unwritten()
         if unwritten or not again.has(index):
             self._task, self._reread = None, True
             self._stops = self._stops and not unwritten
-            again = self._recompute_saved()
+            again = self._recompute()
         if self._task is not None and not is_retained():
             self._saved.release(index)
         value = again.read(index) if self._reread else again.take(index)
@@ -450,11 +462,6 @@ class Region:
         elif not len(again) and not isinstance(self._task, int):  # nor in a group
             self.end_backward(is_retained())
         return value
-
-    def _recompute_saved(self) -> RecomputedTensors:
-        self.recompute()
-        assert self._recomputed is not None
-        return self._recomputed
 
     def _is_unwritten(self) -> bool:
         """Return True if the recompute stopped before an op had written a tensor that it saves."""
@@ -469,25 +476,14 @@ class Region:
         return True
 
 
-def _current_task() -> Any:
-    """Return an identity of the running backward pass or of its group; None outside of a backward.
-
-    `torch.utils.checkpoint.GraphExecGroup` makes several passes
-    share one recompute.
-    """
-    current = _current_group()
-    if current is not None:
-        return current
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
-def is_retained() -> bool:
-    """Return True if the running backward pass keeps the graph and its saved tensors."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-_current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+def _call(
+    contexts: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return `fn(*args, **kwargs)`, called inside of context managers, outermost first."""
+    if not contexts:
+        return fn(*args, **kwargs)
+    with contexts[0]:
+        return _call(contexts[1:], fn, args, kwargs)
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

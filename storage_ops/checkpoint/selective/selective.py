@@ -24,7 +24,8 @@ from torch.utils.checkpoint import (
 
 from storage_ops._callers import warn_caller
 from storage_ops._op_arguments import tensors_in, with_tensors
-from storage_ops.checkpoint.region.region import Region, is_retained
+from storage_ops.checkpoint.region.backward_pass import is_retained
+from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log, describe_modified

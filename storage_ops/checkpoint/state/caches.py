@@ -27,7 +27,11 @@ def without_cache(
         args, kwargs: its arguments.
         always: whether to leave out empty caches in eval mode too.
     """
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    caches = [
+        value
+        for value in (*args, *kwargs.values())
+        if not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+    ]
     if not (caches and (module.training or always)):
         return args, kwargs
     layer = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
@@ -50,10 +54,6 @@ def _is_empty(cache: Any, layer: Any) -> bool:
     except ValueError:  # a layer such as Mamba's, which has states instead of a length
         states = getattr(cache.layers[layer], "has_previous_state", False)
         return not (any(states.values()) if isinstance(states, dict) else states)
-
-
-def _is_cache(value: object) -> bool:
-    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 
 def warn_once(kind: str) -> None:

@@ -56,6 +56,7 @@ from storage_ops.checkpoint.state.holders import (
     named_tensors,
     values_of,
 )
+from storage_ops.checkpoint.state.known_walks import KnownWalk
 from storage_ops.checkpoint.state.parameters import noted
 from storage_ops.checkpoint.state.places import remembered, value_of
 from storage_ops.checkpoint.state.reachable import Surroundings
@@ -88,6 +89,20 @@ class Effects:
                 self._bytes = list(_bytes(surroundings))
         self._written: list[tuple[Tensor, int]] = []  # parameters, and their versions before
         self._running = True
+
+    @classmethod
+    def of_snapshot(cls, walk: KnownWalk, noted_parameters: Any) -> Effects:
+        """Return the effects of a call that the library has noted. No bytes were copied."""
+        self = cls.__new__(cls)
+        self._surroundings = Surroundings(known=walk)
+        self._lazy_holders, self._parametrizations = None, None
+        self._noted, self._bytes, self._written = noted_parameters, [], []
+        self._running = True
+        return self
+
+    def end_unchanged(self) -> None:
+        """Note that the forward has ended, and has changed nothing."""
+        self._running = False
 
     def finish(self) -> None:
         """Drop the copies and references that no restore needs, after the forward has run."""

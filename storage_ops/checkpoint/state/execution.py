@@ -22,16 +22,18 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from storage_ops import _library
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
 from storage_ops.checkpoint.state.effects import Effects
-from storage_ops.checkpoint.state.modes import active_modes
+from storage_ops.checkpoint.state.known_walks import KnownWalk
+from storage_ops.checkpoint.state.modes import NO_MODES, active_modes
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import State, state_of
 
-_trackers: OrderedDict[int, Any] = OrderedDict()
+trackers: OrderedDict[int, Any] = OrderedDict()
 _native: Any = sys.modules.get(_library.SAVED_TENSORS)
 
 
@@ -59,8 +61,8 @@ def register_rng_tracker(tracker: object) -> RemovableHandle:
         >>> handle.remove()
     """
     _accessors(tracker)
-    handle = RemovableHandle(_trackers)
-    _trackers[handle.id] = tracker
+    handle = RemovableHandle(trackers)
+    trackers[handle.id] = tracker
     return handle
 
 
@@ -154,7 +156,7 @@ def is_disabled() -> bool:
 def is_traced_by_fx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an argument is a proxy of `torch.fx.symbolic_trace`, which is not a tensor."""
     # The flag alone does not suffice, because make_fx sets it too.
-    if torch.compiler.is_compiling() or not fx_trace.is_fx_symbolic_tracing():
+    if not fx_trace.is_fx_symbolic_tracing():
         return False
     return any(isinstance(leaf, torch.fx.Proxy) for leaf in tree_leaves((args, kwargs)))
 
@@ -223,20 +225,21 @@ _OTHERS: tuple[State, ...] = (
     # Context parallelism replaces this function during the forward.
     (_attention, _set_attention),
 )
-# Maps the library's number for the settings of torch to their values, and autocast on the CPU.
-_known_settings: dict[int | None, tuple[list[Any], _Autocast]] = {}
+# Maps the library's number for the settings of torch to their values, and to autocast.
+known_settings: dict[int | None, tuple[list[Any], dict[str, _Autocast]]] = {}
 
 
-def _settings() -> tuple[int | None, list[Any], _Autocast]:
-    """Return a number for the settings of torch, their values, and autocast on the CPU.
+def read_settings() -> tuple[int | None, list[Any], dict[str, _Autocast]]:
+    """Return a number for the settings of torch, their values, and autocast on CPUs and GPUs.
 
     The number comes from the library, and is None without a library. If it is known, no setting is
     read in Python.
     """
     number = None if _native is None else _native.settings()
-    settings = None if number is None else _known_settings.get(number)
+    settings = None if number is None else known_settings.get(number)
     if settings is None:
-        settings = _known_settings[number] = [get() for get, _ in _OF_TORCH], _autocast("cpu")
+        autocast = {device_type: _autocast(device_type) for device_type in ("cpu", "cuda")}
+        settings = known_settings[number] = [get() for get, _ in _OF_TORCH], autocast
     return number, *settings
 
 
@@ -268,9 +271,9 @@ class ExecutionState:
         devices = set(surroundings.devices)
         if torch.cuda.is_initialized():
             devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
-        self._number, self._of_torch, autocast = _settings()
-        self._autocast = {device.type: _autocast(device.type) for device in devices}
-        self._autocast["cpu"] = autocast
+        self._number, self._of_torch, known = read_settings()
+        types = {"cpu", *(device.type for device in devices)}
+        self._autocast = {name: known.get(name) or _autocast(name) for name in types}
         self._device = _device()
         self.modes = active_modes()  # a recompute enters them only around the call
         self._current = torch.cuda.current_device() if "cuda" in self._autocast else -1
@@ -286,8 +289,56 @@ class ExecutionState:
         if not preserve_rng_state:
             return
         sources = [_RNG_OF_CPU, *map(rng_of, devices)] if devices else [_RNG_OF_CPU]
-        sources += [_accessors(g) for g in (*surroundings.generators, *_trackers.values())]
+        sources += [_accessors(g) for g in (*surroundings.generators, *trackers.values())]
         self._rng = [(get, put, get()) for get, put in sources]
+
+    @classmethod
+    def of_snapshot(cls, snapshot: Any, walk: KnownWalk, attention: Callable[..., Any]) -> Self:
+        """Return the state before a call, of which the library has noted the parts.
+
+        Args:
+            snapshot: the library's object. When it was made, no mode was active.
+            walk: the known walk of the call.
+            attention: the value of `F.scaled_dot_product_attention`.
+        """
+        self = cls.__new__(cls)
+        self._number, self._current = snapshot.settings, snapshot.gpu
+        self._of_torch, known = known_settings[self._number]
+        types = ("cpu", "cuda") if self._current >= 0 else ("cpu",)
+        self._autocast = {name: known[name] for name in types}
+        self._device, self.modes, self._dual = None, NO_MODES, None
+        self._others = [True, False, attention]
+        self._undo = []
+        self._modules, self._known, self._training, self._calls = [], walk, [], None
+        self.effects = Effects.of_snapshot(walk, snapshot.noted)
+        self._rng = [(*rng_of(torch.device(name)), state) for name, state in snapshot.random()]
+        return self
+
+    def finish(self) -> None:
+        """Note that the forward has ended."""
+        self.effects.finish()
+
+    def modified(self, region: str) -> list[Tensor]:
+        """Return the parameters that were modified in place since the forward, without a copy.
+
+        Raises:
+            RuntimeError: the forward has written a tensor that was not copied.
+        """
+        self.effects.check(region)
+        return self.effects.modified()
+
+    def exchanged(self) -> list[Tensor]:
+        """Return the parameters and buffers that were replaced or removed since."""
+        return self.effects.exchanged()
+
+    def contexts(self, region: str, checks: bool) -> tuple[Any, ...]:
+        """Return the context managers for a recompute, outermost first.
+
+        Args:
+            region: the name of the region, for errors.
+            checks: whether to raise if the recompute would read other contents than the forward.
+        """
+        return self, self.modes.again(), self.effects.without_repeated_writes(region, checks)
 
     def check_dual_level(self, region: str) -> None:
         """Raise if the forward ran in a level of dual numbers that has ended.

@@ -200,7 +200,7 @@ class KnownWalk:
 
     def noted(self) -> Any:
         """Return the result of `parameters.noted` for the parameters."""
-        return self._seen.noted(1)
+        return self._seen.noted()
 
     def objects(self) -> Objects:
         """Return the result of the walk."""
@@ -235,6 +235,13 @@ def roots_of(fn: Callable[..., Any], arguments: list[Any]) -> list[Any] | None:
         elif kind != PLAIN:
             return None
     return roots[::-1]  # in the order in which a walk puts the parts of a call on its stack
+
+
+def known_from(roots: list[Any]) -> _Entry | None:
+    """Return the entry of a known walk from these roots that copies no bytes; None without one."""
+    entry = _known.get(tuple(map(id, roots)))
+    has_bytes = entry is None or entry.walk is None or entry.facts[-1]
+    return None if has_bytes else entry
 
 
 def find(roots: list[Any]) -> tuple[KnownWalk | None, Reads | None]:

@@ -51,7 +51,7 @@ class Modes:
         Raises:
             RuntimeError: on entry, if an outer mode has ended and an inner one is active.
         """
-        if self is _NONE and _C._is_torch_function_enabled():
+        if self is NO_MODES and _C._is_torch_function_enabled():
             return _NOTHING
         return self._entered()
 
@@ -71,7 +71,7 @@ class Modes:
 
 _NOTHING = contextlib.nullcontext()
 _CALLS = _C._TorchFunctionState.ENABLED
-_NONE = Modes(_CALLS, (), ())
+NO_MODES = Modes(_CALLS, (), ())
 
 
 def active_modes() -> Modes:
@@ -81,7 +81,7 @@ def active_modes() -> Modes:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._len_torch_dispatch_stack() == 0
     ):
-        return _NONE
+        return NO_MODES
     stacks = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     return Modes(_C._get_torch_function_state(), *stacks)
 

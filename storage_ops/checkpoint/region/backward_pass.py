@@ -1,0 +1,26 @@
+"""The backward pass that runs in this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+
+
+def current_pass() -> Any:
+    """Return an identity of the running backward pass or of its group; None outside of a backward.
+
+    `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
+    """
+    current = _current_group()
+    if current is not None:
+        return current
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+# Returns True if the running backward pass keeps the graph and its saved tensors.
+is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

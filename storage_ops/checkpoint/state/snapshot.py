@@ -1,0 +1,124 @@
+"""The state that a region depends on, before its forward.
+
+`ExecutionState` captures and restores all of it, in Python. In most calls, the walk over the
+surroundings is known, no mode is active, and a recompute finds everything as it was but the random
+numbers. Then the library notes the state, and a recompute needs one comparison
+(`csrc/checkpoint/snapshot.cpp`). If something differs, an `ExecutionState` is created from what
+the library noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from storage_ops import _library
+from storage_ops.checkpoint.state import execution, known_walks
+from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
+from storage_ops.checkpoint.state.known_walks import KnownWalk
+from storage_ops.checkpoint.state.reachable import Surroundings
+
+
+class Snapshot:
+    """The state before a call whose walk is known, with the methods of `ExecutionState`."""
+
+    __slots__ = ("_attention", "_facts", "_full", "_native", "_running")
+
+    def __init__(self, native: Any, facts: tuple[Any, ...]) -> None:
+        """Create an object for a snapshot of the library, before the call.
+
+        Args:
+            native: the library's object.
+            facts: the facts of the known walk.
+        """
+        self._native, self._facts = native, facts
+        self._attention = F.scaled_dot_product_attention
+        self._running = True
+        self._full: ExecutionState | None = None
+
+    def _state(self) -> ExecutionState:
+        """Return the state as an `ExecutionState`, because something has changed since."""
+        if self._full is None:
+            native, walk = self._native, KnownWalk(self._native.seen, self._facts)
+            self._full = ExecutionState.of_snapshot(native, walk, self._attention)
+            if not self._running:
+                self._full.effects.end_unchanged()
+        return self._full
+
+    def finish(self) -> None:
+        """Note that the forward has ended."""
+        if not self._native.is_unchanged():
+            self._state().finish()
+        self._running = False
+
+    def modified(self, region: str) -> list[Tensor]:
+        """Return the parameters that were modified in place since the forward."""
+        if self._full is None and self._native.is_unwritten():
+            return []
+        return self._state().modified(region)
+
+    def exchanged(self) -> list[Tensor]:
+        """Return the parameters and buffers that were replaced or removed since."""
+        return self._state().exchanged()
+
+    def contexts(self, region: str, checks: bool) -> tuple[Any, ...]:
+        """Return the context managers for a recompute, outermost first."""
+        is_current = (
+            self._full is None
+            and self._native.is_current()
+            and self._attention is F.scaled_dot_product_attention
+            and not is_disabled()
+        )
+        return (self._native,) if is_current else self._state().contexts(region, checks)
+
+    def put_back(self) -> None:
+        """Put back the state from before a recompute, if an interrupt ended its `__exit__`."""
+        self._native.put_back()
+        if self._full is not None:
+            self._full.put_back()
+
+    def check_dual_level(self, region: str) -> None:
+        """Do nothing, because the forward ran in no level of dual numbers."""
+
+
+def state_before(
+    fn: Callable[..., Any], arguments: list[Any], tensors: list[Tensor], preserve_rng_state: bool
+) -> tuple[ExecutionState | Snapshot, list[Tensor]]:
+    """Capture the state before a call.
+
+    Args:
+        fn: the function that is called.
+        arguments: its arguments that are not tensors.
+        tensors: the tensors among its arguments.
+        preserve_rng_state: whether a recompute repeats random numbers.
+
+    Returns:
+        The state, and the tensors that the call reaches besides arguments, parameters and buffers.
+    """
+    # The library notes no other devices, generators and caches.
+    is_usual = not (execution.trackers or parametrize._cache_enabled)
+    is_usual = is_usual and forward_ad._current_level < 0
+    for t in tensors:
+        is_usual = is_usual and (t.is_cpu or t.is_cuda or t.is_meta)
+    if is_usual and _native is not None:
+        roots = known_walks.roots_of(fn, arguments)
+        if roots is not None and (known := known_walks.known_from(roots)) is not None:
+            gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+            native = _native.Snapshot(known.walk, roots, preserve_rng_state, gpus)
+            if native is not None:
+                known.attempts = 0
+                if native.settings not in execution.known_settings:
+                    execution.read_settings()
+                return Snapshot(native, known.facts), []
+    surroundings = Surroundings.of(fn, arguments, tensors)
+    return ExecutionState(surroundings, preserve_rng_state), surroundings.tensors
+
+
+_native: Any = sys.modules.get(_library.SAVED_TENSORS)
