@@ -66,20 +66,24 @@ inline int64_t hash_of(const std::string& text) {
 }
 
 // Returns a number for the origin of a tensor: the name of its node, a parameter, or another leaf.
-inline int64_t origin_of(const at::Tensor& t) {  // with the GIL
-  const at::TensorBase base = t.is_view() ? t._base() : at::TensorBase(t);
+inline int64_t origin_of(const at::Tensor& t) {
+  const at::TensorBase& base = t.is_view() ? t._base() : t;
   if (const auto& node = base.grad_fn()) {
-    static std::unordered_map<const void*, int64_t> of_types;  // guarded by the GIL
+    thread_local std::unordered_map<const void*, int64_t> of_types;
     const auto& type = typeid(*node);
     if (std::strstr(type.name(), "PyNode")) return hash_of(node->name());
     auto found = of_types.find(&type);
     if (found == of_types.end()) found = of_types.emplace(&type, hash_of(node->name())).first;
     return found->second;
   }
-  const Ref root = owned(THPVariable_Wrap(base));
-  if (is_parameter(root.get())) return reinterpret_cast<int64_t>(root.get());
+  PyObject* root = object_of(base);
+  if (!root) return base.requires_grad() ? 1 : 0;
+  if (has_class(root, names.parameter)) return reinterpret_cast<int64_t>(root);
+  if (has_class(root, names.tensor) && !base.requires_grad()) return 0;
+  const WithGil gil;
+  if (is_parameter(root)) return reinterpret_cast<int64_t>(root);
   if (!base.requires_grad()) return 0;
-  const Ref name = owned(PyObject_CallFunctionObjArgs(texts.origin, root.get(), nullptr));
+  const Ref name = owned(PyObject_CallFunctionObjArgs(texts.origin, root, nullptr));
   if (name.get() == Py_None) return 1;
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(name.get(), &size);
@@ -114,7 +118,6 @@ inline void describe_value(const c10::IValue& value, Call& call) {
 }
 
 inline std::unique_ptr<Call> describe_call(const torch::jit::Stack& stack, size_t arguments) {
-  const WithGil gil;
   auto call = std::make_unique<Call>();
   for (size_t i = stack.size() - arguments; i < stack.size(); ++i) describe_value(stack[i], *call);
   return call;

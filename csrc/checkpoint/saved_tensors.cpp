@@ -319,7 +319,17 @@ PyObject* setup(PyObject*, PyObject* arguments) {
   return none();
 }
 
-PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+// storage_key(value): returns a number that identifies the storage of a plain tensor, or None.
+PyObject* storage_key(PyObject*, PyObject* value) {
+  return guarded([&] {
+    const at::Tensor t = plain_tensor(value);
+    return t.defined() ? PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()) : none();
+  });
+}
+
+PyMethodDef functions[] = {{"setup", setup, METH_VARARGS, nullptr},
+                           {"storage_key", storage_key, METH_O, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition{PyModuleDef_HEAD_INIT,
                        "_saved_tensors",

@@ -29,6 +29,7 @@ _NO_NUMBER = (1 << 64) - 1  # the number that autograd gives to nodes that accum
 Policy = Callable[..., Any]
 T = TypeVar("T")
 _ids = itertools.count()
+_pre_dispatch_modes: Any = torch._ops.mode_stack_state_for_pre_dispatch()
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,9 @@ def tracing() -> bool:
         >>> storage_ops.graph.regions.tracing()
         False
     """
-    return get_proxy_mode() is not None
+    # The same as torch's `get_proxy_mode`, with fewer calls.
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None or _pre_dispatch_modes.get(0) is not None
 
 
 def inside() -> bool:

@@ -54,8 +54,9 @@ class Inputs:
         self._at: Sequence[int]
         self._native: Any = None if kwargs or _native is None else _native.KeptInputs(args)
         self._spec: Any = None
+        self.plain: list[Any] = []
         if self._native is not None:
-            self.tensors, self.plain, self._at = list(args), [], range(len(args))
+            self.tensors, self._at = list(args), range(len(args))
             return
         flat, self._spec = _flatten(args, kwargs)
         self.tensors, self.plain, self._at = flat, [], range(len(flat))

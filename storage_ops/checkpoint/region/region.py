@@ -430,15 +430,12 @@ class Region:
             self.allocated.add(t, key)
 
     def _unpack(self, index: int) -> Tensor:
+        """Return a tensor that the forward has saved; recompute it where it is not there."""
         if torch.compiler.is_compiling():  # compiled autograd
             from storage_ops._without_graph import run_backward  # imports Dynamo
 
-            read: Tensor = run_backward(self._read_saved, index)
+            read: Tensor = run_backward(self._unpack, index)
             return read
-        return self._read_saved(index)
-
-    def _read_saved(self, index: int) -> Tensor:
-        """Return a tensor that the forward has saved; recompute it where it is not there."""
         # A tensor is released when it is read, so that it is freed with its node. If a node reads
         # it twice, the region runs once more, and then keeps all tensors.
         again = self._recomputed
@@ -480,9 +477,9 @@ def _call(
     contexts: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return `fn(*args, **kwargs)`, called inside of context managers, outermost first."""
-    if not contexts:
-        return fn(*args, **kwargs)
     with contexts[0]:
+        if len(contexts) == 1:
+            return fn(*args, **kwargs)
         return _call(contexts[1:], fn, args, kwargs)
 
 

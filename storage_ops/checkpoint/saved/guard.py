@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from storage_ops import _library
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.storage.reference import lacks_bytes
 from storage_ops.storage.storage import DiscardedTensorError
@@ -25,6 +26,7 @@ LIBRARIES = (
     str(Path(torch.__file__).parent),
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_native: Any = sys.modules.get(_library.SAVED_TENSORS)
 _STRIDED = torch.strided
 
 
@@ -34,6 +36,8 @@ def storage_key(value: Any) -> int | None:
     Nested tensors, tensors that torch.func wraps, and wrapper subclasses without
     `__tensor_flatten__` have no storage. Their bytes cannot be freed and restored.
     """
+    if _native is not None and (key := _native.storage_key(value)) is not None:
+        return int(key)
     if type(value) not in _PLAIN:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED:
             return None

@@ -33,6 +33,8 @@ from storage_ops.foundation.op_names import name_of, readable
 
 # For each policy: the number of known library ops at that time, and the native policy or None.
 _made: Any = weakref.WeakKeyDictionary()
+# The policy of the last region, as a weak reference, and its entry in `_made`.
+_last: tuple[Callable[[], Any], int, Any] = (lambda: None), -1, None
 
 
 def contexts(policy: Policy, region: str, preserve_rng_state: bool) -> tuple[Any, Any] | None:
@@ -53,7 +55,11 @@ def contexts(policy: Policy, region: str, preserve_rng_state: bool) -> tuple[Any
 
 
 def _native_policy(policy: Policy) -> Any:
+    global _last
     known = _native.ops_of_libraries()
+    last, number, policy_object = _last
+    if last() is policy and number == known:  # the hash of a policy may be slow
+        return policy_object
     try:
         number, policy_object = _made.get(policy, (-1, None))
     except TypeError:  # a user's policy without a hash, or without weak references
@@ -61,7 +67,9 @@ def _native_policy(policy: Policy) -> Any:
     if number != known:
         ops = ops_saved(policy)
         policy_object = None if ops is None else _native.policy(sorted(ops.names), ops.k)
-        _made[policy] = _native.ops_of_libraries(), policy_object
+        number = _native.ops_of_libraries()
+        _made[policy] = number, policy_object
+    _last = weakref.ref(policy), number, policy_object
     return policy_object
 
 
@@ -120,7 +128,8 @@ def _end(region: str, unsaved: list[str], modified: list[str]) -> None:
         unsaved: the ops that ran, if no result was saved.
         modified: the ops whose results were modified in the region.
     """
-    warn_of_nothing(region, Counter(unsaved))
+    if unsaved:
+        warn_of_nothing(region, Counter(unsaved))
     offload.region_ended()
     if modified:
         warn_of_modified(region, modified)

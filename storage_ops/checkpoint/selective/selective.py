@@ -75,15 +75,14 @@ def contexts(
         forward, recompute = create_selective_checkpoint_contexts(decide)
         forward.__class__ = _ending(type(forward))  # type: ignore[arg-type]
         return forward, recompute
-    saved = _Saved(region, preserve_rng_state)
-    if respect_saved_tensors_hooks:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # An enclosing checkpoint would drop the tensors.
-        saved.hooks = None if Region.is_saved_by_another() else top
-    if saved.hooks is None:
-        natively = native.contexts(policy, region, preserve_rng_state)
-        if natively is not None:
-            return natively
+    hooks = None
+    # An enclosing checkpoint would drop the tensors.
+    if respect_saved_tensors_hooks and not Region.is_saved_by_another():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    natively = native.contexts(policy, region, preserve_rng_state) if hooks is None else None
+    if natively is not None:
+        return natively
+    saved = _Saved(region, preserve_rng_state, hooks=hooks)
     return _Recording(begin(policy), saved, policies.asked_about(policy)), _Replaying(saved)
 
 
