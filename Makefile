@@ -79,7 +79,8 @@ sanitize: build/sanitize-address build/sanitize-thread  ## run the tests of the 
 	$(call SANITIZED,address,$(SANITIZE_ENV)) -n 2 --dist worksteal \
 	  tests/storage tests/loss tests/divergence tests/matmul \
 	  tests/checkpoint/test_saved_tensors.py tests/checkpoint/test_native_policies.py \
-	  tests/checkpoint/test_noted_parameters.py tests/checkpoint/test_known_walks.py -k "$(SANITIZE_NOT)"
+	  tests/checkpoint/test_noted_parameters.py tests/checkpoint/test_known_walks.py \
+	  tests/checkpoint/test_default_hooks.py tests/checkpoint/test_snapshot.py -k "$(SANITIZE_NOT)"
 	$(call SANITIZED,thread,$(THREADS_ENV)) tests/storage/test_storage_threads.py
 	$(EMULATED_IN_THREADS)
 	$(EMULATED_IN_MEMORY)

@@ -155,6 +155,7 @@ class Hooks final : public SavedVariableHooks {
 };
 
 // Answers for torch's engine in a thread in which a region runs.
+// Functions of `Engine` that are not virtual use state of the thread, and not of the engine.
 class RegionEngine final : public Engine {
  public:
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
