@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from benchmarks._vision_models import kept
 
+OUTPUTS = 65536  # of DINO
+
 
 class DropPath(nn.Module):
     """Drop the residual branch of a sample with probability `p`."""
@@ -150,7 +152,7 @@ class TimeSformer(nn.Module):
 
 
 class Network(nn.Module):
-    """DINO's ViT-S/16 with its head of 65536 outputs."""
+    """DINO's ViT-S/16 with its head."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -159,8 +161,8 @@ class Network(nn.Module):
         widths = (384, 2048, 2048, 256)
         layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
         self.head = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
-        self.out = nn.Parameter(torch.zeros(65536, 256))
-        self.norms = nn.Parameter(torch.ones(65536, 1), requires_grad=False)
+        self.out = nn.Parameter(torch.zeros(OUTPUTS, 256))
+        self.norms = nn.Parameter(torch.ones(OUTPUTS, 1), requires_grad=False)
 
     def forward(self, *crops: Tensor) -> Tensor:
         """Map crops to outputs, together for each size of crops."""
@@ -178,7 +180,7 @@ class DINO(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.student, self.teacher = Network(0.1), Network(0.0).requires_grad_(False)
-        self.register_buffer("center", torch.zeros(1, 65536))
+        self.register_buffer("center", torch.zeros(1, OUTPUTS))
         self.outputs: Sequence[Tensor] = ()
 
     def forward(self, *crops: Tensor) -> Tensor:
