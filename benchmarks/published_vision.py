@@ -88,16 +88,12 @@ def _views(model: Any, batch: int, published: float) -> Cell:
     return Cell("Lightly", what, "RTX A6000", published * GIB, model, images, None, **how)
 
 
-def _transformer(is_divided: bool) -> partial[nn.Module]:
-    return partial(transformers.TimeSformer, is_divided)
-
-
 def _first_epoch(parameters: list[nn.Parameter]) -> Optimizer:
     """Return the optimizer of DINO in its first epoch, in which it skips the output layer."""
     return torch.optim.AdamW(p for p in parameters if len(p) != transformers.OUTPUTS)
 
 
-TSN, SLOWFAST = models.FrameModel, models.SlowFast
+TSN, SLOWFAST, TIMESFORMER = models.FrameModel, models.SlowFast, transformers.TimeSformer
 # MMAction2 has many rows with the same figure: here is one of each model and clip length.
 CELLS = [
     _video("TSN, 3 frames, batch 32", 8344, partial(TSN, 3), (32, 3, 3)),
@@ -111,8 +107,10 @@ CELLS = [
            CUDNN),
     _video("SlowFast, 8 and 32 frames, batch 8", 9062, partial(SLOWFAST, 4, 4, 7), (8, 1, 3, 32),
            CUDNN),
-    _video("TimeSformer, space only, batch 8", 12750, _transformer(False), (8, 1, 3, 8), UNKNOWN),
-    _video("TimeSformer, divided, batch 8", 17874, _transformer(True), (8, 1, 3, 8), UNKNOWN),
+    _video("TimeSformer, space only, batch 8", 12750, partial(TIMESFORMER, False), (8, 1, 3, 8),
+           UNKNOWN),
+    _video("TimeSformer, divided, batch 8", 17874, partial(TIMESFORMER, True), (8, 1, 3, 8),
+           UNKNOWN),
     _pixels("FCN, ResNet-50, batch 2", 5.7 * GIB, models.RESNET50),
     _pixels("FCN, ResNet-101, batch 2", 9.2 * GIB, models.RESNET101),
     Cell("torchvision", "FCN, ResNet-50, batch 4", "not said", 4723, models.Segmentation,
@@ -141,8 +139,7 @@ def peak(cell: Cell) -> int:
     # DistributedDataParallel takes no meta tensors. Unwritten pages use no memory.
     batch: list[Tensor] = [torch.empty(shape) for shape in cell.images]
     if cell.labels is not None:
-        pixels = cell.images[0][-2:] if len(cell.labels) > 1 else ()
-        batch.append(torch.empty(*cell.labels[:1], *pixels, dtype=torch.int64))
+        batch.append(torch.empty(cell.labels, dtype=torch.int64))
     with one_of(cell.ranks), _without_tf32(cell.is_old):
         with torch.device("meta"):
             model = cell.model()
