@@ -10,7 +10,8 @@ Another case is the loss of Gemma 2 (2B) from the abstract of "Cut Your Losses i
 Language Models". Its 24 and 28 GB are thousands of MiB in its script. torchtitan publishes the
 memory that the allocator reserved for Llama 3.1 (8B) on 8 and 128 H100 under FSDP2. Whole steps of
 SantaCoder with transformers' Trainer are from fms-acceleration (foundation-model-stack), and so are
-the fine-tuning steps in `published_finetuning.py`.
+the fine-tuning steps in `published_finetuning.py`. Steps of vision models are in
+`published_vision.py`, with their sources.
 
 `estimate` does not know the GPU. So it does not count the workspaces of cuBLAS in each thread that
 multiplies, mostly two. They are added here, as in `simulate_step`.
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from benchmarks import published_finetuning
+from benchmarks import published_finetuning, published_vision
 from benchmarks._harness import expect, finish, parser
 from benchmarks._one_rank import one_of
 from benchmarks.fit.ways import EverySecondProduct
@@ -424,6 +425,15 @@ def fms_acceleration_finetuning(
             yield row("fms-acceleration", what, "A100", published / MIB, peak, why)
 
 
+def vision(
+    cells: Sequence[published_vision.Cell] = published_vision.CELLS,
+) -> Iterator[dict[str, Any]]:
+    """Yield steps of vision models."""
+    for cell in cells:
+        peak = published_vision.peak(cell)
+        yield row(cell.source, cell.what, cell.gpu, cell.published, peak, cell.why)
+
+
 def row(
     source: str, what: str, gpu: str, published: float, peak: int, why: str = ""
 ) -> dict[str, Any]:
@@ -440,7 +450,7 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all sources."""
     sources = [liger, cut_cross_entropy]
     if not arguments.quick:
-        sources += [torchtitan, fms_acceleration, fms_acceleration_finetuning]
+        sources += [torchtitan, fms_acceleration, fms_acceleration_finetuning, vision]
     expect(len(sources))
     for source in sources:
         yield from source()

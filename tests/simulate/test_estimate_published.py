@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import storage_ops as so
-from benchmarks import published_finetuning, published_peaks
+from benchmarks import published_finetuning, published_peaks, published_vision
 from benchmarks._blocks import PUBLISHED_BLOCKS, PUBLISHED_MB, WAYS, stack, step
 from storage_ops.memory import estimate
 
@@ -119,6 +119,17 @@ def test_published_fine_tuning_of_fms_acceleration(cell):
     pytest.importorskip("peft")
     for row in published_peaks.fms_acceleration_finetuning([cell]):
         assert row["estimate (MiB)"] == pytest.approx(row["published (MiB)"], rel=3e-3), row
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("cell", published_vision.CELLS, ids=lambda cell: cell.what)
+def test_published_steps_of_vision_models(cell):
+    (row,) = published_peaks.vision([cell])
+    published, estimated = row["published (MiB)"], row["estimate (MiB)"]
+    if cell.why:  # the run took more than the estimate counts
+        assert 0.85 * published <= estimated <= published, row
+    else:
+        assert estimated == pytest.approx(published, rel=4e-3), row
 
 
 @pytest.mark.cuda
