@@ -27,8 +27,23 @@
 
 namespace storage_ops {
 
+// The shapes of the right factor for which a policy saves the results of an op.
+struct Shapes {
+  int64_t right = -1;  // its position among the arguments; negative if the shape does not matter
+  bool others = true;  // all shapes but the named ones
+  std::vector<std::vector<int64_t>> named;
+
+  bool has(const torch::jit::Stack& stack, size_t arguments) const {
+    if (right < 0) return true;
+    const c10::IValue& factor = stack[stack.size() - arguments + static_cast<size_t>(right)];
+    if (factor.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return others;
+    const auto is_shape = [&](const auto& shape) { return factor.toTensor().sizes() == shape; };
+    return std::any_of(named.begin(), named.end(), is_shape) != others;
+  }
+};
+
 struct Policy {
-  std::unordered_set<const Op*> ops;
+  std::unordered_map<const Op*, Shapes> ops;
   size_t k = 1;  // the first result, and every k-th result after it, is saved
 
   // Notes that a region of this name ran an op that the kernels cannot handle.
@@ -205,7 +220,8 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
                    size_t returns, const Run& run) {
   Log& log = store.log;
   const size_t position = log.add(op);
-  const bool wanted = store.seen++ % store.policy->k == 0;
+  const bool wanted =
+      store.policy->ops.at(op).has(*stack, arguments) && store.seen++ % store.policy->k == 0;
   if (wanted) log.names.insert(op);
   if (wanted || log.names.count(op)) log.events[position].call = describe_call(*stack, arguments);
   if (!wanted) {

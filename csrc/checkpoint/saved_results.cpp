@@ -76,22 +76,43 @@ std::optional<c10::OperatorHandle> handle_of(const std::string& name) {
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-// policy(names, k): returns a policy, or None if a kernel cannot intercept one of the ops.
+// Reads a row of `rows_of` in op_sets.py.
+std::string name_and_shapes(PyObject* row, Shapes& shapes) {
+  const char* name = nullptr;
+  PyObject* named = nullptr;
+  long long right = -1;
+  int others = 1;
+  if (!PyArg_ParseTuple(row, "sLpO!", &name, &right, &others, &PyList_Type, &named)) {
+    throw PythonError();
+  }
+  shapes.right = right;
+  shapes.others = others != 0;
+  for (Py_ssize_t i = 0; i < PyList_Size(named); ++i) {
+    PyObject* shape = PyList_GetItem(named, i);
+    auto& sizes = shapes.named.emplace_back();
+    for (Py_ssize_t dim = 0; dim < PyTuple_Size(shape); ++dim) {
+      sizes.push_back(PyLong_AsLongLong(PyTuple_GetItem(shape, dim)));
+    }
+  }
+  if (PyErr_Occurred()) throw PythonError();
+  return name;
+}
+
+// policy(rows, k): returns a policy, or None if a kernel cannot intercept one of the ops.
 PyObject* policy(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    PyObject* names = nullptr;
+    PyObject* rows = nullptr;
     Py_ssize_t k = 1;
-    if (!PyArg_ParseTuple(arguments, "On", &names, &k)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "On", &rows, &k)) return nullptr;
     Policy* policy = nullptr;
     Ref object = owned(make(policy_type, policy));
     policy->k = static_cast<size_t>(k);
-    for (Py_ssize_t i = 0; i < PyList_Size(names); ++i) {
-      const char* name = PyUnicode_AsUTF8AndSize(PyList_GetItem(names, i), nullptr);
-      if (!name) return nullptr;
-      const auto handle = handle_of(name);
+    for (Py_ssize_t i = 0; i < PyList_Size(rows); ++i) {
+      Shapes shapes;
+      const auto handle = handle_of(name_and_shapes(PyList_GetItem(rows, i), shapes));
       Op* op = handle ? ops().of(*handle) : nullptr;
       if (!op || !add_kernel(op, *handle)) return none();
-      policy->ops.insert(op);
+      policy->ops.emplace(op, std::move(shapes));
     }
     // The outputs of these ops may share the storage of a saved result.
     std::vector<std::string> sharing = {"aten::_unsafe_view"};

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 from storage_ops import policies
-from storage_ops.checkpoint.selective import native
-from storage_ops.checkpoint.selective import policies as rules
+from storage_ops.checkpoint.selective import native, op_sets
 
 from .blocks import Model, Ops, assert_same, make_input, step
 from .paths import both_paths
@@ -47,12 +46,14 @@ SETS = {
     "union": policies.union(policies.matmuls, policies.attention),
     "difference": policies.difference(policies.matmuls, policies.save("aten.bmm")),
     "every_kth": policies.every_kth(policies.save("aten.mm"), 3),
+    "shapes": policies.save_mm_shapes([(16, 64), (8, 8)]),
+    "all but shapes": policies.difference(policies.matmuls, policies.save_mm_shapes([(16, 64)])),
+    "every_kth of shapes": policies.every_kth(policies.save_mm_shapes([(16, 64)]), 2),
 }
 OTHERS = {
     "everything": policies.everything,
     "communication": policies.communication,
     "save_calls": policies.save_calls([("aten::mm", 0)]),
-    "shapes": policies.save_mm_shapes([(16, 64)]),
     "offload": policies.offload(policies.matmuls),
     "function": lambda ctx, op, *args, **kwargs: True,
     "every_kth of every_kth": policies.every_kth(policies.every_other_mm, 2),
@@ -62,12 +63,78 @@ OTHERS = {
 
 
 def test_which_policies_are_sets_of_ops():
-    assert all(rules.ops_saved(policy) is not None for policy in SETS.values())
-    assert all(rules.ops_saved(policy) is None for policy in OTHERS.values())
-    assert rules.ops_saved(policies.save("aten.mm.default")) == rules.OpsSaved(
-        frozenset({"aten::mm"}), 1
+    assert all(op_sets.ops_saved(policy) is not None for policy in SETS.values())
+    assert all(op_sets.ops_saved(policy) is None for policy in OTHERS.values())
+    assert op_sets.ops_saved(policies.save("aten.mm.default")) == op_sets.OpsSaved(
+        {"aten::mm": op_sets.ALL}, 1
     )
-    assert rules.ops_saved(policies.every_other_mm).k == 2
+    assert op_sets.ops_saved(policies.every_other_mm).k == 2
+
+
+def test_sets_of_shapes():
+    shapes = [frozenset({(1, 2)}), frozenset({(1, 2), (3, 4)}), frozenset()]
+    sets = [op_sets.Shapes(named, others) for named in shapes for others in (False, True)]
+
+    def has(shapes, shape):
+        return (shape in shapes.named) != shapes.others
+
+    for first in sets:
+        for second in sets:
+            for shape in ((1, 2), (3, 4), (5, 6)):
+                both = has(first, shape), has(second, shape)
+                assert has(first.with_those_of(second), shape) == (both[0] or both[1])
+                assert has(first.without(second), shape) == (both[0] and not both[1])
+
+
+class Shaped(nn.Module):
+    """Multiplies by weights of four shapes, and by a batch of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = ((8, 16, True), (16, 64, True), (64, 8, False), (8, 8, False))
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x @ x.transpose(-1, -2)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCTS = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm
+# A policy for `Shaped`, and how many of its four linear layers run again.
+SHAPED = {
+    "some": (policies.save_mm_shapes([(16, 64), (8, 8)]), 2),
+    "all but some": (SETS["all but shapes"], 1),
+    "every second": (SETS["every_kth of shapes"], 3),
+    "with others": (
+        policies.union(policies.save_mm_shapes([(64, 8)]), policies.save("aten.bmm")), 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_shapes_of_products(path, name):
+    policy, recomputed = SHAPED[name]
+    model = Shaped().double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    right = torch.autograd.grad(model(x).sum(), leaves)
+    y = region(model, policy)(x).sum()
+    with Products() as products:
+        got = torch.autograd.grad(y, leaves)
+    assert all(map(torch.equal, got, right))
+    # Each of the five products has two gradients. The last one need not run again.
+    assert products.count == 10 + recomputed
 
 
 @needs_library

@@ -28,7 +28,8 @@ from storage_ops.checkpoint.saved.matching import (
     describe_modified,
 )
 from storage_ops.checkpoint.selective import offload
-from storage_ops.checkpoint.selective.policies import Policy, ops_saved
+from storage_ops.checkpoint.selective.op_sets import ops_saved, rows_of
+from storage_ops.checkpoint.selective.policies import Policy
 from storage_ops.foundation.op_names import name_of, readable
 
 # For each policy: the number of known library ops at that time, and the native policy or None.
@@ -66,7 +67,7 @@ def _native_policy(policy: Policy) -> Any:
         return None
     if number != known:
         ops = ops_saved(policy)
-        policy_object = None if ops is None else _native.policy(sorted(ops.names), ops.k)
+        policy_object = None if ops is None else _native.policy(rows_of(ops), ops.k)
         number = _native.ops_of_libraries()
         _made[policy] = number, policy_object
     _last = weakref.ref(policy), number, policy_object

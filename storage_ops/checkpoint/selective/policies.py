@@ -16,22 +16,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from storage_ops.foundation.op_names import (
     Op,
-    all_names,
     is_mutating,
     is_view,
     name_of,
-    op_named,
-    packet_of,
     resolve,
 )
-from storage_ops.foundation.ops import Args, Kwargs, OpFacts, described, facts_of, family_of
+from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of, family_of
 
 Policy = Callable[..., CheckpointPolicy | bool | str]
 
@@ -133,60 +129,6 @@ def everything(ctx: object, op: Op, *args: object, **kwargs: object) -> Checkpoi
 
 
 _OF_OPS: tuple[Policy, ...] = (matmuls, attention, communication, everything)
-
-
-class OpsSaved(NamedTuple):
-    """A policy that depends only on the op.
-
-    Attributes:
-        names: the ops whose results it saves.
-        k: it saves the first of these results and every k-th after it.
-    """
-
-    names: frozenset[str]
-    k: int = 1
-
-
-def ops_saved(policy: Policy) -> OpsSaved | None:
-    """Return the ops whose results a policy saves. None if it inspects calls or names many ops."""
-    if policy is matmuls or policy is attention:
-        return OpsSaved(_names_of_rows(policy))
-    if isinstance(policy, _Save):
-        named = all(name.startswith("aten::") for name in policy.names)
-        return OpsSaved(_known(policy, policy.names)) if named else None
-    if isinstance(policy, _EveryKth):
-        inner = ops_saved(policy.policy)
-        return OpsSaved(inner.names, policy.k) if inner is not None and inner.k == 1 else None
-    if isinstance(policy, _Union):
-        parts = [ops_saved(part) for part in policy.parts]
-    elif isinstance(policy, _Difference):
-        parts = [ops_saved(policy.policy), ops_saved(policy.other)]
-    else:
-        return None
-    if any(part is None or part.k != 1 for part in parts):
-        return None
-    first, *others = (part.names for part in parts if part is not None)
-    rest = frozenset[str]().union(*others)
-    return OpsSaved(first | rest if isinstance(policy, _Union) else first - rest)
-
-
-def _names_of_rows(policy: Policy) -> frozenset[str]:
-    """Return the ops that a policy saves and the table of ops names."""
-    packets = {packet_of(name) for name in described() if not name.startswith("tag::")}
-    return _known(policy, (name for name in all_names() if packet_of(name) in packets))
-
-
-def _known(policy: Policy, names: Iterable[str]) -> frozenset[str]:
-    """Return the ops among these that exist, run by themselves and have a result to save."""
-    return frozenset(
-        name
-        for name in names
-        if (op := op_named(name)) is not None
-        and not op._schema.is_mutable
-        and facts_of(op).saveable
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-        and may_save(policy, op)
-    )
 
 
 @dataclass(frozen=True)
