@@ -146,7 +146,7 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         pytest.param(
             "nothing",
             [],
-            "has no function nothing: its functions are alone, sized, needs,",
+            "has no function nothing. Expected one of alone, sized, needs,",
             id="missing function",
         ),
         pytest.param(
@@ -159,13 +159,13 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         pytest.param(
             "text",
             [],
-            "which returned a batch that is a str. Expected a tensor",
+            "which returned a batch of type str. Expected a tensor",
             id="text as batch",
         ),
         pytest.param(
             "no_loss",
             [],
-            "which returned a loss that is a int. Expected a function",
+            "which returned a loss of type int. Expected a function",
             id="number as loss",
         ),
         pytest.param(
@@ -186,7 +186,7 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
             "which needs an argument width. Expected a function without arguments",
             id="unknown argument",
         ),
-        pytest.param("needs", [], "--batch is missing, and", id="missing batch size"),
+        pytest.param("needs", [], "--batch is missing, but", id="missing batch size"),
         pytest.param("alone", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
         pytest.param(
             "alone", ["--batch", "0"], "--batch is 0. Expected 1 or more", id="batch size of 0"

@@ -250,4 +250,4 @@ def test_an_error_in_a_models_code_names_its_line(tmp_path, capsys):
     command = written(tmp_path, "DeepseekV2ForCausalLM", **experts)
     error = refused([*command, "--seq", "32"], capsys)
     assert "raised TypeError: topk(): argument 'k' must be int" in error
-    assert error.endswith("Expected a model and a batch with which a step runs.\n")
+    assert error.endswith("Expected a model that runs a training step with this batch.\n")

@@ -130,7 +130,7 @@ def test_largest_batch_on_one_rank_of_fsdp2(options, capsys):
         (["--gpus", "1"], "--shard is zero3 and --gpus is 1. Pass --gpus of 2 or more"),
         (["--tensor-parallel", "2"], "--tensor-parallel is 2. Pass --shard fsdp2"),
         (["--autocast", "bf16"], "--autocast is bf16. Pass --dtype bf16"),
-        (["--optimizer", "muon"], "--optimizer is muon and --shard is zero3"),
+        (["--optimizer", "muon"], "--optimizer is muon, but --shard zero3"),
     ],
 )
 def test_complaints(options, given, said, capsys):

@@ -162,14 +162,13 @@ class NothingFits(ValueError):
     ) -> None:
         """Name both budgets, the owners of the smallest one's bytes, and other remedies."""
         self.smallest_bytes = smallest
-        owners = f" In memory at its peak are {owners_in_words(by_owner)}." if by_owner else ""
+        owners = f" Its peak consists of {owners_in_words(by_owner)}." if by_owner else ""
         hint = owners + (hint and f" {hint}")
         if budget < 4096:
             hint += " A number without a unit is a number of bytes: pass text such as '24GiB'."
         super().__init__(
-            f"`budget` is {readable(budget)} ({budget} bytes), but the smallest that a step of "
-            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} "
-            f"bytes).{hint}"
+            f"`budget` is {readable(budget)} ({budget} bytes), but a step of this model and batch "
+            f"needs at least {readable(smallest, up=True)} ({smallest} bytes).{hint}"
         )
 
 

@@ -72,7 +72,7 @@ def test_peaks_and_gradients(name, one_thread):
     expected = gradients(plain, batch)
     search = Search(model, batch, optimizer=ADAM)
     none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
-    with pytest.raises(ValueError, match="the smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         search.plan(1000)
     smallest = int(str(error.value).split("(")[2].split()[0])
     assert smallest < none
@@ -369,7 +369,7 @@ def test_a_model_without_layers():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     plan = storage_ops.fit(model, x, "1KiB")
     assert plan.seconds == 0 and plan.apply() is model
-    with pytest.raises(ValueError, match="the smallest that a step"):
+    with pytest.raises(ValueError, match="needs at least"):
         storage_ops.fit(model, x, 100)
 
 

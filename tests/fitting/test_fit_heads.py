@@ -133,7 +133,7 @@ def gradients(model, ids):
 
 
 def smallest_of(search):
-    with pytest.raises(ValueError, match="the smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         search.plan(1000)
     return int(str(error.value).split("(")[2].split()[0])
 

@@ -46,7 +46,7 @@ def test_plans_with_the_loss(searched):
     none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
     smallest = []
     for each in (search, exact):
-        with pytest.raises(ValueError, match="the smallest that a step") as error:
+        with pytest.raises(ValueError, match="needs at least") as error:
             each.plan(1000)
         smallest.append(int(str(error.value).split("(")[2].split()[0]))
     logits = batch["labels"].numel() * VOCAB * 4
@@ -158,7 +158,7 @@ def test_a_plan_does_not_remove_an_earlier_patch(searched):
 
 def test_the_error_names_the_owners_of_the_memory():
     model, batch = llama()
-    with pytest.raises(ValueError, match="smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         storage_ops.fit(model, batch, "1MiB", optimizer=ADAM)
     nbytes = sum(p.nbytes for p in model.parameters())
     parameters, states = (storage_ops.quantities.readable(n) for n in (nbytes, 2 * nbytes))
@@ -179,7 +179,7 @@ def test_the_budget_of_a_patched_loss_is_chosen(tmp_path, peft):
         ValueError, match=r"'linear_cross_entropy'\] to choose the memory budget of t"
     ):
         storage_ops.fit(model, batch, "1KiB", actions=["full"])
-    with pytest.raises(ValueError, match="smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         storage_ops.fit(model, batch, "1KiB", actions=ACTIONS)
     assert "chooses the memory budget" not in str(error.value)
     plan = storage_ops.fit(model, batch, error.value.smallest_bytes, actions=ACTIONS)

@@ -81,7 +81,7 @@ def test_the_next_number_does_not_fit():
         storage_ops.fit, model, budget="74MiB", optimizer=torch.optim.AdamW, device="h100",
         accumulate=True, actions=["full"],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="the smallest that a step"):
+    with pytest.raises(ValueError, match="needs at least"):
         fit(batch=make_batch(largest.found + 1))
     planned.plan.apply()
     assert step(batch=make_batch(planned.size)).peak_bytes == planned.plan.peak_bytes <= 74 << 20
@@ -111,7 +111,7 @@ def test_a_measured_step_of_the_largest_batch_is_within_the_budget():
 def test_most_limits_the_search():
     model = layers().to("meta")
     largest = storage_ops.find_largest(model, make_batch, "1GiB", device="cpu", most=3)
-    assert largest.found == largest.kept.size == 3 and "of sizes up to 3" in str(largest)
+    assert largest.found == largest.kept.size == 3 and "among sizes up to 3" in str(largest)
 
 
 @pytest.mark.in_turn
@@ -183,4 +183,4 @@ def test_complaints(command, options, said, capsys):
 @pytest.mark.in_turn
 def test_nothing_fits(command, capsys):
     assert cli.main([*command, "--seq", "8", "--find", "batch", "--budget", "1MiB"]) == 1
-    assert "Nothing fits into 1 MiB; the smallest takes" in capsys.readouterr().out
+    assert "Nothing fits into 1 MiB; the smallest step takes" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_the_answer_no_names_a_command_that_makes_it_fit(command, capsys):
     capsys.readouterr()
     assert cli.main([*command, "--budget", "10MiB"]) == 1
     shown = capsys.readouterr().out
-    assert "optimizer state and workspaces alone are" in shown and " fit --hf" not in shown
+    assert "optimizer state and workspaces alone take" in shown and " fit --hf" not in shown
 
 
 @pytest.mark.in_turn

@@ -142,7 +142,7 @@ def users_line(at: FrameType | TracebackType | None) -> str:
     """Return the innermost line outside torch and this package, above a frame or in a traceback."""
     place = users_place(at)
     if place is None:
-        return "a line that is not in a file"
+        return "a line of torch"
     file_and_line = place[0].f_code.co_filename, place[1]
     text = linecache.getline(*file_and_line).strip()
     return (
