@@ -17,7 +17,7 @@ LOGITS = 64 * 4096 * 2  # of one sequence, in bf16
 
 @pytest.fixture
 def command(tmp_path):
-    return ["will-it-fit", "--hf-config", hf_config.written(tmp_path, **SIZES), "--seq", "64"]
+    return ["will-it-fit", "--hf-config", hf_config.write(tmp_path, **SIZES), "--seq", "64"]
 
 
 def answer(command, capsys):

@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.fixture
 def words(tmp_path):
-    return ["--hf-config", hf_config.written(tmp_path, **SIZES), "--seq", "64", "--batch", "4"]
+    return ["--hf-config", hf_config.write(tmp_path, **SIZES), "--seq", "64", "--batch", "4"]
 
 
 def step(words):
@@ -79,6 +79,6 @@ def test_models_that_cannot_be_packed(words, tmp_path, capsys):
     error = refused(["will-it-fit", "--model", "model.py:make", *packing], capsys)
     assert "--packing is sdpa, but the function of --model" in error
     kind = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    other = hf_config.written(tmp_path, **kind)
+    other = hf_config.write(tmp_path, **kind)
     command = ["will-it-fit", "--hf-config", other, "--seq", "8", *packing]
     assert "with a label for each" in refused(command, capsys)

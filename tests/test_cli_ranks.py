@@ -24,7 +24,7 @@ PARAMETERS = 4 * (4 * (64 * 64 * 1.5 * 2 + 3 * 64 * 192 + 128) + 2 * 256 * 64 + 
 
 @pytest.fixture
 def options(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32", "--json"]
 
 

@@ -25,7 +25,7 @@ NAMES = "reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_max_
 
 @pytest.fixture
 def options(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["--hf-config", path, "--gpus", str(RANKS), "--shard", "zero3", "--json"]
 
 

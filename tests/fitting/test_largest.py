@@ -138,7 +138,7 @@ def test_every_gpu_has_a_price_and_a_size():
 def command(tmp_path):
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 256}
-    return ["fit", "--dtype", "fp32", "--hf-config", hf_config.written(tmp_path, **sizes)]
+    return ["fit", "--dtype", "fp32", "--hf-config", hf_config.write(tmp_path, **sizes)]
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "v
 @pytest.fixture
 def command(tmp_path):
     pytest.importorskip("transformers")
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--json"]
 
 

@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
 
 @pytest.fixture
 def command(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128"]
 
 
