@@ -87,7 +87,7 @@ def test_a_simulation_leaves_nothing_in_a_module(run, after):
         model(x)
     before = kept(model[0])
     if run == "tile by budget":  # tiling also runs the module
-        pieces = storage_ops.checkpoint.layers.tile_run.Pieces(model, type(model).forward, 1, 1)
+        pieces = storage_ops.checkpoint.layers.tile_run.TiledModule(model, type(model).forward, 1, 1)
         storage_ops.checkpoint.layers.tile.bytes_of_tile(pieces, x, 2)
     else:
         RUNS[run](model, x)
