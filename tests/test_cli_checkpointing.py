@@ -56,10 +56,10 @@ def test_the_peak_equals_that_of_a_run():
         simulated = simulate_step(model, batch, device="cpu").peak_bytes
         model(**batch).loss.backward()
         model.zero_grad()
-        there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
+        before = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
         with measure() as m:
             model(**batch).loss.backward()
-    assert simulated == pytest.approx(m.peak_bytes + there, rel=1e-3)
+    assert simulated == pytest.approx(m.peak_bytes + before, rel=1e-3)
     assert simulated < kept == simulate_step(model, batch, device="cpu").peak_bytes
 
 

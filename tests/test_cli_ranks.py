@@ -122,8 +122,7 @@ def test_complaints(options, ranks, said, capsys):
     assert not dist.is_initialized()
 
 
-def test_the_advice_names_only_commands_that_fit_accepts(options, capsys):
-    """Commands that fit would refuse are not printed."""
+def test_the_advice_prints_no_command_that_fit_refuses(options, capsys):
     options = [name for name in options if name != "--json"]
     budget = ["--budget", "68MiB", "--optimizer", "none", "--gpus", "4"]
     assert main(["will-it-fit", *options, *budget, "--tensor-parallel", "2"]) == 1

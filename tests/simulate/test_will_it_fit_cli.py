@@ -29,8 +29,8 @@ def test_a_table(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_the_answer_no_names_a_command_that_makes_it_fit(command, capsys):
-    """The command is for the same step. If recomputing cannot help, the answer says so."""
+def test_advice_for_a_step_that_does_not_fit(command, capsys):
+    """The advice is a `fit` command for the same step, unless recomputing cannot help."""
     options = ["--optimizer", "sgd", "--accumulate", "--device", "a100", "--budget", "30MiB"]
     assert cli.main([*command, *options]) == 1
     *_, words = capsys.readouterr().out.splitlines()
