@@ -132,10 +132,10 @@ class Run:
     def close(self) -> int:
         """Collect and print the results. Return how many stages failed."""
         paths = [self.out / f"{stage.name}.json" for stage in self.call.stages]
-        found = load(path for path in paths if path.is_file())
-        (self.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+        results = load(path for path in paths if path.is_file())
+        (self.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         self.say(f"\n{self.call.name} decides {self.call.decides}.")
-        for result in found:
+        for result in results:
             for shape, rows in shapes(result).items():
                 if text := ratio_line(rows):
                     self.say(f"{result['stem']}, {shape}:\n{text}")

@@ -83,9 +83,9 @@ def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> flo
     with measure() as measured:
         step()
     states = [list(state.values()) for state in optimizer.state.values()]
-    there = [list(model.parameters()), list(model.buffers()), batch, states]
+    kept = [list(model.parameters()), list(model.buffers()), batch, states]
     model.zero_grad()
-    return nbytes(there) + measured.peak_bytes
+    return nbytes(kept) + measured.peak_bytes
 
 
 def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:

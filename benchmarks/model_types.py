@@ -66,9 +66,9 @@ def asked(case: Case) -> dict[str, Any]:
         will_it_fit.add_arguments(declared)
         model = workload(declared.parse_args(options)).model
     facts = json.loads(out.getvalue())
-    counted, there = facts["by_owner"]["parameters"], parameter_bytes(model)
-    if counted != there:
-        answer = f"{BROKEN}it counts {counted} bytes of parameters; expected {there}"
+    counted, expected = facts["by_owner"]["parameters"], parameter_bytes(model)
+    if counted != expected:
+        answer = f"{BROKEN}it counts {counted} bytes of parameters; expected {expected}"
         return {**row, "answer": answer}
     return {
         **row, "parameters": sum(p.numel() for p in model.parameters()),
@@ -87,8 +87,8 @@ def asked_alone(case: Case) -> dict[str, Any]:
     answer = f"no answer in {SECONDS} seconds"
     try:
         if receiver.poll(SECONDS):
-            found: dict[str, Any] = receiver.recv()
-            return found
+            row: dict[str, Any] = receiver.recv()
+            return row
     except EOFError:
         process.join()
         answer = f"exit code {process.exitcode}"

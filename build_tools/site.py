@@ -49,14 +49,14 @@ ABSOLUTE = re.compile(rf"(?<=\]\(){re.escape(_URL[1])}/(?:blob|raw)/main/")
 def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
-    written = {name: _written(name) for name in PAGES}
+    root_pages = {name: _written(name) for name in PAGES}
     documents = files.documentation_pages()
     pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
-    texts = {**written, **pages}
+    texts = {**root_pages, **pages}
     linked = {_target(page, link) for page, text in texts.items() for link in LINK.findall(text)}
     for report in [path for path in linked if path.startswith("benchmarks/")]:  # and its pictures
         linked |= {p.relative_to(ROOT).as_posix() for p in (ROOT / report).parent.glob("*.png")}
-    for name, text in written.items():
+    for name, text in root_pages.items():
         text = LINK.sub(lambda m, page=name: _on_site(_target(page, m[0]), docs), text)
         files.append(File.generated(config, PAGES[name], content=text))
     for path in sorted(linked - set(PAGES)):

@@ -251,10 +251,10 @@ def prose_of(path):
 
 @pytest.mark.in_turn
 def test_no_sentence_is_longer_than_30_words():
-    written = [p for p in files(".py", ".md") if not {"tests", "results"} & {*p.parts}]
+    paths = [p for p in files(".py", ".md") if not {"tests", "results"} & {*p.parts}]
     long = {
         str(path.relative_to(ROOT)): [s for text in prose_of(path) for s in long_sentences(text)]
-        for path in written
+        for path in paths
     }
     assert {name: sentences for name, sentences in long.items() if sentences} == {}
 

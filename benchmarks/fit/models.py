@@ -151,13 +151,13 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
     step()
     optimizer.zero_grad()
     state = [t for s in optimizer.state.values() for t in s.values()]
-    there = {
+    storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in (*model.parameters(), *model.buffers(), *state, *batch.values())
     }
     above = _above(step, next(model.parameters()).device)
     optimizer.zero_grad()
-    return sum(there.values()) + above
+    return sum(storages.values()) + above
 
 
 def _above(step: Step, device: torch.device) -> int:

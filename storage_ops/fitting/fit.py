@@ -432,9 +432,9 @@ class Search:
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
         if variant.loss != KEEP:
-            there = variant.loss_bytes if at_peak.alive == len(calls) else 0
+            at_peak_bytes = variant.loss_bytes if at_peak.alive == len(calls) else 0
             name = self._of_loss.name or "loss"
-            row = Row([name], str(variant.loss), 0, there, variant.seconds - own.seconds)
+            row = Row([name], str(variant.loss), 0, at_peak_bytes, variant.seconds - own.seconds)
             rows["", variant.loss] = row
         nothing = [0] * len(own.costs)
         full = [

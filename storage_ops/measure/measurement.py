@@ -70,9 +70,9 @@ def numbered(device: str | torch.device) -> torch.device:
     if torch_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if torch_device.index >= torch.cuda.device_count():
-        there = torch.cuda.device_count()
+        count = torch.cuda.device_count()
         raise ValueError(
-            f"`device` is {device!r}. Expected a number below {there}, the number of GPUs."
+            f"`device` is {device!r}. Expected a number below {count}, the number of GPUs."
         )
     return torch_device
 

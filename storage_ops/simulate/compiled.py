@@ -63,8 +63,8 @@ class _Graphs:
         values: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            made = [node.meta.get("example_value") for node in gm.graph.nodes]
-            sizes = (t.numel() * t.itemsize for t in made if isinstance(t, Tensor))
+            values_of_nodes = [node.meta.get("example_value") for node in gm.graph.nodes]
+            sizes = (t.numel() * t.itemsize for t in values_of_nodes if isinstance(t, Tensor))
             self.largest = max(self.largest, *sizes)
             run = _made_of(gm, examples, self._options)
 

@@ -188,8 +188,8 @@ def simulate_step(
     steps = []
     for index, one in enumerate(batches):
         args, kwargs = arguments(one)
-        made = optimizer_of(model, optimizer)
-        what = args, kwargs, loss or loss_of, made
+        step_optimizer = optimizer_of(model, optimizer)
+        what = args, kwargs, loss or loss_of, step_optimizer
         how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
@@ -231,8 +231,8 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
         ValueError: the device is not known.
     """
     if device is None:
-        given = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
-        return "cpu" not in {t.device.type for t in list(model.parameters()) or given}
+        batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+        return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
     name = str(device).lower()
     if name in DEVICES:
         return name != "cpu"
@@ -276,9 +276,9 @@ def optimizer_of(
     if optimizer is None:
         return None
     if isinstance(optimizer, Optimizer):
-        found: Optimizer = unwrapped(optimizer)
-        _check_step(found)
-        return found
+        plain: Optimizer = unwrapped(optimizer)
+        _check_step(plain)
+        return plain
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
     created = make(trained) if callable(make) and trained else None
@@ -319,9 +319,9 @@ def check_loss(loss: object) -> None:
 
 def loss_of(output: object) -> Tensor:
     """Return the scalar from which backward starts if the caller passed no loss."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not numbers:
         raise ValueError(
@@ -390,8 +390,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         args, kwargs = moved
         del moved
         call_simulated(step, args, kwargs)
-        made = {block for block, role in roles.items() if role == STATE}
-        _was_there(ledger, made.difference(ledger.inputs))
+        state_blocks = {block for block, role in roles.items() if role == STATE}
+        _was_there(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
             roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
         settled = settle(ledger, roles)

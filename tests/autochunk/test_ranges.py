@@ -299,9 +299,9 @@ def test_dynamic_sizes():
         return z.softmax(-1).square().sum(-1).mean() + torch.logsumexp(a[:, :-1], -1).mean()
 
     torch._dynamo.reset()
-    compiled, given = losses.interpreted(halves, 8, dynamic=True), data()
+    compiled, arguments = losses.interpreted(halves, 8, dynamic=True), data()
     for batch, length in ((8, 64), (5, 33), (3, 12)):
-        x, w, *others = given
+        x, w, *others = arguments
         x = x[:batch, :length]
         inputs = (x.detach().requires_grad_(), w, *others)
         got, want = (run(f, inputs)[0] for f in (compiled, halves))

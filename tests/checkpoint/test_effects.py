@@ -355,7 +355,7 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
 
     plain, _, fn, _ = pair(kind, lambda: Layer(4, 6))
     results = []
-    around = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
     for run in (plain, fn):
         seen.clear()
         torch.manual_seed(0)
@@ -363,7 +363,7 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
         p, mask = nn.Parameter(torch.randn(4)), torch.rand(4).as_subclass(Tagged)
         leaf, x = torch.randn(6, requires_grad=True), z * 1
         x.scale, p.scale, mask.scale, leaf.scale = 3.0, 2.0, 5.0, 0.5
-        with around if hooked else contextlib.nullcontext():
+        with hooks if hooked else contextlib.nullcontext():
             y = run(x, p, mask, leaf)
         y.sum().backward()
         results.append([z.grad, p.grad, leaf.grad])

@@ -174,11 +174,11 @@ def run(model, fn, case):
     old = dict(named)
     losses, raised = [], None
     for number in range(case["forwards"]):
-        around = contextlib.nullcontext()
+        exchanged = contextlib.nullcontext()
         if exchange == "functional_call":
-            around = _reparametrize_module(model, {n: t for n, t in new.items() if number != 1})
+            exchanged = _reparametrize_module(model, {n: t for n, t in new.items() if number != 1})
         try:
-            with around:
+            with exchanged:
                 y = fn(x * (number + 1), box, extra)
         except ERRORS as error:
             raised = type(error)

@@ -231,8 +231,8 @@ def test_estimates_and_limits_count_the_device_only(name, link):
     x.grad = None
     away.zero_grad()
     simulated = so.memory.simulate_step(away, x, loss=lambda y: y.square().sum(), device="cpu")
-    there = x.nbytes + sum(p.nbytes for p in away.parameters())
-    assert measured.peak_bytes + there == simulated.peak_bytes
+    before = x.nbytes + sum(p.nbytes for p in away.parameters())
+    assert measured.peak_bytes + before == simulated.peak_bytes
     with so.memory.limit(simulated.peak_bytes, device="cpu"):
         run()
     x.grad = None

@@ -118,8 +118,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-@pytest.mark.parametrize("around", ["ours", "torch", "selective"])
-def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(around):
+@pytest.mark.parametrize("checkpoint", ["ours", "torch", "selective"])
+def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(checkpoint):
     plain = Block(Mlp(dropout=0.4)).double()
     block = copy.deepcopy(plain)
     storage_ops.tile(block.mlp, 4)
@@ -129,9 +129,9 @@ def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(around):
     block.mlp.up.register_forward_hook(lambda *_: calls.append(1))
 
     def run():
-        if around == "torch":
+        if checkpoint == "torch":
             return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        options = {"ops_to_save": ["aten.native_layer_norm"]} if around == "selective" else {}
+        options = {"ops_to_save": ["aten.native_layer_norm"]} if checkpoint == "selective" else {}
         return storage_ops.CheckpointWrapper(block, **options)(x)
 
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_budget_bounds_the_memory_of_a_tile():
     for budget in ("4MiB", "1MiB", "300KiB"):
         module = storage_ops.tile(Mlp(32, 256, bias=False), budget=budget)
         module(x).backward(g)
-        numbers.append(*tiling_of(module).found.values())
+        numbers.append(*tiling_of(module).tiles_by_call.values())
         module.zero_grad()
         x.grad = None
         with measure() as m:

@@ -149,12 +149,12 @@ def test_on_the_command_line(command, what, tmp_path, capsys):
     saved = tmp_path / "fit.json"
     assert cli.main([*find, "--find", what, "--json", "--save", str(saved)]) == 0
     facts = json.loads(capsys.readouterr().out)
-    found, planned = facts["found"], facts["planned"]
-    assert found == planned["size"] >= facts["kept"]["size"] > 1
-    assert planned["tokens"] == 2 * found and planned["seconds"] > 0
+    size, planned = facts["found"], facts["planned"]
+    assert size == planned["size"] >= facts["kept"]["size"] > 1
+    assert planned["tokens"] == 2 * size and planned["seconds"] > 0
     assert json.loads(saved.read_text()) == planned["plan"]
-    assert cli.main([*find, f"--{what}", str(found)]) == 0
-    assert cli.main([*find, f"--{what}", str(found + 1)]) == 1
+    assert cli.main([*find, f"--{what}", str(size)]) == 0
+    assert cli.main([*find, f"--{what}", str(size + 1)]) == 1
 
 
 @pytest.mark.in_turn

@@ -43,11 +43,11 @@ def measured(model, batch, loss, optimizer, accumulate=False):
     state = [t for s in optimizer.state.values() for t in s.values()]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     before = (*model.parameters(), *model.buffers(), *gradients, *state, batch)
-    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
+    nbytes_of = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
     with so.memory.measure() as m:
         run(model, batch, loss, optimizer)
     optimizer.zero_grad()
-    return sum(there.values()) + m.peak_bytes
+    return sum(nbytes_of.values()) + m.peak_bytes
 
 
 mkldnn = torch.ops.mkldnn
@@ -304,10 +304,10 @@ def test_optimizers_that_step_in_the_backward(warm):
 
     def peak():
         model(x).sum().backward()
-        there = [*model.parameters(), x, *states()]
+        before = [*model.parameters(), x, *states()]
         with so.memory.measure() as m:
             model(x).sum().backward()
-        return sum(t.nbytes for t in there) + m.peak_bytes
+        return sum(t.nbytes for t in before) + m.peak_bytes
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
@@ -431,9 +431,9 @@ def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
     if device is None:
         model, batch = model.to("meta"), batch.to("meta")
     simulate_step(model, batch, optimizer=torch.optim.AdamW, device=device)
-    (here, _, of_here), (there, _, of_there) = asked
-    assert not getattr(here.matmul, "cuda", False) and of_here is named("cpu")
-    assert there.matmul.cuda and not there.plain and of_there is named(rates)
+    (first, _, rates_of_first), (second, _, rates_of_second) = asked
+    assert not getattr(first.matmul, "cuda", False) and rates_of_first is named("cpu")
+    assert second.matmul.cuda and not second.plain and rates_of_second is named(rates)
     assert rates_of(torch.device("cpu")) is named("cpu")
 
 

@@ -188,8 +188,8 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
         return
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
 
-    def run(*given: Any) -> Any:
-        env = dict(zip(tensors, given, strict=True))
+    def run(*values_of_tensors: Any) -> Any:
+        env = dict(zip(tensors, values_of_tensors, strict=True))
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda a: env[a] if a in env else a.meta["val"]
         )
@@ -420,8 +420,8 @@ class Mutations:
         if not self.changes:
             return
         end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in nodes}
-        for node, written in self.changes.items():
-            if self.place[node] < end and written & bases:
+        for node, bases_written in self.changes.items():
+            if self.place[node] < end and bases_written & bases:
                 raise Conflict("changes in place a tensor that is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
@@ -430,9 +430,11 @@ class Mutations:
             return
         now = {node: i for i, node in enumerate(graph.nodes)}
         alive = leading_to(ends(graph))
-        for change, written in self.changes.items():
+        for change, bases_written in self.changes.items():
             for node in alive:
-                if node is change or not any(owner(a) in written for a in node.all_input_nodes):
+                if node is change or not any(
+                    owner(a) in bases_written for a in node.all_input_nodes
+                ):
                     continue
                 before = self.place.get(node, -1) < self.place[change]  # new nodes came before
                 if before != (now[node] < now[change]):

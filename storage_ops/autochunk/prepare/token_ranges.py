@@ -73,9 +73,9 @@ class TokenRanges:
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
-        self.rows, found = {product: replace(first, outer=self.outer)}, 0
-        while found < len(self.rows):
-            found = len(self.rows)
+        self.rows, known = {product: replace(first, outer=self.outer)}, 0
+        while known < len(self.rows):
+            known = len(self.rows)
             self._follow(link=True)
             self._pull()
 

@@ -41,14 +41,14 @@ class Tiling:
         tiles: the number of tiles. None: as few as `budget` allows.
         budget: bytes that one tile may take.
         dim: the dimension of the tokens.
-        found: the number of tiles for earlier calls, by all that it depends on.
-        checked: whether the module was found to be token-wise.
+        tiles_by_call: numbers of tiles for earlier calls, by shapes, dtypes and other keys.
+        checked: whether a check has shown that the module is token-wise.
     """
 
     tiles: int | None
     budget: int | None
     dim: int
-    found: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
+    tiles_by_call: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
     checked: bool = field(default=False, compare=False, repr=False)
 
     def run(
@@ -122,9 +122,9 @@ class Tiling:
         kinds = tuple((p.requires_grad, p.dtype) for p in tiled.host.parameters())
         autocast = torch.is_autocast_enabled(x.device.type)
         key = (x.shape, x.dtype, x.requires_grad, autocast, modes, kinds, others)
-        if key not in self.found:
-            self.found[key] = _fewest(tiled, x, tokens, self.budget)
-        return self.found[key]
+        if key not in self.tiles_by_call:
+            self.tiles_by_call[key] = _fewest(tiled, x, tokens, self.budget)
+        return self.tiles_by_call[key]
 
 
 def _choice(leaf: object) -> Any:

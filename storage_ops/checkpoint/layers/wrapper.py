@@ -79,9 +79,9 @@ class Checkpointing:
         if is_traced_by_fx(args, kwargs):
             return fn(*args, **kwargs)
         if torch.is_grad_enabled() and not is_disabled():
-            given = kwargs
+            passed = kwargs
             args, kwargs = without_cache(module, args, kwargs)
-            if kwargs is not given and not torch.compiler.is_compiling():
+            if kwargs is not passed and not torch.compiler.is_compiling():
                 warn_once(name)
         if torch.compiler.is_compiling():
             if not torch.is_grad_enabled():
@@ -172,7 +172,7 @@ class CheckpointWrapper(Replaced):
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             # Python calls this after `_wrapped` with the same arguments, when everything is done.
-            if not any(given is self for given in (*args[:1], kwargs.get("module"))):
+            if not any(module is self for module in (*args[:1], kwargs.get("module"))):
                 super().__init__(*args, **kwargs)
 
     @staticmethod

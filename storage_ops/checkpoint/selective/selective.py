@@ -331,15 +331,15 @@ class _Recording(_Following):
         is_saved = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
         self._saved.log.describe(position, name, args, kwargs, is_saved)
         value = [_detached(t) for t in written_by(name, args)]
-        written = by_storage(value)
-        for key in written.keys() & self._on_storage.keys():
+        storages = by_storage(value)
+        for key in storages.keys() & self._on_storage.keys():
             self._on_storage.pop(key).is_overwritten = True
         if is_saved:
             result = _Result(value, [], sent=Sent(ctx.op_output))
             self._saved.results[position] = result
             for t in value:
                 result.watch(t)
-            self._on_storage |= dict.fromkeys(written, result)
+            self._on_storage |= dict.fromkeys(storages, result)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)

@@ -302,8 +302,8 @@ def _place_of(error: BaseException) -> str:
 def _modified(graph: fx.Graph) -> list[bool]:
     """Return for each input of a graph whether the graph modifies it."""
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-    written = written_at(dict.fromkeys(graph.nodes, 0))
-    return [any(key in written for key, _ in storages(t)) for t in inputs]
+    writes = written_at(dict.fromkeys(graph.nodes, 0))
+    return [any(key in writes for key, _ in storages(t)) for t in inputs]
 
 
 @contextlib.contextmanager

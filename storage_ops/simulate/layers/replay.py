@@ -170,14 +170,14 @@ class _Counting(torch.autograd.Function):
     """A node that counts the references to a gradient that no other code keeps."""
 
     @staticmethod
-    def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
-        ctx.found = found
+    def forward(ctx: Any, counts: list[int], t: Tensor) -> Tensor:
+        ctx.counts = counts
         return t.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         gradient = gradients[0]
-        ctx.found.append(_uses(gradient))
+        ctx.counts.append(_uses(gradient))
         return None, None
 
 
