@@ -59,7 +59,7 @@ def picture(name: str, shows: str) -> str:
 
 
 def point(row: Row | None, unit: str, size: float) -> str:
-    """Return time and memory in one cell, in a unit of `size` MiB."""
+    """Return the time and peak of a row in one cell. `size` is the size of `unit` in MiB."""
     if row is None:
         return ""
     column = time_of(row)
@@ -112,7 +112,7 @@ def gains() -> str:
         column = time_of(plain) or ""
         for row in others:
             ratio = row[column] / plain[column]
-            peaks = [f"{each[PEAK] / 1024:.1f}" for each in (plain, row)]
+            peaks = [f"{peak / 1024:.1f}" for peak in (plain[PEAK], row[PEAK])]
             lines.append([names[row["case"]], *peaks, f"{ratio:.2f}"])
     titles = ["one training step on an H200, bfloat16", "plain peak (GiB)", "peak (GiB)",
               "time / plain"]  # fmt: skip

@@ -278,7 +278,8 @@ def test_a_kept_tile_serves_one_backward(device, dtype, share):
     loss = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
     torch.full((4 << 20,), float("nan"), device=device)  # overwrites memory that was freed
     other = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
-    for each, again in ((other, True), (other, True), (loss, True), (loss, False), (other, False)):
-        grads = torch.autograd.grad(each, leaves, upstream.to(each), retain_graph=again)
+    backwards = (other, True), (other, True), (loss, True), (loss, False), (other, False)
+    for output, retain in backwards:
+        grads = torch.autograd.grad(output, leaves, upstream.to(output), retain_graph=retain)
         for ours, expected in zip(grads, right, strict=False):
             assert error(ours.cpu(), expected) < TOLERANCE[dtype]
