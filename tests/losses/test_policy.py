@@ -35,7 +35,7 @@ def surrogate(r, logp, a, options):
 
 
 @pytest.mark.parametrize("reference", ["hidden", "logps"])
-@pytest.mark.parametrize("old", ["extra", "own"])
+@pytest.mark.parametrize("old", ["stored", "current"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("form", FORMS)
 def test_grpo(form, variant, old, reference):
@@ -50,13 +50,13 @@ def test_grpo(form, variant, old, reference):
         extra = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
         if reference == "hidden":
             extra = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    if old == "given":
+    if old == "stored":
         extra["old_logps"] = p.spread(before)
     loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **extra, **options,
                               **p.options)  # fmt: skip
     sequences, count = [], 0
     for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
-        change = each - (before[k] if old == "given" else each.detach())
+        change = each - (before[k] if old == "stored" else each.detach())
         r = change.exp()
         if variant == "gspo":
             r = (change.sum() / mask.sum()).exp().expand(len(each))
