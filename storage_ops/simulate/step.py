@@ -138,8 +138,8 @@ def simulate_step(
 
     The step is not the first one. Gradients were freed before it, as by `zero_grad()`, and the
     state that the optimizer creates in its first step exists. The model's output is freed once the
-    loss exists. once the loss exists. The model is simulated as it is: in its current mode, with
-    its checkpoints and hooks. Model, batch and optimizer are restored afterwards.
+    loss exists. The model is simulated as it is: in its current mode, with its checkpoints and
+    hooks. Model, batch and optimizer are restored afterwards.
 
     In a `torch.autocast` block, forward and loss run as in that block. Backward and optimizer run
     after it, as in training loops.
@@ -186,11 +186,12 @@ def simulate_step(
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
-    for index, one in enumerate(batches):
-        args, kwargs = arguments(one)
-        step_optimizer = optimizer_of(model, optimizer)
-        what = args, kwargs, loss or loss_of, step_optimizer
-        how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
+    for index, batch_of_step in enumerate(batches):
+        args, kwargs = arguments(batch_of_step)
+        how = _How(
+            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), on_gpu, rates, workspace,
+            assumption, accumulate,
+        )  # fmt: skip
         step = _quickly(model, how) or _simulate(model, how)
         step.batch = index
         step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
@@ -261,7 +262,7 @@ def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return batch, {}
     raise TypeError(
         f"`batch` is a {type(batch).__name__}. Expected a tensor, a tuple, a dict, or a list of "
-        "such."
+        "these."
     )
 
 
@@ -369,7 +370,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if accumulate:
             earlier_gradients(model.parameters())
             note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
-            _was_there(ledger, {block for block, role in roles.items() if role == GRADIENTS})
+            _move_to_start(ledger, {block for block, role in roles.items() if role == GRADIENTS})
         _backward(loss, model, args, kwargs, ledger, quick)
         note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
@@ -379,8 +380,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
     simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
-    alone, told = ONE_AT_A_TIME, showing("simulating a step")
-    with alone, told, gradients, calls, simulated as (simulation, *moved):
+    lock, progress = ONE_AT_A_TIME, showing("simulating a step")
+    with lock, progress, gradients, calls, simulated as (simulation, *moved):
         # Includes modules such as a frozen reference that the loss names.
         for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
@@ -391,7 +392,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         del moved
         call_simulated(step, args, kwargs)
         state_blocks = {block for block, role in roles.items() if role == STATE}
-        _was_there(ledger, state_blocks.difference(ledger.inputs))
+        _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
             roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
         settled = settle(ledger, roles)
@@ -457,8 +458,8 @@ def check_value(value: object) -> None:
         )
 
 
-def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
-    """Record blocks of earlier steps, or batches, as existing from the start."""
+def _move_to_start(ledger: Ledger, blocks: set[Block]) -> None:
+    """Record that blocks exist from the start, because an earlier step or batch created them."""
     ledger.inputs += blocks
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
 

@@ -212,7 +212,8 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
 
     Every tensor that shares the storage of `dst` sees the bytes of `src`. Both tensors see each
     other's writes, and no version counter changes. The memory lives until the last user of either
-    is gone. nothing happens. In compiled code, which has no storages, the values are copied.
+    is gone. If both share a storage already, nothing happens. In compiled code, which has no
+    storages, the values are copied.
 
     Only bytes are bound. A conjugate or negative view still applies its flag to the new bytes, and
     forward-mode AD keeps the tangent of `dst`.
