@@ -197,9 +197,9 @@ def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float,
     result = {}
     for name, runs in seconds.items():
         above = [clock for _, clock in runs]
-        each = [a / b for a, b in zip(above, below, strict=True)]
+        ratios_of_rounds = [a / b for a, b in zip(above, below, strict=True)]
         median = statistics.median(above) / statistics.median(below)
-        result[name] = (median, min(each), max(each))
+        result[name] = (median, min(ratios_of_rounds), max(ratios_of_rounds))
     return result
 
 

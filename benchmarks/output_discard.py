@@ -98,10 +98,10 @@ def _is_right(
 ) -> bool:
     """Return True if a case has plain autograd's gradient. It runs on a copy that it may free."""
     gradients = []
-    for each in (run_of(PLAIN), run):
+    for run_once in (run_of(PLAIN), run):
         copy = x.detach().clone().requires_grad_()
         try:
-            clean_step(blocks, copy, each)
+            clean_step(blocks, copy, run_once)
         except RuntimeError as error:
             skip(name, str(error).splitlines()[0])
             return False

@@ -257,8 +257,8 @@ def _after(earlier: object, last: object) -> Any:
     passes = [*(earlier if isinstance(earlier, (list, tuple)) else [earlier]), last]
 
     def run(graph: fx.Graph) -> None:
-        for each in passes:
-            each(graph)
+        for graph_pass in passes:
+            graph_pass(graph)
 
     def uuid() -> str | None:
         # A plain function has no id, so Inductor caches nothing, as without this backend.

@@ -62,10 +62,10 @@ def _candidates(
     offloads = "offload" in allowed and hides > 0
     if "selective" in allowed or offloads:
         try:
-            ops, again = probe.ops()
+            ops, count = probe.ops()
         except _REFUSALS:
-            ops, again = [], 0
-        sets = _selections(ops[:again])
+            ops, count = [], 0
+        sets = _selections(ops[:count])
         if "selective" in allowed:
             actions += [_selective(s) for s in sets if sum(op.nbytes for op in s) < most]
         if offloads:

@@ -210,8 +210,8 @@ class Search:
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
             raise ValueError("`batch` is an empty list. Expected at least one batch.")
-        for each in batches:
-            arguments(each)
+        for batch_of_list in batches:
+            arguments(batch_of_list)
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate

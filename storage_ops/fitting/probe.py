@@ -98,13 +98,13 @@ class Probe:
                 times.logs = False
 
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
+        def recompute() -> Iterator[None]:
             forward.extend(times.ops)
             times.ops.clear()
             with logging():
                 yield
 
-        CheckpointWrapper(module, context_fn=lambda: (logging(), again()))
+        CheckpointWrapper(module, context_fn=lambda: (logging(), recompute()))
         try:
             self._run(times, Action("full"))
         finally:

@@ -267,13 +267,13 @@ def results_of(
 
 
 def reduced(
-    each: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
+    losses: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
 ) -> Tensor:
     """Return the loss from the losses of tokens and their shares in a mean."""
     if reduction == "none":
-        return each
+        return losses
     one = 1 if divisor is None else divisor
-    return each.sum() / (share.sum() if reduction == "mean" else one)
+    return losses.sum() / (share.sum() if reduction == "mean" else one)
 
 
 def scale(self: Tensor, factor: Tensor) -> None:

@@ -238,10 +238,10 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
             Nothing has changed.
 
     Example:
-        >>> h, again = torch.zeros(4), torch.arange(4.0)
+        >>> h, new = torch.zeros(4), torch.arange(4.0)
         >>> storage_ops.discard_storage(h)
-        >>> storage_ops.share_storage(h, again)
-        >>> h, h.data_ptr() == again.data_ptr()
+        >>> storage_ops.share_storage(h, new)
+        >>> h, h.data_ptr() == new.data_ptr()
         (tensor([0., 1., 2., 3.]), True)
     """
     if type(dst) in _PLAIN and type(src) in _PLAIN:

@@ -44,14 +44,14 @@ def test_wrong_arguments(options, complaint, capsys):
 
 
 def test_every_call_fits_into_nine_minutes_and_names_code_that_exists():
-    assert len({each.name for each in QUEUE}) == len(QUEUE)
-    for each in QUEUE:
+    assert len({call.name for call in QUEUE}) == len(QUEUE)
+    for call in QUEUE:
         assert (
-            sum(stage.seconds for stage in each.stages) <= 60 * _gpu_run.MINUTES - _gpu_run.AROUND
+            sum(stage.seconds for stage in call.stages) <= 60 * _gpu_run.MINUTES - _gpu_run.AROUND
         )
-        assert all((ROOT / path).exists() for path in each.code)
-        assert len({stage.name for stage in each.stages}) == len(each.stages)
-        for stage in each.stages:
+        assert all((ROOT / path).exists() for path in call.code)
+        assert len({stage.name for stage in call.stages}) == len(call.stages)
+        for stage in call.stages:
             assert stage.part in (*_runner.parts(), "_gpu_tests")
     for paths in _gpu_queue.CODE.values():
         assert all((ROOT / path).exists() for path in paths)

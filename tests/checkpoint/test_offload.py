@@ -138,9 +138,9 @@ def test_results_with_other_references_stay_on_the_device(link):
 
     x = torch.randn(64, requires_grad=True)
     out, y = region(keeps)(x)
-    again = region(torch.sin)(out)  # from now on, the results of the first region may be sent
+    second = region(torch.sin)(out)  # from now on, the results of the first region may be sent
     assert torch.equal(references[0], x.detach().sin()) and not so.is_discarded(y)
-    again.sum().backward()
+    second.sum().backward()
     reference = x.detach().requires_grad_()
     reference.sin().cos().exp().sin().sum().backward()
     assert torch.equal(x.grad, reference.grad) and not link.log
@@ -365,13 +365,13 @@ def test_policies_that_save_offload_and_recompute_combine():
         return policy(ctx, op)
 
     away = policies.offload(policies.matmuls)
-    save, again = (torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE,
+    save, recompute = (torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE,
                    torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)  # fmt: skip
-    assert ask(away) == "offload" and ask(away, aten.sin.default) == again
+    assert ask(away) == "offload" and ask(away, aten.sin.default) == recompute
     assert ask(policies.union(away, policies.matmuls)) == save
     assert ask(policies.union(away, policies.attention)) == "offload"
-    assert ask(policies.difference(away, policies.save("aten.mm"))) == again
-    assert ask(policies.difference(policies.matmuls, away)) == again
+    assert ask(policies.difference(away, policies.save("aten.mm"))) == recompute
+    assert ask(policies.difference(policies.matmuls, away)) == recompute
     assert ask(policies.every_kth(away, 2)) == "offload"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

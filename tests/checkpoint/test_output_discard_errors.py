@@ -36,9 +36,9 @@ def test_hook_tensor_without_a_gradient(hook):
 def test_a_second_region_before_the_first_is_finished():
     ckpt, x, h = make()
     with pytest.warns(UserWarning, match="the output of region was not discarded and stays"):
-        again = ckpt.checkpoint(region, x)
+        second = ckpt.checkpoint(region, x)
     ckpt.clear()
-    (again * h).sum().backward()
+    (second * h).sum().backward()
     assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
 
 

@@ -75,9 +75,9 @@ def traces(rank):
             assert not any("linear_cross_entropy" in str(name) for name in names(gm))
             other = arguments(options)
             with torch.no_grad():  # the graph includes the backward
-                results, again = gm(*other), gm(*args)
+                results, repeated = gm(*other), gm(*args)
             torch.testing.assert_close(results, run(*other))
-            torch.testing.assert_close(again, right)
+            torch.testing.assert_close(repeated, right)
 
 
 def order(rank):

@@ -125,13 +125,13 @@ def copies(rank):
             HIDDEN, VOCAB // size, label_smoothing=0.1, process_group=group
         )
         head.load_state_dict({"linear.weight": whole.linear.weight[mine]})
-        for each in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-            each.zero_grad()
-            each(x, target).backward()
+        for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+            copied.zero_grad()
+            copied(x, target).backward()
             whole.zero_grad()
             whole(x, target).backward()
-            torch.testing.assert_close(each(x, target), whole(x, target))
-            torch.testing.assert_close(each.linear.weight.grad, whole.linear.weight.grad[mine])
+            torch.testing.assert_close(copied(x, target), whole(x, target))
+            torch.testing.assert_close(copied.linear.weight.grad, whole.linear.weight.grad[mine])
         assert group.group_name in repr(head)
 
 

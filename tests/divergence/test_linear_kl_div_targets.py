@@ -139,10 +139,10 @@ def test_compile_checkpoint_and_transforms(reduction):
 
     right = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    again = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+    checkpointed = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
     for got in (
         torch.autograd.grad(compiled(*leaves), leaves),
-        torch.autograd.grad(again, leaves),
+        torch.autograd.grad(checkpointed, leaves),
         torch.func.grad(loss, (0, 1))(*leaves),
     ):
         torch.testing.assert_close(got, right)

@@ -200,11 +200,11 @@ def test_a_loss_function_that_contains_the_head(tmp_path):
     with pytest.raises(ValueError, match="Pass a loss like that one"):
         other = loss_of(storage_ops.LinearCrossEntropyLoss(WIDTH, VOCAB, label_smoothing=0.1))
         storage_ops.load_fit(tmp_path / "fit.json", Body(), other)
-    again = storage_ops.LinearCrossEntropyLoss(WIDTH, VOCAB)
-    loaded = storage_ops.load_fit(tmp_path / "fit.json", Body(), loss_of(again))
+    fresh = storage_ops.LinearCrossEntropyLoss(WIDTH, VOCAB)
+    loaded = storage_ops.load_fit(tmp_path / "fit.json", Body(), loss_of(fresh))
     assert str(loaded) == str(plan)
     loaded.apply()
-    assert again.options["memory_budget"] > 0
+    assert fresh.options["memory_budget"] > 0
     loaded.undo()
 
 

@@ -45,9 +45,9 @@ def test_plans_with_the_loss(searched):
     exact = Search(model, batch, optimizer=ADAM)
     none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
     smallest = []
-    for each in (search, exact):
+    for one_search in (search, exact):
         with pytest.raises(ValueError, match="needs at least") as error:
-            each.plan(1000)
+            one_search.plan(1000)
         smallest.append(int(str(error.value).split("(")[2].split()[0]))
     logits = batch["labels"].numel() * VOCAB * 4
     assert smallest[0] < smallest[1] - logits
@@ -133,12 +133,12 @@ def test_a_plan_that_costs_time_names_the_loss_that_needs_no_logits(searched):
 def test_a_loss_without_a_gradient_is_refused():
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    for each, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
+    for module, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
         for call in (storage_ops.fit, storage_ops.memory.will_it_fit):
             with pytest.raises(
                 ValueError, match=r"needs no gradient\. Expected a tensor that depends on"
             ):
-                call(each, x, "1GiB", loss)
+                call(module, x, "1GiB", loss)
 
 
 def test_a_plan_does_not_remove_an_earlier_patch(searched):

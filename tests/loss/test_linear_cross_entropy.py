@@ -263,9 +263,9 @@ def test_results_do_not_depend_on_uninitialised_memory(monkeypatch):
             return new.fill_(float("nan")) if new.is_floating_point() else new.fill_(-7)
 
         monkeypatch.setattr(owner, name, poisoned)
-    again = run(so.linear_cross_entropy, x, w, target, b)
-    assert torch.equal(right[0], again[0])
-    assert all(torch.equal(p, q) for p, q in zip(right[1], again[1], strict=True))
+    poisoned_result = run(so.linear_cross_entropy, x, w, target, b)
+    assert torch.equal(right[0], poisoned_result[0])
+    assert all(torch.equal(p, q) for p, q in zip(right[1], poisoned_result[1], strict=True))
 
 
 @pytest.mark.parametrize("tokens", [0, 6])

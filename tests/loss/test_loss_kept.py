@@ -75,9 +75,9 @@ def test_a_whole_tile_is_computed_once(formed):
     loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=ROOMY)
     grads = torch.autograd.grad(loss.sum(), [x, w], retain_graph=True)
     assert sum(formed) == N * V
-    again = torch.autograd.grad(loss.sum(), [x, w])  # the first backward has overwritten the tile
+    second = torch.autograd.grad(loss.sum(), [x, w])  # the first backward has overwritten the tile
     assert sum(formed) == 2 * N * V
-    for one, other in zip(grads, again, strict=True):
+    for one, other in zip(grads, second, strict=True):
         torch.testing.assert_close(one, other)
 
 

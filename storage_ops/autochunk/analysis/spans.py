@@ -319,8 +319,8 @@ class _Propagation:
             labels = next(x for x in labelled.args[arg] if x[arg_rows.lo] in labelled.sums)
             rows, row_labels = arg_rows, labels[arg_rows.lo : arg_rows.hi]
         reads: list[tuple[fx.Node, Layout]] = []
-        for arg, each in labelled.args.items():
-            for labels in each:
+        for arg, arg_labels in labelled.args.items():
+            for labels in arg_labels:
                 layout = read(node, arg, labels, row_labels, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
                     raise Conflict(f"reads {arg} with two layouts", node)

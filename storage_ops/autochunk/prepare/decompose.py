@@ -449,7 +449,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
     if schema is None or not schema.is_mutable:
         return set()
     targets: list[fx.Node] = []
-    for i, each in enumerate(schema.arguments):
-        if each.alias_info is not None and each.alias_info.is_write:
-            fx.map_arg(argument(node, i, each.name, None), targets.append)
+    for i, formal in enumerate(schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            fx.map_arg(argument(node, i, formal.name, None), targets.append)
     return {owner(n) for n in targets}

@@ -282,9 +282,9 @@ def _target_weight(
         return None
     local = target - first
     in_slice = (local >= 0) & (local < len(class_weight))
-    each = (
+    weights = (
         class_weight[torch.where(in_slice, local, 0)]
         if len(class_weight)
         else in_slice.to(class_weight)
     )
-    return ranks.add_up(torch.where(in_slice, each, 0))
+    return ranks.add_up(torch.where(in_slice, weights, 0))

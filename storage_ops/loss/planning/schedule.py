@@ -321,21 +321,21 @@ class Schedule:
         # Products need scratch memory for one part at a time. The native row kernel needs none.
         at_once = self.widest if p.plain or p.cast_bytes else max(widths)
 
-        def each(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
+        def steps_of(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
             for classes, times in pieces(place.classes.start, place.classes.stop, size):
                 yield Step(rows, classes, place, source, phases, adds, times)
 
         # If both process the same width at a time, one step does both.
         joint = at_once == self.widest
         for place in places:
-            yield from each(place, self.widest, None, UPDATE * joint, 0)
+            yield from steps_of(place, self.widest, None, UPDATE * joint, 0)
             if not joint:
-                yield from each(place, at_once, place, UPDATE, 0)
+                yield from steps_of(place, at_once, place, UPDATE, 0)
         yield self._merge(rows)
         for place in places:
             if not joint:
-                yield from each(place, at_once, place, GRADIENT, 0)
-            yield from each(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
+                yield from steps_of(place, at_once, place, GRADIENT, 0)
+            yield from steps_of(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
 
     def _keeping(self, every: bool) -> Iterator[Step]:
         """Yield statistics and gradients chunk by chunk, with room for some of the classes.

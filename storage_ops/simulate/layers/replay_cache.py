@@ -110,8 +110,8 @@ class Quick:
         try:
             return record(simulation, module, name, call, args, kwargs, self._accumulate)
         except Exception as error:
-            for each in undo:
-                each()
+            for restore in undo:
+                restore()
             if kind.group.watched:
                 raise  # perhaps an error about a watched value
             raise NotComparable from error  # an error of the layer itself will be raised again
