@@ -1,4 +1,4 @@
-"""`will-it-fit --serve`: whether a model of transformers fits when it generates text."""
+"""`will-it-fit --serve`: tell whether a transformers model fits when it generates text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
         value = getattr(args, name)
         if value != defaults[name]:
             flag = f"--{name.replace('_', '-')}"
-            given = "given" if value is True else value
-            raise ValueError(f"{flag} is {given}, but --serve trains nothing. Leave out {flag}.")
+            shown = "given" if value is True else value
+            raise ValueError(f"{flag} is {shown}, but --serve trains nothing. Leave out {flag}.")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

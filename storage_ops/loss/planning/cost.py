@@ -270,7 +270,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
         used = max(round(p.multiplied * classes), min(classes, NARROW)) if selects else classes
-        # The key: kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
+        # Of each product: kind, classes, is it wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
             read_bytes = weight + rows * d * item + logits
