@@ -1,8 +1,8 @@
 """Draws the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
 
 Memory over time is measured, and tiles are those of real schedules. Only the boxes of the first
-picture are drawn by hand. Colors and paper are those of the benchmarks' pictures. Each picture has
-a narrow variant for phones with the same measurements.
+picture are drawn by hand. Colors and background are those of the benchmarks' pictures. Each picture
+has a narrow variant for phones with the same measurements.
 """
 
 import functools

@@ -113,7 +113,7 @@ class Cache:
         self.items, self.total = [], 1.0
 
 
-class Around(nn.Module):
+class RegionAndHead(nn.Module):
     def __init__(self, region, error):
         super().__init__()
         self.region, self.error = region, error
@@ -208,7 +208,7 @@ def check(case):
     torch.manual_seed(case["seed"])
     # A plain function has no module around it that could fail.
     error = None if case["kind"] == "function" else case["error"]
-    plain = Around(Region(case["plan"], case["dtype"]), error)
+    plain = RegionAndHead(Region(case["plan"], case["dtype"]), error)
     model = copy.deepcopy(plain)
     plain.region.noise = model.region.noise = NOISE
     right, right_error = run(plain, plain, case)
