@@ -80,8 +80,8 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
             ranks,
         )
         assert any(hasattr(m, known) for m in places)
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        assert has(qualified, "CompositeExplicitAutograd")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has_kernel(qualified, "CompositeExplicitAutograd")
 
 
 def test_kernels_raise_without_the_place_in_their_source():

@@ -242,16 +242,16 @@ def model_types() -> str:
     newest = max(results_of("model_types"), key=lambda result: result["day"])
     for family, rows in shapes(newest).items():
         lines = []
+        names_differ = any(row["class"] != row["case"] for row in rows)
         for row in rows:
             parameters = row.get("parameters", 0) / 1e9
             peak = readable(round(row[PEAK] * MIB), up=True) if PEAK in row else ""
             size = f"{parameters:.3g}" if parameters else ""
             answer = f"{row['answer']}. {row.get('assumes', '')}".rstrip(". ")
-            lines.append(
-                [row["case"], f"`{row['class']}`", size, row["batch"], peak,
-                 row.get("seconds", ""), answer]
-            )  # fmt: skip
-        titles = ["type", "class", "10^9 parameters", "batch", "peak", "seconds", "answer"]
+            names = [row["case"], f"`{row['class']}`"] if names_differ else [row["case"]]
+            lines.append([*names, size, row["batch"], peak, row.get("seconds", ""), answer])
+        titles = ["type", "class"] if names_differ else ["type"]
+        titles += ["10^9 parameters", "batch", "peak", "seconds", "answer"]
         text += f"### {family}\n\n{table(titles, lines)}\n"
     return source(newest) + text.removesuffix("\n")
 

@@ -23,9 +23,8 @@ def work(rank):
         sent_bytes = {
             name: sent(run) for name, run in steps(x, w, torch.randint(VOCAB, (TOKENS,))).items()
         }
-        per_byte = (
-            2 * (ranks - 1) / ranks * TOKENS
-        )  # bytes that a rank sends to sum a byte per token
+        # The bytes that a rank sends to sum one byte per token.
+        per_byte = 2 * (ranks - 1) / ranks * TOKENS
         for end in ("", ", sharded"):
             ours, peer = sent_bytes["storage_ops" + end], sent_bytes["torch loss_parallel" + end]
             # Bytes for the maximum, the sum and the gradient. The loss and its checks add some.

@@ -467,9 +467,9 @@ def _is_cast_once(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
-def _random_state(results: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+def _random_state(results: list[Tensor], arguments: tuple[Any, ...]) -> RandomState:
     """Return the current states of the generators that an op which draws numbers may have used."""
-    for value in given:
+    for value in arguments:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]
     devices = {t.device for t in results if t.device.type != "meta"}

@@ -11,10 +11,10 @@ from storage_ops.loss.planning.schedule import (
     COPIED,
     EXPONENTIALS,
     GRADIENT,
+    IN_PLACE,
     INPUT,
     MULTIPLIED,
     RUNNING_RESCALE,
-    THERE,
     UPDATE,
     WEIGHT,
     Schedule,
@@ -183,7 +183,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
     extra = _extra(p, wide_input, wide_weight)
     works = list(s.work)
     if 0 < p.matmul.one_pass < s.columns < p.vocab:  # a last slice may have any width
-        works.append((min(s.rows, p.tokens), p.matmul.one_pass, THERE, 0, INPUT))
+        works.append((min(s.rows, p.tokens), p.matmul.one_pass, IN_PLACE, 0, INPUT))
     tile += max(map(extra, works), default=0)
     # Sums in fp32. The results are rounded from them after the tile is freed.
     sums = late = 0
