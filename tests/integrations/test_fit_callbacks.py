@@ -137,7 +137,7 @@ def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
         assert len(seen) == 3 and all((logits is None) is bool(callbacks) for logits in seen)
         losses.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
         assert type(model) is transformers.LlamaForCausalLM
-        assert not hasattr(vars(model).get("forward"), "_over")
+        assert not hasattr(vars(model).get("forward"), "_replaced")
         assert model(**batch).logits is not None
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
