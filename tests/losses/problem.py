@@ -66,14 +66,14 @@ class Problem:
         return result
 
     def sums(self, ref=False):
-        return torch.stack([each.sum() for each, *_ in self.tokens(ref)])
+        return torch.stack([log_p.sum() for log_p, *_ in self.tokens(ref)])
 
     def counts(self):
         return torch.stack([mask.sum() for _, mask, _ in self.tokens()])
 
     def nll_of_chosen(self):
         chosen = self.tokens()[: S // 2]
-        return -sum(each.sum() for each, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
+        return -sum(log_p.sum() for log_p, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
 
 
 def compare(problem, loss, expected):

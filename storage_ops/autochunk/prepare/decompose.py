@@ -42,7 +42,8 @@ _ATEN = torch.ops.aten
 def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
     """Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
 
-    Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
+    Return the tangents. A graph of a whole step has none, so ones where its backward passes start
+    are replaced by constants, which are returned.
     """
     own_sizes(graph, amplifier)
     after = reached([amplifier], lambda n: not stops(n))
@@ -109,7 +110,7 @@ def _repeated(node: object) -> tuple[Any, bool]:
 def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Replace nodes without a rule by torch's decompositions.
 
-    Inductor has already decomposed most ops before the pass runs, but graphs of `make_fx` have all.
+    Inductor has already decomposed most ops before the pass runs. Graphs of `make_fx` have all ops.
     """
     chosen = set(nodes)
     for node in [n for n in graph.nodes if n in chosen]:
@@ -348,10 +349,7 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that can provide sizes for a node.
-
-    Return the inputs that can provide sizes for a node.
-    """
+    """Return the inputs that can provide sizes for a node."""
     tangents = tangents_of(graph)
     later = () if node in reached(tangents) else tangents
     return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
@@ -371,8 +369,8 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
         return False
     call = Calls(graph, node)
-    seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
-    node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
+    unsqueezed = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
+    node.replace_all_uses_with(call(_ATEN.cat.default, unsqueezed, dim))
     return True
 
 
