@@ -157,12 +157,12 @@ def test_an_interrupt_keeps_earlier_results(tmp_path):
 
 
 def test_tests_are_counted_together_with_errors_of_the_sanitizer(tmp_path, monkeypatch):
-    said = (
+    printed = (
         "========= COMPUTE-SANITIZER\n========= Invalid write\n========= ERROR SUMMARY: 1 error\n"
     )
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(f"""#!/bin/sh
-printf '{said}'
+printf '{printed}'
 for a; do case $a in --junit-xml=*) file=${{a#*=}};; esac; done
 echo '<x><testsuite tests="9" failures="1" errors="0" skipped="2"/></x>' > $file
 exit 99

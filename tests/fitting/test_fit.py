@@ -129,9 +129,9 @@ def test_no_assignment_of_actions_is_faster(asking_is_free):
     model, batch = MODELS["mixtral"]()
     search = Search(model, batch, optimizer=ADAM)
     problem = search.problem
-    every = list(itertools.product(*(range(len(o)) for o in problem.options)))
-    assert len(every) > 200
-    costs = [(problem.peak(c), problem.seconds(c)) for c in every]
+    choices = list(itertools.product(*(range(len(o)) for o in problem.options)))
+    assert len(choices) > 200
+    costs = [(problem.peak(c), problem.seconds(c)) for c in choices]
     low, high = min(costs)[0], max(costs)[0]
     for share in (0, 0.1, 0.3, 0.6, 0.9):
         budget = int(low + (high - low) * share)
