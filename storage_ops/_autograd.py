@@ -207,7 +207,7 @@ def needs_no_graph() -> bool:
 
 def _is_in_grad() -> bool:
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() != TransformType.Vmap for each in transforms)
+    return any(transform.key() != TransformType.Vmap for transform in transforms)
 
 
 # Dynamo evaluates a marked function while it traces, and guards on the transforms.

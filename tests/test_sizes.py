@@ -58,10 +58,10 @@ def options(x, w, head, b, target, numbers, into):
 
 
 def results(x, w, head, b, target, numbers, _):
-    every = "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk"
+    names = "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk"
     ids = target[..., None].expand(*target.shape, 2)
     *values, (logps, classes) = so.linear_cross_entropy(
-        x, w, target, shift=True, z_loss=0.1, returns=every, selected_ids=ids, top_k=3
+        x, w, target, shift=True, z_loss=0.1, returns=names, selected_ids=ids, top_k=3
     )
     yield from (*values, logps, classes)
 

@@ -42,8 +42,8 @@ class LossVariant:
     @staticmethod
     def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[LossVariant]:
         """Return variants from a recording, first without anything in host memory."""
-        on_device = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
-        away = max((c.away for each in costs for _, c in each), default=0)
+        on_device = [[(a, c) for a, c in of_call if not a.offloaded] for of_call in costs]
+        away = max((c.away for of_call in costs for _, c in of_call), default=0)
         variants = []
         for choices, most in [(on_device, 0), (costs, away)][: 2 if away else 1]:
             best = _without_worse(recording, choices)

@@ -161,10 +161,11 @@ class _StandIn(torch.autograd.Function):
         call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
-        if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
-            fresh = ctx.fresh  # but for what FSDP has yet to reduce
+        if recorder.accumulate:
+            # Gradients of parameters are added to earlier ones within the layer, and freed. Those
+            # that FSDP still has to reduce stay.
             needed = [
-                needs and (i < ctx.num_inputs or i in fresh) for i, needs in enumerate(needed)
+                needs and (i < ctx.num_inputs or i in ctx.fresh) for i, needs in enumerate(needed)
             ]
         input_gradients = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
@@ -326,11 +327,11 @@ class Recorder:
         def forward(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            # What one run leaves in a cache the next would see; a checkpointed layer gets none.
+            # A later run would see what this one leaves in a cache. Checkpointed layers get none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
             inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            every = dict(unit.module.named_parameters())
-            inside = [p for p in every.values() if is_spread(p)]
+            named = dict(unit.module.named_parameters())
+            inside = [p for p in named.values() if is_spread(p)]
             refused = [t for t in inputs if is_wrapper(t)]
             refused += [p for p in inside if id(p) not in self._sharded]
             if refused:
@@ -346,7 +347,7 @@ class Recorder:
             )
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
-            gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
+            gathered = {name: Like.of(named[name]) for name in spread if not is_spread(named[name])}
             start = self.step_ledger.mark()
             kind, run = self._run_once(
                 unit, (*settings, autocast, *gathered.items()),
@@ -437,8 +438,8 @@ class Recorder:
 
 def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters of a module that are not shards, by name."""
-    every = module.named_parameters()
-    return {name: p for name, p in every if p.requires_grad and not is_spread(p)}
+    named = module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and not is_spread(p)}
 
 
 @dataclass(frozen=True)

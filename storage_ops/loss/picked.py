@@ -206,9 +206,9 @@ class Picked:
             # A class outside of the tile repeats a write of its row, or writes the existing value.
             some = in_tile.to(torch.uint8).argmax(1, keepdim=True)
             column = torch.where(in_tile, column, column.gather(1, some))
-            every = torch.arange(len(z), device=z.device).unsqueeze(1)
+            row_numbers = torch.arange(len(z), device=z.device).unsqueeze(1)
             # A 16-bit scatter_ would copy the whole tile to float32.
-            piece[every, column] = torch.where(in_tile, value, value.gather(1, some))
+            piece[row_numbers, column] = torch.where(in_tile, value, value.gather(1, some))
 
     def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the columns of some rows' classes in a tile, and whether they are in the tile."""

@@ -198,10 +198,10 @@ def discard_storage(
         with torch._C.DisableTorchFunctionSubclass():
             for part in (t, *locals_of("discard_storage", "t", t)):
                 _refuse_leaf(part)
-    every = tuple(streams)  # may be an iterator, but the class may wrap several tensors
+    all_streams = tuple(streams)  # may be an iterator, but the class may wrap several tensors
     _on_subclasses(
         "discard_storage",
-        lambda part: _discard(part, guard, every, allow_external),
+        lambda part: _discard(part, guard, all_streams, allow_external),
         allow_external,
         t=t,
     )

@@ -312,10 +312,10 @@ REGIONS = FUNCTIONS | WRAPPERS
 
 def pairs(layers, regions):
     """Return every layer with every kind of region. In CI, a sixth of them covers every layer."""
-    every = 6 if os.environ.get("CI") else 1
+    step = 6 if os.environ.get("CI") else 1
     return [
         (layer, region)
         for i, layer in enumerate(layers)
         for j, region in enumerate(regions)
-        if (i + j) % every == 0
+        if (i + j) % step == 0
     ]

@@ -408,12 +408,12 @@ class Head(nn.Module):
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
 def test_ignored_labels(ignored, frozen, options):
     """On a CPU, the loss leaves out ignored tokens, and copies all others to do so."""
-    model, every = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
-    batch = every.clone()
+    model, unmasked = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
+    batch = unmasked.clone()
     batch[1][torch.rand(4, 256) < ignored] = -100
     adamw = torch.optim.AdamW
     peak = simulate_step(model, batch, optimizer=adamw).peak_bytes
-    of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, every)]
+    of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, unmasked)]
     assert of_gpu[0].peak_bytes == of_gpu[1].peak_bytes  # a GPU does not count ignored tokens
     got = measured(model, batch, None, adamw(model.parameters()))
     assert abs(got - peak) <= 0.002 * got

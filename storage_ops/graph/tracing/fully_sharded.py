@@ -102,8 +102,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 def _parts(state: object) -> dict[int, Any]:
     """Return FSDP's record of each parameter that is a DTensor, by the parameter's id."""
-    every = [p for group in fsdp.groups(state) for p in group.fsdp_params]
-    return {id(p.sharded_param): p for p in every if p.is_dtensor}
+    parameters = [p for group in fsdp.groups(state) for p in group.fsdp_params]
+    return {id(p.sharded_param): p for p in parameters if p.is_dtensor}
 
 
 def _gather(

@@ -160,12 +160,12 @@ class Several(Ranks):
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids, call.divisor)
         mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
-        every = self.gather(mine)
+        gathered = self.gather(mine)
         if traced():
             arguments = assumed, self._group.group_name, [*signature], call.check_ranks
-            self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
-        elif not isinstance(every, FakeTensor):
-            assumed = known[classes] = _compared(every)
+            self.agree = torch.ops.storage_ops._check_ranks(gathered, *arguments)
+        elif not isinstance(gathered, FakeTensor):
+            assumed = known[classes] = _compared(gathered)
             agreed.add(signature)
         return assumed
 
@@ -301,8 +301,8 @@ def tell_of_refusal(process_group: Any, t: Any) -> None:
     with contextlib.suppress(Exception):
         group = _distributed._resolve_process_group(name_of(process_group))
         said = torch.full((1 + len(_COMPARED),), _REFUSED)
-        every = said.new_empty(len(said) * dist.get_world_size(group))
-        dist.all_gather_into_tensor(every, said, group=group, async_op=True)
+        gathered = said.new_empty(len(said) * dist.get_world_size(group))
+        dist.all_gather_into_tensor(gathered, said, group=group, async_op=True)
 
 
 def check(
