@@ -76,11 +76,7 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
     groups = [group["params"] for group in optimizer.param_groups]
     owned = [p for params in groups for p in params]
     alike = all(p.grad is None or _lie_alike(p, p.grad) for p in owned)
-    if (
-        type(optimizer) not in _ELEMENTWISE
-        or optimizer.state
-        or not any(map(is_spread, parameters))
-    ):
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_spread, owned)):
         alike = False
     if not alike:
         yield
