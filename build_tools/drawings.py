@@ -45,7 +45,7 @@ def storage(figure, is_narrow):
     stages = [
         ("at first", "64 MiB", COLORS[0]),
         ("discard_storage(h)", "0 bytes", PAPER),
-        ("share_storage(h, again)", "64 MiB, those of `again`", OURS),
+        ("share_storage(h, other)", "64 MiB, those of other", OURS),
     ]
     across, down = (0, -4) if is_narrow else (4.2, 0)
     for i, (title, content, color) in enumerate(stages):

@@ -132,4 +132,4 @@ def test_a_folder_with_a_config(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
     assert cli.main(command) == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "model identifier: llamma, like llama. Expected the config.json of a" in complaint
+    assert "identifier: llamma (did you mean llama?). Expected the config.json of a" in complaint

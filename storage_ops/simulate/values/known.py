@@ -402,11 +402,11 @@ def _some_true(shape: torch.Size, count: int) -> Tensor:
 
 def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
     """Return the dimension along which an op chooses. None means all dimensions."""
-    at = _CHOICES[name]
-    if at is None:
+    position = _CHOICES[name]
+    if position is None:
         return -1
     missing = None if name.startswith("arg") else -1
-    dim: int | None = kwargs.get("dim", args[at] if len(args) > at else missing)
+    dim: int | None = kwargs.get("dim", args[position] if len(args) > position else missing)
     return dim
 
 
