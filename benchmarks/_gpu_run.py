@@ -105,16 +105,16 @@ class Run:
             self.outcomes[stage.name] = "not begun, no time left"
             return
         # The rest of the time is for work after the rounds, such as peaks.
-        how = ["--device", "cuda", "--repeats", "9", "--seconds", f"{limit * 0.6:.0f}"]
+        options = ["--device", "cuda", "--repeats", "9", "--seconds", f"{limit * 0.6:.0f}"]
         arguments = stage.arguments
         if self.rehearse:
-            how, arguments = ["--device", "cpu", "--quick", "--repeats", "1"], stage.rehearsed
+            options, arguments = ["--device", "cpu", "--quick", "--repeats", "1"], stage.rehearsed
         if FILE in arguments and not self.file:
             self.outcomes[stage.name] = "not run: --real-logits is not given"
             return
         arguments = tuple(self.file if a == FILE else a for a in arguments)
         begin = time.monotonic()
-        words = command(stage.part, self.out / f"{stage.name}.json", *how, *arguments)
+        words = command(stage.part, self.out / f"{stage.name}.json", *options, *arguments)
         self.outcomes[stage.name] = "interrupted"
         code = self._logged(words, limit)
         took = f"{time.monotonic() - begin:.0f} s"

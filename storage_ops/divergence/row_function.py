@@ -174,20 +174,20 @@ class DivergenceRows(RowFunction):
             None if offset is None else offset[classes],
             self.state[: call.own_rows, step.rows], self.loss[step.rows],
         )  # fmt: skip
-        how = (call.divergence, call.beta, 1 / call.temperature)
+        options = (call.divergence, call.beta, 1 / call.temperature)
         caps = (call.softcap, call.teacher_softcap)
         over_teacher = self._over_teacher
         ranks = self._head.ranks
         if ranks.several and phases & UPDATE:
-            rows.statistics_over_ranks(*heads, *how, caps, self._merge, ranks.add_up)
+            rows.statistics_over_ranks(*heads, *options, caps, self._merge, ranks.add_up)
             phases &= ~UPDATE
         if not phases:
             return
         native = call.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
         if not native:
-            rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
+            rows.divergence_rows(*heads, upstream, *options, phases, over_teacher, caps)
         else:
-            _OPS._divergence_rows(*heads, upstream, *how, phases, over_teacher)
+            _OPS._divergence_rows(*heads, upstream, *options, phases, over_teacher)
 
     def _merge(self, state: Tensor) -> None:
         """Merge the state of rows with that of other ranks, in place."""

@@ -151,7 +151,7 @@ class measure:
     On the CPU, allocations of torch in this thread count, from the events of torch.profiler.
     Buffers inside math libraries, and releases of blocks that were allocated before the first
     `measure` of the process, are not seen. On CUDA, the peak is that of the caching allocator, and
-    the
+    the timeline comes from the same events. The block runs somewhat slower, so do not time it.
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.

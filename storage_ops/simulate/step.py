@@ -58,7 +58,7 @@ BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
-class _How(NamedTuple):
+class _StepOptions(NamedTuple):
     """The objects and options of a simulation, and the device."""
 
     args: Any
@@ -188,11 +188,11 @@ def simulate_step(
     steps = []
     for index, batch_of_step in enumerate(batches):
         args, kwargs = arguments(batch_of_step)
-        how = _How(
+        options = _StepOptions(
             args, kwargs, loss or loss_of, optimizer_of(model, optimizer), on_gpu, rates, workspace,
             assumption, accumulate,
         )  # fmt: skip
-        step = _quickly(model, how) or _simulate(model, how)
+        step = _quickly(model, options) or _simulate(model, options)
         step.batch = index
         step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
         step.device = rates.name if device is None else str(device)
@@ -335,13 +335,13 @@ def loss_of(output: object) -> Tensor:
     return sum((t.sum() for t in numbers[1:]), first.sum())
 
 
-def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
+def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
     """Simulate equal layers once. Return None if the result might differ from `_simulate`'s."""
     if is_distributed(model) and not is_sharded_alone(model):
         return None
-    quick = Quick(model, accumulate=how[-1])
+    quick = Quick(model, accumulate=options[-1])
     try:
-        step = _simulate(model, how, quick)
+        step = _simulate(model, options, quick)
     except Exception:
         if quick.count == 0 and not quick.is_spoiled:
             raise
@@ -349,8 +349,8 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     return None if quick.is_spoiled else step
 
 
-def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
+def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:
+    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = options
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}

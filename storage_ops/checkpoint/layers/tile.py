@@ -235,10 +235,10 @@ class Tiled(Replaced):
 
         @like(original)
         def forward(self: Tiled, *args: object, **kwargs: object) -> Any:
-            how = self._tiling
-            if how is None:
+            tiling = self._tiling
+            if tiling is None:
                 return original(self, *args, **kwargs)
-            return how.run(self, original, args, kwargs)
+            return tiling.run(self, original, args, kwargs)
 
         return forward
 
@@ -316,7 +316,7 @@ def tile(
         raise ValueError(f"tile: `tiles` is {tiles}. Expected at least 1.")
     if dim == -1:
         raise ValueError("tile: `dim` is -1. Expected a dimension other than the last.")
-    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: `budget`"), dim)
+    tiling = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: `budget`"), dim)
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         fail(name, "is a ScriptModule. Expected a module in Python.", TypeError)
@@ -334,14 +334,14 @@ def tile(
             "has a forward that was replaced on the instance. Expected the forward of its class.",
         )
     now = tiling_of(module)
-    if now is not None and now != how:
+    if now is not None and now != tiling:
         fail(
             name,
-            f"is tiled already, as {now}. Pass the same options ({how}), or call "
+            f"is tiled already, as {now}. Pass the same options ({tiling}), or call "
             "remove_activation_checkpoint(model) first.",
         )
     if now is None:
-        set_tiling(module, how)
+        set_tiling(module, tiling)
     return module
 
 
@@ -350,11 +350,11 @@ def tiling_of(module: nn.Module) -> Tiling | None:
     return module._tiling if isinstance(module, Tiled) else None
 
 
-def set_tiling(module: Any, how: Tiling) -> None:
+def set_tiling(module: Any, tiling: Tiling) -> None:
     """Tile a module."""
     if not isinstance(module, Tiled):
         Tiled.change(module)
-    module._tiling = how
+    module._tiling = tiling
 
 
 def unset_tiling(module: nn.Module) -> None:

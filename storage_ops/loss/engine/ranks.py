@@ -178,9 +178,9 @@ class Several(Ranks):
         gather, name = torch.ops._c10d_functional.all_gather_into_tensor, self._group.group_name
         return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
-    def _begin(self, t: Tensor, how: str) -> Tensor:
+    def _begin(self, t: Tensor, op: str) -> Tensor:
         """Begin a reduction over the ranks. Return its future result."""
-        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
+        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, op, self._group.group_name)
         return begun
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:

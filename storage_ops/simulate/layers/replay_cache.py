@@ -56,8 +56,8 @@ class Quick:
 
         def forward(*args: object, **kwargs: object) -> Any:
             """Run the forward inside the hooks of FSDP, which gathers parameters."""
-            how = (simulation, module, kind, name, plain, args, kwargs)
-            done, result = self._carry_out(*how)
+            call_parts = (simulation, module, kind, name, plain, args, kwargs)
+            done, result = self._carry_out(*call_parts)
             return result if done else plain(*args, **kwargs)
 
         vars(module)["forward"] = forward
