@@ -318,7 +318,7 @@ def test_nothing_is_offloaded_without_a_link_or_without_gradients():
     assert not link.log and not hosts()
 
 
-def test_threads_have_regions_of_their_own(link):
+def test_every_thread_has_its_own_regions(link):
     model = Model(dropout=0.0)
     away = checkpointed(model, AWAY["matmuls"])
     inputs = [make_input(dtype=torch.float32) for _ in range(4)]

@@ -64,8 +64,8 @@ def test_gradients_of_several_backward_passes(dtype, budget):
         memory_budget=max(BUDGETS[budget], 500_000 * (dtype in wide)),
     )
     bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
-    for again in (True, True, False):
-        got = torch.autograd.grad(loss, [x, w], upstream.to(loss.dtype), retain_graph=again)
+    for retain in (True, True, False):
+        got = torch.autograd.grad(loss, [x, w], upstream.to(loss.dtype), retain_graph=retain)
         for ours, expected in zip(got, right, strict=True):
             assert (ours.double() - expected).norm() <= bound * expected.norm()
 

@@ -83,7 +83,7 @@ class Lift(TorchDispatchMode):
                 "Trace the function that the graph was made of."
             )
         flat, spec = tree_flatten((args, kwargs or {}))
-        self.saw(flat)
+        self.record_used(flat)
         self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
         if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
             return NotImplemented  # the subclass calls this again for its inner tensors
@@ -153,7 +153,7 @@ class Lift(TorchDispatchMode):
         self.nodes.append(proxy.node)
         return fake
 
-    def saw(self, values: Iterable[Any]) -> None:
+    def record_used(self, values: Iterable[Any]) -> None:
         """Record the used values: leaves, and watched gradients."""
         for t in values:
             if id(t) in self._watched:

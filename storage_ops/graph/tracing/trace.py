@@ -93,7 +93,7 @@ class TracedStep(Generic[P, T]):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
                     replaced = list(_replaced(closure, fake_mode))
-                    lift.saw(tree_leaves((result, [value for _, value in replaced])))
+                    lift.record_used(tree_leaves((result, [value for _, value in replaced])))
                     self._gradients = list(self._outgoing(gradients, lift, packer))
                     self._state = [(write, packer.tree(value)) for write, value in replaced]
                 return packer.outputs
