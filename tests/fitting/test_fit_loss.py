@@ -110,12 +110,12 @@ def test_a_loss_that_cannot_be_replaced_is_refused():
 def test_the_error_names_the_loss_that_needs_no_logits():
     model, batch = llama()
     with pytest.raises(
-        ValueError, match=r"smallest .*'linear_cross_entropy'\] to do without the log"
+        ValueError, match=r"needs at least .*'linear_cross_entropy'\] to do without the log"
     ):
         storage_ops.fit(model, batch, "24KiB", actions=["full"])
-    with pytest.raises(ValueError, match=r"smallest that .* A number without a unit"):
+    with pytest.raises(ValueError, match=r"needs at least .* A number without a unit"):
         storage_ops.fit(model, batch, "24", actions=["full", "linear_cross_entropy"])
-    with pytest.raises(ValueError, match=r"smallest that [^;]*$"):
+    with pytest.raises(ValueError, match=r"needs at least [^;]*$"):
         storage_ops.fit(model, batch["input_ids"], "24KiB", actions=["full"])  # there are no labels
 
 
@@ -163,7 +163,7 @@ def test_the_error_names_the_owners_of_the_memory():
     nbytes = sum(p.nbytes for p in model.parameters())
     parameters, states = (storage_ops.quantities.readable(n) for n in (nbytes, 2 * nbytes))
     assert re.search(
-        rf"are parameters {parameters}, (gradients [^,]*, )?optimizer state {states}, activations ",
+        rf"of parameters {parameters}, (gradients [^,]*, )?optimizer state {states}, activations ",
         str(error.value),
     )
 
