@@ -391,9 +391,9 @@ class Recorder:
     ) -> _Outputs | None:  # fmt: skip
         """Run a layer. Return its outputs without memory, and which ones it saved.
 
-        Return None if the output is an object that may contain tensors, or if gradients leave the
-        layer in another way than by its arguments, such as by a tensor attribute. The call then has
-        no side effects, because it will run again.
+        Return None if the output is an object that may contain tensors. Also return None if
+        gradients leave the layer otherwise than by its arguments, such as by a tensor attribute.
+        The call then has no side effects, because it will run again.
         """
         entries, since = {t.grad_fn for t in inputs}, next_node()
         undo, start = undo_changes([unit.module, args, kwargs]), self.step_ledger.mark()
