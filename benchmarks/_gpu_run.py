@@ -105,16 +105,16 @@ class Run:
             self.outcomes[stage.name] = "not begun, no time left"
             return
         # The rest of the time is for work after the rounds, such as peaks.
-        how = ["--device", "cuda", "--repeats", "9", "--seconds", f"{limit * 0.6:.0f}"]
+        options = ["--device", "cuda", "--repeats", "9", "--seconds", f"{limit * 0.6:.0f}"]
         arguments = stage.arguments
         if self.rehearse:
-            how, arguments = ["--device", "cpu", "--quick", "--repeats", "1"], stage.rehearsed
+            options, arguments = ["--device", "cpu", "--quick", "--repeats", "1"], stage.rehearsed
         if FILE in arguments and not self.file:
             self.outcomes[stage.name] = "not run: --real-logits is not given"
             return
         arguments = tuple(self.file if a == FILE else a for a in arguments)
         begin = time.monotonic()
-        words = command(stage.part, self.out / f"{stage.name}.json", *how, *arguments)
+        words = command(stage.part, self.out / f"{stage.name}.json", *options, *arguments)
         self.outcomes[stage.name] = "interrupted"
         code = self._logged(words, limit)
         took = f"{time.monotonic() - begin:.0f} s"
@@ -132,10 +132,10 @@ class Run:
     def close(self) -> int:
         """Collect and print the results. Return how many stages failed."""
         paths = [self.out / f"{stage.name}.json" for stage in self.call.stages]
-        found = load(path for path in paths if path.is_file())
-        (self.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+        results = load(path for path in paths if path.is_file())
+        (self.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         self.say(f"\n{self.call.name} decides {self.call.decides}.")
-        for result in found:
+        for result in results:
             for shape, rows in shapes(result).items():
                 if text := ratio_line(rows):
                     self.say(f"{result['stem']}, {shape}:\n{text}")

@@ -92,7 +92,7 @@ def main() -> None:
     """Run the tests, write the rows and print them."""
     options = parser(__doc__)
     options.add_argument("--tool", help="memcheck, racecheck, initcheck or synccheck")
-    options.add_argument("arguments", nargs="+", help="of pytest, after --")
+    options.add_argument("arguments", nargs="+", help="arguments of pytest, after --")
     arguments = options.parse_args()
     codes: list[int] = []
     finish(f"tests_{arguments.tool or 'cuda'}", rows(arguments, codes), arguments)

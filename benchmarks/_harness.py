@@ -60,11 +60,11 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, **running: Any) -> None:
-        """Replace the file, one row a line. `running` is in it until the benchmark ends."""
-        beside = self.path.with_suffix(".part")
-        whole = {**self.head, **running, "skipped": self.skipped, "rows": self.rows}
-        beside.write_text(text_of(whole))
-        os.replace(beside, self.path)
+        """Replace the file, one row per line. It has `running` until the benchmark ends."""
+        part = self.path.with_suffix(".part")
+        result = {**self.head, **running, "skipped": self.skipped, "rows": self.rows}
+        part.write_text(text_of(result))
+        os.replace(part, self.path)
         self._written = time.monotonic()
 
     def tick(self, at: str, share: float) -> None:
@@ -125,7 +125,7 @@ def interleave(
     seconds: dict[str, Runs] = {name: [] for name in cases}
     for round_ in range(repeats):
         if round_ > 0 and _result is not None and time.monotonic() > _result.end:
-            print(f"{prefix}{round_} of {repeats} rounds, for want of time", flush=True)
+            print(f"{prefix}{round_} of {repeats} rounds within the time limit", flush=True)
             break
         names = list(cases) if round_ % 2 == 0 else list(reversed(cases))
         for k, name in enumerate(names):
@@ -197,9 +197,9 @@ def ratios(seconds: dict[str, Runs], base: str) -> dict[str, tuple[float, float,
     result = {}
     for name, runs in seconds.items():
         above = [clock for _, clock in runs]
-        each = [a / b for a, b in zip(above, below, strict=True)]
+        ratios_of_rounds = [a / b for a, b in zip(above, below, strict=True)]
         median = statistics.median(above) / statistics.median(below)
-        result[name] = (median, min(each), max(each))
+        result[name] = (median, min(ratios_of_rounds), max(ratios_of_rounds))
     return result
 
 
@@ -353,12 +353,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--json", type=Path, help="where the results go")
+    result.add_argument("--json", type=Path, help="file for the results")
     result.add_argument("--repeats", type=int, default=5, help="rounds of interleaved runs")
-    result.add_argument("--seconds", type=float, help="begin no round after so long, but a first")
+    result.add_argument("--seconds", type=float,
+                        help="begin no further round after this time")  # fmt: skip
     result.add_argument("--quick", action="store_true",
-                        help="small shapes, few rounds: a look, not a result to keep")  # fmt: skip
+                        help="small shapes and few rounds, for a first look")  # fmt: skip
     result.add_argument("--device", choices=["cpu", "cuda"],
                         default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
-    result.add_argument("--note", help="what to know of these results; kept with them")
+    result.add_argument("--note", help="a remark that is stored with the results")
     return result

@@ -43,22 +43,22 @@ class _Megatron(torch.autograd.Function):
         largest = z.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         z = z - largest[:, None]
-        here = (target >= first) & (target < first + z.shape[1])
-        place = torch.where(here, target - first, 0)
-        chosen = torch.where(here, z.gather(1, place[:, None])[:, 0], 0)
+        in_slice = (target >= first) & (target < first + z.shape[1])
+        column = torch.where(in_slice, target - first, 0)
+        chosen = torch.where(in_slice, z.gather(1, column[:, None])[:, 0], 0)
         dist.all_reduce(chosen)
         p = z.exp_()
         total = p.sum(-1)
         dist.all_reduce(total)
-        ctx.save_for_backward(p.div_(total[:, None]), here, place)
+        ctx.save_for_backward(p.div_(total[:, None]), in_slice, column)
         return total.log() - chosen
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        p, here, place = ctx.saved_tensors
+        p, in_slice, column = ctx.saved_tensors
         dz = p.clone()
         rows = torch.arange(len(dz))
-        dz[rows, place] -= here.float()
+        dz[rows, column] -= in_slice.float()
         return dz.mul_(g[:, None]), None, None
 
 

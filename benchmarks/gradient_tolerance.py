@@ -215,7 +215,7 @@ def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = replace(SIZES["gpt2-tiny"], batch=8)
     steps = 6 if arguments.quick else arguments.steps
     data = tokens_of(arguments.text, config.vocab)
-    every = max(steps // 6, 1)
+    interval = max(steps // 6, 1)
     expect(len(_cases()))
     for number, case in enumerate(_cases()):
         job = Job("linear_cross_entropy", Settings(config, steps), data, torch.device("cpu"))
@@ -227,14 +227,14 @@ def training(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 norms.append(job.step()["gradient_norm"])
             shares.append(_share(chosen))
         mean = {
-            f"loss at {end}": round(sum(job.losses[end - every : end]) / every, 4)
-            for end in range(every, steps + 1, every)
+            f"loss at {end}": round(sum(job.losses[end - interval : end]) / interval, 4)
+            for end in range(interval, steps + 1, interval)
         }
-        tail = slice(steps - every, None)
+        tail = slice(steps - interval, None)
         yield {
             "shape": f"{steps} steps", "case": case, **mean,
-            "gradient norm at the end": round(sum(norms[tail]) / every, 4),
-            "classes multiplied at the end": round(sum(shares[tail]) / every, 3),
+            "gradient norm at the end": round(sum(norms[tail]) / interval, 4),
+            "classes multiplied at the end": round(sum(shares[tail]) / interval, 3),
             "losses": job.losses, "shares": shares,
         }  # fmt: skip
 

@@ -1,15 +1,15 @@
 """Heads of reinforcement learning and distillation: time over their products or peers, and memory.
 
-The floor of the divergence of two heads is the products of both at the same shapes. These are the
-student's three and the teacher's one, by the same code, in the same chunks of tokens. "floor by
-torch" is the same four by torch, unchunked. "kd" is the forward divergence plus the nll of targets.
-Liger's loss also includes the nll of targets.
+The floor of the divergence of two heads is the products of both at the same shapes: three of the
+student and one of the teacher. They run with the same code, in the same chunks of tokens. "floor by
+torch" is the same four products by torch, without chunks. "kd" is the forward divergence plus the
+nll of targets. Liger's loss also includes the nll of targets.
 
 Log-probabilities of selected classes, and of the most probable ones, are compared with the nll of
 every token by the same plan. DPO of chosen, rejected and reference in one call is compared with the
 compiled formula in plain torch. DPO and the divergence are also compared with Liger's chunked
-losses, if these are installed. All run interleaved in one process. Times are process CPU times, on
-a GPU those between events. Peaks are of allocations above inputs, with gradients.
+losses, if these are installed. All cases run interleaved in one process. Times are CPU times of the
+process, or times between events on a GPU. Peaks include gradients, but not inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def step(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Case:
 
 
 def products(call: DivergenceCall) -> Case:
-    """Return only the products of a call, in its chunks of tokens."""
+    """Return a function that runs only the products of a call, in its chunks of tokens."""
     planned = run_of(call)
     rows, m, hidden = planned.schedule.rows, planned.schedule.problem.matmul, call.teacher_input
     x, w, t, head = call.input, call.weight, hidden, call.teacher_weight

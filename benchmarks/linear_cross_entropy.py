@@ -1,9 +1,10 @@
 """Linear cross-entropy, forward and backward: time over its matrix products, and peak memory.
 
-The floor is the three products of the unchunked loss at the same shape and dtype. "own products"
-are those of the plan of our loss, without its row kernel. All run interleaved in one process. Times
-are process CPU times, on a GPU those between events. Peaks are of allocations above inputs, with
-gradients. "loss" is the mean that each computes. Shapes S1 to S3 are for a CPU, R1 to R9 for a GPU.
+The floor is the three products of the unchunked loss at the same shape and dtype. "own products" is
+our loss without its row kernel, so only the products of its plan. All cases run interleaved in one
+process. Times are CPU times of the process, or times between events on a GPU. Peaks include
+gradients, but not inputs. "loss" is the mean that a case returns. Shapes S1 to S3 are for a CPU, R1
+to R9 for a GPU.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ REHEARSED = {"least": (128, 64, 1000)}
 SOFTCAPS = {"R5": 30.0}
 SHARES = (2, 4, 8, 16, 64)
 FLOOR = "floor (three products)"
-REAL = "real "  # shapes of --real-logits, before the hidden size
+REAL = "real "  # prefix of the shapes of --real-logits, followed by the hidden size
 SLOW = 1.25  # times the predicted time of the chosen plan; --all-plans omits slower plans
 VARIANTS = ("mean", "none", "half ignored")
 
 
 @contextlib.contextmanager
 def products_only() -> Iterator[None]:
-    """Run only the plan's matrix products of our loss, without its row kernel, in a with block."""
+    """Let our loss run only its matrix products, without its row kernel, in a with block."""
     kernel = CrossEntropyRows._row_kernel
     CrossEntropyRows._row_kernel = lambda *args: None  # type: ignore[method-assign]
     try:
@@ -143,7 +144,7 @@ class Bench:
 
 
 def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
-    """Add our loss at shares of one logits buffer, with `all_plans` by every plan that fits."""
+    """Add our loss at shares of the bytes of all logits; with `all_plans`, every plan that fits."""
     logits = len(bench.x) * len(bench.w) * bench.x.element_size()
     settings: list[tuple[str, dict[str, Any]]] = [("", {})]
     if bench.x.element_size() < 4:
@@ -171,16 +172,16 @@ def add_budgets(bench: Bench, shares: list[int], all_plans: bool) -> None:
 
 
 def frozen_cases(bench: Bench) -> dict[str, tuple[Case, Case]]:
-    """Return by name our loss and its products for each case."""
+    """Return our loss and its floor of matrix products, by the name of what needs no gradient."""
     x, w = bench.x.detach(), bench.w.detach()
     g = torch.randn(len(x), len(w), device=x.device, dtype=x.dtype)
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
 
-    def floor(*right: Callable[[], Tensor]) -> Case:
-        return lambda: (x @ w.t(), *(make() for make in right))
+    def floor(*products: Callable[[], Tensor]) -> Case:
+        return lambda: (x @ w.t(), *(product() for product in products))
 
-    def ours(left: Tensor, right: Tensor) -> Case:
-        part = Bench(left, right, bench.target, bench.task)
+    def ours(x: Tensor, w: Tensor) -> Case:
+        part = Bench(x, w, bench.target, bench.task)
         return part.step(part.ours())
 
     return {

@@ -40,7 +40,7 @@ AdamW. Its model is from a public package, at a size that a CPU can train.
 * **Bit-equal** is "yes" if the plan changes no bit of the gradients.
 
 With several threads, oneDNN adds up the gradient of some convolution weights in a buffer that no
-estimate counts. On two threads it has 0.15 MiB in the step of torchvision's resnet18 with a plan.
+estimate counts. In the step of torchvision's resnet18 with a plan, two threads need 0.15 MiB.
 
 `make measured-programs` measures all rows again. The weekly workflow does so too, and keeps the
 page as an artifact.
@@ -83,9 +83,9 @@ def peak_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> flo
     with measure() as measured:
         step()
     states = [list(state.values()) for state in optimizer.state.values()]
-    there = [list(model.parameters()), list(model.buffers()), batch, states]
+    kept = [list(model.parameters()), list(model.buffers()), batch, states]
     model.zero_grad()
-    return nbytes(there) + measured.peak_bytes
+    return nbytes(kept) + measured.peak_bytes
 
 
 def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
@@ -98,16 +98,20 @@ def row_of(program: Program) -> tuple[str, ...]:
     """Measure a program. If its budget is refused, use the budget that `fit` names."""
     torch.manual_seed(0)
     model, batch = program.model().train(), program.batch()
-    asked: dict[str, Any] = {"loss": program.loss, "optimizer": torch.optim.AdamW, "device": "cpu"}
-    estimate = simulate_step(model, batch, **asked).peak_bytes
+    options: dict[str, Any] = {
+        "loss": program.loss,
+        "optimizer": torch.optim.AdamW,
+        "device": "cpu",
+    }
+    estimate = simulate_step(model, batch, **options).peak_bytes
     plain = gradients_of(functools.partial(backward, model, batch, program), model)
     measured = peak_of(model, batch, program)
     budget, least = int(SHARE * estimate), ""
     try:
-        plan = storage_ops.fit(model, batch, budget, **asked)
+        plan = storage_ops.fit(model, batch, budget, **options)
     except NothingFits as refusal:
         budget, least = refusal.smallest_bytes, "least "
-        plan = storage_ops.fit(model, batch, budget, **asked)
+        plan = storage_ops.fit(model, batch, budget, **options)
     plan.apply()
     planned = gradients_of(functools.partial(backward, model, batch, program), model)
     same = equal(plain, planned)

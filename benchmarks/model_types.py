@@ -1,9 +1,9 @@
 """Answers of `will-it-fit` for types of models that people train, at their default configs.
 
 `make model-types` asks about all cases of `_model_types.py` for an H100, and writes the table of
-docs/model-types.md, as does the weekly workflow. Nothing is measured. Each question is one run
-of the command in a separate process, with `SECONDS` at most. The script fails if a case crashes
-or takes too long, or if the command counts other bytes of parameters than the model has.
+docs/model-types.md. The weekly workflow does so too. Nothing is measured. Each case is one run of
+the command in a separate process, for at most `SECONDS`. The script fails if a case crashes or
+takes too long, or if the command counts other bytes of parameters than the model has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def named(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def asked(case: Case) -> dict[str, Any]:
+def answer_of(case: Case) -> dict[str, Any]:
     """Run the command for a case in this process. Return the row of its answer."""
     row = named(case)
     out, err = io.StringIO(), io.StringIO()
@@ -66,9 +66,9 @@ def asked(case: Case) -> dict[str, Any]:
         will_it_fit.add_arguments(declared)
         model = workload(declared.parse_args(options)).model
     facts = json.loads(out.getvalue())
-    counted, there = facts["by_owner"]["parameters"], parameter_bytes(model)
-    if counted != there:
-        answer = f"{BROKEN}it counts {counted} bytes of parameters; expected {there}"
+    counted, expected = facts["by_owner"]["parameters"], parameter_bytes(model)
+    if counted != expected:
+        answer = f"{BROKEN}it counts {counted} bytes of parameters; expected {expected}"
         return {**row, "answer": answer}
     return {
         **row, "parameters": sum(p.numel() for p in model.parameters()),
@@ -77,18 +77,18 @@ def asked(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def asked_alone(case: Case) -> dict[str, Any]:
+def answer_in_process(case: Case) -> dict[str, Any]:
     """Ask in a separate process. Return its row, or a row that says how the process failed."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=lambda: sender.send(asked(case)))
+    process = fork.Process(target=lambda: sender.send(answer_of(case)))
     process.start()
     sender.close()
     answer = f"no answer in {SECONDS} seconds"
     try:
         if receiver.poll(SECONDS):
-            found: dict[str, Any] = receiver.recv()
-            return found
+            row: dict[str, Any] = receiver.recv()
+            return row
     except EOFError:
         process.join()
         answer = f"exit code {process.exitcode}"
@@ -102,7 +102,7 @@ def rows(chosen: list[Case], broken: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of cases, one process after the other. Add failed cases to `broken`."""
     expect(len(chosen))
     for case in chosen:
-        row = asked_alone(case)
+        row = answer_in_process(case)
         print(*row.values(), flush=True)
         if row["answer"].startswith(BROKEN):
             broken.append(case.name)

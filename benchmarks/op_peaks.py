@@ -135,9 +135,9 @@ def row_of(make: Callable[[], Op], device: str) -> dict[str, Any]:
 
 def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all cases."""
-    every = list(cases(arguments.quick, arguments.device))
-    expect(len(every))
-    for shape, case, make in every:
+    all_cases = list(cases(arguments.quick, arguments.device))
+    expect(len(all_cases))
+    for shape, case, make in all_cases:
         tick(f"{shape}, {case}", 0.0)
         try:
             yield {"shape": shape, "case": case, **row_of(make, arguments.device)}

@@ -49,7 +49,7 @@ COPY = "discard, copy"
 PUBLISHED_SIZE = {"d_model": 2048, "d_ff": 8192, "batch": 2, "tokens": 2048}
 CPU_SIZE = {"d_model": 256, "d_ff": 1024, "batch": 2, "tokens": 256}
 ROUNDS_OF_A_REGION, CALLS_OF_A_REGION = 21, 100
-HOST = "host_overhead"  # of `--only`: the host time of regions
+HOST = "host_overhead"  # the name for `--only` of the host time of regions
 
 
 def path_of(way: str) -> contextlib.AbstractContextManager[None]:
@@ -98,10 +98,10 @@ def _is_right(
 ) -> bool:
     """Return True if a case has plain autograd's gradient. It runs on a copy that it may free."""
     gradients = []
-    for each in (run_of(PLAIN), run):
+    for run_once in (run_of(PLAIN), run):
         copy = x.detach().clone().requires_grad_()
         try:
-            clean_step(blocks, copy, each)
+            clean_step(blocks, copy, run_once)
         except RuntimeError as error:
             skip(name, str(error).splitlines()[0])
             return False
@@ -179,8 +179,8 @@ def region_overhead(makes: dict[str, Make], end: Callable[[Tensor], Tensor]) -> 
     micros = {k: [cpu / CALLS_OF_A_REGION * 1e6 for _, cpu in v] for k, v in runs.items()}
     base = micros.pop(PLAIN)
     return {
-        way: round(statistics.median(a - b for a, b in zip(each, base, strict=True)), 1)
-        for way, each in micros.items()
+        way: round(statistics.median(a - b for a, b in zip(times, base, strict=True)), 1)
+        for way, times in micros.items()
     }
 
 
@@ -241,7 +241,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="*", choices=[*BLOCKS, HOST])
     options.add_argument("--layers", nargs="*", type=int)
-    options.add_argument("--dtype", default="float32", help="of what is measured")
+    options.add_argument("--dtype", default="float32", help="the dtype of measured cases")
     arguments = options.parse_args()
     quick = arguments.quick
     arguments.only = arguments.only or (["swiglu", "rms_norm", HOST] if quick else [*BLOCKS, HOST])

@@ -52,8 +52,8 @@ Cell = tuple[str, str, Callable[[int], Step], dict[int, float], int]
 RESERVED = "published is what the allocator reserved, not what was allocated"
 
 
-def there_and_back(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
-    """Return a step with a forward and a backward from a random gradient."""
+def forward_and_backward(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
+    """Return a step that runs the forward, and the backward from a random gradient."""
 
     def step() -> None:
         y = layer(x)
@@ -79,7 +79,7 @@ class MLP(nn.Module):
 def mlp(batch: int, width: int, within: int, activation: Any, tokens: int) -> Step:
     """Return a step of a gated MLP on this many tokens of each sequence."""
     x = torch.randn(batch, tokens, width, dtype=BF16, requires_grad=True)
-    return there_and_back(MLP(width, within, activation), x)
+    return forward_and_backward(MLP(width, within, activation), x)
 
 
 class Norm(nn.Module):
@@ -105,13 +105,13 @@ def rms_norm(width: int) -> Step:
 
 def layer_norm(width: int) -> Step:
     """Return a step of 4096 rows in float32."""
-    return there_and_back(nn.LayerNorm(width), torch.randn(4096, width, requires_grad=True))
+    return forward_and_backward(nn.LayerNorm(width), torch.randn(4096, width, requires_grad=True))
 
 
 def group_norm(channels: int) -> Step:
     """Return a step of 128 images of 512 places in float32, in groups of 4 channels."""
     x = torch.randn(128, channels, 512, requires_grad=True)
-    return there_and_back(nn.GroupNorm(channels // 4, channels), x)
+    return forward_and_backward(nn.GroupNorm(channels // 4, channels), x)
 
 
 def rope(tokens: int) -> Step:

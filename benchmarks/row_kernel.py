@@ -1,6 +1,6 @@
-"""Time of only the row kernel of linear cross-entropy, over a copy of the same bytes.
+"""Time of the row kernel of linear cross-entropy, relative to a copy of the same bytes.
 
-It replaces logits by their gradient, with one read and one write of every logit like a copy.
+The kernel replaces logits by their gradient. Like a copy, it reads and writes every logit once.
 "GB/s" counts those bytes. If memory bandwidth is the limit, as on a GPU, no kernel can be faster
 than a copy.
 """

@@ -1,13 +1,13 @@
 """The time to trace a training step, and the traced step against eager and make_fx.
 
-The model is a GPT with dropout 0.1. Its blocks run plainly, under torch.utils.checkpoint without
-and with a policy that saves matrix products, or with the output of the up-projection discarded. The
-step of GPT-2 small is traced at several depths, in CPU seconds, split into recording and the
+The model is a GPT with dropout 0.1. There are four cases: plain blocks, torch.utils.checkpoint, a
+checkpoint whose policy saves matrix products, and a discarded output of the up-projection. The step
+of GPT-2 small is traced at several depths. The CPU seconds are those of recording, and those of the
 rewrite that recomputes (`remat`).
 
-Peaks, of activations and gradients, and times are measured on a CPU at a reduced size. A time is
-the median of ratios to eager's CPU time in one process. The graph that torch's make_fx records of
-the same step is run for its peak. Its dropout is wrong in a recompute.
+Peaks and times are measured on a CPU at a reduced size. Peaks count activations and gradients. A
+time is the median of ratios to eager's CPU time in one process. The graph that torch's make_fx
+records of the same step runs only for its peak, because it repeats dropout with other numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draws the pictures of docs/how-it-works.md: `python -m build_tools.drawings`, from the root.
 
 Memory over time is measured, and tiles are those of real schedules. Only the boxes of the first
-picture are drawn by hand. Colors and paper are those of the benchmarks' pictures. Each picture has
-a narrow variant for phones with the same measurements.
+picture are drawn by hand. Colors and background are those of the benchmarks' pictures. Each picture
+has a narrow variant for phones with the same measurements.
 """
 
 import functools
@@ -45,7 +45,7 @@ def storage(figure, is_narrow):
     stages = [
         ("at first", "64 MiB", COLORS[0]),
         ("discard_storage(h)", "0 bytes", PAPER),
-        ("share_storage(h, again)", "64 MiB, those of `again`", OURS),
+        ("share_storage(h, other)", "64 MiB, those of other", OURS),
     ]
     across, down = (0, -4) if is_narrow else (4.2, 0)
     for i, (title, content, color) in enumerate(stages):

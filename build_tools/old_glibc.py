@@ -1,10 +1,10 @@
 """Stand-ins for libc, libm, libgcc and libstdc++ with only the symbols of a manylinux policy.
 
 `python -m build_tools.old_glibc FOLDER` fills FOLDER and prints the LDFLAGS that use it. Then a
-machine newer than manylinux_2_28 builds libraries that load on one of that age. A stand-in has
-every symbol of the real library in the newest version of the policy. Symbols that the policy's
-libstdc++ or libgcc lack come from the static library, as in the compilers of the manylinux images.
-The headers are those of the machine. The images do not need this.
+machine newer than manylinux_2_28 builds libraries that load on systems of that age. A stand-in has
+every symbol of the real library, in the newest version that the policy allows. Symbols that the
+policy's libstdc++ or libgcc lack come from the static library, as in the manylinux images. Headers
+are those of the machine. Builds inside the images do not need this module.
 """
 
 import functools
@@ -32,7 +32,7 @@ def allowed() -> dict[str, set[str]]:
     """Return the versions in the policy by family, such as GLIBC."""
     package = Path(importlib.util.find_spec("auditwheel").origin).parent
     policies = json.loads((package / "policy/manylinux-policy.json").read_text())
-    (policy,) = (each for each in policies if each["name"] == POLICY)
+    (policy,) = (policy for policy in policies if policy["name"] == POLICY)
     return {family: set(names) for family, names in policy["symbol_versions"][MACHINE].items()}
 
 

@@ -49,20 +49,20 @@ ABSOLUTE = re.compile(rf"(?<=\]\(){re.escape(_URL[1])}/(?:blob|raw)/main/")
 def on_files(files, config):
     """Add the pages of the root, and the files that pages link to."""
     docs = Path(config.docs_dir).relative_to(ROOT)
-    written = {name: _written(name) for name in PAGES}
+    root_pages = {name: _written(name) for name in PAGES}
     documents = files.documentation_pages()
     pages = {f"{docs}/{f.src_uri}": CODE.sub("", f.content_string) for f in documents}
-    texts = {**written, **pages}
+    texts = {**root_pages, **pages}
     linked = {_target(page, link) for page, text in texts.items() for link in LINK.findall(text)}
     for report in [path for path in linked if path.startswith("benchmarks/")]:  # and its pictures
         linked |= {p.relative_to(ROOT).as_posix() for p in (ROOT / report).parent.glob("*.png")}
-    for name, text in written.items():
+    for name, text in root_pages.items():
         text = LINK.sub(lambda m, page=name: _on_site(_target(page, m[0]), docs), text)
         files.append(File.generated(config, PAGES[name], content=text))
     for path in sorted(linked - set(PAGES)):
-        where = ROOT / path
-        if where.is_file() and not path.startswith(f"{docs}/"):
-            files.append(File.generated(config, path, abs_src_path=str(where)))
+        file = ROOT / path
+        if file.is_file() and not path.startswith(f"{docs}/"):
+            files.append(File.generated(config, path, abs_src_path=str(file)))
     files.append(File.generated(config, "reference.md", content=_reference()))
     return files
 
@@ -78,7 +78,7 @@ def on_page_content(html, page, config, files: Files):
 
     def with_narrow(match):
         address = posixpath.normpath(posixpath.join("/", page.url, match[1])).lstrip("/")
-        narrow = [_narrow(where / address) for where in (docs, ROOT)]
+        narrow = [_narrow(folder / address) for folder in (docs, ROOT)]
         if not any(path.is_file() for path in narrow):
             return match[0]
         source = f'<source media="{PHONE}" srcset="{_narrow(PurePosixPath(match[1]))}">'
@@ -122,8 +122,8 @@ def _reference():
 def _public(package):
     """Return functions and classes in a package's `__all__`, with the modules that define them."""
     package = DEFINED_IN.get(package, package)
-    where = ROOT / package.replace(".", "/")
-    path = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+    folder = ROOT / package.replace(".", "/")
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     tree = ast.parse(path.read_text())
     sources = {}
     for node in ast.walk(tree):

@@ -80,9 +80,9 @@ def situations(site: Path, minor: str) -> dict[str, tuple[list[str], dict[str, s
     lib, cpu, alias = site / "storage_ops/lib", "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
     binding = f"libstorage_ops_binding_{minor.replace('.', '_')}.so"
     saved = binding.replace("binding", "saved")
-    here = [name for name in (cpu, binding, saved, alias) if (lib / name).exists()]
-    here += sorted(path.name for path in lib.glob("libstorage_ops_cu*.so"))
-    cases: dict[str, tuple[list[str], dict[str, str]]] = {f"no {n}": ([n], {}) for n in here}
+    names = [name for name in (cpu, binding, saved, alias) if (lib / name).exists()]
+    names += sorted(path.name for path in lib.glob("libstorage_ops_cu*.so"))
+    cases: dict[str, tuple[list[str], dict[str, str]]] = {f"no {n}": ([n], {}) for n in names}
     cases["no storage library"] = ([binding, alias], {})
     cases["no swap in torch"] = ([binding], {"PYTEST_PLUGINS": "hide_swap"})
     cases["nothing native"] = ([], {"STORAGE_OPS_DISABLE_NATIVE": "1"})

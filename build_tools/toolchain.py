@@ -18,8 +18,8 @@ TARGET = (2, 10)  # the oldest torch whose stable ABI the kernel libraries use
 PURE_WARNING = """
 ********************************************************************************
 WARNING: storage_ops is built without its native libraries: {missing}.
-It works in plain torch operations, slower. Sharing a storage copies its bytes,
-and reads of discarded tensors are not found.
+It then uses plain torch operations, which are slower. Sharing a storage copies
+its bytes, and reads of discarded tensors are not detected.
 On Linux, install g++ (or set CXX) and install storage_ops again.
 STORAGE_OPS_NO_NATIVE=0 makes this an error, STORAGE_OPS_NO_NATIVE=1 accepts it.
 ********************************************************************************

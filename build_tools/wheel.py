@@ -78,8 +78,10 @@ def merge(wheels: list[Path], folder: Path) -> Path:
         (tree,) = Path(name).iterdir()
         sums = _sums(first)
         for other in others:
-            if (found := _sums(other)) != sums:
-                unlike = sorted(n for n in found | sums if found.get(n) != sums.get(n))
+            if (sums_of_other := _sums(other)) != sums:
+                unlike = sorted(
+                    n for n in sums_of_other | sums if sums_of_other.get(n) != sums.get(n)
+                )
                 sys.exit(f"{first.name} and {other.name} differ in {', '.join(unlike)}")
             with zipfile.ZipFile(other) as archive:
                 archive.extractall(tree, filter(MODULE.fullmatch, archive.namelist()))
@@ -113,15 +115,15 @@ def pythons() -> list[str]:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = os.environ.get("WHEEL_PYTHONS", "").split()
     if not candidates:
-        named = [found for v in CPYTHONS if (found := shutil.which(f"python{v}"))]
+        named = [path for v in CPYTHONS if (path := shutil.which(f"python{v}"))]
         candidates = [sys.executable, *named, *map(str, sorted(pyenv.glob("3.1?.*/bin/python")))]
-    found: dict[str, str] = {}
+    interpreters: dict[str, str] = {}
     say = "import sys; print('%d.%d' % sys.version_info[:2] + sys.abiflags)"
     for candidate in candidates:
         answer = subprocess.run([candidate, "-c", say], capture_output=True, text=True)
         if answer.stdout.strip() in CPYTHONS:  # a shim of an unselected version prints nothing
-            found.setdefault(answer.stdout.strip(), candidate)
-    return [found[version] for version in CPYTHONS if version in found]
+            interpreters.setdefault(answer.stdout.strip(), candidate)
+    return [interpreters[version] for version in CPYTHONS if version in interpreters]
 
 
 def build_all() -> None:

@@ -26,12 +26,12 @@ inline bool gives_tiles() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Returns the best level of this processor, limited by torch's own variable.
+// Returns the best level of this processor, limited by torch's environment variable.
 inline int64_t level() {
-  static const int64_t found = [] {
+  static const int64_t best = [] {
     __builtin_cpu_init();
-    const char* given = std::getenv("ATEN_CPU_CAPABILITY");
-    const std::string_view limit = given == nullptr ? "" : given;
+    const char* variable = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view limit = variable == nullptr ? "" : variable;
     if (limit == "default" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
       return kNone;
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -42,7 +42,7 @@ inline int64_t level() {
     const bool tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
     return tiles && gives_tiles() ? kAmxBf16 : kAvx512Bf16;
   }();
-  return found;
+  return best;
 }
 
 }  // namespace storage_ops

@@ -21,8 +21,8 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws an error that Python sees as a RuntimeError. STD_TORCH_CHECK would put a place in these
-// sources before the message, which is of no use to users.
+// Throws an error that Python sees as a RuntimeError. STD_TORCH_CHECK would put a file and line of
+// these sources before the message, which do not help users.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;

@@ -1,7 +1,7 @@
-// CUDA row kernel of linear cross-entropy. A block processes one row at a time. A row is read from
-// memory once. Its second read, for the gradient, goes backwards, so that it first reads data in
-// the caches. The kernel does not wait for the host, and does not depend on the order of blocks. A
-// target out of range touches no memory: it makes the row's sum and gradient nan.
+// CUDA row kernel of linear cross-entropy. A block processes one row at a time. The first read of a
+// row is for its sum, the second for its gradient. The second read goes backwards, so that it
+// begins with data in the caches. The kernel does not wait for the host, and does not depend on the
+// order of blocks. For a target out of range it reads no logit, and makes the sum and gradient nan.
 #include <algorithm>
 #include <type_traits>
 
@@ -15,8 +15,8 @@ namespace storage_ops::kernels {
 template <typename A>
 constexpr int kThreads = sizeof(A) == 8 ? 512 : 1024;
 
-// Bytes of a row of which the L1 cache of a multiprocessor holds two. It gets two blocks with half
-// of the threads: while one block waits at a barrier, the other keeps memory busy.
+// The L1 cache of a multiprocessor holds two rows of at most this many bytes. For such rows it gets
+// two blocks with half of the threads. While one waits at a barrier, the other keeps memory busy.
 constexpr int64_t kShortRow = 110 << 10;
 
 // Packs that a thread loads before it uses the first. With one block of 1024 threads per
@@ -88,7 +88,7 @@ struct BlockRow {
     for (int k = 0; k < n; ++k) share[k] = a.share_of(share[k], weight[k]);
   }
 
-  // The column of the target; out of range if it is in another tile.
+  // The column of the target, which is out of range if the target is in another tile.
   __device__ __forceinline__ int64_t target_column() const {
     return a.index ? a.index[i] - a.first_column : -1;
   }
@@ -152,7 +152,7 @@ struct BlockRow {
     }
   }
 
-  // The lowest column of a nan, or of the maximum, if no earlier column has a larger logit.
+  // Writes the first column with a nan, or else with the maximum, unless an earlier tile has it.
   __device__ __forceinline__ void write_argmax(const RowState<A>& previous, const RowState<A>& all,
                                                const Partial<A>& own, Scratch<A>& scratch) const {
     const int64_t none = 2 * a.columns;
@@ -230,8 +230,8 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
   // Reads by several threads come before the barriers, and writes by one thread after them.
   RowState<A> state = a.load_state(i);
   const int64_t column = block.target_column();
-  const bool here = block.has(column);
-  const T product = here ? block.row[column] : T(0);
+  const bool has_target = block.has(column);
+  const T product = has_target ? block.row[column] : T(0);
   if (a.update) {
     const RowState<A> all = block.combine(own, scratch);
     if (a.argmax != nullptr) block.write_argmax(state, all, own, scratch);
@@ -239,10 +239,10 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
   }
   __syncthreads();
   A logit[] = {static_cast<A>(product)};
-  if (here) block.transform_products(column, logit);
+  if (has_target) block.transform_products(column, logit);
   if (a.update && threadIdx.x == 0) {
     a.store_state(i, state);
-    if (here) a.target_logit(i) = logit[0];
+    if (has_target) a.target_logit(i) = logit[0];
   }
   if (!a.grad && !a.exponentials) return;
   RowGradient<A> gradient(state, a.grad ? a.load_upstream(i) : Upstream<A>());
@@ -250,8 +250,8 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
   block.overwrite(gradient);
   if (!a.grad) return;
   __syncthreads();
-  if (here && threadIdx.x == 0) {
-    // Computed before any rounding to 16 bits, because p - 1 would lose most.
+  if (has_target && threadIdx.x == 0) {
+    // Computed before p is rounded to 16 bits, because p - 1 would then lose most of its digits.
     const A share = kGeneral && a.spread() ? a.share(i, column) : A(0);
     const A value = gradient.at(logit[0], share) - gradient.target;
     block.row[column] = static_cast<T>(value * block.transform.slope(logit[0]));

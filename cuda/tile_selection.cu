@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kSumThreads<A>)
   }
 }
 
-// A block adds up a pack of columns for each lane. Its warps take rows in turn.
+// Each lane adds up a pack of columns. The warps of a block take its rows in turn.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumThreads<A>)
     column_sums_kernel(const __grid_constant__ Summed<T, A> s) {

@@ -57,9 +57,9 @@ def main() -> None:
     batch = {"input_ids": TOKENS[:4], "labels": TOKENS[:4]}
     plan = storage_ops.fit(net, batch, budget="270MiB", optimizer=torch.optim.AdamW)
     print(plan)
-    planned, again = train(net, trainer_callback(plan))
+    planned, with_plan = train(net, trainer_callback(plan))
 
-    print(f"loss {loss:.5f}, {same:.5f}, {again:.5f}")
+    print(f"loss {loss:.5f}, {same:.5f}, {with_plan:.5f}")
     cases = {"unchanged": plain, "patch_causal_lm": patched, "and fit": planned}
     report("two steps of a Llama", cases)
 

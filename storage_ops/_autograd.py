@@ -65,9 +65,10 @@ class _NotTwice(torch.autograd.Function):
 
 
 class _OnceDifferentiable(_NotTwice):
-    """Returns the first tensors unchanged under create_graph=True. Differentiating them raises.
+    """Returns the first `count` tensors unchanged. Differentiating them raises an error.
 
-    The other tensors are the inputs of the first ones. Autograd runs only nodes on the way to them.
+    They depend on the other tensors. Autograd runs a node only if it leads to a tensor whose
+    gradient is needed, so all tensors must be arguments.
     """
 
     @staticmethod
@@ -206,7 +207,7 @@ def needs_no_graph() -> bool:
 
 def _is_in_grad() -> bool:
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() != TransformType.Vmap for each in transforms)
+    return any(transform.key() != TransformType.Vmap for transform in transforms)
 
 
 # Dynamo evaluates a marked function while it traces, and guards on the transforms.
@@ -215,7 +216,7 @@ _is_in_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def without_graph(apply: Callable[..., Any], call: object) -> Any:
     """Return `apply(call)`, for which torch.compile creates no graph."""
-    # Importing it imports Dynamo, so it is imported only here.
+    # This import also loads Dynamo, so do it only when it is needed.
     from storage_ops._without_graph import run
 
     return run(apply, call)
@@ -246,12 +247,12 @@ def _empty(
 ) -> tuple[Tensor, ...]:
     """Return the results of an op for an empty batch. Meta tensors give the shapes."""
     arguments = list(args)
-    for place, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
+    for position, (a, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(a, Tensor):
             sizes = [n for d, n in enumerate(a.shape) if d != dim]
-            arguments[place] = a.new_empty(sizes, device="meta")
+            arguments[position] = a.new_empty(sizes, device="meta")
     like = next(a for a in args if isinstance(a, Tensor))
-    return tuple(like.new_empty((0, *made.shape), dtype=made.dtype) for made in op(*arguments))
+    return tuple(like.new_empty((0, *t.shape), dtype=t.dtype) for t in op(*arguments))
 
 
 def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:

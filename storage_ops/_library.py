@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "lib"
 OLDEST_TORCH = (2, 10)
 ALIAS_TORCH = (2, 12)  # first torch with UntypedStorage._swap_data_ptr_
 CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
-# The file, and the module in it.
+# The beginning of the file's name, and the name of the module in the file.
 SAVED, SAVED_TENSORS = "libstorage_ops_saved_", "storage_ops._saved_tensors"
 NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # the build's variable, as setup.py writes it
 DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
@@ -194,7 +194,7 @@ def hidden() -> Path | None:
     if any(FOLDER.glob("*.so")) or build_info():
         return None
     folders = (
-        Path(str(found.locate_file("storage_ops")))
-        for found in importlib.metadata.distributions(name="storage_ops")
+        Path(str(distribution.locate_file("storage_ops")))
+        for distribution in importlib.metadata.distributions(name="storage_ops")
     )
     return next((folder for folder in folders if any((folder / FOLDER.name).glob("*.so"))), None)

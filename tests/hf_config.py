@@ -3,7 +3,7 @@
 import json
 
 
-def written(folder, **sizes):
+def write(folder, **sizes):
     """Write a config.json with these sizes and two key heads for four query heads."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 4,

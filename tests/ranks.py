@@ -66,9 +66,11 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 def assert_same(ours, right, dtype=None):
-    """Check for a rounding error of 1e-12 in fp64 or 2e-6 in fp32, of the largest number or of 1.
+    """Check that two tensors agree up to rounding: 1e-12 in fp64, 2e-6 in fp32.
 
-    `dtype`: dtype of the inputs, if it is another.
+    The error is relative to the largest number, or to 1 if that is larger.
+
+    `dtype`: the dtype of the inputs, if the results have another.
     """
     largest = max(1.0, float(right.detach().abs().max())) if right.numel() else 1.0
     bound = largest * BOUNDS.get(dtype or ours.dtype, 0)

@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "v
 
 @pytest.fixture
 def command(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", path, "--batch", "4", "--seq", "128", "--dtype", "fp32"]
 
 
@@ -56,10 +56,10 @@ def test_the_peak_equals_that_of_a_run():
         simulated = simulate_step(model, batch, device="cpu").peak_bytes
         model(**batch).loss.backward()
         model.zero_grad()
-        there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
+        before = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
         with measure() as m:
             model(**batch).loss.backward()
-    assert simulated == pytest.approx(m.peak_bytes + there, rel=1e-3)
+    assert simulated == pytest.approx(m.peak_bytes + before, rel=1e-3)
     assert simulated < kept == simulate_step(model, batch, device="cpu").peak_bytes
 
 

@@ -15,18 +15,18 @@ import torch
 from dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
-from beside import WIDTH
+from sizes import WIDTH
 
 @dataclass
 class Sizes:
     layers: int = 3
 
-def alone():
+def plain():
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(Sizes().layers)]
     return nn.Sequential(*layers), torch.empty(512, WIDTH)
 
 def sized(batch=2, seq=8):
-    model, _ = alone()
+    model, _ = plain()
     labels = torch.zeros(batch, seq, dtype=torch.int64)
     def loss(out):
         return F.cross_entropy(out.flatten(0, 1), labels.flatten())
@@ -35,11 +35,11 @@ def sized(batch=2, seq=8):
 def needs(batch):
     return sized(batch)
 
-def other(width):
-    return alone()
+def with_width(width):
+    return plain()
 
-def partly():
-    model = alone()[0]
+def with_cpu_parameter():
+    model = plain()[0]
     model[0][0].bias = nn.Parameter(torch.Tensor(WIDTH))
     return model, torch.empty(512, WIDTH)
 
@@ -61,22 +61,22 @@ def number():
     return 3
 
 def without_batch():
-    return alone()[:1]
+    return plain()[:1]
 
 def text():
-    return alone()[0], "x"
+    return plain()[0], "x"
 
 def no_loss():
-    return *alone(), 3
+    return *plain(), 3
 
 def fails():
-    return alone(1)
+    return plain(1)
 """
 
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "beside.py").write_text("WIDTH = 64")
+    (tmp_path / "sizes.py").write_text("WIDTH = 64")
     (tmp_path / "mine.py").write_text(FILE)
     return str(tmp_path / "mine.py")
 
@@ -87,7 +87,7 @@ def answer(command, capsys):
 
 
 def test_a_model_and_a_batch(file, capsys):
-    command = ["will-it-fit", "--model", f"{file}:alone", "--optimizer", "none"]
+    command = ["will-it-fit", "--model", f"{file}:plain", "--optimizer", "none"]
     owners = answer(command, capsys)["by_owner"]
     assert owners["parameters"] == 3 * (64 * 64 + 64 + 64) * 4 and owners["batch"] == 512 * 64 * 4
     owners = answer([*command, "--dtype", "bf16"], capsys)["by_owner"]
@@ -96,10 +96,11 @@ def test_a_model_and_a_batch(file, capsys):
 
 def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
     """torch.Tensor(size) ignores the meta device."""
-    alone, partly = (
-        answer(["will-it-fit", "--model", f"{file}:{name}"], capsys) for name in ("alone", "partly")
+    on_meta, partly_on_cpu = (
+        answer(["will-it-fit", "--model", f"{file}:{name}"], capsys)
+        for name in ("plain", "with_cpu_parameter")
     )
-    assert partly == alone
+    assert partly_on_cpu == on_meta
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         pytest.param(
             "nothing",
             [],
-            "has no function nothing: its functions are alone, sized, needs,",
+            "has no function nothing. Expected one of plain, sized, needs,",
             id="missing function",
         ),
         pytest.param(
@@ -159,37 +160,37 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
         pytest.param(
             "text",
             [],
-            "which returned a batch that is a str. Expected a tensor",
+            "which returned a batch of type str. Expected a tensor",
             id="text as batch",
         ),
         pytest.param(
             "no_loss",
             [],
-            "which returned a loss that is a int. Expected a function",
+            "which returned a loss of type int. Expected a function",
             id="number as loss",
         ),
         pytest.param(
             "fails",
             [],
-            "which raised TypeError: alone() takes 0 positional arguments",
+            "which raised TypeError: plain() takes 0 positional arguments",
             id="TypeError",
         ),
         pytest.param(
             "fails",
             [],
-            f"at line {FILE.splitlines().index('    return alone(1)') + 1}.",
+            f"at line {FILE.splitlines().index('    return plain(1)') + 1}.",
             id="line of the error",
         ),
         pytest.param(
-            "other",
+            "with_width",
             [],
             "which needs an argument width. Expected a function without arguments",
             id="unknown argument",
         ),
-        pytest.param("needs", [], "--batch is missing, and", id="missing batch size"),
-        pytest.param("alone", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
+        pytest.param("needs", [], "--batch is missing, but", id="missing batch size"),
+        pytest.param("plain", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
         pytest.param(
-            "alone", ["--batch", "0"], "--batch is 0. Expected 1 or more", id="batch size of 0"
+            "plain", ["--batch", "0"], "--batch is 0. Expected 1 or more", id="batch size of 0"
         ),
     ],
 )
@@ -217,7 +218,7 @@ def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
 
 
 def test_find_needs_an_argument_of_that_name(file, capsys):
-    assert main(["fit", "--model", f"{file}:alone", "--find", "batch"]) == 2
+    assert main(["fit", "--model", f"{file}:plain", "--find", "batch"]) == 2
     assert "--find is batch, but" in capsys.readouterr().err
 
 

@@ -39,7 +39,8 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def written(folder, name, **other):
+def command_for(folder, name, **other):
+    """Write a config. Return a command that reads it."""
     config = CONFIGS.get(name, {}) | {"architectures": [name]} | other
     (folder / "config.json").write_text(json.dumps(config))
     return ["will-it-fit", "--hf-config", str(folder), "--batch", "2"]
@@ -50,7 +51,7 @@ def written(folder, name, **other):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_architecture_decides_inputs_and_labels(name, dtype, tmp_path, capsys):
     tokens = [] if name.startswith("ViT") else ["--seq", "32"]
-    code = main([*written(tmp_path, name), *tokens, "--dtype", dtype, "--json"])
+    code = main([*command_for(tmp_path, name), *tokens, "--dtype", dtype, "--json"])
     assert code == 0, capsys.readouterr().err
     report = json.loads(capsys.readouterr().out)
     assert report["by_owner"]["optimizer state"] > 0
@@ -63,27 +64,27 @@ def refused(command, capsys):
 
 
 def test_more_tokens_than_learned_positions(tmp_path, capsys):
-    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "65"]
+    command = [*command_for(tmp_path, "BertForMaskedLM"), "--seq", "65"]
     assert "Expected at most 64, the config's max_position_embeddings" in refused(command, capsys)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "lbfgs", "sparseadam", "lion4bit"])
 def test_optimizers_that_cannot_be_simulated(name, tmp_path, capsys):
-    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
+    command = [*command_for(tmp_path, "BertForMaskedLM"), "--seq", "8", "--optimizer", name]
     error = refused(command, capsys)
     assert error.startswith(f"--optimizer is {name}. Expected none or one of adamw,")
-    assert "adamw" in error and " optimizer," not in error and " lbfgs," not in error
+    assert " optimizer," not in error and " lbfgs," not in error
 
 
 def test_an_error_asks_for_the_number_of_tokens(tmp_path, capsys):
-    assert "--seq is missing" in refused(written(tmp_path, "BertForMaskedLM"), capsys)
+    assert "--seq is missing" in refused(command_for(tmp_path, "BertForMaskedLM"), capsys)
 
 
-def test_models_of_other_inputs_or_labels(tmp_path, capsys):
+def test_models_whose_labels_are_unknown(tmp_path, capsys):
     wav2vec = {"model_type": "wav2vec2", "hidden_size": 32, "num_hidden_layers": 1}
-    command = written(tmp_path, "Wav2Vec2ForCTC", **wav2vec, num_attention_heads=2)
+    command = command_for(tmp_path, "Wav2Vec2ForCTC", **wav2vec, num_attention_heads=2)
     assert "whose labels the command does not know" in refused([*command, "--seq", "99"], capsys)
-    command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
+    command = command_for(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
     error = refused([*command, "--seq", "8"], capsys)
     assert "whose labels the command does not know" in error and "Pass --labels tokens," in error
 
@@ -95,23 +96,23 @@ def peak_of(command, capsys):
 
 
 def test_labels_by_name(tmp_path, capsys):
-    command = written(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
+    command = command_for(tmp_path, "BertModel", **CONFIGS["BertForMaskedLM"])
     assert peak_of([*command, "--seq", "8", "--labels", "none"], capsys) > 0
-    command = written(tmp_path, "BertForMaskedLM")
+    command = command_for(tmp_path, "BertForMaskedLM")
     known = peak_of([*command, "--seq", "8"], capsys)
     assert peak_of([*command, "--seq", "8", "--labels", "tokens"], capsys) == known
-    command = written(tmp_path, "BertForSequenceClassification")
+    command = command_for(tmp_path, "BertForSequenceClassification")
     known = peak_of([*command, "--seq", "8"], capsys)
     assert peak_of([*command, "--seq", "8", "--labels", "sequences"], capsys) == known
 
 
 def test_a_decoder_has_its_own_length(tmp_path, capsys):
-    command = [*written(tmp_path, "T5ForConditionalGeneration"), "--optimizer", "none"]
+    command = [*command_for(tmp_path, "T5ForConditionalGeneration"), "--optimizer", "none"]
     long = peak_of([*command, "--seq", "512"], capsys)
     short = peak_of([*command, "--seq", "512", "--decoder-seq", "16"], capsys)
     assert short < long - (1 << 20)
     assert peak_of([*command, "--seq", "512", "--decoder-seq", "512"], capsys) == long
-    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--decoder-seq"]
+    command = [*command_for(tmp_path, "BertForMaskedLM"), "--seq", "8", "--decoder-seq"]
     assert "BertForMaskedLM has no decoder_input_ids" in refused([*command, "8"], capsys)
     assert "--decoder-seq is 0. Expected 1 or more" in refused([*command, "0"], capsys)
 
@@ -125,8 +126,8 @@ def test_a_decoder_has_its_own_length(tmp_path, capsys):
         ({"model_type": "nosuch"}, "nosuch"),
     ],
 )
-def test_configs_that_build_no_model(wrong, said, tmp_path, capsys):
-    command = written(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
+def test_configs_that_transformers_refuses(wrong, said, tmp_path, capsys):
+    command = command_for(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
     assert said in refused([*command, "--seq", "8"], capsys)
 
 
@@ -141,7 +142,7 @@ LLAVA = {
 
 
 def test_images_among_tokens(tmp_path, capsys):
-    command = [*written(tmp_path, "LlavaForConditionalGeneration", **LLAVA), "--seq", "40"]
+    command = [*command_for(tmp_path, "LlavaForConditionalGeneration", **LLAVA), "--seq", "40"]
     pixels = 2 * 3 * 16 * 16 * 2  # a batch of two in bf16
     batches = []
     for images in ([], ["--images", "1"], ["--images", "2x16x16"]):
@@ -162,27 +163,27 @@ def test_images_whose_size_is_not_in_the_config(tmp_path, capsys):
         "hidden_sizes": [8, 16],
         "depths": [1, 1],
     }
-    command = written(tmp_path, "ResNetForImageClassification", **resnet)
+    command = command_for(tmp_path, "ResNetForImageClassification", **resnet)
     assert "Pass a height and a width, such as 1x224x224." in refused(command, capsys)
     assert peak_of([*command, "--images", "1x64x64"], capsys) > 0
     assert "a sample of ResNetFor" in refused([*command, "--images", "2x64x64"], capsys)
 
 
 @pytest.mark.parametrize("spelled", ["0", "2x64", "x", "2x64x0", "-1", "2x64x64x3"])
-def test_images_that_are_no_number_and_size(spelled, tmp_path, capsys):
-    command = [*written(tmp_path, "ViTForImageClassification"), f"--images={spelled}"]
+def test_wrong_numbers_and_sizes_of_images(spelled, tmp_path, capsys):
+    command = [*command_for(tmp_path, "ViTForImageClassification"), f"--images={spelled}"]
     assert f"--images is {spelled}. Pass a number" in refused(command, capsys)
 
 
 def test_images_for_models_without_images(tmp_path, capsys):
-    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--images", "1"]
+    command = [*command_for(tmp_path, "BertForMaskedLM"), "--seq", "8", "--images", "1"]
     assert "--images is 1, but BertForMaskedLM takes no images." in refused(command, capsys)
-    whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
+    whisper = [*command_for(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
     assert "takes no images" in refused([*whisper, "--images", "1"], capsys)
 
 
 def test_numbers_that_json_cannot_express(tmp_path, capsys):
-    """Transformers writes them for the limits of time steps of state spaces."""
+    """Transformers writes infinity as the limit of a state space's time steps."""
     mamba = {"model_type": "mamba2", "hidden_size": 32, "num_heads": 4, "head_dim": 16}
     config = tf.AutoConfig.for_model(**mamba, n_groups=1, num_hidden_layers=1, vocab_size=128)
     assert config.time_step_limit[1] == float("inf")
@@ -196,7 +197,7 @@ def test_samples_of_audio(tmp_path, capsys):
     """The model creates a parameter on the CPU, because torch ignores the meta device there."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {"model_type": "wav2vec2", "intermediate_size": 64, **sizes}
-    command = written(tmp_path, "Wav2Vec2ForSequenceClassification", **model)
+    command = command_for(tmp_path, "Wav2Vec2ForSequenceClassification", **model)
     assert "Pass the seconds of a recording." in refused(command, capsys)
     peaks = [peak_of([*command, "--audio", seconds], capsys) for seconds in ("0.5", "4")]
     assert peaks[1] > peaks[0]
@@ -209,9 +210,9 @@ def test_samples_of_audio(tmp_path, capsys):
 
 
 def test_audio_with_text(tmp_path, capsys):
-    """A recording that a processor pads takes the same memory at each length."""
+    """Whisper's processor pads each recording, so the memory does not depend on its length."""
     sides = {**SIDES, "max_source_positions": 200, "conv_channels": 32, "input_feat_per_channel": 8}
-    command = written(tmp_path, "Speech2TextForConditionalGeneration", **sides,
+    command = command_for(tmp_path, "Speech2TextForConditionalGeneration", **sides,
                       model_type="speech_to_text")  # fmt: skip
     command += ["--seq", "8", "--optimizer", "none"]
     peaks = [peak_of([*command, *more], capsys) for more in ([], ["--audio", "2"])]
@@ -219,26 +220,26 @@ def test_audio_with_text(tmp_path, capsys):
     assert "Expected at most 2 seconds: max_source_positions" in refused(
         [*command, "--audio", "2.1"], capsys
     )
-    whisper = [*written(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
+    whisper = [*command_for(tmp_path, "WhisperForConditionalGeneration"), "--seq", "8"]
     assert peak_of([*whisper, "--audio", "0.2"], capsys) == peak_of(whisper, capsys)
     assert "Expected at most 0.4 seconds, to which" in refused([*whisper, "--audio", "1"], capsys)
 
 
-def test_audio_of_models_without_any(tmp_path, capsys):
-    command = [*written(tmp_path, "BertForMaskedLM"), "--seq", "8", "--audio", "5"]
+def test_audio_for_models_that_take_none(tmp_path, capsys):
+    command = [*command_for(tmp_path, "BertForMaskedLM"), "--seq", "8", "--audio", "5"]
     assert "--audio is 5, but BertForMaskedLM takes no audio. Leave out" in refused(command, capsys)
 
 
-def test_models_that_read_ids_to_warn_about_padding(tmp_path, capsys):
+def test_models_that_read_token_ids_to_warn_about_padding(tmp_path, capsys):
     sizes = {**TEXT, "pad_token_id": 0}
-    command = written(tmp_path, "DebertaV2ForMaskedLM", model_type="deberta-v2", **sizes)
+    command = command_for(tmp_path, "DebertaV2ForMaskedLM", model_type="deberta-v2", **sizes)
     assert peak_of([*command, "--seq", "32"], capsys) > 0
 
 
 @pytest.mark.in_turn
 def test_an_error_in_a_models_code_names_its_line(tmp_path, capsys):
     sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 128, "max_seq_len": 16}
-    command = written(tmp_path, "MptForCausalLM", model_type="mpt", **sizes)
+    command = command_for(tmp_path, "MptForCausalLM", model_type="mpt", **sizes)
     for name in (["will-it-fit"], ["will-it-fit", "--serve"], ["fit"]):
         error = refused([*name, *command[1:], "--seq", "32"], capsys)
         assert "A step of MptForCausalLM raised RuntimeError: " in error
@@ -247,7 +248,7 @@ def test_an_error_in_a_models_code_names_its_line(tmp_path, capsys):
             "Expected --seq of at most 16, the config's max_seq_len, and not 32.\n"
         )
     experts = {"model_type": "deepseek_v2", **TEXT, "n_routed_experts": 4, "q_lora_rank": None}
-    command = written(tmp_path, "DeepseekV2ForCausalLM", **experts)
+    command = command_for(tmp_path, "DeepseekV2ForCausalLM", **experts)
     error = refused([*command, "--seq", "32"], capsys)
     assert "raised TypeError: topk(): argument 'k' must be int" in error
-    assert error.endswith("Expected a model and a batch with which a step runs.\n")
+    assert error.endswith("Expected a model that runs a training step with this batch.\n")

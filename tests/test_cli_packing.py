@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.fixture
 def words(tmp_path):
-    return ["--hf-config", hf_config.written(tmp_path, **SIZES), "--seq", "64", "--batch", "4"]
+    return ["--hf-config", hf_config.write(tmp_path, **SIZES), "--seq", "64", "--batch", "4"]
 
 
 def step(words):
@@ -36,9 +36,8 @@ def test_flash_attention_uses_as_much_as_padded_sequences(words):
     assert batch["input_ids"].shape == (1, 256)
     assert batch["position_ids"].tolist() == [list(range(64)) * 4]
     difference = packed.peak_bytes - plain.peak_bytes
-    positions = 256 * (
-        8 + 2 * 2 * 16
-    )  # ids, cosines and sines for each token instead of each position
+    # Each token, instead of each position, has an id, cosines and sines.
+    positions = 256 * (8 + 2 * 2 * 16)
     # Transformers 4 creates a mask for padded sequences and repeats their keys.
     assert difference <= 2 * positions
     assert difference >= 0 or tf.__version__ < "5"
@@ -54,7 +53,7 @@ def test_torchs_attention_uses_a_mask_and_repeated_keys(words):
 
 
 def test_the_attention_equals_that_of_torch():
-    """The replacement for flash attention computes attention to a whole row."""
+    """The replacement for flash attention computes attention to the whole row."""
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
     model, ids = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), torch.randint(128, (1, 16))
     expected = model(input_ids=ids).logits
@@ -79,6 +78,6 @@ def test_models_that_cannot_be_packed(words, tmp_path, capsys):
     error = refused(["will-it-fit", "--model", "model.py:make", *packing], capsys)
     assert "--packing is sdpa, but the function of --model" in error
     kind = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    other = hf_config.written(tmp_path, **kind)
+    other = hf_config.write(tmp_path, **kind)
     command = ["will-it-fit", "--hf-config", other, "--seq", "8", *packing]
     assert "with a label for each" in refused(command, capsys)

@@ -17,8 +17,8 @@ from storage_ops.memory import estimate, simulate_step
 
 tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-# Those of transformers 4 run one expert after the other, which takes values.
-experts = pytest.mark.skipif(tf.__version__ < "5", reason="experts have weights of their own")
+# Transformers 4 runs one expert after the other, for the tokens that it reads from a tensor.
+experts = pytest.mark.skipif(tf.__version__ < "5", reason="each expert is a module of its own")
 
 WIDTH, INNER, LAYERS, VOCAB = 64, 160, 3, 128
 LLAMA = {
@@ -287,7 +287,7 @@ def test_experts(config, words, capsys):
 
 @experts
 def test_experts_are_dequantized_only_for_the_backward(words):
-    """The backward dequantizes all of them, since they are less than 1 GiB."""
+    """The backward dequantizes all experts at once, because they take less than 1 GiB."""
     model, _ = build(words("--lora", "4:q_proj", "--quantize", "fp8", config=QWEN))
     experts = model.get_base_model().model.layers[0].mlp.experts
     x = torch.empty(8, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -295,7 +295,7 @@ def test_experts_are_dequantized_only_for_the_backward(words):
     shares = torch.empty(8, 2, dtype=torch.bfloat16, device="meta")
     forward = estimate(experts, x, chosen, shares)
     both = estimate(lambda: experts(x, chosen, shares).sum().backward())
-    weight = 2 * 4 * 2 * 64 * WIDTH  # the larger of the two
+    weight = 2 * 4 * 2 * 64 * WIDTH  # gate_up_proj, the larger one
     assert both.peak_bytes - forward.peak_bytes > weight / 2
 
 
@@ -337,7 +337,7 @@ def test_prepared_layers_are_in_float32_and_recompute(words):
 
 
 def test_serving_takes_quantized_weights_and_adapters(words, capsys):
-    """Nothing is trained, so that a frozen model needs no adapters."""
+    """A quantized model without adapters is accepted, because nothing is trained."""
 
     def weights(*options):
         assert main(["will-it-fit", "--serve", "--json", *words(*options)]) == 0
@@ -382,8 +382,8 @@ def test_options_that_contradict(options, said, words, capsys):
 
 
 def test_a_function_adds_its_own_adapters(tmp_path, capsys):
-    (tmp_path / "made.py").write_text("def model(): ...")
-    command = ["will-it-fit", "--model", f"{tmp_path / 'made.py'}:model", "--lora", "4"]
+    (tmp_path / "mine.py").write_text("def model(): ...")
+    command = ["will-it-fit", "--model", f"{tmp_path / 'mine.py'}:model", "--lora", "4"]
     assert main(command) == 2
     assert "--lora is 4, but --model" in capsys.readouterr().err
 

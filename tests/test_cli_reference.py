@@ -23,7 +23,7 @@ SIZES = {
 
 @pytest.fixture
 def command(tmp_path):
-    config = hf_config.written(tmp_path, **SIZES)
+    config = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", config, "--seq", "16"]
 
 
@@ -133,7 +133,7 @@ def test_models_without_a_reference(command, tmp_path, capsys):
     error = refused([*command, "--gpus", "2", "--tensor-parallel", "2"], capsys)
     assert "takes whole heads" in error
     bert = {**SIZES, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
-    other = hf_config.written(tmp_path, **bert)
+    other = hf_config.write(tmp_path, **bert)
     error = refused(["will-it-fit", "--hf-config", other, *command[3:]], capsys)
     assert "is of a BertForMaskedLM. Pass the config of a causal" in error
     function = ["will-it-fit", "--model", "model.py:make", *command[5:]]

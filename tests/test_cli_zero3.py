@@ -25,7 +25,7 @@ NAMES = "reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_max_
 
 @pytest.fixture
 def options(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["--hf-config", path, "--gpus", str(RANKS), "--shard", "zero3", "--json"]
 
 
@@ -40,30 +40,31 @@ def answer(options, capsys, *more):
 
 
 @pytest.mark.parametrize(("dtype", "itemsize", "state"), [("bf16", 2, 12), ("fp32", 4, 8)])
-def test_bytes_are_the_sums_by_hand(options, dtype, itemsize, state, capsys):
-    """16-bit parameters have float32 copies, and float32 ones have none."""
-    found = answer(options, capsys, "--dtype", dtype)["by_owner"]
+def test_bytes_equal_sums_by_hand(options, dtype, itemsize, state, capsys):
+    """16-bit parameters have float32 copies, and float32 parameters have none."""
+    bytes_of = answer(options, capsys, "--dtype", dtype)["by_owner"]
     partition = (PARTITIONED + WHOLE) // RANKS
-    assert found["parameters"] == found["gradients"] == (PARTITIONED / RANKS + WHOLE) * itemsize
-    assert found["optimizer state"] == pytest.approx(partition * state, abs=1024)
+    parameters = (PARTITIONED / RANKS + WHOLE) * itemsize
+    assert bytes_of["parameters"] == bytes_of["gradients"] == parameters
+    assert bytes_of["optimizer state"] == pytest.approx(partition * state, abs=1024)
     added = zero3.BUCKET * itemsize + WHOLE // RANKS * itemsize
-    assert 0 <= found["buffers"] - added < 2 << 20
-    assert found["gathered parameters"] > 0
+    assert 0 <= bytes_of["buffers"] - added < 2 << 20
+    assert bytes_of["gathered parameters"] > 0
 
 
 def test_moments_have_8_bits_and_copies_32(options, capsys):
-    found = answer(options, capsys, "--optimizer", "adamw8bit")["by_owner"]
+    bytes_of = answer(options, capsys, "--optimizer", "adamw8bit")["by_owner"]
     partition = (PARTITIONED + WHOLE) // RANKS
     blocks = partition / 256
-    assert found["optimizer state"] == pytest.approx(partition * 6 + blocks * 8, abs=8192)
+    assert bytes_of["optimizer state"] == pytest.approx(partition * 6 + blocks * 8, abs=8192)
 
 
 def test_adapters_have_the_dtype_of_the_model(options, capsys):
     pytest.importorskip("peft")
-    found = answer(options, capsys, "--lora", "8:q_proj")["by_owner"]
+    bytes_of = answer(options, capsys, "--lora", "8:q_proj")["by_owner"]
     adapters = 4 * 8 * (512 + 512)
-    assert found["parameters"] == (PARTITIONED / RANKS + WHOLE + adapters) * 2
-    assert found["optimizer state"] == pytest.approx(adapters / RANKS * 12, abs=2048)
+    assert bytes_of["parameters"] == (PARTITIONED / RANKS + WHOLE + adapters) * 2
+    assert bytes_of["optimizer state"] == pytest.approx(adapters / RANKS * 12, abs=2048)
 
 
 def test_quantized_weights_keep_the_dtypes_of_their_statistics(options, capsys):
@@ -73,18 +74,18 @@ def test_quantized_weights_keep_the_dtypes_of_their_statistics(options, capsys):
 
 
 def test_last_layers_stay_gathered(options, capsys, monkeypatch):
-    """Simulating equal layers once gives the same, though some stay gathered and others do not."""
+    """The result is equal with and without reused simulations of equal layers."""
     layer = (PARTITIONED - 2 * 1024 * 512) // 4
-    every = answer(options, capsys)["by_owner"]["gathered parameters"]
-    assert every > 4 * layer * 2
+    all_layers = answer(options, capsys)["by_owner"]["gathered parameters"]
+    assert all_layers > 4 * layer * 2
     monkeypatch.setattr(zero3, "REUSED", 3 * layer)
-    some = answer(options, capsys)
-    assert some["by_owner"]["gathered parameters"] < every - layer * 2
+    last_layers = answer(options, capsys)
+    assert last_layers["by_owner"]["gathered parameters"] < all_layers - layer * 2
     monkeypatch.setattr(step, "_quickly", lambda model, how: None)
-    assert answer(options, capsys)["by_owner"] == some["by_owner"]
+    assert answer(options, capsys)["by_owner"] == last_layers["by_owner"]
 
 
-def test_gradients_of_one_sub_group_are_float32_at_once(options, capsys, monkeypatch):
+def test_only_one_sub_group_has_float32_gradients_at_a_time(options, capsys, monkeypatch):
     monkeypatch.setattr(zero3, "REUSED", 0)
     short = [*options, "--seq", "8", "--gpus", "2"]
     whole = facts_of(["will-it-fit", *short], capsys)["peak_bytes"]
@@ -125,15 +126,15 @@ def test_largest_batch_on_one_rank_of_fsdp2(options, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("wrong", "said"),
     [
         (["--gpus", "1"], "--shard is zero3 and --gpus is 1. Pass --gpus of 2 or more"),
         (["--tensor-parallel", "2"], "--tensor-parallel is 2. Pass --shard fsdp2"),
         (["--autocast", "bf16"], "--autocast is bf16. Pass --dtype bf16"),
-        (["--optimizer", "muon"], "--optimizer is muon and --shard is zero3"),
+        (["--optimizer", "muon"], "--optimizer is muon, but --shard zero3"),
     ],
 )
-def test_complaints(options, given, said, capsys):
-    assert main(["will-it-fit", *options, "--seq", "128", *given]) == 2
+def test_complaints(options, wrong, said, capsys):
+    assert main(["will-it-fit", *options, "--seq", "128", *wrong]) == 2
     assert said in capsys.readouterr().err
     assert not dist.is_initialized()

@@ -50,8 +50,8 @@ def test_storage_ops_leave_no_mutation_in_the_graph(backend, call):
         h = x * 2
         y = h.sin()
         call(h)
-        again = x * 2
-        so.share_storage(h, again)
+        src = x * 2
+        so.share_storage(h, src)
         return (y * h).sum()
 
     x = torch.randn(8, requires_grad=True)
@@ -75,9 +75,9 @@ def test_storage_ops_leave_no_mutation_in_the_graph(backend, call):
 def test_share_of_symbolic_sizes():
     def step(x):
         h = x[x > 0]
-        again = h * 3
+        src = h * 3
         so.discard_storage(h)
-        so.share_storage(h, again)
+        so.share_storage(h, src)
         return h.sin()
 
     x = torch.randn(9)

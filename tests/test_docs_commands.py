@@ -1,4 +1,4 @@
-"""Every command of the pages runs, on a small model, and every option is in one of them."""
+"""Every command in the docs runs on a small model, and every option is in one of the commands."""
 
 import argparse
 import itertools
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [(DOCS / name).read_text() for name in ("will-it-fit.md", "make-it-fit.md")]
 PROGRAM = ["python", "-m", "storage_ops"]
-SMALL_BUDGET = "600MiB"  # of a search for the largest size, which takes a step for each size
+SMALL_BUDGET = "600MiB"  # for --find, which simulates many steps with the budgets of the pages
 HEADS = {"num_attention_heads": 2, "num_hidden_layers": 2}
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128,
@@ -61,18 +61,18 @@ CONFIGS = {
 
 
 def blocks(language):
-    found = [re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for page in PAGES]
-    return list(itertools.chain(*found))
+    texts = [re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for page in PAGES]
+    return list(itertools.chain(*texts))
 
 
 def commands():
     lines = [text.replace("\\\n", " ").splitlines() for text in blocks("sh")]
-    every = [shlex.split(line) for line in itertools.chain(*lines)]
-    return [words[3:] for words in every if words[:3] == PROGRAM]
+    words_of_lines = [shlex.split(line) for line in itertools.chain(*lines)]
+    return [words[3:] for words in words_of_lines if words[:3] == PROGRAM]
 
 
 def options_of(command):
-    """The options of a command, with the values that they choose from: `--shard ddp`."""
+    """Yield the options of a command, with each of their choices: `--shard ddp`."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     for action in parser._actions:
@@ -81,7 +81,7 @@ def options_of(command):
 
 
 def test_every_option_is_in_a_command():
-    """Options that both commands have need an example of one of them."""
+    """If both commands have an option, an example of one command is enough."""
     texts = [" ".join(words) + " " for words in commands()]
     options = {*options_of(will_it_fit), *options_of(fit)} - {"--help"}
     missing = {option for option in options if not any(f"{option} " in text for text in texts)}
@@ -91,7 +91,7 @@ def test_every_option_is_in_a_command():
 @pytest.mark.in_turn
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands(words, tmp_path, monkeypatch, capsys):
-    """Files are those that blocks of Python name in their first line."""
+    """A Python block whose first line names a file is that file."""
     monkeypatch.chdir(tmp_path)
     for name, config in CONFIGS.items():
         (tmp_path / name).write_text(json.dumps(config))

@@ -48,8 +48,8 @@ def test_examples_run_and_save_memory():
     _, *parts = output("-c", IN_TURN, *scripts).split("example ")
     printed = dict(part.split("\n", 1) for part in parts)
     assert list(printed) == scripts
-    wrong = {script: said for script, said in printed.items() if not saves_memory(said)}
-    assert not wrong, "\n".join(f"{script}:\n{said[-3000:]}" for script, said in wrong.items())
+    wrong = {script: text for script, text in printed.items() if not saves_memory(text)}
+    assert not wrong, "\n".join(f"{script}:\n{text[-3000:]}" for script, text in wrong.items())
     if missing:
         pytest.skip(f"without what they need: {sorted(missing)}")
 

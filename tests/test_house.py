@@ -80,8 +80,8 @@ def test_every_schema_has_a_fake_a_reference_and_an_opcheck(name):
             ranks,
         )
         assert any(hasattr(m, known) for m in places)
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        assert has(qualified, "CompositeExplicitAutograd")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert has_kernel(qualified, "CompositeExplicitAutograd")
 
 
 def test_kernels_raise_without_the_place_in_their_source():
@@ -251,10 +251,10 @@ def prose_of(path):
 
 @pytest.mark.in_turn
 def test_no_sentence_is_longer_than_30_words():
-    written = [p for p in files(".py", ".md") if not {"tests", "results"} & {*p.parts}]
+    paths = [p for p in files(".py", ".md") if not {"tests", "results"} & {*p.parts}]
     long = {
         str(path.relative_to(ROOT)): [s for text in prose_of(path) for s in long_sentences(text)]
-        for path in written
+        for path in paths
     }
     assert {name: sentences for name, sentences in long.items() if sentences} == {}
 

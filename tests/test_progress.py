@@ -36,20 +36,20 @@ OTHER_RANK = f"os.environ['RANK'] = '1'\ncall({CALLS['fit']!r}, 0.0)\n"
 def written_during_calls():
     """Return what an interpreter writes to its standard error, a terminal, during each call."""
     script = SCRIPT + SHORT + "".join(f"call({call!r}, 0.0)\n" for call in CALLS.values())
-    here, there = pty.openpty()
+    terminal, other_end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
     command = [sys.executable, "-c", script + OTHER_RANK]
-    process = subprocess.Popen(command, stderr=there, env=environment)
-    os.close(there)
-    written = b""
+    process = subprocess.Popen(command, stderr=other_end, env=environment)
+    os.close(other_end)
+    output = b""
     try:
-        while part := os.read(here, 4096):
-            written += part
+        while part := os.read(terminal, 4096):
+            output += part
     except OSError:
         pass  # the end, on Linux
-    os.close(here)
-    assert process.wait() == 0, written
-    return dict(zip(["short", *CALLS, "rank"], written.decode().split("<end>"), strict=False))
+    os.close(terminal)
+    assert process.wait() == 0, output
+    return dict(zip(["short", *CALLS, "rank"], output.decode().split("<end>"), strict=False))
 
 
 @pytest.mark.in_turn

@@ -58,10 +58,10 @@ def options(x, w, head, b, target, numbers, into):
 
 
 def results(x, w, head, b, target, numbers, _):
-    every = "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk"
+    names = "loss", "nll", "lse", "entropy", "argmax", "correct", "z_loss", "selected", "topk"
     ids = target[..., None].expand(*target.shape, 2)
     *values, (logps, classes) = so.linear_cross_entropy(
-        x, w, target, shift=True, z_loss=0.1, returns=every, selected_ids=ids, top_k=3
+        x, w, target, shift=True, z_loss=0.1, returns=names, selected_ids=ids, top_k=3
     )
     yield from (*values, logps, classes)
 
@@ -102,13 +102,13 @@ def compare(function, counter, cases, **compiled):
     """Compare results and gradients of a compiled and a plain function for each size."""
     step = torch.compile(function, fullgraph=True, backend=counter, **compiled)
     for arguments in cases:
-        again = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments]
-        got, right = step(*arguments), function(*again)
+        copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in arguments]
+        got, right = step(*arguments), function(*copies)
         torch.testing.assert_close(got, right)
-        for values, leaves in ((got, arguments), (right, again)):
+        for values, leaves in ((got, arguments), (right, copies)):
             sum(v.square().sum() for v in values if v.requires_grad).backward()
             assert any(t.grad is not None for t in leaves)
-        for ours, wanted in zip(arguments, again, strict=True):
+        for ours, wanted in zip(arguments, copies, strict=True):
             torch.testing.assert_close(ours, wanted)
             torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-4, atol=1e-4)
 

@@ -56,9 +56,9 @@ def shared():
         h = layer(x)
         y = h.sin().square().mean()
         with torch.no_grad():
-            again = layer(x)
+            src = layer(x)
         so.discard_storage(h)
-        so.share_storage(h, again)
+        so.share_storage(h, src)
         return y
 
     return [layer], loss

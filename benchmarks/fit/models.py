@@ -17,12 +17,12 @@ Parts = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]  # a model, 
 
 
 class Residual(nn.Module):
-    """Two convolutions with a residual connection."""
+    """A convolution that runs twice, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        half = [(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))] * 2
-        self.body = nn.Sequential(*(type_of for part in half for type_of in part))
+        layers = nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)
+        self.body = nn.Sequential(*layers, *layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map images to images of the same shape."""
@@ -151,13 +151,13 @@ def measured(model: nn.Module, batch: Any, loss: Any) -> int:
     step()
     optimizer.zero_grad()
     state = [t for s in optimizer.state.values() for t in s.values()]
-    there = {
+    storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in (*model.parameters(), *model.buffers(), *state, *batch.values())
     }
     above = _above(step, next(model.parameters()).device)
     optimizer.zero_grad()
-    return sum(there.values()) + above
+    return sum(storages.values()) + above
 
 
 def _above(step: Step, device: torch.device) -> int:

@@ -130,8 +130,8 @@ def started(
     compiled: Any = torch.compile(model)
     search = Search(compiled, batch, loss, torch.optim.AdamW)
     peaks = {name: process.peak for name, process in processes.items()}
-    for of, peak in list(peaks.items())[1:]:
-        name = f"storage_ops, fit for the peak of {of}, compiled"
+    for budgeted, peak in list(peaks.items())[1:]:
+        name = f"storage_ops, fit for the peak of {budgeted}, compiled"
         try:
             yield name, *fitted(kind, arguments, search, peak, folder / f"{peak}.json")
         except NothingFits as error:

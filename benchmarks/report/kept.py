@@ -20,13 +20,13 @@ def merged(old: Result | None, new: Result) -> Result:
     new = {**new, "calls": calls} if calls else new
     if old is None:
         return new
-    again = shapes(new)
-    if shapes(old).keys() <= again.keys():
+    new_shapes = shapes(new)
+    if shapes(old).keys() <= new_shapes.keys():
         return new
     commits = dict.fromkeys([*old["commit"].split(", "), new["commit"]])
-    rows = [row for each in (shapes(old) | again).values() for row in each]
+    rows = [row for each in (shapes(old) | new_shapes).values() for row in each]
     kept = {"commit": ", ".join(commits), "rows": rows}
-    still = {k: v for k, v in old.get("skipped", {}).items() if k.split(": ")[0] not in again}
+    still = {k: v for k, v in old.get("skipped", {}).items() if k.split(": ")[0] not in new_shapes}
     skipped = {**still, **new.get("skipped", {})}
     return {**old, **new, **kept, "skipped": skipped}
 

@@ -59,7 +59,7 @@ def picture(name: str, shows: str) -> str:
 
 
 def point(row: Row | None, unit: str, size: float) -> str:
-    """Return time and memory in one cell, in a unit of `size` MiB."""
+    """Return the time and peak of a row in one cell. `size` is the size of `unit` in MiB."""
     if row is None:
         return ""
     column = time_of(row)
@@ -112,7 +112,7 @@ def gains() -> str:
         column = time_of(plain) or ""
         for row in others:
             ratio = row[column] / plain[column]
-            peaks = [f"{each[PEAK] / 1024:.1f}" for each in (plain, row)]
+            peaks = [f"{peak / 1024:.1f}" for peak in (plain[PEAK], row[PEAK])]
             lines.append([names[row["case"]], *peaks, f"{ratio:.2f}"])
     titles = ["one training step on an H200, bfloat16", "plain peak (GiB)", "peak (GiB)",
               "time / plain"]  # fmt: skip
@@ -242,16 +242,16 @@ def model_types() -> str:
     newest = max(results_of("model_types"), key=lambda result: result["day"])
     for family, rows in shapes(newest).items():
         lines = []
+        names_differ = any(row["class"] != row["case"] for row in rows)
         for row in rows:
             parameters = row.get("parameters", 0) / 1e9
             peak = readable(round(row[PEAK] * MIB), up=True) if PEAK in row else ""
             size = f"{parameters:.3g}" if parameters else ""
             answer = f"{row['answer']}. {row.get('assumes', '')}".rstrip(". ")
-            lines.append(
-                [row["case"], f"`{row['class']}`", size, row["batch"], peak,
-                 row.get("seconds", ""), answer]
-            )  # fmt: skip
-        titles = ["type", "class", "10^9 parameters", "batch", "peak", "seconds", "answer"]
+            names = [row["case"], f"`{row['class']}`"] if names_differ else [row["case"]]
+            lines.append([*names, size, row["batch"], peak, row.get("seconds", ""), answer])
+        titles = ["type", "class"] if names_differ else ["type"]
+        titles += ["10^9 parameters", "batch", "peak", "seconds", "answer"]
         text += f"### {family}\n\n{table(titles, lines)}\n"
     return source(newest) + text.removesuffix("\n")
 

@@ -117,10 +117,10 @@ STORAGE_OPS_INLINE void run_row(const DivergenceArguments<T, A>& a, int64_t i) {
     state[0] = log_sum_exp<T, A>(a.logits + i * a.stride, a.bias, a.scale, a.columns);
     state[a.state_stride] =
         log_sum_exp<T, A>(a.teacher + i * a.teacher_stride, a.teacher_bias, a.scale, a.columns);
-    const auto found = pass<kKind, true>(a, i, a.grad && at_once(kKind), A(0));
-    const bool infinite = found.value > kInfinite<A>;
-    a.loss[i] = infinite ? std::numeric_limits<A>::infinity() : static_cast<A>(found.value);
-    center = kKind == Divergence::kReverse ? a.loss[i] : static_cast<A>(found.center);
+    const auto sums = pass<kKind, true>(a, i, a.grad && at_once(kKind), A(0));
+    const bool infinite = sums.value > kInfinite<A>;
+    a.loss[i] = infinite ? std::numeric_limits<A>::infinity() : static_cast<A>(sums.value);
+    center = kKind == Divergence::kReverse ? a.loss[i] : static_cast<A>(sums.center);
   }
   if (a.grad && !(a.update && at_once(kKind))) pass<kKind, false>(a, i, true, center);
 }

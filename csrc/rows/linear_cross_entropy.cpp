@@ -177,19 +177,19 @@ void run_row(const RowArguments<T, A>& a, int64_t i) {
     return;
   }
   const int64_t column = a.index ? index - a.first_column : -1;
-  const bool here = column >= 0 && column < a.columns;
-  const A logit = here ? a.logit(row[column], column) : A(0);
+  const bool has_target = column >= 0 && column < a.columns;
+  const A logit = has_target ? a.logit(row[column], column) : A(0);
   RowState<A> state = a.load_state(i);
   if (a.update) {
     if (!update_fast(a, i, state)) state = update(a, i, state);
     a.store_state(i, state);
-    if (here) a.target_logit(i) = logit;
+    if (has_target) a.target_logit(i) = logit;
   }
   if (a.grad) {
     const RowGradient<A> gradient(state, a.load_upstream(i));
     if (!overwrite_fast(a, i, gradient)) overwrite(a, i, gradient);
-    if (here) {
-      // Computed before any rounding to 16 bits, because p - 1 would lose most.
+    if (has_target) {
+      // Computed before p is rounded to 16 bits, because p - 1 would then lose most of its digits.
       const A share = a.spread() ? a.share(i, column) : A(0);
       const A value = gradient.at(logit, share) - gradient.target;
       row[column] = static_cast<T>(value * a.transform.slope(logit));

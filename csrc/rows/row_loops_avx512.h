@@ -115,7 +115,7 @@ bool update(const T* row, int64_t columns, RowState<float>& state) {
   if (!std::isfinite(shift)) return false;
   const __m512 shifts = _mm512_set1_ps(shift);
   __m512 max[kVectors], total = _mm512_setzero_ps();
-  for (__m512& each : max) each = _mm512_set1_ps(-INFINITY);
+  for (__m512& vector : max) vector = _mm512_set1_ps(-INFINITY);
   for (int64_t first = 0; first < columns; first += kBlock) {
     __m512 sum[kVectors] = {};
     const T* block = row + first;

@@ -23,7 +23,7 @@ from storage_ops.autochunk.cross_entropy.recognise import NOTHING, Recognised, r
 from storage_ops.autochunk.driver import Report, chunk_graph
 from storage_ops.autochunk.fx_graph.joint_graph import save_random_numbers
 from storage_ops.autochunk.fx_graph.nodes import returned
-from storage_ops.autochunk.reasons import ChunkError, Words, log, warn
+from storage_ops.autochunk.reasons import ChunkError, Messages, log, warn
 from storage_ops.autochunk.runtime.inductor import mended
 from storage_ops.loss.planning import devices
 from storage_ops.quantities import parse_bytes
@@ -230,12 +230,12 @@ def _circumstances() -> list[Any]:
 
 def _make_pass(
     options: tuple[int | None, int | None, bool], visible: int,
-    recognised: Recognised = NOTHING, words: Words | None = None, graph_break: str = "",
+    recognised: Recognised = NOTHING, messages: Messages | None = None, graph_break: str = "",
 ) -> Any:  # fmt: skip
     """Return a pass for Inductor's joint graph, with an id that its caches can store."""
 
     def run(graph: fx.Graph) -> None:
-        with (words or Words()).heard() as reasons:
+        with (messages or Messages()).collect() as reasons:
             reasons.append(apply(graph, *options, visible, recognised, graph_break).reason)
 
     def uuid() -> str | None:
@@ -257,8 +257,8 @@ def _after(earlier: object, last: object) -> Any:
     passes = [*(earlier if isinstance(earlier, (list, tuple)) else [earlier]), last]
 
     def run(graph: fx.Graph) -> None:
-        for each in passes:
-            each(graph)
+        for graph_pass in passes:
+            graph_pass(graph)
 
     def uuid() -> str | None:
         # A plain function has no id, so Inductor caches nothing, as without this backend.
@@ -325,18 +325,17 @@ def backend(
     patches = {**(list_mode_options(mode) if mode else {}), **inductor_options}
     visible = len(returned(gm.graph))
     recognised = recognise(gm, chosen[0], chosen[1])
-    words = Words()
+    messages = Messages()
     for name, last in (
-        (_PASS, _make_pass(chosen, visible, recognised, words, _graph_break(gm))),
+        (_PASS, _make_pass(chosen, visible, recognised, messages, _graph_break(gm))),
         (_LAST, _pass(save_random_numbers, lambda: "storage_ops.random_numbers")),
     ):
         patches[name] = _after(patches.get(name, getattr(config, name)), last)
-    if (
-        patches.get(_LATER, getattr(config, _LATER)) is None
-    ):  # a cached graph would repeat no messages
-        patches[_LATER] = _pass(lambda graph: words.count(), lambda: "storage_ops.autochunk")
+    # If the user has a pass here, cached graphs repeat no messages.
+    if patches.get(_LATER, getattr(config, _LATER)) is None:
+        patches[_LATER] = _pass(lambda graph: messages.count(), lambda: "storage_ops.autochunk")
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=mended()(compile_fx_inner), config_patches=patches
     )
-    words.repeat()
+    messages.repeat()
     return compiled  # type: ignore[no-any-return]

@@ -94,7 +94,6 @@ def chunk_graph(
 
     If an error occurs, the graph computes the same as before, and the report has the reason.
 
-
     Args:
         visible: the number of results of the function, if known.
         recognised: the result of the rewrite before autograd.
@@ -154,9 +153,8 @@ class _Work:
                      and (is_product(n) or not report.reason)]  # fmt: skip
             if not amplifiers:
                 break
-            amplifiers.sort(
-                key=is_product, reverse=True
-            )  # a spread gradient is in the product's span, or remains
+            # Products come first. A spread gradient is in the span of a product, or is tried later.
+            amplifiers.sort(key=is_product, reverse=True)
             undo, parts = Undo(graph), dict(self.parts)
             try:
                 counts = self.chunk(amplifiers)
@@ -235,7 +233,7 @@ class _Work:
     def in_order(self, amplifier: fx.Node, tangents: list[fx.Node]) -> tuple[Span, Passes]:
         """Return the span of an amplifier and its passes.
 
-        Cut groups of tokens if that needs no further pass.
+        Chunks may cut groups of tokens, unless that needs another pass.
         """
         planned, error = list[tuple[Span, Passes]](), None
         for cut in (False, True):
@@ -248,7 +246,7 @@ class _Work:
         if not planned:
             assert error is not None
             raise error
-        return min(planned, key=lambda each: (len(each[1].outputs), hint(each[0].step)))
+        return min(planned, key=lambda plan: (len(plan[1].outputs), hint(plan[0].step)))
 
     def rewrite(self, amplifier: fx.Node, tangents: list[fx.Node], terms: list[Term]) -> list[int]:
         """Chunk the span of an amplifier. Return the number of chunks of each pass.

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import fx
 
 log = logging.getLogger("storage_ops.autochunk")
-_COUNTED = "storage_ops.autochunk said "
+_COUNTED = "storage_ops.autochunk messages "
 
 _REMEDY = (
     " A step that returns its loss alone is chunked: return only the loss. For a causal model of "
@@ -76,7 +76,7 @@ def warn(reason: str) -> None:
     )
 
 
-class Words:
+class Messages:
     """Messages about a graph, which are repeated if the compiled graph comes from a cache.
 
     Inductor's caches store the counters that change while a graph is compiled, and add them again
@@ -87,7 +87,7 @@ class Words:
         self.text: str | None = None
 
     @contextmanager
-    def heard(self) -> Iterator[list[str]]:
+    def collect(self) -> Iterator[list[str]]:
         """Collect the lines that are logged in a with block, and reasons appended to the list."""
         lines: list[str] = []
         reasons: list[str] = []

@@ -82,13 +82,13 @@ def frames(kind: str, args: argparse.Namespace, model: nn.Module) -> int:
     most = config.max_source_positions
     if args.audio is None:
         return int(most)
-    found = max(1, math.ceil(_seconds(args) * _FRAMES))
-    if found > most:
+    number = max(1, math.ceil(_seconds(args) * _FRAMES))
+    if number > most:
         raise ValueError(
             f"--audio is {args.audio:g}. Expected at most {most / _FRAMES:g} seconds: "
             f"max_source_positions of {kind} is {most} frames."
         )
-    return found
+    return number
 
 
 def _seconds(args: argparse.Namespace) -> float:

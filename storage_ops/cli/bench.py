@@ -29,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("the benchmarks")
     which.add_argument("parts", nargs="*", metavar="part", help="benchmarks (default: all)")
     which.add_argument("--quick", action="store_true", help="small shapes and few rounds: minutes")
-    written = parser.add_argument_group("the output")
-    output.add_json(written)
-    written.add_argument(
-        "--out", type=Path, default=Path("bench-report"), help="folder for results"
-    )
+    files = parser.add_argument_group("the output")
+    output.add_json(files)
+    files.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for results")
 
 
 def source_tree() -> Path | None:

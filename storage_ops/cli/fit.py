@@ -1,4 +1,4 @@
-"""`python -m storage_ops fit`: what to recompute so that a step fits, without a GPU."""
+"""`python -m storage_ops fit`: choose what to recompute so that a step fits, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from storage_ops.cli import autocast, hf_model, output, ranks
 from storage_ops.cli.model_function import takes
-from storage_ops.cli.workload import Workload, explained, longest, resized, workload
+from storage_ops.cli.workload import Workload, largest_to_try, model_errors, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
 from storage_ops.quantities import parse_bytes, readable, unit_of
@@ -39,44 +39,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("batch", "seq", "device"),
         help="find the largest --batch or --seq that fits, or the cheapest --device",
     )
-    written = parser.add_argument_group("the output")
-    written.add_argument("--save", type=Path, help="write the plan for load_fit into this file")
-    output.add_json(written)
-    written.add_argument("--plot", type=Path, help="draw time against peak into this file")
+    files = parser.add_argument_group("the output")
+    files.add_argument(
+        "--save", type=Path, metavar="FILE", help="save the plan in this file, for load_fit"
+    )
+    output.add_json(files)
+    files.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the time of plans against their peak"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code: 0 if a plan fits, 1 if none does."""
+    """Run the command. Return 0 if a plan fits, 1 if none does."""
     with autocast.block(args):
         return _find(args, console) if args.find is not None else _plan(args, console)
 
 
 def _plan(args: argparse.Namespace, console: Console) -> int:
-    """Print a plan for the sizes that are given; return the exit code."""
+    """Print a plan for --batch and --seq. Return the exit code."""
     from storage_ops.fitting.fit import NothingFits, Search
 
-    assumed: list[str] = []
+    assumptions: list[str] = []
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
-        told = explained(args, step.model)
-        with told, ranks.one_of(args, step.model), showing("fit"):
+        errors = model_errors(args, step.model)
+        with errors, ranks.one_of(args, step.model), showing("fit"):
             optimizer = ranks.optimizer_of(args, step.model)
-            accumulates, assumed = ranks.accumulates(args), ranks.assumptions(args, step.model)
+            accumulates = ranks.accumulates(args)
+            assumptions = ranks.assumptions(args, step.model)
             search = Search(*step, optimizer, args.device, args.actions, accumulates)
             plan = search.plan(budget)
     except NothingFits as error:
         output.complain(error, args)
-        for sentence in assumed:
+        for sentence in assumptions:
             output.note(sentence)
         return 1
-    if args.json:
-        output.print_json(plan.as_dict() | ({"assumptions": assumed} if assumed else {}))
-    else:
-        console.print(plan.table(output.in_flags(plan.hint, args)))
-        output.print_assumptions(assumed, console)
+    _print(plan.as_dict(), plan.table(output.in_flags(plan.hint, args)), assumptions, args, console)
     if args.save is not None:
         plan.save(args.save)
     if args.plot is not None:
@@ -85,31 +86,40 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 
 def _find(args: argparse.Namespace, console: Console) -> int:
-    """Print the largest size that fits; return 0, or 1 if none does."""
+    """Print the largest size, or the cheapest GPU. Return 0, or 1 if nothing fits."""
     _check_find(args)
     output.check_folder("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
-    first = {} if args.find == "device" else {args.find: 1}
-    step = workload(argparse.Namespace(**vars(args) | first))
-    with explained(args, step.model), ranks.one_of(args, step.model):
+    smallest = {} if args.find == "device" else {args.find: 1}
+    step = workload(argparse.Namespace(**vars(args) | smallest))
+    with model_errors(args, step.model), ranks.one_of(args, step.model):
         optimizer = ranks.optimizer_of(args, step.model)
-        assumed = ranks.assumptions(args, step.model)
-        found = _found(args, step, budget, optimizer)
-    if args.json:
-        output.print_json(found.as_dict() | ({"assumptions": assumed} if assumed else {}))
-    else:
-        console.print(found)
-        output.print_assumptions(assumed, console)
-    if found.planned is None:
+        assumptions = ranks.assumptions(args, step.model)
+        answer = _largest(args, step, budget, optimizer)
+    _print(answer.as_dict(), answer, assumptions, args, console)
+    if answer.planned is None:
         return 1
     if args.save is not None:
-        found.planned.plan.save(args.save)
+        answer.planned.plan.save(args.save)
     return 0
 
 
-def _found(
+def _print(
+    facts: dict[str, Any], table: Any, assumptions: list[str], args: argparse.Namespace,
+    console: Console,
+) -> None:  # fmt: skip
+    """Print an answer, as JSON or as a table, with its assumptions."""
+    if args.json:
+        output.print_json(facts | ({"assumptions": assumptions} if assumptions else {}))
+    else:
+        console.print(table)
+        output.print_assumptions(assumptions, console)
+
+
+def _largest(
     args: argparse.Namespace, step: Workload, budget: int, optimizer: type[Optimizer] | None
 ) -> Largest[Any]:
+    """Search for what --find names."""
     from storage_ops.fitting import largest
 
     if args.find == "device":
@@ -122,18 +132,18 @@ def _found(
         return batch
 
     def loss_of_batch(out: Any) -> Any:
-        """Call the loss of the last batch, which may have labels of that batch."""
+        """Call the loss function of the last batch: it may contain the labels of that batch."""
         assert loss is not None
         return loss(out)
 
     return largest.find_largest(
         step.model, make_batch, budget, loss and loss_of_batch, optimizer, args.device,
-        args.actions, ranks.accumulates(args), most=longest(args, step),
+        args.actions, ranks.accumulates(args), most=largest_to_try(args, step),
     )  # fmt: skip
 
 
 def _check_find(args: argparse.Namespace) -> None:
-    """Refuse options that say what --find is to find."""
+    """Raise an error for options that conflict with --find."""
     if args.plot is not None:
         raise ValueError(f"--plot is {args.plot}, but --find prints a table. Leave out --plot.")
     if args.find == "seq" and args.seq is not None:
@@ -141,8 +151,8 @@ def _check_find(args: argparse.Namespace) -> None:
     has_size = args.find == "device" or args.model is None or takes(args.model, args.find)
     if not has_size:
         raise ValueError(
-            f"--find is {args.find}, but {args.model} has no argument {args.find}. Pass --find "
-            "device."
+            f"--find is {args.find}, but {args.model} has no argument {args.find}. Add the "
+            "argument to the function, or pass --find device."
         )
     for name, default in (("budget", hf_model.BUDGET), ("device", DEFAULT_GPU)):
         if args.find == "device" and (value := getattr(args, name)) != default:
@@ -152,6 +162,7 @@ def _check_find(args: argparse.Namespace) -> None:
 
 
 def _draw(path: Path, search: Any, plan: Any) -> None:
+    """Draw the time and peak of this plan, of the best plans, and of fixed ways to recompute."""
     from matplotlib.figure import Figure
 
     from storage_ops.measure.plot import PALETTE

@@ -1,4 +1,4 @@
-"""`--gradient-checkpointing`: that of transformers, beside keeping everything and a plan of fit."""
+"""`--gradient-checkpointing`: compare checkpoints of transformers with a plan of `fit`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_TRANSFORMERS = "gradient checkpointing of transformers"
 
 
 class Peak(NamedTuple):
-    """The peak of a step with one treatment of activations, and the seconds that it adds."""
+    """The peak of a step that keeps or recomputes activations in one way, and the added time."""
 
     name: str
     peak_bytes: int
@@ -30,33 +30,34 @@ class Peak(NamedTuple):
 
 @contextlib.contextmanager
 def enabled(model: nn.Module) -> Iterator[None]:
-    """Checkpoint layers as trainers of transformers do, inside a with block.
+    """Enable the gradient checkpointing of a transformers model in a with block.
 
     Raises:
-        ValueError: the model has no gradient checkpointing.
+        ValueError: the model does not support gradient checkpointing.
     """
     from storage_ops.checkpoint.layers.config_policy import class_of
 
     enable: Any = _method(model, "enable")
     if enable is None:
         raise ValueError(
-            f"--gradient-checkpointing is given, and {class_of(model).__name__} has no "
-            "gradient_checkpointing_enable(). Expected a model of transformers."
+            f"--gradient-checkpointing is given, but {class_of(model).__name__} has no "
+            "gradient_checkpointing_enable(). Expected a model of transformers that supports it."
         )
     enable()
-    frozen: Any = model if hasattr(model, "peft_config") else None
-    if frozen is not None:  # as PEFT does, since layers would have no input with a gradient
-        frozen.enable_input_require_grads()
+    # With frozen embeddings, no input of a layer would require a gradient. PEFT does the same.
+    with_adapters: Any = model if hasattr(model, "peft_config") else None
+    if with_adapters is not None:
+        with_adapters.enable_input_require_grads()
     try:
         yield
     finally:
         _method(model, "disable")()
-        if frozen is not None:
-            frozen.disable_input_require_grads()
+        if with_adapters is not None:
+            with_adapters.disable_input_require_grads()
 
 
 def _method(model: nn.Module, verb: str) -> Any:
-    """Return the method that enables or disables checkpoints; late versions 5 renamed it."""
+    """Return the method that enables or disables checkpoints. Later transformers 5 renamed it."""
     names = f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}"
     return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
@@ -64,12 +65,12 @@ def _method(model: nn.Module, verb: str) -> Any:
 def compared(
     args: argparse.Namespace, step: Workload, optimizer: type[Optimizer] | None, checkpointed: int
 ) -> list[Peak]:
-    """Return the peaks of a step that keeps all activations, one with checkpoints, and a plan's.
+    """Return three peaks: without recomputing, with gradient checkpointing, and with a plan.
 
     Args:
         args: options of the command.
-        step: the model, without checkpoints, its batch and its loss.
-        optimizer: of the step.
+        step: the model with gradient checkpointing disabled, its batch and its loss.
+        optimizer: the class of the step's optimizer.
         checkpointed: the peak with gradient checkpointing, in bytes.
     """
     from storage_ops.fitting.fit import NothingFits, Search
@@ -87,7 +88,7 @@ def compared(
         try:
             plan = search.plan(parse_bytes(args.budget, "--budget"))
             ours = Peak("a plan of fit", plan.peak_bytes, plan.seconds)
-            # Both checkpoint whole layers.
+            # Gradient checkpointing recomputes whole layers, as full checkpoints do.
             seconds = plan.totals["full checkpoint"][1]
         except NothingFits as error:
             ours = Peak("the smallest plan of fit", error.smallest_bytes, None)
@@ -95,11 +96,11 @@ def compared(
 
 
 def table(peaks: list[Peak], budget: int) -> Grid:
-    """Return a table of the peaks, and whether each is within the budget."""
+    """Return a table of the peaks that says which ones are within the budget."""
     from storage_ops.tables import Grid
 
     return Grid(
-        f"Peaks of the step by what it keeps; the budget is {readable(budget)}",
+        f"Peak of the step by what it recomputes; the budget is {readable(budget)}",
         ("activations", "peak", "added to a step", "fits"),
         [
             (

@@ -1,4 +1,4 @@
-"""A batch for a model of transformers, without bytes: inputs by its config, labels by its task."""
+"""A batch without bytes for a transformers model: inputs by its config, labels by its task."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from torch import Tensor, nn
 from storage_ops.checkpoint.layers.config_policy import class_of
 from storage_ops.cli import audio, images, recipe
 
-# Tables of transformers.models.auto.modeling_auto: what the labels of their models are for.
+# Tables in transformers.models.auto.modeling_auto, by the kind of labels that their models take.
 _TOKENS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT",
     "TOKEN_CLASSIFICATION", "PRETRAINING",
 )  # fmt: skip
 _SEQUENCES = "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"
 _ANSWERS = ("QUESTION_ANSWERING",)
-# By the name in the file first: GPT-2 answers to "max_position_embeddings" as well.
+# Fields of configs that count learned positions. GPT-2's own name comes first, because its config
+# has "max_position_embeddings" too, as an alias.
 _POSITIONS = "n_positions", "max_position_embeddings", "max_target_positions"
 
 
 def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the keyword arguments of a training step of `model`, on the meta device.
 
-    Token ids have the shape (--batch, --seq). Pixel values and audio features have the sizes of the
-    config and the dtype of the model. --images has the number and the size of images, and --audio
-    the length of recordings. Labels are for tokens or sequences, as the model's task says. Those of
-    a model of token ids alone are the token ids.
+    Token ids have the shape (--batch, --seq). Pixel values and audio features have the dtype of the
+    model. --images and --audio override the sizes in the config. The model's task decides whether
+    each token or each sequence has a label. If the model takes only token ids, they are the labels
+    too.
 
     Raises:
         ValueError: the model takes inputs or has a task that the command does not know, a size is
             missing, or --seq is longer than the model's learned positions.
     """
     args = argparse.Namespace(**vars(args) | {"batch": recipe.sequences(args)})
-    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT
+    model = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrappers
     config: Any = model.config
     takes = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
@@ -46,8 +47,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         images.refuse(args, f"{_kind(model)} takes no images")
     has_audio = main in ("input_features", "input_values")
     if not has_audio:
-        mixes = {"input_features", "input_values"} & takes.keys()
-        why = "takes audio among tokens, which is not counted" if mixes else "takes no audio"
+        has_both = {"input_features", "input_values"} & takes.keys()
+        why = "takes audio among tokens, which is not counted" if has_both else "takes no audio"
         audio.refuse(args, f"{_kind(model)} {why}")
     if main == "pixel_values":
         batch[main] = images.one_for_each(model, args)
@@ -78,8 +79,8 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
         batch["decoder_input_ids"] = _ids(args.batch, _decoder_tokens(model, args))
     elif args.decoder_seq is not None:
         raise ValueError(
-            f"--decoder-seq is {args.decoder_seq}. Expected none, since {_kind(model)} has "
-            "no decoder_input_ids."
+            f"--decoder-seq is {args.decoder_seq}, but {_kind(model)} has no decoder_input_ids. "
+            "Leave out --decoder-seq."
         )
     labels = _labels(model, args)
     if labels.keys() == {"labels"} and batch.keys() == {"input_ids"}:
@@ -93,19 +94,19 @@ def batch_for(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
 
 
 def _kind(model: nn.Module) -> str:
-    """Return the name of the class of a model, which may be sharded."""
+    """Return the name of a model's class, also after FSDP2 has replaced the class."""
     return class_of(model).__name__
 
 
 def left_out(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
-    """Return the optional input of another modality that the batch lacks; None if there is none."""
+    """Return the input of images or audio that the model takes and the batch lacks, or None."""
     takes = inspect.signature(model.forward).parameters
     names = ("pixel_values", "input_features")
     return next((name for name in names if name in takes and name not in batch), None)
 
 
 def _values(model: nn.Module, *shape: int) -> Tensor:
-    """Return pixels or features in the dtype of the model, to which trainers convert them."""
+    """Return pixels or features in the model's dtype: trainers convert them to it."""
     return torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta")
 
 
@@ -114,22 +115,22 @@ def _ids(*shape: int) -> Tensor:
 
 
 def _field(model: nn.Module, name: str) -> int:
-    """Return a size from the config of a model, which its inputs follow from."""
-    found = getattr(model.config, name, None)
-    if not isinstance(found, int):
+    """Return a field of the config that sets a size of the model's inputs."""
+    size = getattr(model.config, name, None)
+    if not isinstance(size, int):
         raise ValueError(
-            f"--hf-config is of a {_kind(model)}, and {name} in it is {found!r}. Expected "
-            "the size of its inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
+            f"--hf-config is of a {_kind(model)}, and its {name} is {size!r}. Expected a size of "
+            "the model's inputs. Call storage_ops.memory.will_it_fit in Python with a batch."
         )
-    return found
+    return size
 
 
 def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
-    """Return --seq, which the model must have positions for."""
+    """Return --seq, after checking that the model has enough positions."""
     if args.seq is None:
         raise ValueError(
-            f"--seq is missing. Expected the tokens of a sequence, since {_kind(model)} "
-            "takes token ids."
+            f"--seq is missing, but {_kind(model)} takes token ids. Pass the number of tokens in a "
+            "sequence."
         )
     name, most = positions(model)
     if args.seq > most:
@@ -143,25 +144,27 @@ def _tokens(model: nn.Module, args: argparse.Namespace) -> int:
 def positions(model: nn.Module) -> tuple[str, float]:
     """Return the field of the config that counts learned positions, and their number.
 
-    An embedding has as many rows. If the model learns none, the number is infinite.
+    The field counts only if an embedding has a row for each position. If the model learns no
+    positions, the number is infinite.
     """
     rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = [("", math.inf)]
+    limits = [("", math.inf)]
     for name in _POSITIONS:
-        most = getattr(model.config, name, None)
-        # BART, OPT and their like have two rows more, for padding.
-        if isinstance(most, int) and {most, most + 2} & rows:
-            found.append((name, most))
-    return min(found, key=lambda each: each[1])
+        number = getattr(model.config, name, None)
+        # BART, OPT and similar models have two more rows, for padding.
+        if isinstance(number, int) and {number, number + 2} & rows:
+            limits.append((name, number))
+    return min(limits, key=lambda limit: limit[1])
 
 
 def _decoder_tokens(model: nn.Module, args: argparse.Namespace) -> int:
-    """Return --decoder-seq, or --seq without it, which the model must have positions for."""
+    """Return --decoder-seq, or --seq without it, after checking it as `_tokens` does."""
     seq = args.seq if args.decoder_seq is None else args.decoder_seq
     return _tokens(model, argparse.Namespace(**vars(args) | {"seq": seq}))
 
 
 def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Return the labels that --labels names, or those for the task of the model's class."""
     name = _kind(model)
     has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
     tokens = _decoder_tokens if has_decoder else _tokens
@@ -177,11 +180,12 @@ def _labels(model: nn.Module, args: argparse.Namespace) -> dict[str, Tensor]:
     raise ValueError(
         f"--hf-config is of a {name}, whose labels the command does not know. Expected a language "
         "model or a classifier. Pass --labels tokens, sequences or none, or call "
-        "storage_ops.memory.will_it_fit in Python with loss=."
+        "storage_ops.memory.will_it_fit in Python with a loss function."
     )
 
 
 def _has_task(name: str, tasks: tuple[str, ...]) -> bool:
+    """Return True if transformers lists the class under one of these tasks."""
     from transformers.models.auto import modeling_auto
 
     tables = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks)

@@ -1,4 +1,4 @@
-"""A model of transformers by its config file, without bytes, and a batch for it."""
+"""Create a transformers model without bytes from its config file, and a batch for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ BUDGET = "80GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say which step of which model."""
-    which = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
-    which.add_argument(
+    """Declare the options for the model, its training step and its devices."""
+    model = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
+    model.add_argument(
         "--hf-config",
         type=Path,
-        help="config.json of a model of transformers, or the folder that it is in",
+        metavar="FILE",
+        help="the config.json of a transformers model, or its folder",
     )
-    which.add_argument(
+    model.add_argument(
         "--model",
         metavar="FILE.py:FUNCTION",
         help="a function that returns (model, batch) or (model, batch, loss)",
@@ -34,24 +35,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("the training step")
     step.add_argument("--batch", type=int, help="sequences in a batch (default: 1)")
     step.add_argument(
-        "--seq", type=int, help="tokens in a sequence; without --audio, also samples of audio"
+        "--seq",
+        type=int,
+        help="tokens in a sequence; for models of sampled audio without --audio: samples",
     )
     step.add_argument(
-        "--decoder-seq", type=int, help="tokens of a decoder beside an encoder (default: --seq)"
+        "--decoder-seq",
+        type=int,
+        help="tokens in a sequence of the decoder, if there is an encoder too (default: --seq)",
     )
     images.add_arguments(step)
     audio.add_arguments(step)
     step.add_argument(
         "--labels",
         choices=("tokens", "sequences", "none"),
-        help="what labels are for (default: by the class in architectures)",
+        help="one label per token, one per sequence, or none (default: by the class that the "
+        "config names in architectures)",
     )
     step.add_argument(
-        "--accumulate", action="store_true", help="one step of the optimizer is for several batches"
+        "--accumulate", action="store_true", help="the optimizer steps once for several batches"
     )
     step.add_argument(
         "--dtype",
-        help="dtype of the parameters (default: bf16; with --model, what the function makes)",
+        help="dtype of the parameters (default: bf16; with --model, the function decides)",
     )
     autocast.add_arguments(step)
     recipe.add_arguments(step)
@@ -73,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:
-    """Return the words of a command line for the same step of the same model.
+    """Return a command line, as a list of words, for the same step of the same model.
 
-    Options are those of `add_arguments`, without the ones that have their defaults.
+    It has the options of `add_arguments` that differ from their defaults.
     """
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -92,7 +98,8 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     """Return the model on the meta device, in training mode, and a batch for it.
 
     Raises:
-        ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
+        ImportError: transformers is not installed.
+        ValueError: an option or the config is wrong.
     """
     import torch
 
@@ -100,20 +107,20 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     transformers = required("transformers", "--hf-config")
     try:
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
-        read = json.loads(path.read_text())
-        if not isinstance(read, dict):
-            raise ValueError(f"It is a {type(read).__name__} of JSON, not an object.")
-        # Its reader knows the words that transformers writes for numbers such as infinity.
-        read = transformers.PretrainedConfig.get_config_dict(str(path))[0]
-        config: Any = transformers.AutoConfig.for_model(**read)
-        # A step of training fills no cache of keys and values.
+        fields = json.loads(path.read_text())
+        if not isinstance(fields, dict):
+            raise ValueError(f"It is a {type(fields).__name__} of JSON, not an object.")
+        # transformers writes numbers such as infinity in its own way, which only it can read.
+        fields = transformers.PretrainedConfig.get_config_dict(str(path))[0]
+        config: Any = transformers.AutoConfig.for_model(**fields)
+        # A training step has no cache of keys and values.
         config.use_cache = False
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-        # As from_pretrained: parameters are made in the dtype, and what is computed for buffers is
-        # in float32.
+        # from_pretrained creates parameters in the dtype in the same way. Buffers that a model
+        # computes are in float32.
         with torch.device("meta"), autocast.default_dtype(dtype):
-            made = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
+            created = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except Exception as error:  # a config's own code may raise anything
         raise ValueError(
             f"--hf-config is {args.hf_config}, which transformers cannot read: {_why(error)}. "
@@ -122,7 +129,7 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     from storage_ops.cli import hf_batch, packing
     from storage_ops.cli.quantized.adapters import adapted
 
-    model: nn.Module = made.train()
+    model: nn.Module = created.train()
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         advice = " without --images" if unused == "pixel_values" else ""
@@ -133,12 +140,12 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
 
 
 def _why(error: Exception) -> str:
-    """Return what is wrong with a config in one line, without the list of all types and classes."""
+    """Return the error's message in one line, without the list of all model types and classes."""
     why, _, types = str(error).partition(". Should contain one of ")
     why = why.partition("\nModel type should be one of ")[0]
-    wrong = why.rpartition(" ")[2]
-    if like := difflib.get_close_matches(wrong, types.split(", "), 1):
-        why += f", like {like[0]}"
+    unknown_type = why.rpartition(" ")[2]
+    if similar := difflib.get_close_matches(unknown_type, types.split(", "), 1):
+        why += f" (did you mean {similar[0]}?)"
     if not isinstance(error, (OSError, ValueError)):
         why = f"{type(error).__name__}: {why}"
     return " ".join(why.split())

@@ -1,4 +1,4 @@
-"""`--images`: how many images a sample of a model of transformers has, and their size."""
+"""`--images`: the number and size of the images in a sample, for models of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Images(NamedTuple):
-    """The images of one sample; a height and width of None are those of the config."""
+    """The images of one sample. A height and width of None mean the size in the config."""
 
     number: int
     height: int | None
@@ -25,32 +25,36 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--images",
         metavar="N[xHxW]",
-        help="images in a sample, and their height and width in pixels, such as 2x448x448 (default "
-        "of a vision model: 1, of the config's size; of a model of text and images: none)",
+        help="images in a sample, and their height and width in pixels, such as 2x448x448 "
+        "(default: 1 of the config's size for a vision model, none for a model of text and images)",
     )
 
 
 def images_of(args: argparse.Namespace) -> Images | None:
-    """Return what `--images` asks for; None if it is not given.
+    """Return the value of `--images`, or None without the option.
 
     Raises:
-        ValueError: it is not spelled as a number, or as a number and a size.
+        ValueError: the value is not a number, or a number and a size.
     """
     if args.images is None:
         return None
-    found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*)x([1-9]\d*))?", args.images)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*)x([1-9]\d*))?", args.images)
+    if match is None:
         raise ValueError(
-            f"--images is {args.images}. Pass a number, or a number, a height and a width, such "
-            "as 2 or 2x448x448."
+            f"--images is {args.images}. Pass a number of images such as 2, or a number, a height "
+            "and a width such as 2x448x448."
         )
-    number, *size = found.groups()
+    number, *size = match.groups()
     height, width = (None if part is None else int(part) for part in size)
     return Images(int(number), height, width)
 
 
 def refuse(args: argparse.Namespace, why: str) -> None:
-    """Raise if `--images` is given, where `why` says what has none.
+    """Raise an error if `--images` is given.
+
+    Args:
+        args: options of the command.
+        why: the part of the message that says which model takes no images.
 
     Raises:
         ValueError: the option is given.
@@ -60,10 +64,10 @@ def refuse(args: argparse.Namespace, why: str) -> None:
 
 
 def one_for_each(model: nn.Module, args: argparse.Namespace) -> Tensor:
-    """Return the pixels of a batch of a vision model, which has one image in a sample.
+    """Return the pixels of a batch of a vision model, with one image in each sample.
 
     Raises:
-        ValueError: `--images` asks for several, or neither it nor the config has a size.
+        ValueError: `--images` has several images, or neither it nor the config has a size.
     """
     images = images_of(args) or Images(1, None, None)
     kind = _kind(model)
@@ -74,18 +78,18 @@ def one_for_each(model: nn.Module, args: argparse.Namespace) -> Tensor:
 
 
 def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
-    """Return the inputs of a model of text and images, whose images are among the tokens.
+    """Return the inputs of a model of text and images. The tokens of images are in its sequences.
 
-    Token ids are real numbers, since the model looks for the places of images in them.
+    Token ids have real values, because the model searches them for the positions of images.
 
     Args:
-        model: of transformers, on the meta device.
-        ids: the token ids, of the shape that these inputs have.
-        args: options of the command; `--images` is given.
+        model: a transformers model on the meta device.
+        ids: token ids without values. The inputs have their shape.
+        args: options of the command, with `--images`.
 
     Raises:
-        ValueError: the model takes no images, or takes them in a way that is not known, or they
-            have more tokens than a sequence.
+        ValueError: the model takes no images, or takes them in an unknown way, or the images have
+            more tokens than a sequence.
     """
     import torch
 
@@ -97,25 +101,25 @@ def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict
     if "pixel_values" not in takes:
         refuse(args, f"{kind} takes no images")
     if token is None or not hasattr(model, "get_image_features"):
-        refuse(args, f"{kind} has no image_token_id that says where images are")
+        refuse(args, f"{kind} has no image_token_id that marks the positions of images")
     vision: Any = getattr(config, "vision_config", config)
     rows = len(ids) * images.number
     if "image_grid_thw" in takes:
-        inputs, each = _in_patches(model, vision, images, rows)
+        inputs, per_image = _in_patches(model, vision, images, rows)
     else:
         pixels = _pixels(model, rows, vision, images)
-        inputs, each = {"pixel_values": pixels}, _tokens(model, pixels[:1], args)
-    # A token of text ends each image, since models take neighbours for one image.
-    needed = images.number * (each + 1)
+        inputs, per_image = {"pixel_values": pixels}, _tokens(model, pixels[:1], args)
+    # A token of text follows each image, because models take adjacent image tokens for one image.
+    needed = images.number * (per_image + 1)
     if needed > ids.shape[1]:
         raise ValueError(
-            f"--seq is {ids.shape[1]}, but --images is {args.images} and each image has {each} "
+            f"--seq is {ids.shape[1]}, but --images is {args.images} and an image has {per_image} "
             f"tokens. Pass at least {needed}."
         )
     text = int(token == 0)
     tokens = torch.full(tuple(ids.shape), text, dtype=torch.int64)
     tokens[:, :needed] = token
-    tokens[:, each : needed : each + 1] = text
+    tokens[:, per_image : needed : per_image + 1] = text
     for name in ("token_type_ids", "mm_token_type_ids"):  # 1 for the tokens of images
         if name in takes:
             inputs[name] = tokens.eq(token).long()
@@ -123,7 +127,7 @@ def with_images(model: nn.Module, ids: Tensor, args: argparse.Namespace) -> dict
 
 
 def _kind(model: nn.Module) -> str:
-    """Return the name of the class of a model, which may be sharded."""
+    """Return the name of a model's class, also after FSDP2 has replaced the class."""
     from storage_ops.checkpoint.layers.config_policy import class_of
 
     return class_of(model).__name__
@@ -134,7 +138,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _pixels(model: nn.Module, rows: int, config: Any, images: Images) -> Tensor:
-    """Return images of one size, in the dtype of the model, to which trainers convert them."""
+    """Return images of one size in the model's dtype: trainers convert them to it."""
     import torch
 
     size: Any = getattr(config, "image_size", None)
@@ -142,7 +146,7 @@ def _pixels(model: nn.Module, rows: int, config: Any, images: Images) -> Tensor:
         size = images.height, images.width
     if size is None:
         raise ValueError(
-            f"--images has no size, and neither has the config of {_kind(model)}. Pass a "
+            f"--images has no size, and the config of {_kind(model)} has no image_size. Pass a "
             f"height and a width, such as {images.number}x224x224."
         )
     height, width = (size, size) if isinstance(size, int) else size
@@ -153,7 +157,7 @@ def _pixels(model: nn.Module, rows: int, config: Any, images: Images) -> Tensor:
 def _in_patches(
     model: nn.Module, config: Any, images: Images, rows: int
 ) -> tuple[dict[str, Tensor], int]:
-    """Return images as rows of patches, with the numbers of patches, and the tokens of each."""
+    """Return images as rows of patches, with their grid of patches, and the tokens of an image."""
     import torch
 
     if images.height is None or images.width is None:
@@ -165,8 +169,8 @@ def _in_patches(
     unit = config.patch_size * merged
     if images.height % unit or images.width % unit:
         raise ValueError(
-            f"--images has the size {images.height}x{images.width}. Pass multiples of {unit}, to "
-            f"which processors of {_kind(model)} resize."
+            f"--images has the size {images.height}x{images.width}. Pass multiples of {unit}: "
+            f"the processor of {_kind(model)} resizes images to them."
         )
     rows_of_patches, columns = (n // config.patch_size for n in (images.height, images.width))
     grid = torch.tensor([[1, rows_of_patches, columns]])
@@ -179,20 +183,20 @@ def _in_patches(
 
 
 def _tokens(model: Any, pixels: Tensor, args: argparse.Namespace) -> int:
-    """Return the number of tokens that an image becomes, as the model computes it."""
+    """Return the number of tokens of an image, by running the model's vision tower."""
     import torch
     from torch.utils._pytree import tree_leaves
 
     try:
         with torch.no_grad():
-            found = model.get_image_features(pixels)
+            output = model.get_image_features(pixels)
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(
-            f"--images is {args.images}, but {_kind(model)} makes no tokens of pixels "
-            f"alone: {' '.join(str(error).split())}. Pass a model of pixels alone or of patches "
-            "with image_grid_thw, or call storage_ops.memory.will_it_fit in Python."
+            f"--images is {args.images}, but {_kind(model)} does not compute tokens from pixels "
+            f"alone: {' '.join(str(error).split())}. Pass a model that takes only pixels, or "
+            "patches with image_grid_thw, or call storage_ops.memory.will_it_fit in Python."
         ) from error
-    features = tree_leaves(getattr(found, "pooler_output", found))
+    features = tree_leaves(getattr(output, "pooler_output", output))
     width: int = _config(model).get_text_config().hidden_size
     return sum(t.numel() for t in features if isinstance(t, torch.Tensor)) // width
 

@@ -1,4 +1,4 @@
-"""`--model FILE.py:FUNCTION`: the caller's own model and batch, without bytes."""
+"""`--model FILE.py:FUNCTION`: get a model and a batch without bytes from the user's function."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _EXPECTED = "Expected (model, batch) or (model, batch, loss)."
-_SIZES = "batch", "seq"  # options that the function takes as keyword arguments of these names
+_SIZES = "batch", "seq"  # options that the function can take, as keyword arguments
 
 
 def takes(spelled: str, size: str) -> bool:
-    """Return True if the function of --model has an argument of this name, "batch" or "seq"."""
+    """Return True if the function that --model names has an argument `size`: "batch" or "seq"."""
     return size in inspect.signature(_function(spelled)).parameters
 
 
 def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    """Call the function of --model on the meta device; return its model, batch and loss.
+    """Call the function of --model on the meta device. Return its model, batch and loss function.
 
     The function gets --batch and --seq if it has arguments of these names. --dtype is torch's
     default dtype while the function runs.
 
     Raises:
-        ValueError: the file, the function, its arguments or what it returns are wrong; the error
-            names the file and the function.
+        ValueError: the file, the function, its arguments or its result are wrong. The error names
+            the file and the function.
     """
     import torch
     from torch import nn
 
     function = _function(args.model)
-    given = _sizes(function, args)
+    sizes = _sizes(function, args)
     dtype = autocast.dtype_of_parameters(args, "fp32")
     try:
         with autocast.without_bytes(args), autocast.default_dtype(dtype):
-            made = function(**given)
-    except Exception as error:  # the caller's own code may raise anything
+            result = function(**sizes)
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(
-            f"--model is {args.model}, which raised {_place(error, function)}. {_EXPECTED}"
+            f"--model is {args.model}, which raised {_with_line(error, function)}. {_EXPECTED}"
         ) from error
-    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
-        raise ValueError(f"--model is {args.model}, which returned {_kind(made)}. {_EXPECTED}")
-    model, batch, loss = (*made, None)[:3]
+    is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
+    if not (is_tuple and isinstance(result[0], nn.Module)):
+        raise ValueError(f"--model is {args.model}, which returned {_types(result)}. {_EXPECTED}")
+    model, batch, loss = (*result, None)[:3]
     if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
         raise ValueError(
-            f"--model is {args.model}, which returned a batch that is a {_kind(batch)}. Expected a "
-            "tensor, a tuple, a dict, or a list of such."
+            f"--model is {args.model}, which returned a batch of type {_types(batch)}. Expected a "
+            "tensor, a tuple, a dict, or a list of these."
         )
     if loss is not None and not callable(loss):
         raise ValueError(
-            f"--model is {args.model}, which returned a loss that is a {_kind(loss)}. Expected a "
+            f"--model is {args.model}, which returned a loss of type {_types(loss)}. Expected a "
             "function of the model's output."
         )
     return model, batch, loss
@@ -67,7 +68,7 @@ def _function(spelled: str) -> Callable[..., Any]:
     """Return the function that `FILE.py:FUNCTION` names.
 
     Raises:
-        ValueError: there is no such file or function, or the file does not run.
+        ValueError: there is no such file or function, or importing the file fails.
     """
     path, _, name = spelled.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -80,29 +81,29 @@ def _function(spelled: str) -> Callable[..., Any]:
     module = _imported(file, spelled)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [
+        names = [
             key
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        have = f"its functions are {', '.join(own)}" if own else "it has no functions"
-        raise ValueError(f"--model is {spelled}, but {path} has no function {name}: {have}.")
+        expected = f"Expected one of {', '.join(names)}" if names else "The file has no functions"
+        raise ValueError(f"--model is {spelled}, but {path} has no function {name}. {expected}.")
     return function  # type: ignore[no-any-return]
 
 
 def _imported(file: Path, spelled: str) -> Any:
-    """Import a file once, as `python file.py` would find the modules beside it."""
+    """Import a file once. It can import modules in its folder, as with `python file.py`."""
     name = f"storage_ops_model_{file.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(file.resolve()):
-        return known
+    imported = sys.modules.get(name)
+    if imported is not None and imported.__file__ == str(file.resolve()):
+        return imported
     spec: Any = importlib.util.spec_from_file_location(name, file.resolve())
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the caller's own code may raise anything
+    except Exception as error:  # the user's code may raise anything
         del sys.modules[name]
         raise ValueError(
             f"--model is {spelled}, whose file raised {_in_line(error)}. Expected a file that "
@@ -114,22 +115,23 @@ def _imported(file: Path, spelled: str) -> Any:
 
 
 def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, int]:
-    """Return --batch and --seq by the names of arguments that the function has.
+    """Return --batch and --seq as keyword arguments of the function.
 
     Raises:
-        ValueError: an option is given that the function does not take, or an argument of the
-            function has no default and no option.
+        ValueError: the function does not take an option that is given, or it needs an argument
+            that is not given.
     """
     parameters = inspect.signature(function).parameters
     for name in ("decoder_seq", "images", "audio", "labels"):
         if (value := getattr(args, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} is {value}, but the batch of --model has everything. Leave out {flag}."
+                f"{flag} is {value}, but the function of --model returns its own batch. Leave out "
+                f"{flag}."
             )
     values = {name: getattr(args, name) for name in _SIZES}
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
+    sizes = {name: value for name, value in values.items() if value is not None}
+    for name, value in sizes.items():
         if name not in parameters:
             raise ValueError(
                 f"--{name} is {value}, but {args.model} has no argument {name}. Leave out --{name}."
@@ -138,26 +140,26 @@ def _sizes(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, 
         is_needed = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
         )  # fmt: skip
-        if is_needed and name in _SIZES and name not in given:
-            raise ValueError(f"--{name} is missing, and {args.model} needs it. Pass --{name}.")
+        if is_needed and name in _SIZES and name not in sizes:
+            raise ValueError(f"--{name} is missing, but {args.model} needs it. Pass --{name}.")
         if is_needed and name not in _SIZES:
             raise ValueError(
                 f"--model is {args.model}, which needs an argument {name}. Expected a function "
                 "without arguments, or with batch and seq."
             )
-    return given
+    return sizes
 
 
-def _kind(value: object) -> str:
-    """Return what a value is: its type, and those of the items of a tuple."""
+def _types(value: object) -> str:
+    """Return the type of a value, and the types of the items of a tuple."""
     name = type(value).__name__
     if isinstance(value, tuple):
         name += f" ({', '.join(type(item).__name__ for item in value)})"
     return name
 
 
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """Return an error in one line, with the last line of the function's file on its way."""
+def _with_line(error: Exception, function: Callable[..., Any]) -> str:
+    """Return an error in one line, with the innermost line of its traceback in the user's file."""
     file, line = inspect.getsourcefile(function), ""
     trace = error.__traceback__
     while trace is not None:

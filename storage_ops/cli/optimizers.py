@@ -107,7 +107,7 @@ def optimizer_named(name: str, model: nn.Module) -> type[Optimizer] | None:
     if short == "none":
         return None
     kinds = _kinds()
-    optimizer_class = {_short(each): cls for each, cls in kinds.items()}.get(short)
+    optimizer_class = {_short(known): cls for known, cls in kinds.items()}.get(short)
     if optimizer_class is None:
         raise ValueError(f"--optimizer is {name}. Expected none or one of {', '.join(kinds)}.")
     if optimizer_class is not torch.optim.Muon:

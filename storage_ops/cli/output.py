@@ -1,4 +1,4 @@
-"""Functions that commands share: for JSON output, complaints, and a reader that went away."""
+"""Functions that commands share: print answers and errors, and end quietly with a closed pipe."""
 
 from __future__ import annotations
 
@@ -36,59 +36,60 @@ def print_json(facts: Any) -> None:
 
 
 def print_assumptions(sentences: list[str], console: Console) -> None:
-    """Print what an answer assumes, one sentence a line, after its table."""
+    """Print the assumptions of an answer after its table, one sentence per line."""
     for sentence in sentences:
         console.print(f"* {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise if there is no folder for a file that an option names: before the work, not after."""
+    """Raise an error before the work starts if the folder of an output file does not exist."""
     if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"{option} is {path}. Expected a file in a folder that exists.")
 
 
 def check_plot(path: Path | None, images_only: bool = True) -> None:
-    """Raise if the file of --plot cannot be drawn: before the work, too."""
+    """Raise an error before the work starts if the file of --plot cannot be drawn."""
     check_folder("--plot", path)
     if path is not None:
         check_drawable(path, images_only)
 
 
 def complain(error: Exception | str, args: argparse.Namespace | None = None) -> None:
-    """Print what is wrong, on the standard error.
+    """Print an error on standard error.
 
     Args:
         error: the error, or its text.
-        args: of the command; arguments that the text names are spelled as its options.
+        args: options of the command. If given, names of Python arguments in the text become
+            names of options.
     """
     text = str(error)
     if not isinstance(error, (str, ImportError, OSError, RuntimeError, TypeError, ValueError)):
-        # Its text alone, such as the key of a KeyError, says little.
+        # The text alone can be unclear: that of a KeyError is only the key.
         text = f"{type(error).__name__}: {' '.join(text.split())}"
-    _print_aside(text if args is None else in_flags(text, args), "red")
+    _print_error(text if args is None else in_flags(text, args), "red")
 
 
 def note(text: str) -> None:
-    """Print what an answer assumes, on the standard error."""
-    _print_aside(text, "yellow")
+    """Print an assumption of an answer on standard error."""
+    _print_error(text, "yellow")
 
 
-def _print_aside(text: str, style: str) -> None:
+def _print_error(text: str, style: str) -> None:
     console = Pipe(stderr=True)
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-_ALIASES = {"memory_budget": "budget"}  # arguments of functions whose option has another name
+_ALIASES = {"memory_budget": "budget"}  # Python arguments whose option has another name
 _WORDS = r"'[\w.-]+'(?:, '[\w.-]+')*,?"
 
 
-def _words_after(found: re.Match[str]) -> str:
-    """Return an option and the names of a list, as a command line has them."""
-    return " ".join([found[1], *re.findall(r"[\w.-]+", found[2])])
+def _option_with_words(match: re.Match[str]) -> str:
+    """Return an option and the items of a list as they are written on a command line."""
+    return " ".join([match[1], *re.findall(r"[\w.-]+", match[2])])
 
 
 def in_flags(text: str, args: argparse.Namespace) -> str:
-    """Spell the arguments that a function's message names as options of the command.
+    """Replace Python arguments in a message by options of the command.
 
     Example:
         >>> args = argparse.Namespace(actions=None, budget=None)
@@ -100,33 +101,33 @@ def in_flags(text: str, args: argparse.Namespace) -> str:
         if option not in vars(args):
             continue
         flag = f"--{option.replace('_', '-')}"
-        said = rf"(?<![\w.-]){name}"
-        text = re.sub(rf"{said}=(?=[\w'(\[])", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w.-]){name}=(?=[\w'(\[])", f"{flag} ", text)
         text = text.replace(f"`{name}`", flag)
-    text = re.sub(rf"(--[\w-]+) [\[(]({_WORDS})[\])]", _words_after, text)
+    text = re.sub(rf"(--[\w-]+) [\[(]({_WORDS})[\])]", _option_with_words, text)
+    # No command has an option for `assume`.
     in_python = "Call storage_ops.memory.will_it_fit in Python with assume="
-    text = text.replace("Pass assume=", in_python)  # which no command has
-    # Lists of Python, and None: an option that is not given.
-    text = re.sub(rf"[\[(]({_WORDS})[\])]", lambda found: found[1].replace("'", ""), text)
+    text = text.replace("Pass assume=", in_python)
+    # On a command line, a list is written without quotes, and None means no option.
+    text = re.sub(rf"[\[(]({_WORDS})[\])]", lambda match: match[1].replace("'", ""), text)
     return re.sub(r", or None\b", "", text)
 
 
 class Pipe(Console):
-    """A console that lets a BrokenPipeError through, where rich would exit with 1."""
+    """A console that raises BrokenPipeError, where rich's own console would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the error that rich found."""
+        """Raise BrokenPipeError."""
         raise BrokenPipeError
 
 
-BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended: 128 + 13
+BROKEN_PIPE = 141  # 128 + 13, the code that a shell gives for a program that SIGPIPE ended
 
 
 def leave_quietly() -> int:
-    """Return the exit code after the reader of the output went away, as `head` does.
+    """Return the exit code for a closed pipe, such as after `| head`.
 
-    Buffered text would be written at the end of the process, which complains of the missing reader
-    again. So the text goes to the null device.
+    Python would write buffered text at its exit, and print an error about the closed pipe again.
+    Such text goes to the null device instead.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

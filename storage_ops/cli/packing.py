@@ -1,4 +1,4 @@
-"""`--packing`: all sequences of a batch in one row, told apart by their positions."""
+"""`--packing`: put all sequences of a batch into one row. Position ids mark their beginnings."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ _NAME = "storage_ops_packed"
 
 
 def prepare(model: nn.Module, args: argparse.Namespace) -> None:
-    """Set how a model attends to a packed row, and say what is assumed."""
-    how = "torch's attention with a mask of all pairs of tokens, made once for each kind of layer"
+    """Set the attention function of a model for packed rows, and print a note about it."""
+    attention = "torch's attention with a mask of all pairs of tokens, one for each kind of layer"
     if args.packing == "flash":
-        _attend_as_flash(model)
-        how = "flash attention of varying lengths, which takes no mask"
+        _replace_attention(model)
+        attention = "flash attention of varying lengths, which takes no mask"
     output.note(
-        f"--packing {args.packing}: one row of all sequences, which begin where position ids begin "
-        f"again, and {how}."
+        f"--packing {args.packing}: all sequences are in one row, and a sequence begins where the "
+        f"position ids start again from 0. Layers use {attention}."
     )
 
 
 def packed(
     model: nn.Module, batch: dict[str, Tensor], args: argparse.Namespace
 ) -> dict[str, Tensor]:
-    """Return the batch with one row of all tokens.
+    """Return the batch with all its tokens in one row.
 
-    Position ids are real numbers, since transformers finds the sequences in them.
+    Position ids have real values, because transformers reads the sequences' beginnings from them.
 
     Raises:
         ValueError: the model has other inputs than tokens, or its loss takes no packed row.
     """
     kind = class_of(model).__name__
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    is_of_tokens = batch.keys() == {"input_ids", "labels"}
-    if not (takes and is_of_tokens and batch["labels"].shape == batch["input_ids"].shape):
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
+    has_only_tokens = batch.keys() == {"input_ids", "labels"}
+    has_token_labels = has_only_tokens and batch["labels"].shape == batch["input_ids"].shape
+    if not (has_positions and has_token_labels):
         raise ValueError(
             f"--packing is {args.packing}, but the inputs of {kind} are {', '.join(batch)}. Pass "
-            "a model of tokens and their position_ids, with a label for each."
+            "a model that takes token ids and position_ids, with a label for each token."
         )
     if args.reference is not None:
         raise ValueError(
             f"--packing is {args.packing}, but the loss of --reference takes one sequence in a "
-            "row. Leave out one of them."
+            "row. Leave out one of these options."
         )
     sequences, tokens = batch["input_ids"].shape
     positions = torch.arange(tokens).repeat(sequences)[None]
@@ -58,10 +59,11 @@ def packed(
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-def _attend_as_flash(model: Any) -> None:
-    """Let a model attend by a function with the memory of flash attention, which needs no package.
+def _replace_attention(model: Any) -> None:
+    """Let a model use a function that needs as much memory as flash attention, but no package.
 
-    Torch's attention to the whole row keeps the same tensors without a mask. Only its time differs.
+    Torch's attention to the whole row, without a mask, saves the same tensors as flash attention of
+    varying lengths. Only its time differs.
     """
     transformers = required("transformers", "--packing")
     transformers.AttentionInterface.register(_NAME, _whole_row)
@@ -77,7 +79,7 @@ def _whole_row(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, dropout: float = 0.0,
     scaling: float | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return the attention of one row, in the layout that models of transformers expect."""
+    """Return torch's attention to the whole row, in the layout that transformers expects."""
     attended = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

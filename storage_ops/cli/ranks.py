@@ -1,4 +1,4 @@
-"""`--gpus`: simulates one rank of several, on a fake process group of torch."""
+"""`--gpus`: simulate one rank of several, with torch's fake process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from storage_ops.simulate.will_it_fit import FitReport
 
-_WHOLE = "embedding_rowwise"
+_NOT_SPLIT = "embedding_rowwise"  # the style of embeddings, which stay whole here
 _SHARDS = "fsdp2", "ddp", "zero3"
 
 
@@ -31,19 +31,23 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--shard",
         choices=_SHARDS,
         default="fsdp2",
-        help="what the ranks do with the model (default: fsdp2)",
+        help="how the ranks divide the model (default: fsdp2)",
     )
     parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="K", help="ranks that share each layer"
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="K",
+        help="number of ranks that split each layer (default: 1)",
     )
 
 
 @contextlib.contextmanager
 def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
-    """Shard a model for one rank, inside a with block that has a fake process group.
+    """Shard a model for one rank. The fake process group exists in the with block.
 
     Raises:
-        ValueError: an option is wrong, or the model has no plan for tensor parallelism.
+        ValueError: an option is wrong, or the model does not support tensor parallelism.
     """
     _check(args)
     if args.gpus == 1:
@@ -62,8 +66,8 @@ def one_of(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
         if shape[1] > 1:
             _parallelize(model, mesh["tensor"])
         if shape[0] > 1 and args.shard != "ddp":
-            for each in filter(None, (model, reference_of(model))):
-                _shard(each, mesh["data"], args)
+            for sharded in filter(None, (model, reference_of(model))):
+                _shard(sharded, mesh["data"], args)
         if args.shard == "zero3":
             from storage_ops.cli import zero3
 
@@ -89,22 +93,25 @@ def _check(args: argparse.Namespace) -> None:
         zero3.check(args)
     plans = "actions" in args or args.gradient_checkpointing  # "actions" is an option of fit
     draws = args.plot is not None or getattr(args, "html", None) is not None
-    is_spread = args.tensor_parallel > 1
-    if args.gpus > 1 and args.shard == "ddp" and (plans or draws or is_spread):
+    splits_layers = args.tensor_parallel > 1
+    if args.gpus > 1 and args.shard == "ddp" and (plans or draws or splits_layers):
         raise ValueError(
-            "--shard is ddp. Pass fsdp2 with fit, --gradient-checkpointing, a picture or "
-            "--tensor-parallel. DDP takes what one GPU takes, and buckets that are as large as all "
-            "gradients."
+            "--shard is ddp, which fit, --gradient-checkpointing, --plot, --html and "
+            "--tensor-parallel do not support. Pass --shard fsdp2. Under DDP, a rank takes what "
+            "one GPU takes, and buckets as large as all gradients."
         )
-    if is_spread and plans:
+    if splits_layers and plans:
         raise ValueError(
-            f"--tensor-parallel is {args.tensor_parallel}. Expected none with fit or "
-            "--gradient-checkpointing, which plan no layers of DTensors."
+            f"--tensor-parallel is {args.tensor_parallel}, but fit and --gradient-checkpointing "
+            "cannot plan layers with DTensors. Leave out --tensor-parallel."
         )
 
 
 def _shard(model: nn.Module, mesh: Any, args: argparse.Namespace) -> None:
-    """Shard each layer of a list of layers, and the rest with the model, as --shard says."""
+    """Shard each layer in a ModuleList or Sequential by itself, and all other parameters together.
+
+    --shard decides between FSDP2 and ZeRO-3.
+    """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
@@ -127,7 +134,7 @@ def _shard(model: nn.Module, mesh: Any, args: argparse.Namespace) -> None:
 
 
 def optimizer_of(args: argparse.Namespace, model: nn.Module) -> type[Optimizer] | None:
-    """Return the optimizer of --optimizer, as --shard runs it on this rank.
+    """Return the class of --optimizer, as --shard runs it on this rank.
 
     Raises:
         ValueError: there is no such optimizer, or it does not run on shards.
@@ -143,12 +150,12 @@ def optimizer_of(args: argparse.Namespace, model: nn.Module) -> type[Optimizer] 
 
 
 def accumulates(args: argparse.Namespace) -> bool:
-    """Return True if gradients exist from the beginning of the step. Those of ZeRO-3 always do."""
+    """Return True if gradients exist when the step begins, as with --accumulate and ZeRO-3."""
     return bool(args.accumulate or args.shard == "zero3")
 
 
 def assumptions(args: argparse.Namespace, model: nn.Module) -> list[str]:
-    """Return the sentences that an answer adds about --shard."""
+    """Return sentences about what the answer assumes for --shard."""
     if args.shard != "zero3":
         return []
     from storage_ops.cli import zero3
@@ -157,10 +164,10 @@ def assumptions(args: argparse.Namespace, model: nn.Module) -> list[str]:
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:
-    """Spread layers as the plan of their transformers class says.
+    """Split layers by the tensor-parallel plan of the model's transformers class.
 
     Raises:
-        ValueError: there is no plan, or torch has no such style.
+        ValueError: the class has no plan, or its plan has a style that torch does not have.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
@@ -178,30 +185,30 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
     kind = type(model).__name__
     if not styles:
         raise ValueError(
-            f"--tensor-parallel is {mesh.size()}, and {kind} has no plan for it. Expected a model "
+            f"--tensor-parallel is {mesh.size()}, but {kind} has no plan for it. Expected a model "
             "of transformers with base_model_tp_plan."
         )
-    unknown = sorted(set(styles.values()) - known.keys() - {_WHOLE})
+    unknown = sorted(set(styles.values()) - known.keys() - {_NOT_SPLIT})
     if unknown:
         raise ValueError(
-            f"--tensor-parallel is {mesh.size()}, and the plan of {kind} has {', '.join(unknown)}. "
-            f"Expected only {', '.join(known)}."
+            f"--tensor-parallel is {mesh.size()}, but base_model_tp_plan of {kind} has "
+            f"{', '.join(unknown)}. Expected only {', '.join(known)}."
         )
     _check_heads(model, mesh.size())
-    whole = _embedded(model)
+    embeddings = _embedding_weights(model)
     plan = {
         name: known[style]
         for name, module in model.named_modules()
         for pattern, style in styles.items()
-        if fnmatch.fnmatchcase(name, pattern) and not whole & set(module.parameters())
+        if fnmatch.fnmatchcase(name, pattern) and not embeddings & set(module.parameters())
     }
     parallelize_module(model, mesh, plan)
 
 
-def _embedded(model: nn.Module) -> set[Tensor]:
-    """Return the weights of embeddings, tied heads included. They are not sharded.
+def _embedding_weights(model: nn.Module) -> set[Tensor]:
+    """Return the weights of embeddings, which are not split. Tied output layers share them.
 
-    torch returns the whole gradient for a sharded embedding, and optimizers refuse such a gradient.
+    torch returns a whole gradient for a split embedding, and optimizers refuse such a gradient.
     """
     from torch import nn
 
@@ -221,7 +228,7 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def bucket_bytes(args: argparse.Namespace, model: nn.Module) -> int:
-    """Return the bytes of the buckets of DDP, which copy all gradients; otherwise 0."""
+    """Return the bytes of DDP's buckets, which hold a copy of all gradients. Without DDP: 0."""
     if args.shard != "ddp" or args.gpus == 1:
         return 0
     trained = (p for p in model.parameters() if p.requires_grad)
@@ -229,7 +236,7 @@ def bucket_bytes(args: argparse.Namespace, model: nn.Module) -> int:
 
 
 def with_buckets(report: FitReport, nbytes: int) -> FitReport:
-    """Return a report with the buckets of DDP, which are there during the whole step."""
+    """Add DDP's buckets to a report. They exist during the whole step."""
     from storage_ops.simulate.step import BUCKETS
 
     if not nbytes:

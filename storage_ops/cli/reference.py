@@ -72,8 +72,8 @@ def loss_of(output: Tensor) -> Tensor:
 
 def reference_of(model: nn.Module) -> nn.Module | None:
     """Return a model's reference, or None without one."""
-    found: nn.Module | None = vars(model).get("_reference")
-    return found
+    reference: nn.Module | None = vars(model).get("_reference")
+    return reference
 
 
 def _base(model: Any) -> Any:
@@ -129,8 +129,8 @@ def _reference_logps(policy: Any, inputs: dict[str, Any]) -> Tensor:
     reference = policy._reference
     with torch.no_grad():
         if reference is not None:
-            found: Tensor = reference(**inputs)
-            return found
+            logps: Tensor = reference(**inputs)
+            return logps
         with policy.disable_adapter():
             return _logps(policy, inputs)
 

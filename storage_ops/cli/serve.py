@@ -1,4 +1,4 @@
-"""`will-it-fit --serve`: whether a model of transformers fits when it generates text."""
+"""`will-it-fit --serve`: tell whether a transformers model fits when it generates text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
         value = getattr(args, name)
         if value != defaults[name]:
             flag = f"--{name.replace('_', '-')}"
-            given = "given" if value is True else value
-            raise ValueError(f"{flag} is {given}, but --serve trains nothing. Leave out {flag}.")
+            shown = "given" if value is True else value
+            raise ValueError(f"{flag} is {shown}, but --serve trains nothing. Leave out {flag}.")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the memory of generation. Return 0 if it fits, 1 if not."""
-    from storage_ops.cli.workload import explained, workload
+    from storage_ops.cli.workload import model_errors, workload
     from storage_ops.simulate.serve import simulate_serving
     from storage_ops.simulate.will_it_fit import verdict
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     inputs = {name: t for name, t in step.batch.items() if name not in labels}
     # Adapters are in the layers of the model that PEFT wraps, and that has the cache.
     base = getattr(step.model, "get_base_model", lambda: step.model)()
-    with explained(args, step.model):
+    with model_errors(args, step.model):
         report = simulate_serving(base.eval(), inputs, args.device)
     fits = report.peak_bytes <= budget
     if args.json:

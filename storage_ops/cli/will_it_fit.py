@@ -1,4 +1,4 @@
-"""`python -m storage_ops will-it-fit`: whether a step of a model fits, without a GPU."""
+"""`python -m storage_ops will-it-fit`: tell whether a training step fits, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from storage_ops.cli import (
     ranks,
     serve,
 )
-from storage_ops.cli.workload import explained, workload
+from storage_ops.cli.workload import model_errors, workload
 from storage_ops.quantities import readable
 
 HELP = "tell whether a training step of a model fits into a GPU"
@@ -29,26 +29,28 @@ EXAMPLE = "--hf-config config.json --batch 4 --seq 8192 --budget 70GiB --device 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     hf_model.add_arguments(parser)
-    written = parser.add_argument_group("the output")
-    output.add_json(written)
-    written.add_argument("--plot", type=Path, help="draw memory over the step into this file")
-    written.add_argument("--html", type=Path, help="write one page with the answer into this file")
-    question = parser.add_argument_group("other questions")
-    evaluation.add_arguments(question)
-    question.add_argument(
+    files = parser.add_argument_group("the output")
+    output.add_json(files)
+    files.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step")
+    files.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the answer, with pictures, as an HTML page"
+    )
+    questions = parser.add_argument_group("other questions")
+    evaluation.add_arguments(questions)
+    questions.add_argument(
         "--serve",
         action="store_true",
         help="tell whether generating text in plain PyTorch fits, instead of training",
     )
-    question.add_argument(
+    questions.add_argument(
         "--gradient-checkpointing",
         action="store_true",
-        help="compare the gradient checkpointing of transformers with a plan of fit",
+        help="use the gradient checkpointing of transformers, and compare it with a plan of fit",
     )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the command; return the exit code: 0 if it fits, 1 if not."""
+    """Run the command. Return 0 if the step fits, 1 if not."""
     from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
@@ -64,31 +66,31 @@ def run(args: argparse.Namespace, console: Console) -> int:
     model, batch, loss = step
     evaluation_step = evaluation.step_of(args, step)
     peaks = []
-    step_peaks: tuple[int, int] | None = None  # of a training and an evaluation step
+    step_peaks: tuple[int, int] | None = None  # of a training step and an evaluation step
     buckets = ranks.bucket_bytes(args, model)
     one_rank = ranks.one_of(args, model)
-    told = explained(args, model)
-    with told, one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
+    errors = model_errors(args, model)
+    with errors, one_rank, autocast.block(args), contextlib.ExitStack() as checkpoints:
         optimizer = ranks.optimizer_of(args, model)
         if args.gradient_checkpointing:
             checkpoints.enter_context(gradient_checkpointing.enabled(model))
         report = will_it_fit(
             model, batch, args.budget, loss, optimizer, args.device, ranks.accumulates(args)
         )
-        training = report.peak_bytes + buckets
+        training_peak = report.peak_bytes + buckets
         if evaluation_step is not None:
             evaluated = evaluation.evaluated(args, evaluation_step, report.step)
             report = evaluation.larger(report, evaluated)
-            step_peaks = training, evaluated.peak_bytes + buckets
+            step_peaks = training_peak, evaluated.peak_bytes + buckets
         report = ranks.with_buckets(report, buckets)
         checkpoints.close()
         if args.gradient_checkpointing:
-            peaks = gradient_checkpointing.compared(args, step, optimizer, training)
-        assumed = ranks.assumptions(args, model)
+            peaks = gradient_checkpointing.compared(args, step, optimizer, training_peak)
+        assumptions = ranks.assumptions(args, model)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)
-    evaluates = step_peaks is not None and step_peaks[1] > step_peaks[0]
-    advice = "" if report.fits else _what_now(args, report, evaluates)
+    evaluation_decides = step_peaks is not None and step_peaks[1] > step_peaks[0]
+    advice = "" if report.fits else _what_now(args, report, evaluation_decides)
     if args.html is not None:
         tables = [report.__rich__()]
         tables += [gradient_checkpointing.table(peaks, report.budget_bytes)] if peaks else []
@@ -96,18 +98,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.html.write_text(text, encoding="utf-8")
     if args.json:
         names = ("fits", "peak_bytes", "budget_bytes", "by_owner", "device")
-        compared: dict[str, Any] = {}
+        facts: dict[str, Any] = {name: getattr(report, name) for name in names}
         if peaks:
-            compared["compared"] = [peak._asdict() for peak in peaks]
+            facts["compared"] = [peak._asdict() for peak in peaks]
         if step_peaks:
             keys = "training_peak_bytes", "evaluation_peak_bytes"
-            compared |= dict(zip(keys, step_peaks, strict=True))
-        if assumed:
-            compared["assumptions"] = assumed
-        output.print_json({name: getattr(report, name) for name in names} | compared)
+            facts |= dict(zip(keys, step_peaks, strict=True))
+        if assumptions:
+            facts["assumptions"] = assumptions
+        output.print_json(facts)
     else:
         console.print(report)
-        output.print_assumptions(assumed, console)
+        output.print_assumptions(assumptions, console)
         if step_peaks:
             console.print(evaluation.compared(*step_peaks), highlight=False, soft_wrap=True)
         if peaks:
@@ -117,22 +119,27 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if report.fits else 1
 
 
-def _what_now(args: argparse.Namespace, report: Any, evaluates: bool) -> str:
-    """Name the command that finds what to recompute, or say that none can help.
+def _what_now(args: argparse.Namespace, report: Any, evaluation_decides: bool) -> str:
+    """Return advice for a step that does not fit: a command of `fit`, if recomputing can help.
 
-    `evaluates`: the peak is that of the evaluation step.
+    `evaluation_decides` is True if the evaluation step has the larger peak.
     """
-    if evaluates:
-        return "The evaluation step decides: a smaller --eval-batch or --eval-logits takes less."
+    if evaluation_decides:
+        return (
+            "The evaluation step has the larger peak. Pass a smaller --eval-batch or --eval-logits."
+        )
     lasting, budget = report.step.kept_bytes, report.budget_bytes
     if lasting > budget:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
-            f"alone are {readable(lasting, up=True)} of {readable(budget)}. Shard them over "
-            f"{'more' if args.gpus > 1 else 'several'} --gpus, or choose an --optimizer or a "
-            "--dtype that takes less."
+            f"alone take {readable(lasting, up=True)}, more than the budget of {readable(budget)}. "
+            f"Shard them over {'more' if args.gpus > 1 else 'several'} --gpus, or choose an "
+            "--optimizer or a --dtype that takes less."
         )
     if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
-        return "fit plans for one rank of --shard fsdp2, without --tensor-parallel."
+        return (
+            "`fit` can choose what to recompute, but only with --shard fsdp2 or zero3 and without "
+            "--tensor-parallel."
+        )
     command = shlex.join(hf_model.command("fit", args))
-    return f"To find what to recompute so that it fits, run:\n{command}"
+    return f"To find out what to recompute so that it fits, run:\n{command}"

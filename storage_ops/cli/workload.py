@@ -1,4 +1,4 @@
-"""The training step that a command is asked about: a model, a batch and a loss."""
+"""Create the training step that a command simulates: a model, a batch and a loss."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from storage_ops.cli import hf_model, model_function, recipe
 from storage_ops.cli.quantized import options
 
 _PACKAGE = Path(__file__).parents[1]
-# Fields of configs for the longest sequence. Some models have no embedding for each position, and
-# raise anyway.
-_LONGEST = "n_positions", "max_position_embeddings", "max_seq_len", "max_sequence_length"
+# Fields of configs for the longest sequence. Some models without learned positions raise an error
+# for longer sequences too.
+_LENGTH_LIMITS = "n_positions", "max_position_embeddings", "max_seq_len", "max_sequence_length"
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 class ModelError(ValueError):
-    """An error that the code of a model raised, with its line and its own words."""
+    """An error that the code of a model raised, with its line and its original message."""
 
 
 class Workload(NamedTuple):
-    """A model on the meta device, a batch for it, and its loss; None is the loss in its output."""
+    """A model on the meta device, a batch, and a loss function. None: the output has the loss."""
 
     model: nn.Module
     batch: Any
@@ -39,22 +39,23 @@ def workload(args: argparse.Namespace) -> Workload:
     """Return the step that --hf-config or --model names.
 
     Raises:
-        ImportError: transformers is not there. ValueError: an option, or the config, is wrong.
+        ImportError: transformers is not installed.
+        ValueError: an option or the config is wrong.
     """
     for name in ("batch", "seq", "decoder_seq"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}. Expected 1 or more.")
-    # It writes the traceback of an op's error, which is reported in one line.
+    # This logger prints the traceback of an op's error. The command reports it in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if args.model is not None:
         options.refuse_with_function(args)
         recipe.refuse_with_function(args)
         step = Workload(*model_function.call(args))
-        _without_bytes(step.model)
+        _move_to_meta(step.model)
         return step
     model, batch = hf_model.model_and_batch(args)
-    _without_bytes(model)
+    _move_to_meta(model)
     step = _of_transformers(args, model, batch)
     if args.reference is None:
         return step
@@ -64,10 +65,10 @@ def workload(args: argparse.Namespace) -> Workload:
     return step._replace(loss=reference.loss_of)
 
 
-def _without_bytes(model: nn.Module) -> None:
-    """Move parameters to the meta device if others are there.
+def _move_to_meta(model: nn.Module) -> None:
+    """Move all parameters of a model to the meta device if some are on it.
 
-    `torch.Tensor(size)` makes one on the CPU, whatever `torch.device("meta")` says.
+    `torch.Tensor(size)` creates a tensor on the CPU even inside `torch.device("meta")`.
     """
     from torch import nn
 
@@ -80,49 +81,48 @@ def _without_bytes(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def explained(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
-    """Say of an error of a model's own code where it comes from, and what may be wrong.
+def model_errors(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
+    """Add the line and a possible cause to errors that the model's code raises in a with block.
 
     Raises:
-        ModelError: the code of the model, or of torch that it calls, raised an error.
+        ModelError: the code of the model, or torch code that it calls, raised an error.
     """
     try:
         yield
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if _PACKAGE in Path(frame.f_code.co_filename).parents:
-            raise  # an error of this package has its own words
+            raise  # errors of this package need no explanation
         from storage_ops.checkpoint.layers.config_policy import class_of
         from storage_ops.simulate.values.assume import users_line
 
         config = getattr(model, "config", None)
-        expected = "a model and a batch with which a step runs"
-        for name in _LONGEST:
-            most = getattr(config, name, None)
-            if args.seq is not None and isinstance(most, int) and most < args.seq:
-                expected = f"--seq of at most {most}, the config's {name}, and not {args.seq}"
+        expected = "a model that runs a training step with this batch"
+        for name in _LENGTH_LIMITS:
+            limit = getattr(config, name, None)
+            if args.seq is not None and isinstance(limit, int) and limit < args.seq:
+                expected = f"--seq of at most {limit}, the config's {name}, and not {args.seq}"
                 break
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelError(
-            f"A step of {class_of(model).__name__} raised {what} at "
+            f"A step of {class_of(model).__name__} raised {message} at "
             f"{users_line(error.__traceback__)}. Expected {expected}."
         ) from error
 
 
 def resized(step: Workload, args: argparse.Namespace, size: str, number: int) -> Workload:
-    """Return the step with another "batch" or "seq"."""
+    """Return the step with another value of `size`: "batch" or "seq"."""
     model, _, loss = step
     changed = argparse.Namespace(**vars(args) | {size: number})
     if args.model is not None:
         return Workload(model, *model_function.call(changed)[1:])
     from storage_ops.cli import hf_batch
 
-    made = _of_transformers(args, model, hf_batch.batch_for(model, changed))
-    return made._replace(loss=loss)
+    return _of_transformers(args, model, hf_batch.batch_for(model, changed))._replace(loss=loss)
 
 
 def _of_transformers(args: argparse.Namespace, model: nn.Module, batch: Any) -> Workload:
-    """Return the step of a model of transformers; with autocast on fake tensors of the CPU."""
+    """Return the step of a transformers model. With autocast, its tensors are fake CPU tensors."""
     if args.autocast is None:
         return Workload(model, batch)
     from storage_ops.simulate.fakes import FakesOfCPU
@@ -133,17 +133,19 @@ def _of_transformers(args: argparse.Namespace, model: nn.Module, batch: Any) -> 
     return Workload(model, fakes.batch(batch))
 
 
-def longest(args: argparse.Namespace, step: Workload) -> int | None:
-    """Return the largest number that --find can try; None if there is no limit.
+def largest_to_try(args: argparse.Namespace, step: Workload) -> int | None:
+    """Return the largest size that --find may try, or None without a limit.
 
     Raises:
-        ValueError: a model of transformers takes no tokens, and --find is seq.
+        ValueError: --find is seq, but a transformers model takes no tokens.
     """
     if args.model is not None or args.find == "batch":
         return None
     from storage_ops.cli import hf_batch
 
     if not {"input_ids", "decoder_input_ids"} & step.batch.keys():
-        raise ValueError("--find is seq, but the model takes no tokens. Pass batch or device.")
-    most = hf_batch.positions(step.model)[1]
-    return None if math.isinf(most) else int(most)
+        raise ValueError(
+            "--find is seq, but the model takes no tokens. Pass --find batch or --find device."
+        )
+    limit = hf_batch.positions(step.model)[1]
+    return None if math.isinf(limit) else int(limit)

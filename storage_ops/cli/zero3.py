@@ -37,8 +37,8 @@ class Partitioned(Optimizer):
     """The optimizer step of ZeRO-3 on this rank's partitions.
 
     The state is a flat float32 copy of the partitions, and the state of `inner` for this copy.
-    Parameters in float32 need no copy. The step also takes the gradients in float32, for one sub
-    group of partitions after the other.
+    Parameters in float32 need no copy. The step also creates float32 gradients, for one sub-group
+    of partitions at a time.
 
     Attributes:
         inner: the optimizer of the copies.
@@ -92,7 +92,7 @@ def _sub_groups(parameters: list[Any], ranks: int) -> Iterator[list[Any]]:
 
 
 def _partition(t: Any, ranks: int) -> Tensor:
-    """Return this rank's elements of a tensor: those of its shard, or a share of a whole tensor."""
+    """Return this rank's part of a tensor, flat: its shard, or a part of a whole tensor."""
     if hasattr(t, "to_local"):
         local: Tensor = t.to_local()
         return local.flatten()
@@ -101,17 +101,17 @@ def _partition(t: Any, ranks: int) -> Tensor:
 
 
 def optimizer_for(args: argparse.Namespace, kind: type[Optimizer] | None) -> type[Optimizer] | None:
-    """Return the optimizer of ZeRO-3 around one for whole parameters.
+    """Return an optimizer that applies the class `kind` to partitions, as ZeRO-3 does.
 
     Raises:
-        ValueError: the optimizer treats matrices in another way than vectors.
+        ValueError: the optimizer needs the shapes of matrices, which flat partitions do not have.
     """
     if kind is None:
         return None
     if issubclass(kind, MuonAndAdamW):
         raise ValueError(
-            f"--optimizer is {args.optimizer} and --shard is zero3, which updates flat partitions. "
-            "Expected an optimizer of single elements, such as adamw. Or pass --shard fsdp2."
+            f"--optimizer is {args.optimizer}, but --shard zero3 updates flat partitions. Pass an "
+            "optimizer that updates each element by itself, such as adamw, or pass --shard fsdp2."
         )
     plain = torch.optim.Adam, torch.optim.AdamW
     body = {"inner": _InPlace if kind in plain else kind, "ranks": args.gpus}
@@ -119,10 +119,10 @@ def optimizer_for(args: argparse.Namespace, kind: type[Optimizer] | None) -> typ
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse options that ZeRO-3 is not simulated with.
+    """Raise an error for options that `--shard zero3` does not support.
 
     Raises:
-        ValueError: one is given.
+        ValueError: such an option is given.
     """
     if args.gpus == 1:
         raise ValueError("--shard is zero3 and --gpus is 1. Pass --gpus of 2 or more.")
@@ -139,10 +139,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def cast(model: nn.Module, args: argparse.Namespace) -> None:
-    """Give all parameters one dtype, as DeepSpeed does, adapters and norms too.
+    """Cast all parameters to one dtype, as DeepSpeed does, adapters and norms too.
 
-    It is --dtype for a model of transformers, and the dtype of the first parameter for others.
-    Statistics of quantized weights are no parameters in DeepSpeed, and keep their dtypes.
+    The dtype is --dtype for a transformers model, and that of the first parameter for a model of
+    --model. Statistics of quantized weights keep their dtypes: they are no parameters in DeepSpeed.
     """
     statistics = {
         p
@@ -157,37 +157,38 @@ def cast(model: nn.Module, args: argparse.Namespace) -> None:
 
 
 def _whole(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are too small to be sharded."""
+    """Return the parameters that stay whole because they are small."""
     return [p for p in model.parameters() if p.numel() <= PERSISTENT]
 
 
 def shard(model: nn.Module, mesh: Any, layers: list[nn.Module]) -> None:
     """Shard a model as ZeRO-3 does, with the code of FSDP2.
 
-    Embeddings and layers are gathered by themselves, and the rest with the model. Small parameters
-    stay whole. The last layers of the forward stay gathered until their backward, as far as
-    DeepSpeed's reuse distance goes.
+    Each embedding and each layer is gathered by itself, and the rest together. Small parameters
+    stay whole. The last layers of the forward stay gathered until their backward, within
+    DeepSpeed's reuse distance.
 
     Args:
         model: the model.
-        mesh: the ranks.
-        layers: the modules that are gathered by themselves, in the order of the forward.
+        mesh: a device mesh of the ranks.
+        layers: the modules that are gathered one by one, in the order of the forward.
     """
     from torch.distributed.fsdp import fully_shard
 
     whole = set(_whole(model))
     inside = {id(p) for layer in layers for p in layer.parameters()}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    counts: dict[int, int] = {}  # in how many modules a weight is: a tied one is the output's, too
+    # The number of modules that have a weight. A tied weight is in the output layer too.
+    counts: dict[int, int] = {}
     for m in model.modules():
         for p in m.parameters(recurse=False):
             counts[id(p)] = counts.get(id(p), 0) + 1
     alone = [m for m in embeddings if id(m.weight) not in inside and counts[id(m.weight)] == 1]
     groups = [*alone, *layers]
-    mine = {p for group in groups for p in group.parameters()}
-    after = sum(p.numel() for p in model.parameters() if p not in mine)
+    grouped = {p for group in groups for p in group.parameters()}
+    after = sum(p.numel() for p in model.parameters() if p not in grouped)
     for group in reversed(groups):
-        # The parameters behind it run in the forward and again in the backward, before it.
+        # Between a group's forward and backward, the later parameters run twice.
         is_near = 2 * after < REUSED
         after += sum(p.numel() for p in group.parameters())
         if any(p not in whole for p in group.parameters()):
@@ -196,7 +197,7 @@ def shard(model: nn.Module, mesh: Any, layers: list[nn.Module]) -> None:
 
 
 def add_buffers(model: nn.Module, ranks: int) -> None:
-    """Add DeepSpeed's reduce bucket to a model as a buffer, with partitions of whole parameters."""
+    """Add buffers for DeepSpeed's reduce bucket and for the partitions of whole parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     small = _whole(model)
     device = next(model.parameters()).device
@@ -210,24 +211,24 @@ def add_buffers(model: nn.Module, ranks: int) -> None:
 
 
 def assumptions(model: nn.Module) -> list[str]:
-    """Return the assumptions of an answer for a model of `add_buffers`."""
+    """Return the assumptions of an answer, for a model that `add_buffers` has changed."""
     small = sum(p.numel() for p in _whole(model))
     bucket: Any = model.get_buffer("reduce_bucket")
     return [
         "The options of zero_optimization have the default values of DeepSpeed 0.19. All "
         f"parameters are in {str(bucket.dtype).removeprefix('torch.')}.",
-        f"stage3_param_persistence_threshold is {PERSISTENT:,}: parameters of at most so many "
-        f"elements stay whole, {small:,} elements in all. Their gradients are counted whole, "
-        "which DeepSpeed partitions.",
-        f"reduce_bucket_size is {BUCKET:,}: the buffers have {readable(bucket.nbytes)} for it. "
-        "DeepSpeed copies a full bucket to reduce it. The copy counted here is that of one layer.",
+        f"stage3_param_persistence_threshold is {PERSISTENT:,}: parameters with at most so many "
+        f"elements stay whole, {small:,} elements in all. Their gradients are counted whole, but "
+        "DeepSpeed partitions them.",
+        f"reduce_bucket_size is {BUCKET:,}: it takes {readable(bucket.nbytes)} of the buffers. "
+        "DeepSpeed copies a full bucket to reduce it. Here only the copy of one layer is counted.",
         f"stage3_max_reuse_distance is {REUSED:,}: the last layers of the forward stay gathered "
         "until their backward, if fewer elements run in between.",
         "stage3_prefetch_bucket_size and stage3_max_live_parameters are not simulated. One layer "
         "is gathered ahead, as in FSDP2.",
-        f"sub_group_size is {SUB_GROUP:,}: the optimizer makes float32 gradients of so many "
-        "elements at once.",
-        "Gradients are partitioned, and there during the whole step. The optimizer state has "
+        f"sub_group_size is {SUB_GROUP:,}: the optimizer creates float32 gradients for so many "
+        "elements at a time.",
+        "Gradients are partitioned, and exist during the whole step. The optimizer state has "
         "float32 copies of 16-bit parameters. Adam and AdamW are DeepSpeed's FusedAdam.",
-        "Partitions are of whole rows, as in FSDP2. The buffers of NCCL are not counted.",
+        "Partitions have whole rows, as in FSDP2. The buffers of NCCL are not counted.",
     ]

@@ -94,14 +94,14 @@ class Coarse:
         _, center, each = rows.values(self.divergence, self.beta, a, b, p, q)
         known = rows.gradient(self.divergence, self.beta, p, each, center)
         local = self.ids[whole] - first
-        here = (local >= 0) & (local < z.shape[1])
-        local = torch.where(here, local, 0)
+        in_tile = (local >= 0) & (local < z.shape[1])
+        local = torch.where(in_tile, local, 0)
         if self.tail:
             # Distribute the gradient of the rest over the other classes.
             rest = state[-1].unsqueeze(1)
             z.sub_(torch.where(rest == -torch.inf, 0, rest))
-            z.scatter_reduce_(1, local, torch.where(here, -torch.inf, torch.inf).to(z), "amin")
+            z.scatter_reduce_(1, local, torch.where(in_tile, -torch.inf, torch.inf).to(z), "amin")
             z.exp_().mul_(known[:, -1:])
         else:
             z.zero_()
-        z.scatter_add_(1, local, torch.where(here, known[:, : local.shape[1]], 0))
+        z.scatter_add_(1, local, torch.where(in_tile, known[:, : local.shape[1]], 0))

@@ -65,8 +65,8 @@ def _backward(grad_loss: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, ...
     """Compute gradients by a second pass over the logits, for any upstream gradient."""
     call = DivergenceCall(*args)
     run = run_of(call, state)
-    each = grad_loss if call.reduction != "none" else run.head.tokens.collect(grad_loss)
-    run.rows.set_upstream(each)
+    upstream = grad_loss if call.reduction != "none" else run.head.tokens.collect(grad_loss)
+    run.rows.set_upstream(upstream)
     return tuple(run.gradients())
 
 

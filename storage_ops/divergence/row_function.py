@@ -28,7 +28,7 @@ class DivergenceRows(RowFunction):
     """Computes statistics and gradients from a tile of the student and a tile of the teacher.
 
     Attributes:
-        given: the arguments.
+        call: the arguments.
         bias: the student's bias in the arithmetic dtype, or None.
         teacher: the teacher's input rows (N, E), weight and bias, or None.
         coarse: the classes of a stored teacher, or None.
@@ -40,37 +40,37 @@ class DivergenceRows(RowFunction):
 
     selects_by_gradient = True
 
-    def __init__(self, given: DivergenceCall, head: Head, state: Tensor | None):
+    def __init__(self, call: DivergenceCall, head: Head, state: Tensor | None):
         """Prepare for a forward, or for a backward with the `state` that the forward returned."""
-        self.given, self._head = given, head
+        self.call, self._head = call, head
         tokens, x, classes = head.tokens, head.tokens.x, len(head.weight)
         self.teacher, self.coarse = self._teacher(classes), None
-        self.bias = None if given.bias is None else given.bias[:classes].to(given.wide)
+        self.bias = None if call.bias is None else call.bias[:classes].to(call.wide)
         self._ignored = None
-        ignores = given.token_weight is not None or given.shift or given.target is not None
-        if ignores and (tokens.kept is None or given.max_valid is not None):
+        ignores = call.token_weight is not None or call.shift or call.target is not None
+        if ignores and (tokens.kept is None or call.max_valid is not None):
             # Otherwise all ignored tokens were left out.
             self._ignored = tokens.target == IGNORED
-        if given.ids is not None:
-            self.coarse = Coarse.of(given, tokens.kept, tokens.target == IGNORED, classes)
+        if call.ids is not None:
+            self.coarse = Coarse.of(call, tokens.kept, tokens.target == IGNORED, classes)
         # The gradient of the divergence overwrites the teacher's logits, that of targets the
         # student's.
         alike = self.teacher is not None and self.teacher[1].dtype == x.dtype
-        self._over_teacher = given.target is not None and alike
+        self._over_teacher = call.target is not None and alike
         self._products = self._teacher_products()
-        self.loss = x.new_zeros(tokens.count, dtype=given.wide)
+        self.loss = x.new_zeros(tokens.count, dtype=call.wide)
         if state is None:
-            self.state = x.new_zeros(given.state_rows, tokens.count, dtype=given.wide)
+            self.state = x.new_zeros(call.state_rows, tokens.count, dtype=call.wide)
         else:
             self.state = tokens.collect_state(state)
         self.targets = None
-        if given.target is not None:
-            self.targets = Targets(given, tokens, self.state[given.own_rows :], self.bias)
-        self.upstream = x.new_zeros(1, dtype=given.wide)
+        if call.target is not None:
+            self.targets = Targets(call, tokens, self.state[call.own_rows :], self.bias)
+        self.upstream = x.new_zeros(1, dtype=call.wide)
         self._teacher_tile: Tensor | None = None
 
     def _teacher(self, classes: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        call = self.given
+        call = self.call
         if call.teacher_input is None or call.teacher_weight is None:
             return None
         x = call.teacher_input.reshape(-1, call.teacher_input.shape[-1])
@@ -85,7 +85,7 @@ class DivergenceRows(RowFunction):
 
     def problem(self) -> tuple[Problem, plan.Teacher]:
         """Return the student's and the teacher's part of the problem, for the planner."""
-        p, targets = self._head.problem, self.given.target is not None
+        p, targets = self._head.problem, self.call.target is not None
         student = replace(
             p, plain=False, several=False, alike=True, fixed_bytes=p.fixed_bytes + self._copies(),
             selects_late=self.selects_by_gradient,
@@ -93,7 +93,7 @@ class DivergenceRows(RowFunction):
         teacher = plan.Teacher(
             0 if self.teacher is None else self.teacher[0].shape[1],
             self._products,
-            rows.COPIES + bool(self.given.softcap),
+            rows.COPIES + bool(self.call.softcap),
             targets,
             copied=targets and not self._over_teacher,
             plain=p.plain,
@@ -102,7 +102,7 @@ class DivergenceRows(RowFunction):
 
     def _copies(self) -> int:
         """Return the bytes of copies of the teacher's tensors, and of other values per token."""
-        call, size, count = self.given, 0, self._head.tokens.count
+        call, size, count = self.call, 0, self._head.tokens.count
         if self.teacher is not None:
             before = (call.teacher_input, call.teacher_weight, call.teacher_bias)
             for old, new in zip(before, self.teacher, strict=True):
@@ -120,7 +120,7 @@ class DivergenceRows(RowFunction):
     def set_upstream(self, loss: Tensor) -> None:
         """Set the gradient of the loss, or of each token's loss, in the form of `collect`."""
         tokens = self._head.tokens
-        loss = loss.to(self.given.wide) * formulas.scale_of(tokens, self._head.call)
+        loss = loss.to(self.call.wide) * formulas.scale_of(tokens, self._head.call)
         weight = tokens.token_weight
         loss = loss.reshape(-1) if weight is None else loss * weight
         self.upstream = loss if self._ignored is None else loss.masked_fill(self._ignored, 0)
@@ -167,27 +167,27 @@ class DivergenceRows(RowFunction):
     def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
         """Compute a tile's statistics if asked for, and overwrite logits by their gradient."""
         assert self.teacher is not None
-        call, classes = self.given, step.classes
+        call, classes = self.call, step.classes
         bias, offset, phases = self.bias, self.teacher[2], step.phases
         heads = (
             tile, other, None if bias is None else bias[classes],
             None if offset is None else offset[classes],
             self.state[: call.own_rows, step.rows], self.loss[step.rows],
         )  # fmt: skip
-        how = (call.divergence, call.beta, 1 / call.temperature)
+        options = (call.divergence, call.beta, 1 / call.temperature)
         caps = (call.softcap, call.teacher_softcap)
         over_teacher = self._over_teacher
         ranks = self._head.ranks
         if ranks.several and phases & UPDATE:
-            rows.statistics_over_ranks(*heads, *how, caps, self._merge, ranks.add_up)
+            rows.statistics_over_ranks(*heads, *options, caps, self._merge, ranks.add_up)
             phases &= ~UPDATE
         if not phases:
             return
         native = call.divergence != "cosine" and not any(caps) and other.dtype == tile.dtype
         if not native:
-            rows.divergence_rows(*heads, upstream, *how, phases, over_teacher, caps)
+            rows.divergence_rows(*heads, upstream, *options, phases, over_teacher, caps)
         else:
-            _OPS._divergence_rows(*heads, upstream, *how, phases, over_teacher)
+            _OPS._divergence_rows(*heads, upstream, *options, phases, over_teacher)
 
     def _merge(self, state: Tensor) -> None:
         """Merge the state of rows with that of other ranks, in place."""
@@ -198,20 +198,20 @@ class DivergenceRows(RowFunction):
 
     def _stored(self, step: Step, tile: Tensor, upstream: Tensor) -> None:
         """Process a tile of the student for a stored teacher."""
-        coarse, scale = self.coarse, 1 / self.given.temperature
+        coarse, scale = self.coarse, 1 / self.call.temperature
         assert coarse is not None
         bias = None if self.bias is None else self.bias[step.classes]
         for part in rows.pieces(tile):
             whole = slice(step.rows.start + part.start, step.rows.start + part.stop)
-            z = rows.scaled(tile[part], bias, scale, self.given.wide, self.given.softcap)
-            state = self.state[: self.given.own_rows, whole]
+            z = rows.scaled(tile[part], bias, scale, self.call.wide, self.call.softcap)
+            state = self.state[: self.call.own_rows, whole]
             if step.phases & UPDATE:
                 state.copy_(coarse.logits(whole, z))
                 self.loss[whole] = coarse.values(whole, state)
             if step.phases & GRADIENT:
                 coarse.gradient(whole, state, z, step.classes.start)
-                if self.given.softcap:
-                    z.mul_(rows.cap_slope(tile[part], bias, z.dtype, self.given.softcap))
+                if self.call.softcap:
+                    z.mul_(rows.cap_slope(tile[part], bias, z.dtype, self.call.softcap))
                 own = upstream if len(upstream) == 1 else upstream[part]
                 rows.store(z, own, scale, tile[part])
 
@@ -225,7 +225,7 @@ class DivergenceRows(RowFunction):
 
     def needed_classes(self, step: Step) -> Tensor:
         """See `RowFunction`."""
-        if self.given.target is None:
+        if self.call.target is None:
             return torch.empty(0, dtype=torch.int64, device=self.loss.device)
         return self._head.targets_within(step.rows, step.classes)
 

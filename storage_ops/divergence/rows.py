@@ -57,9 +57,9 @@ def cap_slope(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, cap: floa
 
 
 def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
-    """Return (rows,), computed by the row kernel of cross-entropy, which reads `z` once.
+    """Return the log-sum-exp of each row (rows,). The row kernel of cross-entropy reads `z` once.
 
-    state: zeros (STATE_ROWS, rows), which receive the kernel's state.
+    `state`: zeros (STATE_ROWS, rows) that the kernel overwrites by its state.
     """
     state = z.new_zeros(STATE_ROWS, len(z)) if state is None else state
     target = torch.zeros(len(z), dtype=torch.int64, device=z.device)  # any class
@@ -160,7 +160,7 @@ def _norm(square: Tensor) -> Tensor:
 
 
 def store(dz: Tensor, upstream: Tensor, scale: float, tile: Tensor) -> None:
-    """Write a gradient times upstream, (rows,) or (1,), over a tile; 0 for weightless rows."""
+    """Overwrite a tile by a gradient times `upstream` ((rows,) or (1,)), or by 0 if that is 0."""
     factor = (upstream * scale).unsqueeze(1)
     tile.copy_(dz.mul_(factor).masked_fill_(factor == 0, 0))
 

@@ -62,10 +62,10 @@ def _candidates(
     offloads = "offload" in allowed and hides > 0
     if "selective" in allowed or offloads:
         try:
-            ops, again = probe.ops()
+            ops, count = probe.ops()
         except _REFUSALS:
-            ops, again = [], 0
-        sets = _selections(ops[:again])
+            ops, count = [], 0
+        sets = _selections(ops[:count])
         if "selective" in allowed:
             actions += [_selective(s) for s in sets if sum(op.nbytes for op in s) < most]
         if offloads:
@@ -106,12 +106,12 @@ def _selections(ops: list[Op]) -> list[list[Op]]:
 
 def _that_fit(ops: list[Op], nbytes: int) -> list[Op]:
     """Return ops, the largest first, whose results together take at most `nbytes`."""
-    fitting_actions = []
+    fitting_ops = []
     for op in sorted(ops, key=lambda op: -op.nbytes):
         if op.nbytes <= nbytes:
             nbytes -= op.nbytes
-            fitting_actions.append(op)
-    return fitting_actions
+            fitting_ops.append(op)
+    return fitting_ops
 
 
 def _selective(ops: list[Op], away: Sequence[Op] = ()) -> Action:

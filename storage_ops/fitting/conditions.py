@@ -95,8 +95,8 @@ class Conditions:
         if not changed:
             return
         before, now = (
-            ", ".join(f"{name} {each[name]}" if name in each else f"no {name}" for name in changed)
-            for each in (self.shapes, shapes)
+            ", ".join(f"{name} {of[name]}" if name in of else f"no {name}" for name in changed)
+            for of in (self.shapes, shapes)
         )
         known = [name for name in changed if name in self.shapes and name in shapes]
         grown = any(

@@ -162,14 +162,13 @@ class NothingFits(ValueError):
     ) -> None:
         """Name both budgets, the owners of the smallest one's bytes, and other remedies."""
         self.smallest_bytes = smallest
-        owners = f" In memory at its peak are {owners_in_words(by_owner)}." if by_owner else ""
+        owners = f" Its peak consists of {owners_in_words(by_owner)}." if by_owner else ""
         hint = owners + (hint and f" {hint}")
         if budget < 4096:
             hint += " A number without a unit is a number of bytes: pass text such as '24GiB'."
         super().__init__(
-            f"`budget` is {readable(budget)} ({budget} bytes), but the smallest that a step of "
-            f"this model and batch fits into is {readable(smallest, up=True)} ({smallest} "
-            f"bytes).{hint}"
+            f"`budget` is {readable(budget)} ({budget} bytes), but a step of this model and batch "
+            f"needs at least {readable(smallest, up=True)} ({smallest} bytes).{hint}"
         )
 
 
@@ -211,8 +210,8 @@ class Search:
         batches = batch if isinstance(batch, list) else [batch]
         if not batches:
             raise ValueError("`batch` is an empty list. Expected at least one batch.")
-        for each in batches:
-            arguments(each)
+        for batch_of_list in batches:
+            arguments(batch_of_list)
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate
@@ -433,9 +432,9 @@ class Search:
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
         if variant.loss != KEEP:
-            there = variant.loss_bytes if at_peak.alive == len(calls) else 0
+            at_peak_bytes = variant.loss_bytes if at_peak.alive == len(calls) else 0
             name = self._of_loss.name or "loss"
-            row = Row([name], str(variant.loss), 0, there, variant.seconds - own.seconds)
+            row = Row([name], str(variant.loss), 0, at_peak_bytes, variant.seconds - own.seconds)
             rows["", variant.loss] = row
         nothing = [0] * len(own.costs)
         full = [

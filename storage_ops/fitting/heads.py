@@ -59,9 +59,11 @@ def heads_in(module: nn.Module) -> list[LinearCrossEntropyLoss]:
 
 def heads_of_loss(loss: object, model: nn.Module) -> dict[str, LinearCrossEntropyLoss]:
     """Return heads of a loss that are not in the model, by name: "(loss)", "(loss).1"."""
-    there = set(heads_in(model))
+    heads_of_model = set(heads_in(model))
     modules = Captured(loss, (), {}).modules if loss is not None else []
-    heads = [m for m in modules if isinstance(m, LinearCrossEntropyLoss) and m not in there]
+    heads = [
+        m for m in modules if isinstance(m, LinearCrossEntropyLoss) and m not in heads_of_model
+    ]
     names = [LOSS_NAME, *(f"{LOSS_NAME}.{number}" for number in range(1, len(heads)))]
     return dict(zip(names, heads, strict=False))
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
 SizeT = TypeVar("SizeT", int, str)
-_GROWTH = 16  # the most that a guess exceeds the largest number that is known to fit
-_ENDLESS = 1 << 28  # no device holds a batch of so many; its memory does not depend on the number
-_SLACK = 0.98  # of a peak on one GPU, that on another one is no less: workspaces differ
+_GROWTH = 16  # a guess is at most this many times the largest number that is known to fit
+_ENDLESS = 1 << 28  # no device has memory for so many samples: the memory does not grow with them
+_SLACK = 0.98  # the peak on one GPU is at least this share of that on another: workspaces differ
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Largest(Tabular, Generic[SizeT]):
     """The answer of `find_largest`; prints as a table.
 
     Attributes:
-        kept: the largest size with which a step fits that recomputes nothing, and its step. None
-            if no size fits.
+        kept: the largest size with which a step without recomputation fits, and its step. None if
+            no size fits.
         planned: the largest size for which `fit` has a plan, and the plan. None if no size fits.
-        limit: what was searched, in words.
+        limit: the budget, and the largest size if there is one, in words.
         least_bytes: the lowest peak in bytes of the smallest size, if no size fits; otherwise 0.
-        axis: what a size is, the header of its column.
+        axis: header of the column of sizes.
     """
 
     kept: Found[SizeT] | None
@@ -100,9 +100,12 @@ class Largest(Tabular, Generic[SizeT]):
 
         rows = {"keep all": self.kept, "with a plan": self.planned}
         item = self.planned.item if self.planned else "token"
-        least = f"; the smallest takes {readable(self.least_bytes, up=True)}"
+        title = f"Fits into {self.limit}"
+        if not self.planned:
+            least = readable(self.least_bytes, up=True)
+            title = f"Nothing fits into {self.limit}; the smallest step takes {least}"
         return Grid(
-            f"Fits into {self.limit}" if self.planned else f"Nothing fits into {self.limit}{least}",
+            title,
             ("activations", self.axis, "peak", "step", f"per {item}", "plan"),
             [_cells(name, row) for name, row in rows.items()],
             words=("activations", "plan"),
@@ -141,13 +144,13 @@ def find_largest(
     """Find the largest batch, or the longest sequence, with which a training step fits.
 
     The search simulates steps of `make_batch(1)`, `make_batch(2)` and others. It ends at a number
-    that fits when the next number does not. It does so twice: for steps that recompute nothing, and
-    for steps with a plan of `fit`. The peak must not fall when the number grows.
+    that fits if the next number does not fit. There are two searches: for steps without
+    recomputation, and for steps with a plan of `fit`. The peak must not fall when the number grows.
 
     Args:
         model: as in `storage_ops.fit`.
-        make_batch: a function of a number that returns a batch, best on the meta device. The number
-            can be that of samples, of tokens in a sequence, or another size.
+        make_batch: a function that takes a number and returns a batch, preferably on the meta
+            device. The number can count samples, tokens in a sequence, or another size.
         budget, loss, optimizer, device, actions, accumulate, assume: as in `storage_ops.fit`.
         most: the largest number to try, such as a model's number of positions. None: no limit.
 
@@ -200,7 +203,7 @@ def find_largest(
     with ONE_AT_A_TIME, showing("find_largest"):
         planned, least = largest(actions, last)
         kept = largest((), planned.size)[0] if planned else None
-    where = f"{readable(limit)}, of sizes up to {most}" if most is not None else readable(limit)
+    where = readable(limit) if most is None else f"{readable(limit)}, among sizes up to {most}"
     return Largest(kept, planned, where, least)
 
 
@@ -236,13 +239,13 @@ def find_gpu(
 def _bisected(peak: Callable[[int], int], limit: int, last: int) -> tuple[int, int]:
     """Return the largest number whose peak is within the limit, and the peak of 1.
 
-    Peaks are almost linear in most numbers, so guesses are interpolated. Every third one halves the
-    interval, which bounds their number.
+    Peaks are almost linear in the number, so guesses are interpolated. Every third guess halves the
+    interval, which bounds the number of guesses.
     """
     first = peak(1)
     if first > limit:
         return 0, first
-    known = {0: 0, 1: first}  # before 1, nothing is known; it only makes the first guess small
+    known = {0: 0, 1: first}  # the peak of 0 is not known: the value keeps the first guess small
     low, high, tried = 1, last + 1, 0
     while high - low > 1:
         tried += 1
@@ -263,9 +266,9 @@ def _bisected(peak: Callable[[int], int], limit: int, last: int) -> tuple[int, i
 
 
 def _for_smallest(actions: Sequence[ActionName] | None) -> Sequence[ActionName]:
-    """Return the actions that the smallest plan can have.
+    """Return the actions that the plan with the smallest peak can have.
 
-    "selective" keeps more than "full", and is the action that takes longest to simulate.
+    It never has "selective", which saves more than "full" and takes longest to simulate.
     """
     allowed = EXACT if actions is None else actions
     if "full" not in allowed:
@@ -274,7 +277,7 @@ def _for_smallest(actions: Sequence[ActionName] | None) -> Sequence[ActionName]:
 
 
 def _items_in(batch: object) -> tuple[int, str]:
-    """Return how many items a batch has, and what they are: tokens, or samples."""
+    """Return the number of items in a batch, and whether an item is a "token" or a "sample"."""
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim]
     if not tensors:
         return 1, "sample"

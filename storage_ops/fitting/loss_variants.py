@@ -42,11 +42,11 @@ class LossVariant:
     @staticmethod
     def all_of(loss: Action, recording: StepRecording, costs: Costs) -> list[LossVariant]:
         """Return variants from a recording, first without anything in host memory."""
-        here = [[(a, c) for a, c in each if not a.offloaded] for each in costs]
-        away = max((c.away for each in costs for _, c in each), default=0)
+        on_device = [[(a, c) for a, c in of_call if not a.offloaded] for of_call in costs]
+        away = max((c.away for of_call in costs for _, c in of_call), default=0)
         variants = []
-        for these, most in [(here, 0), (costs, away)][: 2 if away else 1]:
-            best = _without_worse(recording, these)
+        for choices, most in [(on_device, 0), (costs, away)][: 2 if away else 1]:
+            best = _without_worse(recording, choices)
             variants.append(
                 LossVariant(loss, recording, best, _problem(recording, best, most), most)
             )
@@ -157,12 +157,12 @@ def _between(recording: StepRecording) -> list[int]:
     alive: set[int] = set()
     at = recording.start
     for first, last, index, is_forward in sorted(spans):
-        there = max(alive, default=-1) + 1
-        between[there] = max(between[there], *levels[at : first + 1])
+        next_index = max(alive, default=-1) + 1
+        between[next_index] = max(between[next_index], *levels[at : first + 1])
         at = last
         (alive.add if is_forward else alive.discard)(index)
         if calls[index].backward is None:
             alive.discard(index)
-    there = max(alive, default=-1) + 1
-    between[there] = max(between[there], *levels[at:])
+    next_index = max(alive, default=-1) + 1
+    between[next_index] = max(between[next_index], *levels[at:])
     return between

@@ -247,22 +247,22 @@ def check_plain(model: nn.Module, loss: object) -> None:
             "fit: the loss has the budget of a plan. Call undo() of that plan first."
         )
     for name, module in model.named_modules():
-        how = None
+        change = None
         if (checkpointing := wrapper.checkpointing_of(module)) is not None:
-            how = f"mode {checkpointing.mode!r}"
+            change = f"mode {checkpointing.mode!r}"
         elif tile.tiling_of(module) is not None:
-            how = "in tiles"
+            change = "in tiles"
         elif scope.options_of(module) is not None:
-            how = "mode 'output_discard'"
+            change = "mode 'output_discard'"
         elif is_budgeted(module):
-            how = "its budget is that of a plan"
+            change = "its budget is that of a plan"
         elif getattr(module, "gradient_checkpointing", False) is True:
-            how = "gradient_checkpointing is on"
-        if how is not None:
+            change = "gradient_checkpointing is on"
+        if change is not None:
             raise RuntimeError(
-                f"fit: {name or type(module).__name__} is checkpointed or tiled already ({how}). "
-                "Call remove_activation_checkpoint(model), undo() of an earlier plan, or "
-                "gradient_checkpointing_disable() first."
+                f"fit: {name or type(module).__name__} is checkpointed or tiled already "
+                f"({change}). Call remove_activation_checkpoint(model), undo() of an earlier plan, "
+                "or gradient_checkpointing_disable() first."
             )
 
 

@@ -98,13 +98,13 @@ class Probe:
                 times.logs = False
 
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
+        def recompute() -> Iterator[None]:
             forward.extend(times.ops)
             times.ops.clear()
             with logging():
                 yield
 
-        CheckpointWrapper(module, context_fn=lambda: (logging(), again()))
+        CheckpointWrapper(module, context_fn=lambda: (logging(), recompute()))
         try:
             self._run(times, Action("full"))
         finally:
@@ -169,8 +169,8 @@ class Probe:
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves
         if self._accumulate:
-            every = call.unit.module.named_parameters()
-            earlier_gradients(p for name, p in every if name not in call.gathered)
+            named = call.unit.module.named_parameters()
+            earlier_gradients(p for name, p in named if name not in call.gathered)
         marks.append(step_ledger.mark())
         with torch.enable_grad(), times:
             with contextlib.ExitStack() as stack:

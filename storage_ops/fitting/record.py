@@ -135,7 +135,7 @@ class _StandIn(torch.autograd.Function):
         ctx.recorder, ctx.call = recorder, call
         inputs = tensors[: sum(isinstance(a, Like) for a in tree_flatten(call.args)[0])]
         ctx.save_for_backward(*inputs)
-        ctx.given = len(inputs)
+        ctx.num_inputs = len(inputs)
         names = enumerate(_plain_parameters(call.unit.module), len(inputs))
         ctx.fresh = {i for i, name in names if name in call.gathered}
         ctx.likes = [Like.of(t) for t in tensors]
@@ -161,9 +161,12 @@ class _StandIn(torch.autograd.Function):
         call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
-        if recorder.accumulate:  # within the layer, what its parameters get is added up and dropped
-            fresh = ctx.fresh  # but for what FSDP has yet to reduce
-            needed = [needs and (i < ctx.given or i in fresh) for i, needs in enumerate(needed)]
+        if recorder.accumulate:
+            # Gradients of parameters are added to earlier ones within the layer, and freed. Those
+            # that FSDP still has to reduce stay.
+            needed = [
+                needs and (i < ctx.num_inputs or i in ctx.fresh) for i, needs in enumerate(needed)
+            ]
         input_gradients = [
             torch.empty(like.shape, dtype=like.dtype, device=like.device) if needs else None
             for like, needs in zip(ctx.likes, needed, strict=True)
@@ -324,11 +327,11 @@ class Recorder:
         def forward(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            # What one run leaves in a cache the next would see; a checkpointed layer gets none.
+            # A later run would see what this one leaves in a cache. Checkpointed layers get none.
             args, kwargs = without_cache(unit.module, args, kwargs, always=True)
             inputs = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-            every = dict(unit.module.named_parameters())
-            inside = [p for p in every.values() if is_spread(p)]
+            named = dict(unit.module.named_parameters())
+            inside = [p for p in named.values() if is_spread(p)]
             refused = [t for t in inputs if is_wrapper(t)]
             refused += [p for p in inside if id(p) not in self._sharded]
             if refused:
@@ -344,7 +347,7 @@ class Recorder:
             )
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
-            gathered = {name: Like.of(every[name]) for name in spread if not is_spread(every[name])}
+            gathered = {name: Like.of(named[name]) for name in spread if not is_spread(named[name])}
             start = self.step_ledger.mark()
             kind, run = self._run_once(
                 unit, (*settings, autocast, *gathered.items()),
@@ -370,7 +373,7 @@ class Recorder:
                 next(new)
                 if isinstance(m, Like)
                 else inputs[m.number]
-                if isinstance(m, _Given)
+                if isinstance(m, _InputOutput)
                 else m
                 for m in results
             ]
@@ -384,39 +387,39 @@ class Recorder:
 
     def _outputs_of(
         self, unit: Unit, plain: Callable[..., Any], args: Args, kwargs: Kwargs,
-        given: list[Tensor], held: list[object],
+        inputs: list[Tensor], held: list[object],
     ) -> _Outputs | None:  # fmt: skip
-        """Describe the outputs of a call of a layer.
+        """Run a layer. Return its outputs without memory, and which ones it saved.
 
-        None: the output is an object that may contain tensors, or gradients leave the layer in
-        another way than by its arguments, such as by a tensor attribute. The call has no side
-        effects then, because it runs again.
+        Return None if the output is an object that may contain tensors. Also return None if
+        gradients leave the layer otherwise than by its arguments, such as by a tensor attribute.
+        The call then has no side effects, because it will run again.
         """
-        entries, since = {t.grad_fn for t in given}, next_node()
+        entries, since = {t.grad_fn for t in inputs}, next_node()
         undo, start = undo_changes([unit.module, args, kwargs]), self.step_ledger.mark()
         with forwards_forgotten(unit.module):
             leaves, tree = tree_flatten(plain(*args, **kwargs))
-            own = [*unit.module.parameters(), *gathered_inside(unit.module), *given]
+            own = [*unit.module.parameters(), *gathered_inside(unit.module), *inputs]
         differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         is_known = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
         if not is_known or reads_history(differentiable, entries, own, since):
-            for each in undo:
-                each()
+            for restore in undo:
+                restore()
             return None
         held += [t.grad_fn for t in differentiable]
-        places = {id(t): i for i, t in enumerate(given)}
-        made = [
+        places = {id(t): i for i, t in enumerate(inputs)}
+        outputs = [
             leaf if not isinstance(leaf, Tensor)
-            else _Given(places[id(leaf)]) if id(leaf) in places
+            else _InputOutput(places[id(leaf)]) if id(leaf) in places
             else self._like(leaf)
             for leaf in leaves
         ]  # fmt: skip
         blocks = {i: self.simulation.blocks_of(t) for i, t in enumerate(leaves)
-                  if isinstance(made[i], Like) and t.requires_grad}  # fmt: skip
+                  if isinstance(outputs[i], Like) and t.requires_grad}  # fmt: skip
         del leaves, differentiable  # the graph in `held` keeps what the layer saved
         events = self.step_ledger.ledger.events[start:]
         left = {b for _, b, taken in events if taken} - {b for _, b, taken in events if not taken}
-        return made, tree, [i for i, made_of in blocks.items() if left.intersection(made_of)]
+        return outputs, tree, [i for i, own in blocks.items() if left.intersection(own)]
 
     def _run_once(
         self, unit: Unit, key: tuple[Any, ...], run: Callable[[list[object]], _Outputs | None]
@@ -435,13 +438,13 @@ class Recorder:
 
 def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters of a module that are not shards, by name."""
-    every = module.named_parameters()
-    return {name: p for name, p in every if p.requires_grad and not is_spread(p)}
+    named = module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and not is_spread(p)}
 
 
 @dataclass(frozen=True)
-class _Given:
-    """An output that is an input."""
+class _InputOutput:
+    """An output of a layer that is one of its inputs."""
 
     number: int
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-_MOST = 2000  # sums that are told apart after each layer
+_MOST = 2000  # the most sums of kept bytes that are followed after each layer
 _ASSIGNMENTS = 64  # of actions to layers that run several times in a step
 
 
@@ -101,7 +101,7 @@ class ActionProblem:
                 high = middle
         leanest = self._leanest(high)
         assert leanest is not None
-        # Of the choices with that peak the fastest.
+        # The fastest of the choices with that peak.
         return self.fastest(high) or leanest
 
     def _leanest(self, budget: int) -> list[int] | None:
@@ -154,9 +154,9 @@ class ActionProblem:
     @cached_property
     def _parts(self) -> list[tuple[dict[int, int], ActionProblem]]:
         """Return problems in which repeated layers have one option, with that option."""
-        every = list(self._assignments())
-        step = max(1, -(-len(every) // _ASSIGNMENTS))
-        thinned = [*every[:-1:step], every[-1]]
+        assignments = list(self._assignments())
+        step = max(1, -(-len(assignments) // _ASSIGNMENTS))
+        thinned = [*assignments[:-1:step], assignments[-1]]
         parts = []
         for assigned in thinned:
             pairs = zip(self.repeated, assigned, strict=True)

@@ -14,7 +14,7 @@ from storage_ops.fitting.heads import LOSS_NAME, CompiledLoss, heads_in, heads_o
 from storage_ops.loss.module import LinearCrossEntropyLoss
 from storage_ops.simulate.compiled import backend_of
 
-_ATTRIBUTE = "storage_ops_loss"  # of the backend of a compiled loss: itself, while there is one
+_ATTRIBUTE = "storage_ops_loss"  # an attribute of a compiled loss's backend: its CompiledLoss
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -82,14 +82,14 @@ def _has_layers(child: nn.Module) -> bool:
 
 
 def compiled_loss(loss: Any) -> Unit | None:
-    """Return the same stand-in for a loss each time.
+    """Return the unit of a loss, or None if the backend does not compile it.
 
-    None: the backend does not compile the loss.
+    Every call with the same loss returns the same module.
     """
     backend = backend_of(loss)
     if backend is None:
         return None
-    stands = vars(backend).setdefault(
+    module = vars(backend).setdefault(
         _ATTRIBUTE, CompiledLoss(backend, loss._torchdynamo_orig_callable)
     )
-    return Unit(LOSS_NAME, stands, "compiled")
+    return Unit(LOSS_NAME, module, "compiled")

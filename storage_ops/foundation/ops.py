@@ -306,15 +306,15 @@ def _flops_of_attention(op: Op) -> Flops | None:
     of_q, of_v = (3, 2) if name.endswith("backward") else (1, 1)
 
     def count(args: Args, kwargs: Kwargs) -> int:
-        def given(argument: str) -> Any:
+        def value_of(argument: str) -> Any:
             place = places.get(argument, len(args))
             return args[place] if place < len(args) else kwargs.get(argument)
 
-        q, k, v = map(given, qkv_names)
+        q, k, v = map(value_of, qkv_names)
         if before:  # true if the dimension of heads comes before that of the sequence
             keys = k.shape[-2]
         else:
-            most = [size for size in map(given, _MOST_KEYS) if size is not None]
+            most = [size for size in map(value_of, _MOST_KEYS) if size is not None]
             keys = min([k.shape[max(-3, -k.dim())], *most])
         return int(2 * math.prod(q.shape[:-1]) * keys * (of_q * q.shape[-1] + of_v * v.shape[-1]))
 

@@ -412,8 +412,8 @@ def _inside_tensor(t: Tensor) -> Iterator[Part]:
     if is_leaf(t) and t.grad is not None:
         yield t.grad, GRADIENT, None
     hooks = t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
-    for each in hooks:
-        yield from [(hook, _HOOK, hook) for hook in (each or {}).values()]
+    for hooks_by_id in hooks:
+        yield from [(hook, _HOOK, hook) for hook in (hooks_by_id or {}).values()]
     if not is_traceable_wrapper_subclass(t):
         yield from [(child, _ATTRIBUTE, key) for key, child in list(vars(t).items())]
 

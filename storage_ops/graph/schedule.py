@@ -52,9 +52,11 @@ def schedule(gm: fx.GraphModule) -> Schedule:
             "schedule: no node of the graph has a 'val' in its meta. Expected a graph of "
             "trace_step or make_fx."
         )
-    made = {node: dict(storages(node.meta.get("val"))) for node in nodes}
-    given = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in made[node]}
-    levels = levels_during([_moment(node, made, given) for node in nodes])
+    storages_of = {node: dict(storages(node.meta.get("val"))) for node in nodes}
+    input_keys = {
+        key for node in nodes if node.op in ("placeholder", "get_attr") for key in storages_of[node]
+    }
+    levels = levels_during([_moment(node, storages_of, input_keys) for node in nodes])
     timeline = dict(zip((node.name for node in nodes), levels, strict=True))
     peak = max(timeline, key=lambda name: timeline[name], default="")
     return Schedule(timeline.get(peak, 0), peak, timeline)

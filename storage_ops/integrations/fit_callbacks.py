@@ -23,19 +23,20 @@ class _Applied:
                 f"`plan` is {plan!r}, a {type(plan).__name__}. Expected what storage_ops.fit "
                 "returned, or the path of a file that it saved."
             )
-        self._given = plan
+        self._source = plan
         self._plan: FitPlan | None = None
         self._first_batch: FirstBatch | None = None
 
     def start(self, model: nn.Module, training: Training) -> None:
-        """Apply the plan to a model. Its first batch is compared with the plan's batch later.
+        """Apply the plan to a model. A hook compares the first batch with the plan's batch.
 
         Raises:
             ValueError, RuntimeError: the plan is for another model.
         """
         if self._plan is not None:
             return
-        plan = self._given if isinstance(self._given, FitPlan) else load_fit(self._given, model)
+        source = self._source
+        plan = source if isinstance(source, FitPlan) else load_fit(source, model)
         if not plan.is_of(model):
             raise ValueError(
                 f"`plan` was made for another object than the {type(model).__name__} that is "
@@ -101,9 +102,10 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
             saved for one like it.
 
     Raises:
-        TypeError: `plan` is neither. ImportError: transformers is not installed. When training
-            starts, ValueError: the plan is of another model or for smaller batches, or
-            the TrainingArguments turn on checkpoints of transformers.
+        TypeError: `plan` is neither.
+        ImportError: transformers is not installed.
+        ValueError: raised when training starts. The plan is for another model or for smaller
+            batches, or the TrainingArguments turn on checkpoints of transformers.
 
     Example:
         >>> from storage_ops.integrations import trainer_callback
@@ -144,8 +146,8 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
             if the LightningModule itself was fitted.
 
     Raises:
-        TypeError: `plan` is neither. ImportError: neither `lightning` nor `pytorch_lightning` is
-            installed.
+        TypeError: `plan` is neither.
+        ImportError: neither `lightning` nor `pytorch_lightning` is installed.
 
     Example:
         >>> from storage_ops.integrations import lightning_callback

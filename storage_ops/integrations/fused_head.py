@@ -47,7 +47,7 @@ def _closure_of(forward: object) -> inspect.ClosureVars | None:
     """Return the options of a fused head, or None for another forward or one of this module."""
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        if is_over(function):
+        if is_replacement(function):
             return None
         # `__wrapped__` and `__signature__` may show the signature of the model's own forward.
         if isinstance(function, FunctionType) and "fused_lm_head" in (
@@ -103,7 +103,7 @@ def check(model: nn.Module, instance_forward: object, options: LossOptions) -> N
         )
 
 
-def over(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
+def replacement(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
     """Return the forward to set on a patched model in place of `instance_forward`.
 
     A fused head becomes one that scores tokens without logits. In a wrapper around the class's
@@ -115,7 +115,7 @@ def over(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
     closure = _closure_of(instance_forward)
     if closure is None and _wraps_own(instance_forward, model):
         forward: Any = model_forward(instance_forward.__func__)
-        forward._over = instance_forward.__func__
+        forward._replaced = instance_forward.__func__
         return MethodType(forward, model)
     if closure is None:
         return instance_forward
@@ -123,19 +123,20 @@ def over(model: nn.Module, instance_forward: Any, options: LossOptions) -> Any:
     return MethodType(_fused_forward(instance_forward.__func__, closure), model)
 
 
-def is_over(forward: object) -> bool:
-    """Return True if `over` created this forward."""
-    return hasattr(getattr(forward, "__func__", forward), "_over")
+def is_replacement(forward: object) -> bool:
+    """Return True if `replacement` created this forward."""
+    return hasattr(getattr(forward, "__func__", forward), "_replaced")
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `over`, unless another forward was set on top.
+    """Undo `replacement`, unless another forward was set on top.
 
-    In that case the forward of `over` stays. It calls the original one if the model has no patch.
+    In that case the replacement stays. It calls the original forward if the model has no patch.
     """
-    over = getattr(getattr(vars(model).get("forward"), "__func__", None), "_over", None)
-    if over is not None:
-        model.forward = MethodType(over, model)
+    forward = getattr(vars(model).get("forward"), "__func__", None)
+    original = getattr(forward, "_replaced", None)
+    if original is not None:
+        model.forward = MethodType(original, model)
 
 
 def _fused_forward(
@@ -143,7 +144,7 @@ def _fused_forward(
 ) -> Callable[..., Any]:
     """Return the patched forward over a fused head's forward. Both are functions of the model."""
     plain, kind = model_forward(instance_forward), closure.globals["FusedCausalLMOutput"]
-    asked = {"log_probs", *closure.nonlocals["outputs"]}
+    requested = {"log_probs", *closure.nonlocals["outputs"]}
 
     @like(instance_forward)
     def forward(self: Any, *args: object, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -156,14 +157,14 @@ def _fused_forward(
         if labels is None:
             raise ValueError("`fused_lm_head` is True without labels. Pass labels.")
         kwargs["labels"] = labels
-        names = tuple(_RESULTS[name] for name in _RESULTS if name in asked)
+        names = tuple(_RESULTS[name] for name in _RESULTS if name in requested)
         budget = self._loss_options.memory_budget
         run = Forward(type(self).__name__, LossOptions(names, memory_budget=budget), labels, None)
         run.temperature = closure.nonlocals["temperature"]
-        run.others = {name: _OTHERS[name] for name in _OTHERS if name in asked}
+        run.others = {name: _OTHERS[name] for name in _OTHERS if name in requested}
         run.max_valid = "sync"
         outputs = deferred(self, run, instance_forward, args, {**kwargs, "use_cache": False})
-        results = {name: run.results[_RESULTS.get(name, name)] for name in asked}
+        results = {name: run.results[_RESULTS.get(name, name)] for name in requested}
         if shifted is None:
             results = {name: _without_last(value, labels) for name, value in results.items()}
             labels = labels[:, 1:]
@@ -171,7 +172,7 @@ def _fused_forward(
         aux = outputs.get("aux_loss")
         return kind(loss=outputs["loss"], label_mask=labels != IGNORED, aux_loss=aux, **results)
 
-    forward._over = instance_forward  # type: ignore[attr-defined]
+    forward._replaced = instance_forward  # type: ignore[attr-defined]
     return forward
 
 

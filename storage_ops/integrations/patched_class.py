@@ -35,8 +35,8 @@ class PatchedModel(Replaced):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and has_patch(self):
-            value = fused_head.over(self, value, self._loss_options)
-            if not fused_head.is_over(value):
+            value = fused_head.replacement(self, value, self._loss_options)
+            if not fused_head.is_replacement(value):
                 watch(self)
         super().__setattr__(name, value)
 
@@ -69,10 +69,10 @@ def _end(model: Any, args: object, outputs: object) -> None:
     has_run = model._has_run
     stop_watching(model)
     if not has_run and has_patch(model):
-        _say_that_it_has_no_effect(model)
+        _warn_of_no_effect(model)
 
 
-def _say_that_it_has_no_effect(model: nn.Module) -> None:
+def _warn_of_no_effect(model: nn.Module) -> None:
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", forward)
     place = [getattr(function, name, None) for name in ("__module__", "__qualname__")]

@@ -50,7 +50,7 @@ def model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 if isinstance(column, str) and column in kwargs:
                     _refuse_without_labels(name, "token_weights", column)
                 if not torch.compiler.is_compiling():
-                    _say_that_labels_lack(name)
+                    _warn_of_missing_labels(name)
             return original(self, *args, **kwargs)
         if any(head._deferred_in is not None for head in patched_heads(self, name)):
             # A patched model around this one is waiting for the logits.
@@ -134,7 +134,7 @@ def _refuse_without_labels(name: str, option: str, value: object) -> None:
 
 
 @functools.cache
-def _say_that_labels_lack(name: str) -> None:
+def _warn_of_missing_labels(name: str) -> None:
     """Warn once if a trainer may have removed the labels from the model's call."""
     warn_caller(
         f"patch_causal_lm: {name} is called in training without labels, so its logits are formed "

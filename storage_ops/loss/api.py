@@ -109,7 +109,7 @@ def linear_cross_entropy(
 
     The loss and gradients equal those of `F.cross_entropy(F.linear(input, linear_weight,
     linear_bias), target)`. A token has the logits z, lse = log sum exp z, the target t and the
-    weight a. The
+    weight a. The classes have the weights C, and e is the label smoothing. The token's loss is
 
         a * ((1 - e) C_t (lse - z_t) + e/V sum_j C_j (lse - z_j) + z_loss * lse^2)
 

@@ -19,19 +19,19 @@ _NONE_NEEDED = "a tensor that needs none, because its gradient is not computed. 
 
 
 def wrong(
-    kind: type[Exception], argument: str, found: object, expected: str, op: str = OP
+    kind: type[Exception], argument: str, value: object, expected: str, op: str = OP
 ) -> Exception:  # fmt: skip
     """Return an error that names an argument, its value, and what was expected.
 
     Args:
         kind: the class of the error.
-        argument: the name, and the verb, such as "softcap is". `found` may have the verb instead.
-        found: the value.
+        argument: the name, and the verb, such as "softcap is". `value` may have the verb instead.
+        value: the value.
         expected: other values that are allowed.
         op: the function whose argument it is.
     """
     name, _, verb = argument.partition(" ")
-    return kind(f"{op}: `{name}` {verb}{' ' * bool(verb)}{found}. Expected {expected}.")
+    return kind(f"{op}: `{name}` {verb}{' ' * bool(verb)}{value}. Expected {expected}.")
 
 
 def check_rules(op: str, rules: Sequence[Rule], options: Mapping[str, Any]) -> None:

@@ -253,8 +253,8 @@ def _divisor(
 ) -> Tensor:  # fmt: skip
     """Return the divisor of a mean over the tokens of all ranks, as in formulas.py."""
     classes = meshed.local(classes, meshed.everywhere, meshed.everywhere)
-    each = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
-    return meshed.total(each).to_local()
+    weight = total_weight(target, -1, classes, token_weight, ignore_index, torch.float64)
+    return meshed.total(weight).to_local()
 
 
 def _result(

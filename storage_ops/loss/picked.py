@@ -86,9 +86,9 @@ class Picked:
         if self.ids.shape[1]:
             for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
                 rows = within(part, step.rows)
-                column, here = self._columns(step, part)
+                column, in_tile = self._columns(step, part)
                 logits = self._logits(step, tile[rows].gather(1, column), column)
-                self.logits[part] = torch.where(here, logits, self.logits[part])
+                self.logits[part] = torch.where(in_tile, logits, self.logits[part])
         if k := min(self.top.shape[1], tile.shape[1]):
             for part in _pieces(step, top_rows(len(tile), tile.shape[1], k, on_gpu(tile))):
                 value, column = self._largest(step, tile[within(part, step.rows)], k)
@@ -190,7 +190,7 @@ class Picked:
         assert self.upstream is not None
         for part in _pieces(step, plain_rows(len(tile), self.ids.shape[1])):
             rows, call = within(part, step.rows), self._call
-            column, here = self._columns(step, part)
+            column, in_tile = self._columns(step, part)
             z = self._logits(step, products[rows], column)
             own = upstream if upstream.shape[1] == 1 else upstream[:, part]
             value = row_gradient(z, self._share(step, part, column), self._state[:, part], own)
@@ -199,24 +199,24 @@ class Picked:
                 target = self._tokens.target[part].unsqueeze(1)
                 to_target = own[0].expand(len(z)).unsqueeze(1)
                 value -= torch.where(self.ids[part] == target, to_target, 0)
-                here = here & (target != call.ignore_index)
+                in_tile = in_tile & (target != call.ignore_index)
             value *= slope_of(z, call.softcap, call.logit_scale)
             piece = tile[rows]
-            value = torch.where(here, value.to(tile.dtype), piece.gather(1, column))
+            value = torch.where(in_tile, value.to(tile.dtype), piece.gather(1, column))
             # A class outside of the tile repeats a write of its row, or writes the existing value.
-            some = here.to(torch.uint8).argmax(1, keepdim=True)
-            column = torch.where(here, column, column.gather(1, some))
-            every = torch.arange(len(z), device=z.device).unsqueeze(1)
+            some = in_tile.to(torch.uint8).argmax(1, keepdim=True)
+            column = torch.where(in_tile, column, column.gather(1, some))
+            row_numbers = torch.arange(len(z), device=z.device).unsqueeze(1)
             # A 16-bit scatter_ would copy the whole tile to float32.
-            piece[every, column] = torch.where(here, value, value.gather(1, some))
+            piece[row_numbers, column] = torch.where(in_tile, value, value.gather(1, some))
 
     def _columns(self, step: Step, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the columns of some rows' classes in a tile, and whether they are in the tile."""
         column = self.ids[rows] - (self._first + step.classes.start)
         width = step.classes.stop - step.classes.start
-        here = (column >= 0) & (column < width)
+        in_tile = (column >= 0) & (column < width)
         # If there is padding, ids that are not classes may lie inside the tile.
-        return column.clamp_(0, width - 1), here
+        return column.clamp_(0, width - 1), in_tile
 
     def _logits(self, step: Step, products: Tensor, column: Tensor | None = None) -> Tensor:
         """Return the logits of a step's classes, or of one column of each row."""

@@ -89,9 +89,9 @@ def loss_of_positions(
             inputs, weights, targets, biases, _unbound(token_weight, 1), strict=False
         )
     ]  # fmt: skip
-    results = [(each,) if len(returns) == 1 else each for each in losses]
+    results = [(values,) if len(returns) == 1 else values for values in losses]
     together = tuple(
-        _together(name, [each[i] for each in results], reduction, places)
+        _together(name, [values[i] for values in results], reduction, places)
         for i, name in enumerate(returns)
     )
     return together[0] if len(together) == 1 else together

@@ -93,8 +93,8 @@ def cross_entropy_rows(
         return
     z = logits_of(logits.to(wide), None if bias is None else bias.to(wide), softcap, logit_scale)
     local = target - first_column if index else target[:, 0]
-    here = kept & ~outside & (local >= 0) & (local < columns) if index else outside
-    column = torch.where(here, local, 0).long().unsqueeze(1)
+    in_tile = kept & ~outside & (local >= 0) & (local < columns) if index else outside
+    column = torch.where(in_tile, local, 0).long().unsqueeze(1)
     share = None
     if not index or label_smoothing:
         share = torch.zeros_like(z) if index else target * (1 - label_smoothing)
@@ -102,7 +102,7 @@ def cross_entropy_rows(
     if phases & UPDATE:
         _update(z, share, state, argmax, first_column, bool(phases & SLOPE))
         hit = z.gather(1, column).squeeze(1)
-        state[5] = torch.where(here, hit, state[5])
+        state[5] = torch.where(in_tile, hit, state[5])
         _mark(state, argmax, kept, outside)
     if phases & EXPONENTIALS:
         result = (z - state[0].unsqueeze(1)).exp()
@@ -110,7 +110,7 @@ def cross_entropy_rows(
         assert upstream is not None
         result = row_gradient(z, share, state, upstream)
         to_target = upstream[0].expand(rows)
-        result.scatter_add_(1, column, torch.where(here, -to_target, 0).unsqueeze(1))
+        result.scatter_add_(1, column, torch.where(in_tile, -to_target, 0).unsqueeze(1))
     else:
         return
     result = result * slope_of(z, softcap, logit_scale)
@@ -255,9 +255,9 @@ def results_of(
     results |= {"lse": lse, "z_loss": z_loss * lse.detach().square()}
     mask = counted.unsqueeze(-1)
     if selected_ids is not None:
-        there = mask & (selected_ids >= 0)
-        picked = log_p.gather(-1, torch.where(there, selected_ids, 0).long())
-        results["selected"] = torch.where(there, picked, zero)
+        selects = mask & (selected_ids >= 0)
+        picked = log_p.gather(-1, torch.where(selects, selected_ids, 0).long())
+        results["selected"] = torch.where(selects, picked, zero)
     if top_k:
         # A stable sort keeps the first of equal logits first.
         order = z.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
@@ -267,13 +267,13 @@ def results_of(
 
 
 def reduced(
-    each: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
+    losses: Tensor, share: Tensor, reduction: str, divisor: float | Tensor | None = None
 ) -> Tensor:
     """Return the loss from the losses of tokens and their shares in a mean."""
     if reduction == "none":
-        return each
+        return losses
     one = 1 if divisor is None else divisor
-    return each.sum() / (share.sum() if reduction == "mean" else one)
+    return losses.sum() / (share.sum() if reduction == "mean" else one)
 
 
 def scale(self: Tensor, factor: Tensor) -> None:
@@ -380,11 +380,11 @@ def gather_gradient(
             ignored = lse[rows] == torch.inf
             values.masked_fill_(ignored, 0)
             hits.masked_fill_(ignored, 0)
-        written = place.to(tile.device).unsqueeze(1) < count[classes]
+        is_listed = place.to(tile.device).unsqueeze(1) < count[classes]
         if sums is not None:
-            sums[classes] += values.abs().masked_fill_(~written, 0).sum(0)
+            sums[classes] += values.abs().masked_fill_(~is_listed, 0).sum(0)
         flat = start[classes] + place.to(tile.device).unsqueeze(1)
-        out[flat[written]] = (values - hits)[written].to(out.dtype)
+        out[flat[is_listed]] = (values - hits)[is_listed].to(out.dtype)
 
 
 def put_rows(out: Tensor, rows: Tensor, part: Tensor, add: bool) -> None:

@@ -226,11 +226,11 @@ class CrossEntropyRows(RowFunction):
         if not call.adds_losses:
             return formulas.reduce(loss, tokens, call)
         local = target - head.first_class
-        here = (local >= 0) & (local < len(head.weight))
+        in_slice = (local >= 0) & (local < len(head.weight))
         # A rank has the losses of its own targets, and every rank the loss nan of an invalid
         # target.
-        here |= (target < 0) | (target >= head.vocabulary)
-        own = formulas.reduce(torch.where(here, loss, 0), tokens, call)
+        in_slice |= (target < 0) | (target >= head.vocabulary)
+        own = formulas.reduce(torch.where(in_slice, loss, 0), tokens, call)
         return head.ranks.add_up(own)
 
 

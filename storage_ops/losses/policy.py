@@ -109,7 +109,7 @@ def grpo(
 
     H is the entropy of the token's distribution. With d = log pi - log ref, k estimates the
     divergence from the reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. (Schulman 2020,
-    Approximating KL Divergence.) How tokens are added up, and the papers' choices:
+    Approximating KL Divergence.) The papers add up tokens in these ways:
 
         GRPO      normalize="sequence": the mean over sequences of means over their tokens; k3.
                   SAPO too

@@ -16,9 +16,8 @@ from storage_ops.losses.options import KdOptions, SftOptions
 from storage_ops.losses.sequences import IGNORED, check_returns, separated, wrong
 
 _OF_TOKENS = "nll", "entropy", "correct"  # results per token that the metrics need
-_LEAST = (
-    1e-6  # for a smaller weight of the teacher, the relative weight of the targets may overflow
-)
+# With a smaller weight of the teacher, the relative weight of the targets may overflow.
+_LEAST = 1e-6
 
 
 @overload

@@ -75,8 +75,8 @@ def _enter(cls: Any, watch: _Watch) -> None:
 
             def __call__(self: nn.Module, *args: object, **kwargs: object) -> Any:
                 call = plain
-                for each in () if torch.compiler.is_compiling() else tuple(watches):
-                    call = each.over(call)
+                for watch_of_class in () if torch.compiler.is_compiling() else tuple(watches):
+                    call = watch_of_class.over(call)
                 return call(self, *args, **kwargs)
 
             cls.__call__ = __call__

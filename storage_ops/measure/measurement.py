@@ -70,9 +70,9 @@ def numbered(device: str | torch.device) -> torch.device:
     if torch_device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if torch_device.index >= torch.cuda.device_count():
-        there = torch.cuda.device_count()
+        count = torch.cuda.device_count()
         raise ValueError(
-            f"`device` is {device!r}. Expected a number below {there}, the number of GPUs."
+            f"`device` is {device!r}. Expected a number below {count}, the number of GPUs."
         )
     return torch_device
 
@@ -151,7 +151,7 @@ class measure:
     On the CPU, allocations of torch in this thread count, from the events of torch.profiler.
     Buffers inside math libraries, and releases of blocks that were allocated before the first
     `measure` of the process, are not seen. On CUDA, the peak is that of the caching allocator, and
-    the
+    the timeline comes from the same events. The block runs somewhat slower, so do not time it.
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.

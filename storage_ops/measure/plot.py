@@ -143,7 +143,7 @@ def _moments(levels: list[int]) -> list[int]:
     """Return the samples to draw: both ends, and the highest of each stretch of the timeline."""
     stretch = -(-len(levels) // _MOMENTS)
     ranges = (range(i, min(i + stretch, len(levels))) for i in range(0, len(levels), stretch))
-    highest = {max(found, key=levels.__getitem__) for found in ranges}
+    highest = {max(stretch_range, key=levels.__getitem__) for stretch_range in ranges}
     return sorted(highest | {0, len(levels) - 1})
 
 

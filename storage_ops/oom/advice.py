@@ -62,8 +62,8 @@ class Follower:
             size = sum(p.numel() for p in module.parameters())
             if size >= self._most:
                 self._most, self._call = size, (module, *tree_map(_weak, (args, kwargs)))
-                there = (p.grad for p in module.parameters() if p.grad is not None)
-                self._gradient = next(map(weakref.ref, there), None)
+                gradients = (p.grad for p in module.parameters() if p.grad is not None)
+                self._gradient = next(map(weakref.ref, gradients), None)
         self._depth += 1
         try:
             return call(*args, **kwargs)
@@ -136,8 +136,8 @@ def advise(step: KnownStep, budget: int | None) -> tuple[FitPlan | None, str]:
         optimizer = (
             optimizer_now if isinstance(optimizer_now, type) else type(optimizer_now)
         ).__name__
-    there = ", where gradients of earlier batches are there" if step.accumulate else ""
-    return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}{there}:"
+    accumulated = ", where gradients of earlier batches are there" if step.accumulate else ""
+    return plan, f"what fit would do for {readable(budget)} and {optimizer}{loss}{accumulated}:"
 
 
 def bytes_of(device: torch.device, error: BaseException) -> int | None:

@@ -120,10 +120,10 @@ def explain_oom(
     Example:
         >>> layer, x = torch.nn.Linear(512, 512), torch.randn(64, 512)
         >>> try:
-        ...     with storage_ops.memory.limit("1.2 MiB"), storage_ops.memory.explain_oom() as told:
+        ...     with storage_ops.memory.limit("1.2 MiB"), storage_ops.memory.explain_oom() as oom:
         ...         layer(layer(x))
         ... except torch.OutOfMemoryError:
-        ...     print(max(told.by_owner, key=told.by_owner.get))
+        ...     print(max(oom.by_owner, key=oom.by_owner.get))
         parameters of Linear
     """
     if device is None:
@@ -235,12 +235,12 @@ class Explaining(Tracking):
 
         for root in self.roots:
             for name, module in root.named_modules():
-                of = f" of {name or type(root).__name__}"
+                suffix = f" of {name or type(root).__name__}"
                 for p in module.parameters(recurse=False):
-                    give(PARAMETERS + of, p)
-                    give(GRADIENTS + of, p.grad)
+                    give(PARAMETERS + suffix, p)
+                    give(GRADIENTS + suffix, p.grad)
                 for b in module.buffers(recurse=False):
-                    give(BUFFERS + of, b)
+                    give(BUFFERS + suffix, b)
         for optimizer in self.optimizers:
             self._give_state(optimizer, give)
         return roles

@@ -50,7 +50,7 @@ class LiveLedger(Ledger):
 class Tracking(TorchDispatchMode):
     """Records the storages that ops create on one device, in forward and backward.
 
-    An earlier storage counts from the moment when an op uses it, or another tensor of the same
+    An earlier storage counts from the moment when an op uses it, or uses another tensor of the same
     model or optimizer.
     """
 
@@ -71,8 +71,8 @@ class Tracking(TorchDispatchMode):
     def look_for_holders(self) -> None:
         """Find all existing models and optimizers."""
         objects = gc.get_objects()
-        self.roots = outermost([o for o in objects if _is_made(o, nn.Module, "_modules")])
-        self.optimizers = [o for o in objects if _is_made(o, Optimizer, "param_groups")]
+        self.roots = outermost([o for o in objects if _is_initialized(o, nn.Module, "_modules")])
+        self.optimizers = [o for o in objects if _is_initialized(o, Optimizer, "param_groups")]
 
     def counts(self, t: object) -> bool:
         """Return True if a value is a tensor whose bytes are on the device."""
@@ -90,7 +90,7 @@ class Tracking(TorchDispatchMode):
         self, func: Overload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         if any(map(is_wrapper_type, types)):
-            return NotImplemented  # NotImplemented calls this again for the inner tensors
+            return NotImplemented  # torch then calls this method again for the inner tensors
         counted = list(filter(self.counts, tensors_in((args, kwargs))))
         for t in counted:
             self._meet(t)
@@ -122,7 +122,7 @@ class Tracking(TorchDispatchMode):
                     self._meet(other)
 
 
-def _is_made(o: object, kind: type, attribute: str) -> bool:
+def _is_initialized(o: object, kind: type, attribute: str) -> bool:
     """Return True if an object is of a class and its `__init__` has set an attribute."""
     return issubclass(type(o), kind) and attribute in vars(o)
 

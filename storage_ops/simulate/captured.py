@@ -156,7 +156,7 @@ def on_one_device(
 def _handles_all_at_once(kind: type[Optimizer]) -> bool:
     """Return True if an optimizer lets torch choose when `foreach` is None. Adafactor does not."""
     classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
-    modules = [sys.modules.get(each.__module__) for each in classes]
+    modules = [sys.modules.get(cls.__module__) for cls in classes]
     return any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
 
 

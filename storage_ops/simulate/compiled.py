@@ -63,8 +63,8 @@ class _Graphs:
         values: list[Any] = []
 
         def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            made = [node.meta.get("example_value") for node in gm.graph.nodes]
-            sizes = (t.numel() * t.itemsize for t in made if isinstance(t, Tensor))
+            values_of_nodes = [node.meta.get("example_value") for node in gm.graph.nodes]
+            sizes = (t.numel() * t.itemsize for t in values_of_nodes if isinstance(t, Tensor))
             self.largest = max(self.largest, *sizes)
             run = _made_of(gm, examples, self._options)
 
@@ -188,10 +188,10 @@ def _made_of(
     (chunks, budget, strict), _ = taken(options)
     recognised = recognise(gm, chunks, budget)
 
-    def partition(joint: fx.GraphModule, inputs: Sequence[object], **how: Any) -> Any:
+    def partition(joint: fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
         apply(joint.graph, chunks, budget, strict, 1, recognised)
         joint.recompile()
-        return min_cut_rematerialization_partition(joint, inputs, **how)
+        return min_cut_rematerialization_partition(joint, inputs, **options)
 
     make: Any = aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op, partition_fn=partition,
@@ -210,9 +210,9 @@ def _op_by_op(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
     chunked = torch.ops.storage_ops._chunked_span.default
     for node in gm.graph.find_nodes(op="call_function", target=chunked):
         device = node.args[0][0].meta["val"].device
-        how = {"dtype": torch.uint8, "device": device}
+        options = {"dtype": torch.uint8, "device": device}
         with gm.graph.inserting_before(node):
-            chunk = gm.graph.call_function(torch.empty, (held_inside(node),), how)
+            chunk = gm.graph.call_function(torch.empty, (held_inside(node),), options)
         with gm.graph.inserting_after(node):
             gm.graph.call_function(Tensor.numel, (chunk,))
     gm.recompile()

@@ -21,8 +21,8 @@ class FakesOfCPU:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
-        # Keeps the original, so that its id is not reused.
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        # By the id of the original, which is kept too, so that its id is not reused.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def module(self, module: nn.Module) -> None:
         """Replace the parameters and buffers of a module in place."""
@@ -39,15 +39,15 @@ class FakesOfCPU:
         return tree_map_only(Tensor, lambda t: self._tensor(t) if t.is_meta else t, batch)
 
     def _parameter(self, p: nn.Parameter) -> nn.Parameter:
-        if id(p) not in self._made:
+        if id(p) not in self._fakes:
             fake = nn.Parameter(self._tensor(p.detach()), requires_grad=p.requires_grad)
-            self._made[id(p)] = p, fake
-        return self._made[id(p)][1]  # type: ignore[return-value]
+            self._fakes[id(p)] = p, fake
+        return self._fakes[id(p)][1]  # type: ignore[return-value]
 
     def _tensor(self, t: Tensor) -> Tensor:
-        if id(t) not in self._made:
-            self._made[id(t)] = t, rewrapped(t, self._plain)
-        return self._made[id(t)][1]
+        if id(t) not in self._fakes:
+            self._fakes[id(t)] = t, rewrapped(t, self._plain)
+        return self._fakes[id(t)][1]
 
     def _plain(self, t: Tensor) -> Tensor:
         with self._mode:

@@ -472,10 +472,10 @@ describe(
 
 def _check_layout(func: Overload, t: Tensor) -> None:
     if t.layout != torch.strided:
-        here = Source.here(func, "nothing")
+        source = Source.here(func, "nothing")
         raise RuntimeError(
-            f"estimate: `fn` calls {here.name} at {here.line}, which makes a tensor with layout "
-            f"{t.layout} that is not simulated. Leave that part out of `fn`."
+            f"estimate: `fn` calls {source.name} at {source.line}, which creates a tensor with "
+            f"layout {t.layout} that is not simulated. Leave that part out of `fn`."
         )
 
 

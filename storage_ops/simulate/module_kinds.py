@@ -230,8 +230,8 @@ class Group:
     @functools.cached_property
     def differing(self) -> list[int]:
         """Return the positions of values that differ between members."""
-        every = zip(*(kind.values for kind in self.members), strict=True)
-        return [i for i, values in enumerate(every) if any(v != values[0] for v in values)]
+        values_at = zip(*(kind.values for kind in self.members), strict=True)
+        return [i for i, values in enumerate(values_at) if any(v != values[0] for v in values)]
 
     @property
     def watched(self) -> list[int]:

@@ -58,7 +58,7 @@ BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
 
 
-class _How(NamedTuple):
+class _StepOptions(NamedTuple):
     """The objects and options of a simulation, and the device."""
 
     args: Any
@@ -138,8 +138,8 @@ def simulate_step(
 
     The step is not the first one. Gradients were freed before it, as by `zero_grad()`, and the
     state that the optimizer creates in its first step exists. The model's output is freed once the
-    loss exists. once the loss exists. The model is simulated as it is: in its current mode, with
-    its checkpoints and hooks. Model, batch and optimizer are restored afterwards.
+    loss exists. The model is simulated as it is: in its current mode, with its checkpoints and
+    hooks. Model, batch and optimizer are restored afterwards.
 
     In a `torch.autocast` block, forward and loss run as in that block. Backward and optimizer run
     after it, as in training loops.
@@ -186,12 +186,13 @@ def simulate_step(
     assumption = Assumption(assume)
     loss = as_it_runs(loss)
     steps = []
-    for index, one in enumerate(batches):
-        args, kwargs = arguments(one)
-        made = optimizer_of(model, optimizer)
-        what = args, kwargs, loss or loss_of, made
-        how = _How(*what, on_gpu, rates, workspace, assumption, accumulate)
-        step = _quickly(model, how) or _simulate(model, how)
+    for index, batch_of_step in enumerate(batches):
+        args, kwargs = arguments(batch_of_step)
+        options = _StepOptions(
+            args, kwargs, loss or loss_of, optimizer_of(model, optimizer), on_gpu, rates, workspace,
+            assumption, accumulate,
+        )  # fmt: skip
+        step = _quickly(model, options) or _simulate(model, options)
         step.batch = index
         step.subject = f"Step of {class_of(uncompiled(model)).__name__}"
         step.device = rates.name if device is None else str(device)
@@ -231,8 +232,8 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
         ValueError: the device is not known.
     """
     if device is None:
-        given = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
-        return "cpu" not in {t.device.type for t in list(model.parameters()) or given}
+        batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+        return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
     name = str(device).lower()
     if name in DEVICES:
         return name != "cpu"
@@ -261,7 +262,7 @@ def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return batch, {}
     raise TypeError(
         f"`batch` is a {type(batch).__name__}. Expected a tensor, a tuple, a dict, or a list of "
-        "such."
+        "these."
     )
 
 
@@ -276,9 +277,9 @@ def optimizer_of(
     if optimizer is None:
         return None
     if isinstance(optimizer, Optimizer):
-        found: Optimizer = unwrapped(optimizer)
-        _check_step(found)
-        return found
+        plain: Optimizer = unwrapped(optimizer)
+        _check_step(plain)
+        return plain
     trained = [p for p in model.parameters() if p.requires_grad]
     make: Any = optimizer
     created = make(trained) if callable(make) and trained else None
@@ -319,9 +320,9 @@ def check_loss(loss: object) -> None:
 
 def loss_of(output: object) -> Tensor:
     """Return the scalar from which backward starts if the caller passed no loss."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not numbers:
         raise ValueError(
@@ -334,13 +335,13 @@ def loss_of(output: object) -> Tensor:
     return sum((t.sum() for t in numbers[1:]), first.sum())
 
 
-def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
+def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
     """Simulate equal layers once. Return None if the result might differ from `_simulate`'s."""
     if is_distributed(model) and not is_sharded_alone(model):
         return None
-    quick = Quick(model, accumulate=how[-1])
+    quick = Quick(model, accumulate=options[-1])
     try:
-        step = _simulate(model, how, quick)
+        step = _simulate(model, options, quick)
     except Exception:
         if quick.count == 0 and not quick.is_spoiled:
             raise
@@ -348,8 +349,8 @@ def _quickly(model: nn.Module, how: _How) -> StepEstimate | None:
     return None if quick.is_spoiled else step
 
 
-def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEstimate:
-    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = how
+def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:
+    args, kwargs, loss, optimizer, on_gpu, rates, workspace, assumption, accumulate = options
     ledger = Ledger() if on_gpu else Ledger(round_up=int)
     captured = Captured((model, loss, optimizer), args, kwargs)
     roles: dict[Block, str] = {}
@@ -369,7 +370,7 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         if accumulate:
             earlier_gradients(model.parameters())
             note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
-            _was_there(ledger, {block for block, role in roles.items() if role == GRADIENTS})
+            _move_to_start(ledger, {block for block, role in roles.items() if role == GRADIENTS})
         _backward(loss, model, args, kwargs, ledger, quick)
         note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
         if optimizer is not None:
@@ -379,8 +380,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
 
     simulated = simulating(ledger, captured, args, kwargs, assumption, on_gpu, rates)
     gradients, calls = without_gradients(model.parameters()), around_calls(model, around)
-    alone, told = ONE_AT_A_TIME, showing("simulating a step")
-    with alone, told, gradients, calls, simulated as (simulation, *moved):
+    lock, progress = ONE_AT_A_TIME, showing("simulating a step")
+    with lock, progress, gradients, calls, simulated as (simulation, *moved):
         # Includes modules such as a frozen reference that the loss names.
         for module in (model, *captured.roots):
             note_roles(roles, PARAMETERS, module.parameters(), simulation)
@@ -390,8 +391,8 @@ def _simulate(model: nn.Module, how: _How, quick: Quick | None = None) -> StepEs
         args, kwargs = moved
         del moved
         call_simulated(step, args, kwargs)
-        made = {block for block, role in roles.items() if role == STATE}
-        _was_there(ledger, made.difference(ledger.inputs))
+        state_blocks = {block for block, role in roles.items() if role == STATE}
+        _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
             roles |= dict.fromkeys(keep_workspaces(ledger, workspace), WORKSPACES)
         settled = settle(ledger, roles)
@@ -457,8 +458,8 @@ def check_value(value: object) -> None:
         )
 
 
-def _was_there(ledger: Ledger, blocks: set[Block]) -> None:
-    """Record blocks of earlier steps, or batches, as existing from the start."""
+def _move_to_start(ledger: Ledger, blocks: set[Block]) -> None:
+    """Record that blocks exist from the start, because an earlier step or batch created them."""
     ledger.inputs += blocks
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
 

@@ -198,10 +198,10 @@ def discard_storage(
         with torch._C.DisableTorchFunctionSubclass():
             for part in (t, *locals_of("discard_storage", "t", t)):
                 _refuse_leaf(part)
-    every = tuple(streams)  # may be an iterator, but the class may wrap several tensors
+    all_streams = tuple(streams)  # may be an iterator, but the class may wrap several tensors
     _on_subclasses(
         "discard_storage",
-        lambda part: _discard(part, guard, every, allow_external),
+        lambda part: _discard(part, guard, all_streams, allow_external),
         allow_external,
         t=t,
     )
@@ -212,7 +212,8 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
 
     Every tensor that shares the storage of `dst` sees the bytes of `src`. Both tensors see each
     other's writes, and no version counter changes. The memory lives until the last user of either
-    is gone. nothing happens. In compiled code, which has no storages, the values are copied.
+    is gone. If both share a storage already, nothing happens. In compiled code, which has no
+    storages, the values are copied.
 
     Only bytes are bound. A conjugate or negative view still applies its flag to the new bytes, and
     forward-mode AD keeps the tangent of `dst`.
@@ -237,10 +238,10 @@ def share_storage(dst: Tensor, src: Tensor, *, allow_external: bool = False) -> 
             Nothing has changed.
 
     Example:
-        >>> h, again = torch.zeros(4), torch.arange(4.0)
+        >>> h, new = torch.zeros(4), torch.arange(4.0)
         >>> storage_ops.discard_storage(h)
-        >>> storage_ops.share_storage(h, again)
-        >>> h, h.data_ptr() == again.data_ptr()
+        >>> storage_ops.share_storage(h, new)
+        >>> h, h.data_ptr() == new.data_ptr()
         (tensor([0., 1., 2., 3.]), True)
     """
     if type(dst) in _PLAIN and type(src) in _PLAIN:

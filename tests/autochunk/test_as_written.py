@@ -13,8 +13,8 @@ from .losses import B, T, V, arguments, cross_entropy, flat, interpreted, log_pr
 def mask_with_zeros(x, w, t):
     keep = torch.ones(B * T)
     keep[: B * T // 2] = 0
-    each = F.cross_entropy(flat(x, w), t.flatten().clamp(min=0), reduction="none")
-    return (each * keep).sum() / keep.sum()
+    losses = F.cross_entropy(flat(x, w), t.flatten().clamp(min=0), reduction="none")
+    return (losses * keep).sum() / keep.sum()
 
 
 def mask_of_a_view(x, w, t):

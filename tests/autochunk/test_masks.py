@@ -27,10 +27,10 @@ def weighted(x, w, t):
     """Scale the logits before the mask, and mask another tensor too."""
     mask = t >= 0
     z = (logits(x, w) / 0.7 + w[:, 0])[mask]
-    each = (
+    losses = (
         torch.softmax(z, -1).square().sum(-1) * torch.linspace(0, 1, t.numel()).view(t.shape)[mask]
     )
-    return each.sum()
+    return losses.sum()
 
 
 def shifted(x, w, t):

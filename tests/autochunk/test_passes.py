@@ -47,8 +47,8 @@ def top_entropy(x, w, t):
     now = p.gather(-1, t.clamp(min=0)[..., None])[..., 0]
     ratio = (now - now.detach() - 0.05).exp()
     advantage = torch.linspace(-1, 1, len(x))[:, None]
-    each = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -(each * mask).sum() / mask.sum()
+    gains = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(gains * mask).sum() / mask.sum()
 
 
 def normalised(x, w, t):

@@ -75,8 +75,8 @@ def stacked(dim):
 def generalized_jsd(x, w, b, y, v, t):
     s, q = (x @ w.t() + b).log_softmax(-1), (y @ v.t()).log_softmax(-1)
     m = torch.logsumexp(torch.stack([s + 0.7, q + 0.3]), 0)
-    each = [F.kl_div(m, a, reduction="none", log_target=True).sum(-1) for a in (s, q)]
-    return ((0.7 * each[0] + 0.3 * each[1]) * (t != -100)).sum() / (t != -100).sum()
+    divergences = [F.kl_div(m, a, reduction="none", log_target=True).sum(-1) for a in (s, q)]
+    return ((0.7 * divergences[0] + 0.3 * divergences[1]) * (t != -100)).sum() / (t != -100).sum()
 
 
 def sliced_first(x, w, b, y, v, t):
@@ -195,8 +195,8 @@ def grpo(level):
         if level == "sequence":
             ratio = (ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
         ratio, kl = ratio.exp(), (r - p).exp() - (r - p) - 1
-        each = BETA * kl - torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return (each * mask).sum() / mask.sum(), (kl * mask).sum() / mask.sum()
+        losses = BETA * kl - torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        return (losses * mask).sum() / mask.sum(), (kl * mask).sum() / mask.sum()
 
     loss.__name__ = f"grpo_{level}"
     return loss
@@ -299,9 +299,9 @@ def test_dynamic_sizes():
         return z.softmax(-1).square().sum(-1).mean() + torch.logsumexp(a[:, :-1], -1).mean()
 
     torch._dynamo.reset()
-    compiled, given = losses.interpreted(halves, 8, dynamic=True), data()
+    compiled, arguments = losses.interpreted(halves, 8, dynamic=True), data()
     for batch, length in ((8, 64), (5, 33), (3, 12)):
-        x, w, *others = given
+        x, w, *others = arguments
         x = x[:batch, :length]
         inputs = (x.detach().requires_grad_(), w, *others)
         got, want = (run(f, inputs)[0] for f in (compiled, halves))
@@ -325,14 +325,14 @@ def test_a_traced_step():
 
 
 def test_many_sequences():
-    def each(x, w, b, y, v, t):
+    def per_sequence(x, w, b, y, v, t):
         z = x.view(16, -1, D) @ w.t()
-        return torch.stack([torch.logsumexp(each, -1) for each in z]).square().sum()
+        return torch.stack([torch.logsumexp(rows, -1) for rows in z]).square().sum()
 
     torch._dynamo.reset()
     inputs, reports = data(), []
-    got, _ = run(losses.interpreted(each, 8, reports=reports), inputs)
-    torch.testing.assert_close(got, run(each, inputs)[0], rtol=1e-4, atol=1e-4)
+    got, _ = run(losses.interpreted(per_sequence, 8, reports=reports), inputs)
+    torch.testing.assert_close(got, run(per_sequence, inputs)[0], rtol=1e-4, atol=1e-4)
     assert reports[0].chunked
 
 

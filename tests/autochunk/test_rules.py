@@ -147,7 +147,7 @@ def node_of(name, args):
         if isinstance(item, torch.Tensor):
             return place(item)
         if isinstance(item, list):
-            return [wrap(each) for each in item]
+            return [wrap(inner) for inner in item]
         return place(item) if isinstance(item, tuple) else item
 
     node = graph.call_function(op_of(name), tuple(wrap(a) for a in args))
@@ -174,8 +174,8 @@ def cut(value, labels, label, begin, end):
 def length(places, labelled, node, label):
     if label in labelled.out:
         return node_shape(node)[labelled.out.index(label)]
-    return next(v.shape[each.index(label)] for a, v in places.items()
-                for each in labelled.args[a] if label in each)  # fmt: skip
+    return next(v.shape[labels.index(label)] for a, v in places.items()
+                for labels in labelled.args[a] if label in labels)  # fmt: skip
 
 
 def node_shape(node):

@@ -23,11 +23,12 @@ def work(rank):
         sent_bytes = {
             name: sent(run) for name, run in steps(x, w, torch.randint(VOCAB, (TOKENS,))).items()
         }
-        around = 2 * (ranks - 1) / ranks * TOKENS  # bytes that a rank sends to sum a byte per token
+        # The bytes that a rank sends to sum one byte per token.
+        per_byte = 2 * (ranks - 1) / ranks * TOKENS
         for end in ("", ", sharded"):
             ours, peer = sent_bytes["storage_ops" + end], sent_bytes["torch loss_parallel" + end]
             # Bytes for the maximum, the sum and the gradient. The loss and its checks add some.
-            least = around * (8 + HIDDEN * dtype.itemsize)
+            least = per_byte * (8 + HIDDEN * dtype.itemsize)
             assert least < ours <= least + 100 * ranks
             assert ours <= peer and ours <= sent_bytes["Megatron-LM's formula"], sent_bytes
 

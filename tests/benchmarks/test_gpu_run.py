@@ -44,14 +44,14 @@ def test_wrong_arguments(options, complaint, capsys):
 
 
 def test_every_call_fits_into_nine_minutes_and_names_code_that_exists():
-    assert len({each.name for each in QUEUE}) == len(QUEUE)
-    for each in QUEUE:
+    assert len({call.name for call in QUEUE}) == len(QUEUE)
+    for call in QUEUE:
         assert (
-            sum(stage.seconds for stage in each.stages) <= 60 * _gpu_run.MINUTES - _gpu_run.AROUND
+            sum(stage.seconds for stage in call.stages) <= 60 * _gpu_run.MINUTES - _gpu_run.AROUND
         )
-        assert all((ROOT / path).exists() for path in each.code)
-        assert len({stage.name for stage in each.stages}) == len(each.stages)
-        for stage in each.stages:
+        assert all((ROOT / path).exists() for path in call.code)
+        assert len({stage.name for stage in call.stages}) == len(call.stages)
+        for stage in call.stages:
             assert stage.part in (*_runner.parts(), "_gpu_tests")
     for paths in _gpu_queue.CODE.values():
         assert all((ROOT / path).exists() for path in paths)
@@ -157,12 +157,12 @@ def test_an_interrupt_keeps_earlier_results(tmp_path):
 
 
 def test_tests_are_counted_together_with_errors_of_the_sanitizer(tmp_path, monkeypatch):
-    said = (
+    printed = (
         "========= COMPUTE-SANITIZER\n========= Invalid write\n========= ERROR SUMMARY: 1 error\n"
     )
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(f"""#!/bin/sh
-printf '{said}'
+printf '{printed}'
 for a; do case $a in --junit-xml=*) file=${{a#*=}};; esac; done
 echo '<x><testsuite tests="9" failures="1" errors="0" skipped="2"/></x>' > $file
 exit 99

@@ -28,7 +28,7 @@ def case_of(name):
 def test_the_row_of_a_model(name, monkeypatch):
     """GPT-2 and T5 have tied weights, which count once."""
     monkeypatch.setitem(_model_types.CHANGES, name, TINY[name])
-    row = model_types.asked(case_of(name))
+    row = model_types.answer_of(case_of(name))
     assert row["answer"] == "fits" and row["case"] == name
     assert row["peak (MiB)"] > 6 * row["parameters"] / (1 << 20)
 
@@ -37,13 +37,13 @@ def test_the_row_of_a_model(name, monkeypatch):
 def test_a_wrong_number_of_parameter_bytes_is_an_error(monkeypatch):
     monkeypatch.setitem(_model_types.CHANGES, "gpt2", TINY["gpt2"])
     monkeypatch.setattr(model_types, "parameter_bytes", lambda model: 3)
-    answer = model_types.asked(case_of("gpt2"))["answer"]
+    answer = model_types.answer_of(case_of("gpt2"))["answer"]
     assert answer.startswith(model_types.BROKEN) and answer.endswith("expected 3")
 
 
 def test_a_refusal_has_the_message_of_the_command():
     case = Case("transformers: none", "no", "No", "1", lambda folder: ["--hf-config", str(folder)])
-    answer = model_types.asked(case)["answer"]
+    answer = model_types.answer_of(case)["answer"]
     assert answer.startswith("refused: ") and "config.json" in answer
 
 
@@ -55,15 +55,17 @@ def test_every_type_has_a_class_and_a_unique_name():
 
 def test_a_failed_process_has_a_row(monkeypatch):
     case = case_of("gpt2")
-    monkeypatch.setattr(model_types, "asked", lambda case: os.kill(os.getpid(), signal.SIGKILL))
-    assert model_types.asked_alone(case)["answer"] == model_types.BROKEN + "exit code -9"
-    monkeypatch.setattr(model_types, "asked", lambda case: threading.Event().wait())
+    monkeypatch.setattr(model_types, "answer_of", lambda case: os.kill(os.getpid(), signal.SIGKILL))
+    assert model_types.answer_in_process(case)["answer"] == model_types.BROKEN + "exit code -9"
+    monkeypatch.setattr(model_types, "answer_of", lambda case: threading.Event().wait())
     monkeypatch.setattr(model_types, "SECONDS", 0.1)
-    answer = model_types.asked_alone(case)["answer"]
+    answer = model_types.answer_in_process(case)["answer"]
     assert answer == model_types.BROKEN + "no answer in 0.1 seconds"
     monkeypatch.setattr(model_types, "SECONDS", 60)
-    monkeypatch.setattr(model_types, "asked", lambda case: {"case": case.name, "answer": "fits"})
-    assert model_types.asked_alone(case) == {"case": "gpt2", "answer": "fits"}
+    monkeypatch.setattr(
+        model_types, "answer_of", lambda case: {"case": case.name, "answer": "fits"}
+    )
+    assert model_types.answer_in_process(case) == {"case": "gpt2", "answer": "fits"}
 
 
 def test_the_page_has_a_table_for_each_family(monkeypatch):

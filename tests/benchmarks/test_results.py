@@ -76,8 +76,8 @@ def test_new_shapes_replace_old_ones():
     whole = result("three", ("A", 1), ("B", 1), ("C", 1))
     assert kept.merged(both, whole) == whole
     left_out = {"skipped": {"A: x": "why", "B: x": "why", "x": "why"}}
-    again = kept.merged({**both, **left_out}, result("four", ("B", 4)))
-    assert again["skipped"] == {"A: x": "why", "x": "why"}
+    remeasured = kept.merged({**both, **left_out}, result("four", ("B", 4)))
+    assert remeasured["skipped"] == {"A: x": "why", "x": "why"}
 
 
 def test_new_results_are_merged_into_kept_ones(tmp_path, monkeypatch):

@@ -198,6 +198,6 @@ def test_the_command_trains_on_a_text_and_reports(tmp_path, capsys):
     assert "liger: Liger-Kernel needs a GPU" in capsys.readouterr().out
     train_gpt.main([*command, *folder, "--cases", "plain", "linear_cross_entropy"])
     assert "plain: continues after step 2" in capsys.readouterr().out
-    again = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
-    assert again["plain"]["last loss"] == rows["plain"]["last loss"]
-    assert "time / plain" not in again["linear_cross_entropy"]
+    second = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
+    assert second["plain"]["last loss"] == rows["plain"]["last loss"]
+    assert "time / plain" not in second["linear_cross_entropy"]

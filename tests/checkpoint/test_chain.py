@@ -198,8 +198,8 @@ def test_several_forwards_before_the_backwards(path, order):
     for way in (plain, chained):
         torch.manual_seed(1)
         losses = [way(functions, x).square().sum() for x in inputs]
-        each = {i: torch.autograd.grad(losses[i], (inputs[i], *parameters)) for i in order}
-        results.append([g for i in range(3) for g in each[i]])
+        gradients_of = {i: torch.autograd.grad(losses[i], (inputs[i], *parameters)) for i in order}
+        results.append([g for i in range(3) for g in gradients_of[i]])
     same(*results)
 
 

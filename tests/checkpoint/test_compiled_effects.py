@@ -106,7 +106,7 @@ def test_inductor(layer, region):
     compare(COMPILED[layer], region, "inductor")
 
 
-class Appends(effects.Around):
+class Appends(effects.EffectBetweenLayers):
     def forward(self, x, losses, counts):
         y = torch.tanh(self.up(x))
         losses.append(y.square().mean())

@@ -453,8 +453,8 @@ def tensors(value, collected):
         collected.append(value)
     elif value is not None and not isinstance(value, int):
         value = value if isinstance(value, (list, tuple, dict)) else vars(value)
-        for each in value.values() if isinstance(value, dict) else value:
-            tensors(each, collected)
+        for item in value.values() if isinstance(value, dict) else value:
+            tensors(item, collected)
 
 
 def test_inspecting_local_variables_does_not_change_them():

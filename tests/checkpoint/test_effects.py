@@ -16,8 +16,8 @@ from storage_ops.checkpoint.region.region import Region
 KINDS = ("full", "selective", "output_discard", "reentrant", "region", "composed", "chain")
 
 
-class Around(nn.Module):
-    """A layer, and an op that consumes its output."""
+class LayerAndHead(nn.Module):
+    """A layer, and a head that consumes its output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -58,8 +58,8 @@ def checkpointed(kind, model):
 
 
 def pair(kind, make):
-    """Return two equal models, plain and with a region, each after the function that calls it."""
-    model = Around(make())
+    """Return (function, model) without a region, and with one. The models are equal."""
+    model = LayerAndHead(make())
     if kind == "chain":
         plain = copy.deepcopy(model)
         return (
@@ -252,7 +252,7 @@ def test_effects_of_torchscript_modules_happen_once(kind):
     scripted = torch.jit.script(nn.Linear(6, 6))
     layers = (nn.Linear(4, 6), scripted, traced, nn.Tanh())
     for p in (*scripted.parameters(), *traced.parameters()):
-        p.requires_grad_(False)  # copies of the others would be no leaves
+        p.requires_grad_(False)  # copies of trained parameters would not be leaves
     plain, plain_model, fn, model = pair(kind, lambda: nn.Sequential(*layers))
     inputs = [torch.randn(8, 4) for _ in range(2)]
     right, got = steps(plain, plain_model, inputs), steps(fn, model, inputs)
@@ -355,7 +355,7 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
 
     plain, _, fn, _ = pair(kind, lambda: Layer(4, 6))
     results = []
-    around = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
     for run in (plain, fn):
         seen.clear()
         torch.manual_seed(0)
@@ -363,7 +363,7 @@ def test_a_recompute_gets_the_tensors_of_the_forward(path, kind, hooked):
         p, mask = nn.Parameter(torch.randn(4)), torch.rand(4).as_subclass(Tagged)
         leaf, x = torch.randn(6, requires_grad=True), z * 1
         x.scale, p.scale, mask.scale, leaf.scale = 3.0, 2.0, 5.0, 0.5
-        with around if hooked else contextlib.nullcontext():
+        with hooks if hooked else contextlib.nullcontext():
             y = run(x, p, mask, leaf)
         y.sum().backward()
         results.append([z.grad, p.grad, leaf.grad])

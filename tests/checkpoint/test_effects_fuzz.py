@@ -113,7 +113,7 @@ class Cache:
         self.items, self.total = [], 1.0
 
 
-class Around(nn.Module):
+class RegionAndHead(nn.Module):
     def __init__(self, region, error):
         super().__init__()
         self.region, self.error = region, error
@@ -174,11 +174,11 @@ def run(model, fn, case):
     old = dict(named)
     losses, raised = [], None
     for number in range(case["forwards"]):
-        around = contextlib.nullcontext()
+        exchanged = contextlib.nullcontext()
         if exchange == "functional_call":
-            around = _reparametrize_module(model, {n: t for n, t in new.items() if number != 1})
+            exchanged = _reparametrize_module(model, {n: t for n, t in new.items() if number != 1})
         try:
-            with around:
+            with exchanged:
                 y = fn(x * (number + 1), box, extra)
         except ERRORS as error:
             raised = type(error)
@@ -208,7 +208,7 @@ def check(case):
     torch.manual_seed(case["seed"])
     # A plain function has no module around it that could fail.
     error = None if case["kind"] == "function" else case["error"]
-    plain = Around(Region(case["plan"], case["dtype"]), error)
+    plain = RegionAndHead(Region(case["plan"], case["dtype"]), error)
     model = copy.deepcopy(plain)
     plain.region.noise = model.region.noise = NOISE
     right, right_error = run(plain, plain, case)

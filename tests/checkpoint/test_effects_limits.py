@@ -124,9 +124,9 @@ def test_a_parameter_replaced_behind_a_loop_index_is_an_error(way):
 def test_a_large_tensor_that_a_later_step_writes_is_written_once(place, how, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Late(4, 6, how))
     if place == "attribute":
-        for each in (plain_model.layer, model.layer):
-            table = each._buffers.pop("table")
-            each.table = table
+        for module in (plain_model.layer, model.layer):
+            table = module._buffers.pop("table")
+            module.table = table
     inputs = [torch.randn(2, 4)]
     equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
     for writes in (False, True, True, False):

@@ -308,7 +308,7 @@ def test_strides_are_compared():
 @pytest.mark.parametrize("saves", [True, False])
 def test_selective_policies_inside_of_a_region(path, saves):
     first, second = torch.randn(8, 16), torch.randn(16, 32)
-    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    keep, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     products = []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -317,7 +317,7 @@ def test_selective_policies_inside_of_a_region(path, saves):
             return func(*args, **(kwargs or {}))
 
     def policy(ctx, op, *args, **kwargs):
-        return keep if saves and op == torch.ops.aten.mm.default else again
+        return keep if saves and op == torch.ops.aten.mm.default else recompute
 
     producer = lambda x: (x @ first).sin() @ second  # noqa: E731
     for end in (torch.sin, lambda h: h):  # with `lambda h: h`, the saved product is the output

@@ -59,12 +59,12 @@ def test_recomputed_counts_are_those_of_the_backward():
     table = so.explain_policy(model.layers[0], x, policy="matmuls")
     plain = step(model, x)[3]
     so.CheckpointWrapper(model.layers[0], policy="matmuls")
-    again = step(model, x)[3] - plain
+    difference = step(model, x)[3] - plain
     recomputed = Counter()
     for row in table.rows:
         recomputed[row.op.split(".")[1]] += 0 if row.saved else row.count
     for op in ("gelu", "_softmax", "bernoulli_", "mm", "bmm", "empty_like"):
-        assert again[op] == recomputed[op], op
+        assert difference[op] == recomputed[op], op
 
 
 def test_a_report_prints_as_a_table():

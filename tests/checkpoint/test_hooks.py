@@ -114,15 +114,15 @@ def test_the_hooks_of_the_forward_are_repeated_and_no_others(name, late, kind):
 def test_hooks_run_in_the_order_of_the_forward(kind):
     plain, plain_model, fn, model = pair(kind, Layer)
     results = []
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         x = torch.full((3, 4), 0.3, requires_grad=True)
-        first = each.layer.second.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-        each.layer.second.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        first = module.layer.second.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+        module.layer.second.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
         y = call(x)
         first.remove()  # the recompute runs it before the other hook
         y.square().sum().backward()
         results.append(x.grad)
-        assert len(each.layer.second._forward_pre_hooks) == 1
+        assert len(module.layer.second._forward_pre_hooks) == 1
     assert torch.allclose(*results)
 
 
@@ -326,15 +326,15 @@ def test_a_hook_that_writes_parameters_of_the_module_around_writes_once(make, ki
     """A method of an object writes them, and another function calls the method."""
     _, plain, fn, model = pair(kind, Layer)
     gradients = []
-    for each, call in ((plain, plain), (model, fn)):
-        each.layer.teacher = nn.Linear(6, 6)
-        each.layer.teacher.load_state_dict(plain.layer.second.state_dict())
+    for module, call in ((plain, plain), (model, fn)):
+        module.layer.teacher = nn.Linear(6, 6)
+        module.layer.teacher.load_state_dict(plain.layer.second.state_dict())
         with torch.no_grad():
-            each.layer.teacher.weight.mul_(2)
-        each.layer.first.register_forward_hook(make(each.layer))
+            module.layer.teacher.weight.mul_(2)
+        module.layer.first.register_forward_hook(make(module.layer))
         for _ in range(2):
-            each.zero_grad()
+            module.zero_grad()
             call(torch.ones(3, 4)).sum().backward()
-        gradients.append([p.grad for p in each.parameters()])
+        gradients.append([p.grad for p in module.parameters()])
     assert torch.equal(plain.layer.teacher.weight, model.layer.teacher.weight)
     assert all(map(torch.equal, *gradients))

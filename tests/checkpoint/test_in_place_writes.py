@@ -78,11 +78,11 @@ def train(fn, model, inputs, retain=False):
 def test_an_embedding_with_max_norm_scales_its_rows_once(how, kind):
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     plain, plain_model, fn, model = pair(kind, lambda: Embeds(how, dtype))
-    for each in (plain_model, model):
-        each.head.to(dtype)
+    for module in (plain_model, model):
+        module.head.to(dtype)
     inputs = [torch.randn(30, 4) for _ in range(3)]
     retain = kind != "reentrant"
-    right, got = (train(*each, inputs, retain) for each in ((plain, plain_model), (fn, model)))
+    right, got = (train(*module, inputs, retain) for module in ((plain, plain_model), (fn, model)))
     for a, b in zip(got, right, strict=True):
         assert all(map(torch.equal, a, b))
     assert torch.equal(model.layer.table.weight, plain_model.layer.table.weight)
@@ -100,13 +100,13 @@ def test_rows_that_changed_after_the_forward(monkeypatch, copied, how, kind):
         monkeypatch.setattr(effects, "BUDGET", 0)
     plain, plain_model, fn, model = pair(kind, lambda: Embeds(how))
     results, x = [], torch.randn(30, 4)
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         inputs = x.clone().requires_grad_()
         y = call(inputs)
         if how == "again":
             call(inputs * 2)
-        weight = each.layer.table.weight.detach().clone()
-        if each is model and not copied:
+        weight = module.layer.table.weight.detach().clone()
+        if module is model and not copied:
             with pytest.raises(
                 RuntimeError, match=r"Call it once in the region|was modified in pl"
             ):
@@ -114,8 +114,8 @@ def test_rows_that_changed_after_the_forward(monkeypatch, copied, how, kind):
             assert inputs.grad is None
         else:
             y.sum().backward()
-            results.append([inputs.grad, *(p.grad for p in each.parameters()), weight])
-        assert torch.equal(each.layer.table.weight, weight)
+            results.append([inputs.grad, *(p.grad for p in module.parameters()), weight])
+        assert torch.equal(module.layer.table.weight, weight)
     assert torch._C._len_torch_dispatch_stack() == 0
     equal = partial(torch.allclose, atol=1e-6) if kind == "reentrant" else torch.equal
     assert not copied or all(map(equal, *results))
@@ -268,11 +268,11 @@ def test_a_rolling_cache_in_an_object(mode, size):
     options |= {"policy": "matmuls"} if mode == "selective" else {}
     so.apply_activation_checkpoint(model, {"layer_classes": ["Rolls"], **options})
     results = []
-    for each in (plain, model):
+    for module in (plain, model):
         x, cache = torch.ones(3, 4, requires_grad=True), Cache(keys.clone())
-        y = each(x, cache)
+        y = module(x, cache)
         y.square().sum().backward()
-        results.append([cache.keys[0], x.grad, *(p.grad for p in each.parameters())])
+        results.append([cache.keys[0], x.grad, *(p.grad for p in module.parameters())])
     equal = partial(torch.allclose, atol=1e-6) if mode == "reentrant" else torch.equal
     assert all(map(equal, *results))
 
@@ -305,16 +305,16 @@ def test_a_large_tensor_that_was_written_after_the_forward_is_an_error_if_read(p
 
     plain, plain_model, fn, model = pair(kind, lambda: Reads(4, 6))
     results = []
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         table = torch.full((300, 300), 0.5)
         if place == "buffer":
-            each.layer.register_buffer("table", table)
+            module.layer.register_buffer("table", table)
         else:
-            each.layer.table = table
+            module.layer.table = table
         x = torch.ones(3, 4, requires_grad=True)
         y = call(x)
         table.add_(1)
-        if each is model and place != "unread":
+        if module is model and place != "unread":
             with pytest.raises(RuntimeError, match=r"a tensor of shape \(300, 300\) that .* uses"):
                 y.sum().backward()
             return

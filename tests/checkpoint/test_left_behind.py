@@ -262,10 +262,10 @@ def test_a_generated_class_is_freed_with_its_modules():
 
     wrapped = so.CheckpointWrapper(Local(4, 4))
     reference = weakref.ref(type(wrapped))
-    again = so.CheckpointWrapper(Local(4, 4))
-    assert type(again) is reference()
-    assert type(so.remove_activation_checkpoint(again)) is Local
-    del wrapped, again
+    second = so.CheckpointWrapper(Local(4, 4))
+    assert type(second) is reference()
+    assert type(so.remove_activation_checkpoint(second)) is Local
+    del wrapped, second
     gc.collect()
     assert reference() is None
 

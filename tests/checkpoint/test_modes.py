@@ -147,8 +147,8 @@ def test_attention_that_is_replaced_during_the_forward(way):
     before = F.scaled_dot_product_attention
     layer, x = Attention(), torch.randn(6, 4, requires_grad=True)
     exchanged = lambda q, k, v: before(q, k, v) * 0.3  # noqa: E731
-    around = [mock.patch.object(F, "scaled_dot_product_attention", exchanged) for _ in range(2)]
-    right = gradients(layer, None, around[0], mock.MagicMock(), x)
-    got = gradients(layer, way, around[1], mock.MagicMock(), x)
+    patches = [mock.patch.object(F, "scaled_dot_product_attention", exchanged) for _ in range(2)]
+    right = gradients(layer, None, patches[0], mock.MagicMock(), x)
+    got = gradients(layer, way, patches[1], mock.MagicMock(), x)
     assert all(map(torch.allclose, got, right))
     assert F.scaled_dot_product_attention is before

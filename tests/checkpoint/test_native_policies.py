@@ -368,7 +368,7 @@ def test_an_op_of_a_library_that_returns_its_argument():
     library._destroy()
 
 
-def test_threads_have_regions_of_their_own(path):
+def test_every_thread_has_its_own_regions(path):
     policy, failed = fresh("aten.mm"), []
     w = torch.randn(8, 8, requires_grad=True)
     call = region(lambda x: ((x @ w).sin() @ w).cos(), policy)

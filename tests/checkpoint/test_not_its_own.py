@@ -27,8 +27,8 @@ def chained(layer, head):
 
 
 def by_mode(layer, head):
-    how = {"layer_names": ["0"], "mode": "output_discard"}
-    return so.apply_activation_checkpoint(nn.Sequential(layer, head), how)
+    config = {"layer_names": ["0"], "mode": "output_discard"}
+    return so.apply_activation_checkpoint(nn.Sequential(layer, head), config)
 
 
 WAYS = (so.output_discard, by_hook, chained, by_mode)
@@ -78,7 +78,7 @@ HELD = {
     "part of an attribute": lambda m, x: m.attribute[3, :5],
     "cache": cached,
     "with a gradient": remembered,
-    "view of what is held": remembered_view,
+    "view of a tensor with a gradient": remembered_view,
     "in a list": listed,
 }
 
@@ -86,14 +86,14 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_output_with_other_references_is_kept(way, name):
-    """Run two forwards before their backward, and a step afterwards."""
+    """In each of two steps, two forwards run before the backward."""
     layer, head, xs = Holding(HELD[name]), nn.Linear(6, 3), torch.randn(3, 5, 6)
     results = []
     for run in (lambda x: head(layer(x)), way(layer, head)):
         x = xs.clone().requires_grad_()
         layer.cache, before = None, layer.attribute.clone()
         for step in (x[:2], x[2:]):
-            loss = sum(run(each).square().sum() for each in step)
+            loss = sum(run(tokens).square().sum() for tokens in step)
             last = layer.last if isinstance(layer.last, list) else [layer.last]
             referenced = [*layer.state_dict().values(), layer.attribute, layer.cache, *last]
             assert not any(t is not None and so.is_discarded(t) for t in referenced)
@@ -114,8 +114,8 @@ def test_a_tensor_of_the_caller_that_the_region_fills(way, alias):
 
     class Filling(nn.Module):
         def forward(self, x):
-            to = outside.detach() if alias else outside
-            return to[0].copy_(up(x).tanh())
+            target = outside.detach() if alias else outside
+            return target[0].copy_(up(x).tanh())
 
     right = torch.autograd.grad(head(up(x).tanh()).square().sum(), (x, up.weight))
     y = way(Filling(), head)(x)

@@ -138,9 +138,9 @@ def test_results_with_other_references_stay_on_the_device(link):
 
     x = torch.randn(64, requires_grad=True)
     out, y = region(keeps)(x)
-    again = region(torch.sin)(out)  # from now on, the results of the first region may be sent
+    second = region(torch.sin)(out)  # from now on, the results of the first region may be sent
     assert torch.equal(references[0], x.detach().sin()) and not so.is_discarded(y)
-    again.sum().backward()
+    second.sum().backward()
     reference = x.detach().requires_grad_()
     reference.sin().cos().exp().sin().sum().backward()
     assert torch.equal(x.grad, reference.grad) and not link.log
@@ -231,8 +231,8 @@ def test_estimates_and_limits_count_the_device_only(name, link):
     x.grad = None
     away.zero_grad()
     simulated = so.memory.simulate_step(away, x, loss=lambda y: y.square().sum(), device="cpu")
-    there = x.nbytes + sum(p.nbytes for p in away.parameters())
-    assert measured.peak_bytes + there == simulated.peak_bytes
+    before = x.nbytes + sum(p.nbytes for p in away.parameters())
+    assert measured.peak_bytes + before == simulated.peak_bytes
     with so.memory.limit(simulated.peak_bytes, device="cpu"):
         run()
     x.grad = None
@@ -318,7 +318,7 @@ def test_nothing_is_offloaded_without_a_link_or_without_gradients():
     assert not link.log and not hosts()
 
 
-def test_threads_have_regions_of_their_own(link):
+def test_every_thread_has_its_own_regions(link):
     model = Model(dropout=0.0)
     away = checkpointed(model, AWAY["matmuls"])
     inputs = [make_input(dtype=torch.float32) for _ in range(4)]
@@ -365,13 +365,13 @@ def test_policies_that_save_offload_and_recompute_combine():
         return policy(ctx, op)
 
     away = policies.offload(policies.matmuls)
-    save, again = (torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE,
+    save, recompute = (torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE,
                    torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)  # fmt: skip
-    assert ask(away) == "offload" and ask(away, aten.sin.default) == again
+    assert ask(away) == "offload" and ask(away, aten.sin.default) == recompute
     assert ask(policies.union(away, policies.matmuls)) == save
     assert ask(policies.union(away, policies.attention)) == "offload"
-    assert ask(policies.difference(away, policies.save("aten.mm"))) == again
-    assert ask(policies.difference(policies.matmuls, away)) == again
+    assert ask(policies.difference(away, policies.save("aten.mm"))) == recompute
+    assert ask(policies.difference(policies.matmuls, away)) == recompute
     assert ask(policies.every_kth(away, 2)) == "offload"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

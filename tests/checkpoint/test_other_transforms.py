@@ -164,13 +164,13 @@ def test_compiled_autograd_over_eager_regions():
     compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
     for _ in range(2):
         x, results = torch.randn(3, 4), []
-        for each in (plain, model):
-            each.zero_grad()
-            loss = each(x).square().sum()
-            if each is plain:
+        for module in (plain, model):
+            module.zero_grad()
+            loss = module(x).square().sum()
+            if module is plain:
                 loss.backward()
             else:
                 with compiled_autograd._enable(torch.compile(backend="aot_eager")):
                     loss.backward()
-            results.append([p.grad for p in each.parameters()])
+            results.append([p.grad for p in module.parameters()])
         torch.testing.assert_close(*results)

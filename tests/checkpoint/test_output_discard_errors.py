@@ -36,9 +36,9 @@ def test_hook_tensor_without_a_gradient(hook):
 def test_a_second_region_before_the_first_is_finished():
     ckpt, x, h = make()
     with pytest.warns(UserWarning, match="the output of region was not discarded and stays"):
-        again = ckpt.checkpoint(region, x)
+        second = ckpt.checkpoint(region, x)
     ckpt.clear()
-    (again * h).sum().backward()
+    (second * h).sum().backward()
     assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
 
 
@@ -79,11 +79,11 @@ def test_input_changed_before_backward(path):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("hand_on", [lambda h: h, lambda h: h.view(-1)])
-def test_a_hook_tensor_that_is_the_output_itself(hand_on):
+@pytest.mark.parametrize("alias", [lambda h: h, lambda h: h.view(-1)], ids=["output", "view"])
+def test_a_hook_tensor_that_is_the_output_itself(alias):
     ckpt, _, h = make()
     with pytest.raises(RuntimeError, match="`hook_tensor` is the output of the region region"):
-        ckpt.discard_output_and_register_recompute(hand_on(h))
+        ckpt.discard_output_and_register_recompute(alias(h))
     assert not so.is_discarded(h)
 
 

@@ -96,7 +96,7 @@ def test_graph_exec_groups_share_a_recompute(path, kind):
 
 @pytest.mark.parametrize("kind", ["output_discard", "full", "selective"])
 def test_gradients_of_inputs_and_then_of_weights(path, kind):
-    """Zero-bubble schedules compute them in this order."""
+    """Zero-bubble schedules compute gradients in this order."""
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Linear(4, 4)
     )

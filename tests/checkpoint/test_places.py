@@ -57,22 +57,22 @@ def test_the_recompute_uses_the_tensor_of_the_forward(place, way, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Hypernetwork(read))
     x, codes, network = torch.randn(5, 4), torch.randn(3, 3), nn.Linear(3, 24)
     results = []
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         loss, kept = 0, []
         for code in codes:
             weight = network(code).view(6, 4)
             weight = weight.detach() if way == "plain" else weight
             kept += [weight] if way == "kept elsewhere" else []
-            put(each.layer, weight)
+            put(module.layer, weight)
             loss = loss + call(x).square().sum()
             last = weight
             del weight
         if way == "removed":
-            put(each.layer, last := None)
+            put(module.layer, last := None)
         network.zero_grad()
         loss.backward()
-        assert read(each.layer) is last
-        results.append([p.grad for p in (*network.parameters(), *each.parameters())])
+        assert read(module.layer) is last
+        results.append([p.grad for p in (*network.parameters(), *module.parameters())])
         network.zero_grad(set_to_none=True)
     for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
@@ -108,14 +108,14 @@ def during(owner, **values):
 def test_values_that_are_set_around_the_forward(kind):
     plain, plain_model, fn, model = pair(kind, Flagged)
     results, xs = [], torch.randn(2, 5, 4)
-    for call, each in ((plain, plain_model), (fn, model)):
-        layer = each.layer
+    for call, module in ((plain, plain_model), (fn, model)):
+        layer = module.layer
         with during(layer, scale=3.0, squares=True, rate=5), during(layer.config, shift=-1.0):
             y = call(xs[0])
         (y.sum() + call(xs[1]).sum()).backward()
         assert (layer.scale, layer.squares, layer.config.shift) == (1.0, False, 0.5)
         assert layer.rate == 2 and "rate" not in vars(layer) and layer.calls >= 2
-        results.append([p.grad for p in each.parameters()])
+        results.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *results))
 
 
@@ -173,9 +173,9 @@ def test_generators_that_an_attribute_leads_to(place, kind):
     plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
     plain_model.layer.held, model.layer.held = make(generator), make(generator)
     results, inputs = [], [torch.randn(5, 4)]
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         generator.manual_seed(0)
-        results.append([*steps(call, each, inputs)[0], generator.get_state()])
+        results.append([*steps(call, module, inputs)[0], generator.get_state()])
     assert all(map(torch.equal, *results))
 
 
@@ -200,16 +200,16 @@ def test_generators_of_other_libraries(library, place, kind):
 
     plain, plain_model, fn, model = pair(kind, lambda: Noisy(4, 6))
     results, inputs = [], [torch.randn(5, 4)]
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         generator = make(7)
         if place == "attribute":
-            each.layer.generator = generator
-            each.layer.draw = types.MethodType(lambda self: draw(self.generator), each.layer)
+            module.layer.generator = generator
+            module.layer.draw = types.MethodType(lambda self: draw(self.generator), module.layer)
         elif place == "object":
-            each.layer.draw = functools.partial(lambda data: draw(data.held), Data(generator))
+            module.layer.draw = functools.partial(lambda data: draw(data.held), Data(generator))
         else:
-            each.layer.draw = lambda generator=generator: draw(generator)
-        results.append((*steps(call, each, inputs)[0], state_of(generator)))
+            module.layer.draw = lambda generator=generator: draw(generator)
+        results.append((*steps(call, module, inputs)[0], state_of(generator)))
     (*grads, state), (*right, right_state) = results
     assert all(map(torch.equal, grads, right)) and state == right_state
 
@@ -279,11 +279,11 @@ def test_state_that_modules_of_a_class_share(kind):
 
     plain, plain_model, fn, model = pair(kind, lambda: Shared(4, 6))
     results, inputs = [], [torch.randn(5, 4)]
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         Shared.generator.manual_seed(0)
         Shared.mean.zero_()
         Shared.named["last"] = torch.zeros(6)
-        grads = steps(call, each, inputs)[0]
+        grads = steps(call, module, inputs)[0]
         state = [Shared.generator.get_state(), Shared.mean.clone(), Shared.named["last"]]
         results.append([*grads, *state])
     assert all(map(torch.equal, *results))
@@ -334,8 +334,8 @@ def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
     make = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))  # noqa: E731
     plain, plain_model, fn, model = pair(kind, make)
     results, x = [], torch.randn(3, 4)
-    for call, each in ((plain, plain_model), (fn, model)):
-        weights = each.layer[0].weight, each.layer[2].weight
+    for call, module in ((plain, plain_model), (fn, model)):
+        weights = module.layer[0].weight, module.layer[2].weight
         for weight in weights:
             weight.requires_grad_(not thaws)
         y = call(x.clone().requires_grad_())
@@ -343,7 +343,7 @@ def test_a_parameter_that_is_frozen_or_thawed_before_the_backward(thaws, kind):
             weight.requires_grad_(thaws)
         y.square().sum().backward()
         assert all(weight.requires_grad == thaws for weight in weights)
-        results.append([p.grad for p in each.parameters()])
+        results.append([p.grad for p in module.parameters()])
     for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
@@ -363,7 +363,7 @@ def test_weights_that_parametrizations_cache(when, kind):
     plain, plain_model, fn, model = pair(kind, Twice)
     results, x = [], torch.randn(3, 4, requires_grad=True)
     cached = nn.utils.parametrize.cached
-    for call, each in ((plain, plain_model), (fn, model)):
+    for call, module in ((plain, plain_model), (fn, model)):
         with cached() if when != "backward" else contextlib.nullcontext():
             y = call(x) + call(x * 2)
             if when == "both":
@@ -371,7 +371,7 @@ def test_weights_that_parametrizations_cache(when, kind):
         with cached() if when == "backward" else contextlib.nullcontext():
             if when != "both":
                 y.sum().backward()
-        results.append([p.grad for p in each.parameters()])
+        results.append([p.grad for p in module.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     assert nn.utils.parametrize._cache_enabled == 0 and not nn.utils.parametrize._cache

@@ -137,11 +137,11 @@ def test_a_backward_inside_of_the_forward_sees_the_state(kind):
     for change in (count, append, item):
         plain, plain_model, fn, model = pair(kind, lambda change=change: Forces(change))
         results = []
-        for call, each in ((plain, plain_model), (fn, model)):
+        for call, module in ((plain, plain_model), (fn, model)):
             x = torch.ones(5, 4)
             call(x).square().sum().backward()
-            results.append([p.grad for p in each.parameters()])
-            assert each.layer.number == (change is count)
+            results.append([p.grad for p in module.parameters()])
+            assert module.layer.number == (change is count)
         torch.testing.assert_close(*results)
 
 

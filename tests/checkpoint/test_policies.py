@@ -22,7 +22,7 @@ from storage_ops.checkpoint.selective import selective
 from .blocks import Model, Ops, assert_same, make_input, step
 
 aten = torch.ops.aten
-SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def ask(policy, op, *args):
@@ -66,10 +66,10 @@ def test_named_policies_save_their_ops():
     }
     for policy, ops in table.items():
         for other in table:
-            assert {ask(other, op) for op in ops} == {SAVE if policy is other else AGAIN}
+            assert {ask(other, op) for op in ops} == {SAVE if policy is other else RECOMPUTE}
     assert ask(policies.everything, aten.sin.default) == SAVE
-    assert ask(policies.everything, aten.t.default) == AGAIN
-    assert ask(policies.everything, aten.add_.Tensor) == AGAIN
+    assert ask(policies.everything, aten.t.default) == RECOMPUTE
+    assert ask(policies.everything, aten.add_.Tensor) == RECOMPUTE
     from torch.nn.attention.flex_attention import flex_attention  # noqa: F401
 
     assert ask(policies.attention, torch.ops.higher_order.flex_attention) == SAVE
@@ -78,9 +78,9 @@ def test_named_policies_save_their_ops():
 def test_combinations_are_those_of_sets():
     mm, bmm = aten.mm.default, aten.bmm.default
     both = policies.union(policies.save("aten.mm"), policies.save(aten.bmm))
-    assert [ask(both, op) for op in (mm, bmm, aten.sin.default)] == [SAVE, SAVE, AGAIN]
+    assert [ask(both, op) for op in (mm, bmm, aten.sin.default)] == [SAVE, SAVE, RECOMPUTE]
     only = policies.difference(policies.matmuls, both)
-    assert [ask(only, op) for op in (mm, bmm, aten.addmm.default)] == [AGAIN, AGAIN, SAVE]
+    assert [ask(only, op) for op in (mm, bmm, aten.addmm.default)] == [RECOMPUTE, RECOMPUTE, SAVE]
     for policy in (both, only, policies.every_kth(both, 2)):
         assert pickle.loads(pickle.dumps(policy)) == policy
 

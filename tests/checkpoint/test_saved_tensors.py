@@ -56,18 +56,18 @@ def test_descriptions_are_equal(path, name):
     t = tensors()[name]
     first = saved_tensors.saved_tensors(False, False)
     first.hook(lambda t: None, False)(t)
-    again = first.recompute(False)
-    again.hook()(t)
-    again.drop_graphs()
+    recomputed = first.recompute(False)
+    recomputed.hook()(t)
+    recomputed.drop_graphs()
     expected = Saved(t)
-    for (description,) in (again.before(), again.after()):
+    for (description,) in (recomputed.before(), recomputed.after()):
         assert all(getattr(description, at) == getattr(expected, at) for at in Saved.__slots__)
         assert str(description) == str(expected)
-    saved_tensors.check(again, "a region", str)
+    saved_tensors.check(recomputed, "a region", str)
     if path == "C++":
-        assert again.fits() == (name not in {"sparse", "subclass", "nested"})
-    taken = again.take(0)
-    assert taken.grad_fn is None and not again.has(0) and len(again) == 0
+        assert recomputed.fits() == (name not in {"sparse", "subclass", "nested"})
+    taken = recomputed.take(0)
+    assert taken.grad_fn is None and not recomputed.has(0) and len(recomputed) == 0
     assert type(taken) is type(t) and taken._version == t._version
     if t.grad_fn is None:
         assert taken is t
@@ -86,25 +86,25 @@ def test_a_difference_is_named(path, change):
     before, after, message = CHANGES[change]
     first = saved_tensors.saved_tensors(False, False)
     first.hook(lambda t: None, False)(before(torch.randn(3, 4)))
-    again = first.recompute(False)
-    again.hook()(after(torch.randn(3, 4)))
+    recomputed = first.recompute(False)
+    recomputed.hook()(after(torch.randn(3, 4)))
     with pytest.raises(RuntimeError, match=message):
-        saved_tensors.check(again, "a region", lambda: "")
+        saved_tensors.check(recomputed, "a region", lambda: "")
 
 
 def test_a_write_after_a_tensor_was_saved_is_named(path):
     first = saved_tensors.saved_tensors(False, False)
     t = torch.ones(2)
     first.hook(lambda t: None, False)(t)
-    again = first.recompute(False)
-    again.hook()(t)
+    recomputed = first.recompute(False)
+    recomputed.hook()(t)
     t.add_(1)
     with pytest.raises(RuntimeError, match="modified in place after autograd had saved it"):
-        saved_tensors.check(again, "a region", str)
-    again = first.recompute(False)
-    again.hook()(t)
+        saved_tensors.check(recomputed, "a region", str)
+    recomputed = first.recompute(False)
+    recomputed.hook()(t)
     with pytest.raises(RuntimeError, match="modified in place between"):
-        saved_tensors.check(again, "a region", str)
+        saved_tensors.check(recomputed, "a region", str)
 
 
 def test_another_parameter_of_the_same_shape_is_named(path):
@@ -112,10 +112,10 @@ def test_another_parameter_of_the_same_shape_is_named(path):
     for view in (lambda p: p, lambda p: p.t()):
         first = saved_tensors.saved_tensors(False, False)
         first.hook(lambda t: None, False)(view(one))
-        again = first.recompute(False)
-        again.hook()(view(other))
+        recomputed = first.recompute(False)
+        recomputed.hook()(view(other))
         with pytest.raises(RuntimeError, match="is another parameter of shape"):
-            saved_tensors.check(again, "a region", str)
+            saved_tensors.check(recomputed, "a region", str)
 
 
 class Block(nn.Module):
@@ -170,11 +170,11 @@ def test_modes_see_a_detach_and_may_raise(path):
     first = saved_tensors.saved_tensors(False, False)
     t = torch.ones(2, requires_grad=True) * 2
     first.hook(lambda t: None, False)(t)
-    again = first.recompute(False)
-    again.hook()(t)
+    recomputed = first.recompute(False)
+    recomputed.hook()(t)
     with Stops(), pytest.raises(KeyboardInterrupt):
-        again.drop_graphs()
-    assert len(again) == 0
+        recomputed.drop_graphs()
+    assert len(recomputed) == 0
 
 
 def test_saved_tensors_are_freed_with_their_nodes(path):
@@ -198,10 +198,10 @@ def test_saved_tensors_are_freed_with_their_nodes(path):
 
 def test_an_index_out_of_range_is_an_error(path):
     first = saved_tensors.saved_tensors(False, False)
-    again = first.recompute(False)
-    assert not again.has(0) and again.take_in_task(0) is None
+    recomputed = first.recompute(False)
+    assert not recomputed.has(0) and recomputed.take_in_task(0) is None
     with pytest.raises((IndexError, KeyError)):
-        again.take(0)
+        recomputed.take(0)
     if path == "C++":
         with pytest.raises(TypeError):
-            type(again)()
+            type(recomputed)()

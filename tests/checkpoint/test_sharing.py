@@ -20,10 +20,10 @@ class Feed(nn.Module):
     def __init__(self, act=SHARED):
         super().__init__()
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.act = self.again = act
+        self.act = self.same_act = act
 
     def forward(self, x):
-        h = self.again(self.up(x))
+        h = self.same_act(self.up(x))
         MEMORY.append(h.untyped_storage())
         return x + self.down(h)
 
@@ -47,7 +47,7 @@ def test_one_model_of_two(options):
     assert type(SHARED) is nn.SiLU and all(layer.act is SHARED for layer in other)
     acts = [layer.act for layer in model]
     assert all(isinstance(act, so.CheckpointWrapper) for act in acts) and len(set(acts)) == 3
-    assert all(layer.act is layer.again for layer in model)
+    assert all(layer.act is layer.same_act for layer in model)
     before = list(acts)
     assert [layer.act for layer in apply(model, **options)] == before  # once more: nothing changes
     assert_same(step(model, x), right)
@@ -56,7 +56,7 @@ def test_one_model_of_two(options):
         assert_same(step(so.remove_activation_checkpoint(same), x), right)
         assert len({id(layer.act) for layer in same}) == 1
     so.remove_activation_checkpoint(model)
-    assert all(layer.act is layer.again is SHARED for layer in model)
+    assert all(layer.act is layer.same_act is SHARED for layer in model)
     assert "_stands_for" not in vars(SHARED)
 
 
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(transform.scope, "hold", interrupted)
     with pytest.raises(KeyboardInterrupt):
         apply(model)
-    assert type(SHARED) is nn.SiLU and all(layer.act is layer.again is SHARED for layer in model)
+    assert type(SHARED) is nn.SiLU and all(layer.act is layer.same_act is SHARED for layer in model)
 
 
 @pytest.mark.in_turn

@@ -118,8 +118,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-@pytest.mark.parametrize("around", ["ours", "torch", "selective"])
-def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(around):
+@pytest.mark.parametrize("checkpoint", ["ours", "torch", "selective"])
+def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(checkpoint):
     plain = Block(Mlp(dropout=0.4)).double()
     block = copy.deepcopy(plain)
     storage_ops.tile(block.mlp, 4)
@@ -129,9 +129,9 @@ def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(around):
     block.mlp.up.register_forward_hook(lambda *_: calls.append(1))
 
     def run():
-        if around == "torch":
+        if checkpoint == "torch":
             return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        options = {"ops_to_save": ["aten.native_layer_norm"]} if around == "selective" else {}
+        options = {"ops_to_save": ["aten.native_layer_norm"]} if checkpoint == "selective" else {}
         return storage_ops.CheckpointWrapper(block, **options)(x)
 
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_budget_bounds_the_memory_of_a_tile():
     for budget in ("4MiB", "1MiB", "300KiB"):
         module = storage_ops.tile(Mlp(32, 256, bias=False), budget=budget)
         module(x).backward(g)
-        numbers.append(*tiling_of(module).found.values())
+        numbers.append(*tiling_of(module).tiles_by_call.values())
         module.zero_grad()
         x.grad = None
         with measure() as m:
@@ -196,11 +196,11 @@ def test_autocast_is_repeated():
     with torch.autocast("cpu", torch.bfloat16):
         theirs = [plain(x), x]
         y = tiled(x.requires_grad_())
-        again = tiled.up(x)  # the cache of autocast has nothing of the tiles
+        uncached = tiled.up(x)  # the cache of autocast has nothing of the tiles
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     torch.testing.assert_close(y.float(), theirs[0].float(), rtol=0.02, atol=0.02)
-    assert again.requires_grad and tiled.up.weight.grad is not None
+    assert uncached.requires_grad and tiled.up.weight.grad is not None
     theirs[0].float().sum().backward()
     for ours, other in zip(tiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, other.grad, rtol=0.05, atol=0.05)
@@ -482,7 +482,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_product_that_ends_a_tile_runs_once(ending):
-    fn, again = ENDINGS[ending]
+    fn, repeated = ENDINGS[ending]
     plain = Products(fn).double()
     tiled = storage_ops.tile(copy.deepcopy(plain), 4)
     x = torch.randn(2, 12, 8, dtype=torch.float64, requires_grad=True)
@@ -491,7 +491,7 @@ def test_the_product_that_ends_a_tile_runs_once(ending):
     with Ops() as ops:  # only around the backward: a mode around the forward adds a run
         out.square().sum().backward()
     # Each of the four tiles recomputes one product, and runs four for gradients.
-    assert ops.count["mm"] == 4 * (1 + 4) + again
+    assert ops.count["mm"] == 4 * (1 + 4) + repeated
     got, x.grad = x.grad, None
     right = plain(x)
     right.square().sum().backward()

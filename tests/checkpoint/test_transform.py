@@ -57,8 +57,8 @@ def test_gradients_random_numbers_and_recomputed_ops(options, repeated):
     right = step(model, x)
     got = step(checkpointed(model, **options), x)
     assert_same(got, right)
-    again = [got[3][op] - right[3][op] for op in ("mm", "bmm", "gelu")]
-    assert again == [3 * n for n in repeated]
+    recomputed = [got[3][op] - right[3][op] for op in ("mm", "bmm", "gelu")]
+    assert recomputed == [3 * n for n in repeated]
 
 
 def test_without_preserved_random_numbers_the_recompute_draws_new_ones():

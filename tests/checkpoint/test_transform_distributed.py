@@ -174,8 +174,13 @@ def compare_in_place_collectives(rank):
                 names = ("allreduce_", "alltoall_base_", "allgather_", "_allgather_base_")
                 sent = sum(ops.count[name] for name in names)
                 # The second of two collectives on the same bytes overwrites the first result.
-                again = 2 if kind == "reduce twice" else 0
-                assert sent == again or policy in (None, "matmuls"), (kind, policy, is_last, sent)
+                expected = 2 if kind == "reduce twice" else 0
+                assert sent == expected or policy in (None, "matmuls"), (
+                    kind,
+                    policy,
+                    is_last,
+                    sent,
+                )
 
 
 def compare_tensor_parallel():

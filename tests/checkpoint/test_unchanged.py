@@ -9,6 +9,8 @@ from torch import nn
 
 import storage_ops
 from storage_ops import memory
+from storage_ops.checkpoint.layers.tile import bytes_of_tile
+from storage_ops.checkpoint.layers.tile_run import TiledModule
 
 
 def report(model, x):
@@ -87,8 +89,8 @@ def test_a_simulation_leaves_nothing_in_a_module(run, after):
         model(x)
     before = kept(model[0])
     if run == "tile by budget":  # tiling also runs the module
-        pieces = storage_ops.checkpoint.layers.tile_run.Pieces(model, type(model).forward, 1, 1)
-        storage_ops.checkpoint.layers.tile.bytes_of_tile(pieces, x, 2)
+        tiled = TiledModule(model, type(model).forward, 1, 1)
+        bytes_of_tile(tiled, x, 2)
     else:
         RUNS[run](model, x)
     assert all(a is b or a == b for a, b in zip(kept(model[0]), before, strict=True))

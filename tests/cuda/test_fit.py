@@ -1,4 +1,4 @@
-"""Plans for several models keep to simulated bytes and the budget, and change no gradient."""
+"""Plans for several models stay within the budget, as simulated, and change no gradient."""
 
 import copy
 
@@ -68,7 +68,7 @@ def test_plan(device, kind, tmp_path):
     assert plan.peak_bytes <= budget < step.peak_bytes
     assert measured(applied, batch, loss) <= (1 + tolerance) * budget
     plain = gradients(model, batch, loss)
-    exact = all(map(same, gradients(model, batch, loss), plain))  # False if a kernel never is
+    exact = all(map(same, gradients(model, batch, loss), plain))  # False: a kernel varies
     assert exact or device == "cuda"
     fresh = load_fit(tmp_path / "fit.json", copy.deepcopy(model)).apply()
     assert all(map(same if exact else alike, gradients(fresh, batch, loss), plain))

@@ -38,8 +38,8 @@ def test_every_dtype_reduction_and_budget(device, dtype, reduction, bias):
     upstream = torch.rand(shape).double() * 64 + 64
     for budget in (None, least, 10 * least):
         right, right_grads = exact(*arguments_, upstream=upstream, reduction=reduction)
-        there = moved((*arguments_, upstream), device)
-        loss, grads = run(so.linear_cross_entropy, *there, reduction=reduction,
+        on_device = moved((*arguments_, upstream), device)
+        loss, grads = run(so.linear_cross_entropy, *on_device, reduction=reduction,
                           memory_budget=budget)  # fmt: skip
         assert error(loss.cpu(), right) < TOLERANCE[dtype]
         for ours, expected in zip(grads, right_grads, strict=True):
@@ -77,8 +77,8 @@ def test_sums_of_few_tokens_are_complete_before_they_are_rounded(dtype, tokens, 
     for allowed in (True, False):
         name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
         monkeypatch.setattr(torch.backends.cuda.matmul, name, allowed)
-        there = moved((x, w, target, None, upstream), "cuda")
-        _, (grad, *_) = run(so.linear_cross_entropy, *there)
+        on_device = moved((x, w, target, None, upstream), "cuda")
+        _, (grad, *_) = run(so.linear_cross_entropy, *on_device)
         runs.append(grad.cpu())
     assert torch.equal(*runs)
     # Logits, their gradient and the result are each rounded once.
@@ -88,10 +88,10 @@ def test_sums_of_few_tokens_are_complete_before_they_are_rounded(dtype, tokens, 
 def check_options(device, choices, dtype=torch.float64, tolerance=1e-10):
     """Compare a call with some options with the same call on the CPU, which tests/loss check."""
     kwargs_, leaves = arguments(choices, dtype)
-    there = moved(kwargs_, device)
-    ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (there, kwargs_))
+    on_device = moved(kwargs_, device)
+    ours, right = (outputs(so.linear_cross_entropy(**kwargs)) for kwargs in (on_device, kwargs_))
     grads = []
-    for results, kwargs in ((ours, there), (right, kwargs_)):
+    for results, kwargs in ((ours, on_device), (right, kwargs_)):
         total = sum(
             (r.double() * torch.linspace(1, 2, r.numel(), device=r.device).view(r.shape)).sum()
             for r in results if r.requires_grad
@@ -134,12 +134,12 @@ def test_a_target_out_of_range_affects_only_its_own_token(device, reduction, sha
         broken = target.clone()
         broken[bad] = wrong
         options = {"reduction": reduction, "memory_budget": budget}
-        there = moved((x, w, broken, b), device)
+        on_device = moved((x, w, broken, b), device)
         if raises(device):
             with pytest.raises(RuntimeError, match="target"):
-                run(so.linear_cross_entropy, *there, **options)
+                run(so.linear_cross_entropy, *on_device, **options)
             continue
-        loss, (dx, *_) = run(so.linear_cross_entropy, *there, **options)
+        loss, (dx, *_) = run(so.linear_cross_entropy, *on_device, **options)
         good = [i for i in range(len(x)) if i not in bad]
         if reduction == "none":
             assert loss[bad].isnan().all() and loss[good].isfinite().all()
@@ -278,7 +278,8 @@ def test_a_kept_tile_serves_one_backward(device, dtype, share):
     loss = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
     torch.full((4 << 20,), float("nan"), device=device)  # overwrites memory that was freed
     other = so.linear_cross_entropy(*leaves, target, reduction="none", memory_budget=budget)
-    for each, again in ((other, True), (other, True), (loss, True), (loss, False), (other, False)):
-        grads = torch.autograd.grad(each, leaves, upstream.to(each), retain_graph=again)
+    backwards = (other, True), (other, True), (loss, True), (loss, False), (other, False)
+    for output, retain in backwards:
+        grads = torch.autograd.grad(output, leaves, upstream.to(output), retain_graph=retain)
         for ours, expected in zip(grads, right, strict=False):
             assert error(ours.cpu(), expected) < TOLERANCE[dtype]

@@ -125,8 +125,8 @@ def test_a_retained_graph_can_be_used_again(path, device):
         torch.autograd.grad(y, leaves, retain_graph=True)
     Greedy.wants = None
     for retain in (True, False):
-        again = torch.autograd.grad(y, leaves, retain_graph=retain)
-        assert all(torch.equal(a, b) for a, b in zip(again, right, strict=True))
+        gradients = torch.autograd.grad(y, leaves, retain_graph=retain)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, right, strict=True))
 
 
 @pytest.mark.cuda

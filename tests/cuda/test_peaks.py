@@ -37,12 +37,13 @@ def measured(way, device):
     with requested(device):  # so that releases of tensors allocated here count later
         x = torch.randn(N // 4, device=device).requires_grad_()
         upstream, x.grad = torch.ones_like(x), torch.zeros_like(x)
-    with requested(device) as there:
+    with requested(device) as in_forward:
         y = forward(way, x)
-    with requested(device) as back:
+    with requested(device) as in_backward:
         y.backward(upstream)
-    assert back.kept_bytes == -there.kept_bytes + N  # only y is still alive
-    return there.peak_bytes / N, there.kept_bytes / N, back.peak_bytes / N
+    assert in_backward.kept_bytes == -in_forward.kept_bytes + N  # only y is still alive
+    peaks = in_forward.peak_bytes / N, in_backward.peak_bytes / N
+    return peaks[0], in_forward.kept_bytes / N, peaks[1]
 
 
 @each_device

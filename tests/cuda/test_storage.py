@@ -122,9 +122,9 @@ def test_autograd_sees_shared_bytes(path, device):
     x = torch.randn(64, device=device, requires_grad=True)
     h = x.exp()  # exp saves its result
     y = h.sum()
-    again = h.detach().clone()
+    copied = h.detach().clone()
     so.discard_storage(h)
-    so.share_storage(h, again)
+    so.share_storage(h, copied)
     y.backward()
     torch.testing.assert_close(x.grad, x.detach().exp())
 

@@ -9,9 +9,9 @@ from .ops import emulated
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests that need a GPU."""
-    here = {item for item in items if os.path.dirname(item.path) == os.path.dirname(__file__)}
-    left_out = [item for item in items if item in here and item.get_closest_marker("cuda")]
-    items[:] = [item for item in items if item not in here or not item.get_closest_marker("cuda")]
+    own = {item for item in items if os.path.dirname(item.path) == os.path.dirname(__file__)}
+    left_out = [item for item in items if item in own and item.get_closest_marker("cuda")]
+    items[:] = [item for item in items if item not in own or not item.get_closest_marker("cuda")]
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -46,8 +46,8 @@ class Fenced:
 
         Like a kernel, this is not seen by autograd.
         """
-        for around in self._around:
-            if self._area[around].strip(bytes([_POISON])):
+        for gap in self._around:
+            if self._area[gap].strip(bytes([_POISON])):
                 raise RuntimeError("CUDA emulation: a kernel wrote outside of a tensor")
         ctypes.memmove(self._address, self._copy, self._nbytes)
 

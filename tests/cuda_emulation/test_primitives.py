@@ -38,21 +38,21 @@ def run(library):
 
 
 def test_lanes_vote_and_exchange_numbers_in_halves_of_a_warp(run):
-    out, says = run("exchange", 3, 96)
+    out, error = run("exchange", 3, 96)
     threads = np.arange(3 * 96, dtype=np.uint32)
     sums = np.repeat(threads.reshape(-1, 16).sum(1, dtype=np.uint32), 16)
     votes = sum(1 << lane for lane in range(0, 32, 3))
-    assert says == "" and np.array_equal(out.ravel(), sums ^ np.uint32(votes))
+    assert error == "" and np.array_equal(out.ravel(), sums ^ np.uint32(votes))
 
 
 @pytest.mark.parametrize("threads", [32, 1024])
 def test_barriers_order_the_memory_of_a_warp_and_of_a_block(run, threads):
-    out, says = run("rotate", 5, threads)
+    out, error = run("rotate", 5, threads)
     own = np.arange(threads).reshape(-1, 32)
     for block in range(5):
         lanes = 100 * block + np.roll(own, -1, axis=1).ravel()
         right = 1000 * lanes + 100 * block + np.roll(own.ravel(), -1)
-        assert says == "" and np.array_equal(out[block], right)
+        assert error == "" and np.array_equal(out[block], right)
 
 
 def test_shared_memory_is_not_zero_before_it_is_written(run):
@@ -70,8 +70,8 @@ def test_shared_memory_is_not_zero_before_it_is_written(run):
 )
 def test_undefined_behaviour_that_a_gpu_may_ignore_is_an_error(run, kernel, expected):
     for _ in range(5):
-        says = run(kernel, 2, 64)[1]
-        assert any(words in says for words in expected.split("|")), says
+        error = run(kernel, 2, 64)[1]
+        assert any(words in error for words in expected.split("|")), error
     assert run("rotate", 2, 64)[1] == ""  # the error does not affect later kernels
 
 

@@ -80,9 +80,9 @@ def transforms(rank):
         )
     torch.testing.assert_close(torch.func.grad(loss, (0, 1))(x, w), grads)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    again = compiled(*leaves)
-    torch.testing.assert_close(again, right)
-    torch.testing.assert_close(torch.autograd.grad(again, leaves), grads)
+    of_compiled = compiled(*leaves)
+    torch.testing.assert_close(of_compiled, right)
+    torch.testing.assert_close(torch.autograd.grad(of_compiled, leaves), grads)
 
 
 def refused(rank):

@@ -170,7 +170,7 @@ def refused(rank):
     everywhere = [Replicate()] * 2
     x, target = torch.randn(*SHAPE, HIDDEN), torch.randint(VOCAB, SHAPE)
     w, few = torch.randn(VOCAB, HIDDEN), torch.randn(5, HIDDEN)
-    here = placed(x, plane, everywhere)
+    replicated = placed(x, plane, everywhere)
     for weight, options, message in (
         (placed(w, plane, [Shard(0), Shard(0)]), {}, "at most one dimension of the mesh"),
         (placed(w, line, [Shard(0)]), {}, "Expected one mesh"),
@@ -183,7 +183,7 @@ def refused(rank):
         (w, {"process_group": plane}, "`process_group` is a mesh of 2 dimensions"),
     ):
         with pytest.raises(ValueError, match=message):
-            so.linear_cross_entropy(here, weight, target, **options)
+            so.linear_cross_entropy(replicated, weight, target, **options)
     with pytest.raises(ValueError, match=r"5 classes on 4 ranks\. Expected at least one"):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
 

@@ -192,8 +192,8 @@ def compare(way, build, mesh):
     model = build(mesh)
     ids = torch.randint(VOCAB, TOKENS)
     optimizer = torch.optim.AdamW(model.parameters())
-    around = loss_parallel if way == "sequence" else contextlib.nullcontext
-    with around():
+    context = loss_parallel if way == "sequence" else contextlib.nullcontext
+    with context():
         step = memory.simulate_step(
             model, ids, loss=loss, optimizer=torch.optim.AdamW, device="cpu"
         )

@@ -189,7 +189,7 @@ def gathers(rank):
     assert most["plain"] <= most["before"] <= most["row"] <= 3 and most["hook"] <= 2, most
 
 
-class Around(nn.Sequential):
+class SequentialSubclass(nn.Sequential):
     """Calls its first module, which FSDP shards, in a region."""
 
     def forward(self, x):
@@ -199,7 +199,7 @@ class Around(nn.Sequential):
 def a_part(rank):
     """If the backward ends before that of the module, its parameters are sharded again."""
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)[rank]
-    for kind in (nn.Sequential, Around):
+    for kind in (nn.Sequential, SequentialSubclass):
         torch.manual_seed(0)
         net = kind(Mlp("plain"), nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
         block, head, _ = net

@@ -47,19 +47,19 @@ class Norm(nn.Module):
         return self.norm(x)
 
 
-def sharded(module, **how):
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **how)
+def sharded(module, **options):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 
 
-def trained(way, rank, kind=Mlp, **how):
+def trained(way, rank, kind=Mlp, **options):
     torch.manual_seed(0)
     net = nn.Sequential(*(kind(way) for _ in range(4))).double()
     config = {"layer_names": ["0", "1"], "mode": "output_discard"}
     if way == "before":
         so.apply_activation_checkpoint(net, config)
     for i, block in enumerate(net):
-        net[i] = sharded(block, **how)
-    whole = sharded(net, **how)
+        net[i] = sharded(block, **options)
+    whole = sharded(net, **options)
     if way == "after":
         so.apply_activation_checkpoint(net, config)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -76,14 +76,14 @@ def trained(way, rank, kind=Mlp, **how):
 def every_way(rank):
     for strategy in (FULL, AFTER_BACKWARD):
         for original in (True, False):
-            how = {"sharding_strategy": strategy, "use_orig_params": original}
-            right = trained("plain", rank, **how)
+            options = {"sharding_strategy": strategy, "use_orig_params": original}
+            right = trained("plain", rank, **options)
             for way in ("before", "after", "own", "hook"):
                 if strategy is FULL and way == "hook":  # the layers of "before" keep their outputs
                     with pytest.raises(RuntimeError, match=r"FSDP1.*Use fully_shard"):
-                        trained(way, rank, **how)
+                        trained(way, rank, **options)
                 else:
-                    assert torch.equal(trained(way, rank, **how), right), (way, how)
+                    assert torch.equal(trained(way, rank, **options), right), (way, options)
     with pytest.raises(RuntimeError, match=r"FSDP1.*Use fully_shard"):
         trained("before", rank, Norm)
     assert torch.equal(trained("after", rank, Norm), trained("plain", rank, Norm))

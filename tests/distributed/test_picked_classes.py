@@ -28,13 +28,13 @@ def compare(rank, sizes, options, key):
     last = options.get("valid_classes", VOCAB)
     target, ids = torch.randint(last, (2, 9)), torch.randint(last, (2, 9, 6))
     target[0, 3], ids[1, 5, 0], ids[..., 1] = -100, -100, ids[..., 2]
-    here, whole = ([x.clone(), w[s].clone(), b[s].clone()] for s in (mine, slice(None)))
-    for t in (*here, *whole):
+    slices, whole = ([x.clone(), w[s].clone(), b[s].clone()] for s in (mine, slice(None)))
+    for t in (*slices, *whole):
         t.requires_grad_()
     rest = {"returns": ("loss", "selected", "topk"), "selected_ids": ids, "top_k": 25, **options}
     ours = outputs(
         so.linear_cross_entropy(
-            *here[:2], target, linear_bias=here[2], process_group=dist.group.WORLD,
+            *slices[:2], target, linear_bias=slices[2], process_group=dist.group.WORLD,
             plan=Forced(key) if key else None, **rest,
         )
     )  # fmt: skip
@@ -45,7 +45,7 @@ def compare(rank, sizes, options, key):
     upstream = [torch.randn_like(r) for r in right[:3]]
     for o, r in zip(ours[:3], right[:3], strict=True):
         torch.testing.assert_close(o, r)
-    got = torch.autograd.grad(ours[:3], here, upstream)
+    got = torch.autograd.grad(ours[:3], slices, upstream)
     expected = torch.autograd.grad(right[:3], whole, upstream)
     for g, e, part in zip(got, expected, (slice(None), mine, mine), strict=True):
         torch.testing.assert_close(g, e[part])

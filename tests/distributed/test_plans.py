@@ -53,16 +53,16 @@ def experts(mesh, **how):
     return fsdp(mesh, model, **how)
 
 
-def alone():
+def on_fake_ranks():
     """With each plan, the peak composed from layers equals that of a whole step."""
     mesh = init_device_mesh("cpu", (2, 512), mesh_dim_names=("dp", "tp"))
     ids = torch.zeros(16, 64, dtype=torch.int64)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     cases = {
-        "around": lambda: fsdp(mesh["dp"]),
-        "whole between": lambda: fsdp(mesh["dp"], reshard_after_forward=False),
-        "partly": lambda: partly(mesh["dp"]),
-        "experts, mixed": lambda: experts(mesh["dp"], mp_policy=half),
+        "around layers": lambda: fsdp(mesh["dp"]),
+        "no reshard after forward": lambda: fsdp(mesh["dp"], reshard_after_forward=False),
+        "partly sharded": lambda: partly(mesh["dp"]),
+        "experts, mixed precision": lambda: experts(mesh["dp"], mp_policy=half),
     }
     for name, build in cases.items():
         search = Search(build(), ids, **HOW, actions=["full"], accumulate="experts" in name)
@@ -75,7 +75,7 @@ def alone():
             assert composed == pytest.approx(whole, rel=0.01), (name, choice)
 
 
-def among_others(rank):
+def on_two_ranks(rank):
     """Gradients equal those of the model without a plan, and the peak equals the plan's."""
     mesh = init_device_mesh("cpu", (2,))
     ids = torch.randint(512, (4, 32))
@@ -97,8 +97,8 @@ def among_others(rank):
 
 
 def test_layers_with_fsdp_around_and_inside():
-    on_no_ranks(alone)
+    on_no_ranks(on_fake_ranks)
 
 
 def test_a_plan_among_two_ranks():
-    run_on_ranks(among_others, 2)
+    run_on_ranks(on_two_ranks, 2)

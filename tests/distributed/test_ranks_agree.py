@@ -40,22 +40,22 @@ def compare(rank, sizes, valid, options, plan, tokens):
     last = valid or VOCAB
     target.remainder_(last)[3] = -100
     b, c, mine = torch.randn(VOCAB).double(), torch.rand(VOCAB).double(), slices_of(sizes, rank)
-    here = [x.clone(), w[mine].clone(), b[mine].clone()]
+    slices = [x.clone(), w[mine].clone(), b[mine].clone()]
     whole = [x.clone(), w.clone(), b.clone()]
-    for t in (*here, *whole):
+    for t in (*slices, *whole):
         t.requires_grad_()
-    rest = {"linear_bias": here[2], "weight": c[mine], "valid_classes": valid,
+    rest = {"linear_bias": slices[2], "weight": c[mine], "valid_classes": valid,
             "process_group": dist.group.WORLD, **options}  # fmt: skip
     if plan:
         rest["plan"] = Plan(plan)
-    ours = so.linear_cross_entropy(here[0], here[1], target, **rest)
+    ours = so.linear_cross_entropy(slices[0], slices[1], target, **rest)
     logits = F.linear(*whole)[:, :last]
     right = F.cross_entropy(logits, target, weight=c[:last], **options)
     torch.testing.assert_close(ours, right)
     ours.sum().backward()
     right.sum().backward()
-    torch.testing.assert_close(here[0].grad, whole[0].grad)
-    for a, e in zip(here[1:], whole[1:], strict=True):
+    torch.testing.assert_close(slices[0].grad, whole[0].grad)
+    for a, e in zip(slices[1:], whole[1:], strict=True):
         torch.testing.assert_close(a.grad, e.grad[mine])
 
 
@@ -81,17 +81,17 @@ def rounded(rank):
     """16-bit sums in the memory of the gradient of borrowed classes."""
     sizes, (x, w, target) = [30, 20, 16], arguments(torch.bfloat16, 4)
     mine = slices_of(sizes, rank)
-    here, whole = ([x.clone(), v.clone()] for v in (w[mine], w.double()))
+    slices, whole = ([x.clone(), v.clone()] for v in (w[mine], w.double()))
     whole[0] = whole[0].double()
-    for t in (*here, *whole):
+    for t in (*slices, *whole):
         t.requires_grad_()
     group = dist.group.WORLD
     so.linear_cross_entropy(
-        *here, target, process_group=group, plan=Plan("token-chunked 4 64 0 1 1")
+        *slices, target, process_group=group, plan=Plan("token-chunked 4 64 0 1 1")
     ).backward()
     F.cross_entropy(F.linear(*whole), target).backward()
-    torch.testing.assert_close(here[0].grad.double(), whole[0].grad, rtol=0.05, atol=0.02)
-    torch.testing.assert_close(here[1].grad.double(), whole[1].grad[mine], rtol=0.05, atol=0.02)
+    torch.testing.assert_close(slices[0].grad.double(), whole[0].grad, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(slices[1].grad.double(), whole[1].grad[mine], rtol=0.05, atol=0.02)
 
 
 def partial(rank):

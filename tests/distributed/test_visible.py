@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import storage_ops as so
 from storage_ops import graph, matmul
@@ -45,11 +46,7 @@ def step(loss):
     """Return a function that returns results and gradients."""
 
     def run(x, w, target):
-        results = loss(x, w, target)
-        results = results if isinstance(results, tuple) else (results,)
-        results = tuple(
-            part for each in results for part in (each if type(each) is tuple else (each,))
-        )
+        results = tree_leaves(loss(x, w, target))
         total = sum(part.sum() for part in results if part.is_floating_point())
         return (*results, *torch.autograd.grad(total, (x, w)))
 
@@ -78,13 +75,13 @@ def traces(rank):
             assert not any("linear_cross_entropy" in str(name) for name in names(gm))
             other = arguments(options)
             with torch.no_grad():  # the graph includes the backward
-                results, again = gm(*other), gm(*args)
+                results, repeated = gm(*other), gm(*args)
             torch.testing.assert_close(results, run(*other))
-            torch.testing.assert_close(again, right)
+            torch.testing.assert_close(repeated, right)
 
 
 def order(rank):
-    """A chunk's maxima, and later its sums, are sent while the next chunk is multiplied."""
+    """A chunk sends its maxima, and later its sums, while the next chunk runs its products."""
     p = Problem(3 * TOKENS, HIDDEN, PART, matmul.of(torch.float32, "cpu", 1), several=True)
     plan = planner.parse(p, f"token-chunked {TOKENS} {PART}")
     assert planner.schedule_of(p, plan.key).tiles == 2
@@ -102,7 +99,7 @@ def order(rank):
             hidden.append(between)
             chunks += node.args[1] == "max"
     assert chunks == 3
-    # Each chunk sends the maximum, the sums and the gradient. There is no product before the first.
+    # Each chunk has three all-reduces: maxima, sums and gradient. Few of them hide no product.
     assert len(hidden) == 3 * chunks and hidden.count(0) <= 3, hidden
 
 
@@ -133,11 +130,11 @@ def compiled(rank):
 
 
 def steps(rank):
-    for around in (False, True):
+    for is_checkpointed in (False, True):
         loss, (x, w, target) = loss_with({"memory_budget": BUDGET}), arguments({})
 
-        def train(x, w, target, loss=loss, around=around):
-            if around:
+        def train(x, w, target, loss=loss, is_checkpointed=is_checkpointed):
+            if is_checkpointed:
                 value = torch.utils.checkpoint.checkpoint(loss, x, w, target, use_reentrant=False)
             else:
                 value = loss(x, w, target)
@@ -149,7 +146,7 @@ def steps(rank):
         traced = graph.trace_step(train, x, w, target)
         torch.testing.assert_close(traced(x, w, target), right)
         torch.testing.assert_close((x.grad, w.grad), grads)
-        assert (FUNCOL.all_reduce.default in names(traced.gm)) == (not around)
+        assert (FUNCOL.all_reduce.default in names(traced.gm)) == (not is_checkpointed)
 
 
 @pytest.mark.slow

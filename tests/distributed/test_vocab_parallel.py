@@ -43,11 +43,11 @@ def compare(rank, dtype, options, bias):
     if "token_weight" in options:
         options["token_weight"] = torch.rand(2, 9)
     classes = torch.rand(VOCAB) if options.pop("weight", False) else None
-    here, whole = ([x.clone(), w[s].clone(), b[s].clone()] for s in (mine, slice(None)))
-    for t in (*here, *whole):
+    slices, whole = ([x.clone(), w[s].clone(), b[s].clone()] for s in (mine, slice(None)))
+    for t in (*slices, *whole):
         t.requires_grad_()
     ours = so.linear_cross_entropy(
-        here[0], here[1], target, linear_bias=here[2] if bias else None,
+        slices[0], slices[1], target, linear_bias=slices[2] if bias else None,
         weight=None if classes is None else classes[mine], process_group=dist.group.WORLD,
         **options,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def compare(rank, dtype, options, bias):
         assert_same(o, r)
     total(ours).backward()
     total(right).backward()
-    for a, e, part in zip(here[: 2 + bias], whole, (slice(None), mine, mine), strict=False):
+    for a, e, part in zip(slices[: 2 + bias], whole, (slice(None), mine, mine), strict=False):
         assert_same(a.grad, e.grad[part])
 
 
@@ -125,13 +125,13 @@ def copies(rank):
             HIDDEN, VOCAB // size, label_smoothing=0.1, process_group=group
         )
         head.load_state_dict({"linear.weight": whole.linear.weight[mine]})
-        for each in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-            each.zero_grad()
-            each(x, target).backward()
+        for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+            copied.zero_grad()
+            copied(x, target).backward()
             whole.zero_grad()
             whole(x, target).backward()
-            torch.testing.assert_close(each(x, target), whole(x, target))
-            torch.testing.assert_close(each.linear.weight.grad, whole.linear.weight.grad[mine])
+            torch.testing.assert_close(copied(x, target), whole(x, target))
+            torch.testing.assert_close(copied.linear.weight.grad, whole.linear.weight.grad[mine])
         assert group.group_name in repr(head)
 
 

@@ -11,15 +11,16 @@ from .test_linear_kl_div import TOLERANCE, error, problem, run, smallest_budget,
 
 
 def exact(tensors, upstream, weight=None, cap=0.0, classes=None, shift=False):
-    """The distance in float64, from dot products and norms of all logits."""
+    """Return loss and gradients in float64, from dot products and norms of all logits."""
     x, w, b, t, tw, tb = (tensors[k].double().clone() for k in ("x", "w", "b", "t", "tw", "tb"))
     leaves = [v.requires_grad_() for v in (x, w, b)]
     z, c = (x @ w.T + b)[..., :classes], (t @ tw.T + tb)[..., :classes]
     z, c = (cap * torch.tanh(v / cap) if cap else v for v in (z, c))
-    each = 1 - (z * c).sum(-1) / (z.square().sum(-1).sqrt() * c.square().sum(-1).sqrt())
-    weight = torch.ones(each.shape) if weight is None else weight.double()
-    each, weight = (each[..., :-1], weight[..., 1:]) if shift else (each, weight)
-    loss = each * weight if upstream.dim() else (each * weight).sum() / weight.sum()
+    distance = 1 - (z * c).sum(-1) / (z.square().sum(-1).sqrt() * c.square().sum(-1).sqrt())
+    weight = torch.ones(distance.shape) if weight is None else weight.double()
+    if shift:
+        distance, weight = distance[..., :-1], weight[..., 1:]
+    loss = distance * weight if upstream.dim() else (distance * weight).sum() / weight.sum()
     loss.backward(upstream)
     return loss.detach(), [v.grad for v in leaves]
 

@@ -98,10 +98,10 @@ def test_weights_and_upstream_do_not_change_the_classes_left_out(shares, reducti
     weight = torch.randn(tokens, dtype=torch.float64)
     weight[:3] = torch.tensor([0, 1e-6, -3])
     how = {"token_weight": weight, "reduction": reduction, "divergence": "jsd"}
-    each = None if reduction == "mean" else torch.rand(tokens, dtype=torch.float64)
-    _, *ours = gradients(args, 0.05, each, **how)
-    _, *expected = gradients(args, 0.0, each, **how)
-    upstream = weight / weight.sum() if each is None else weight * each
+    upstream_gradient = None if reduction == "mean" else torch.rand(tokens, dtype=torch.float64)
+    _, *ours = gradients(args, 0.05, upstream_gradient, **how)
+    _, *expected = gradients(args, 0.0, upstream_gradient, **how)
+    upstream = weight / weight.sum() if upstream_gradient is None else weight * upstream_gradient
     most = 0.05 * args[1].detach().norm(dim=1).max() * upstream.abs()
     far = (ours[0] - expected[0]).norm(dim=1)
     assert (far <= most * (1 + 1e-6) + 1e-14).all()

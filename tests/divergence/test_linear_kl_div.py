@@ -146,12 +146,14 @@ def test_the_definitions_from_their_formulas():
         "forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.2 * kl(p, m) + 0.8 * kl(q, m),
         "tvd": (p - q).abs().sum(-1) / 2,
     }  # fmt: skip
-    for divergence, each in right.items():
+    for divergence, per_token in right.items():
         for function in (so.linear_kl_div, reference.linear_kl_div):
             for reduction in ("mean", "sum", "none"):
                 loss, _ = run(function, tensors, divergence=divergence, beta=0.2, temperature=2.0,
                               reduction=reduction)  # fmt: skip
-                wanted = each.view(3, 9) if reduction == "none" else getattr(each, reduction)()
+                wanted = (
+                    per_token.view(3, 9) if reduction == "none" else getattr(per_token, reduction)()
+                )
                 torch.testing.assert_close(loss, wanted)
 
 

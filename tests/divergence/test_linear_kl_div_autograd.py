@@ -82,8 +82,8 @@ def test_func_grad_and_vmap(reduction):
             return value.sum()
 
         args = (tensors["x"], tensors["w"], tensors["t"], weight)
-        each = torch.vmap(torch.func.grad(loss), (0, None, 0, 0))(*args)
-        results.append((torch.func.grad(loss, (0, 1))(*args), each,
+        per_sample = torch.vmap(torch.func.grad(loss), (0, None, 0, 0))(*args)
+        results.append((torch.func.grad(loss, (0, 1))(*args), per_sample,
                         torch.vmap(loss, (0, None, 0, 0))(*args)))  # fmt: skip
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 

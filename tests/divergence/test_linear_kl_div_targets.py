@@ -60,16 +60,17 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, budget
             assert ours.dtype == dtype and error(ours, wanted) < TOLERANCE[dtype]
 
 
-def test_it_is_the_sum_of_both_losses():
+def test_the_loss_is_a_divergence_plus_a_cross_entropy():
     tensors, _ = problem(torch.float64)
     target = targets()
-    each = results(so.linear_kl_div, tensors, token_weight=(target != -100).double())
+    divergence = results(so.linear_kl_div, tensors, token_weight=(target != -100).double())
     x, w, b = (tensors[k].clone().requires_grad_() for k in ("x", "w", "b"))
     nll = so.linear_cross_entropy(x, w, target, linear_bias=b)
     both = results(so.linear_kl_div, tensors, target=target, target_weight=2.0)
-    torch.testing.assert_close(both[0], each[0] + 2 * nll.detach())
-    for one, other, grad in zip(both[1], each[1], torch.autograd.grad(nll, (x, w, b)), strict=True):
-        torch.testing.assert_close(one, other + 2 * grad)
+    torch.testing.assert_close(both[0], divergence[0] + 2 * nll.detach())
+    grads_of_nll = torch.autograd.grad(nll, (x, w, b))
+    for ours, of_divergence, of_nll in zip(both[1], divergence[1], grads_of_nll, strict=True):
+        torch.testing.assert_close(ours, of_divergence + 2 * of_nll)
 
 
 @pytest.mark.in_turn
@@ -118,10 +119,9 @@ def test_products_of_knowledge_distillation(monkeypatch):
             name,
             lambda *args, f=plain, n=name, **more: (products.append(n), f(*args, **more)),
         )
-    x, w, t, head = torch.randn(8, 9, 16), torch.randn(300, 16), torch.randn(8, 9, 12), None
-    head = torch.randn(300, 12)
-    x.requires_grad_(), w.requires_grad_()
-    loss = losses.kd(x, w, t, head, torch.randint(300, (8, 9)), temperature=2.0, shift=True)
+    x, w = torch.randn(8, 9, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    teacher = torch.randn(8, 9, 12), torch.randn(300, 12)
+    loss = losses.kd(x, w, *teacher, torch.randint(300, (8, 9)), temperature=2.0, shift=True)
     loss.backward()
     assert sorted(products) == ["input_gradient", "logits", "logits", "weight_gradient"]
 
@@ -139,10 +139,10 @@ def test_compile_checkpoint_and_transforms(reduction):
 
     right = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    again = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+    checkpointed = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
     for got in (
         torch.autograd.grad(compiled(*leaves), leaves),
-        torch.autograd.grad(again, leaves),
+        torch.autograd.grad(checkpointed, leaves),
         torch.func.grad(loss, (0, 1))(*leaves),
     ):
         torch.testing.assert_close(got, right)

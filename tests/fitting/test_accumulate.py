@@ -7,7 +7,7 @@ import storage_ops
 from storage_ops.fitting.fit import Search
 from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
 from tests.simulate.models import MODELS, build, run
-from tests.simulate.test_step import checkpointed, levels, measured
+from tests.simulate.test_step import checkpointed, measured, replays_of
 
 pytestmark = pytest.mark.in_turn
 
@@ -21,7 +21,7 @@ def test_peaks_and_recordings(name, way):
     model, batch, loss = build(name, torch.float32)
     checkpointed(model, way)
     how = {"loss": loss, "optimizer": ADAM}
-    assert levels(model, batch, accumulate=True, **how) >= 2
+    assert replays_of(model, batch, accumulate=True, **how) >= 2
     e = simulate_step(model, batch, accumulate=True, **how)
     peak = measured(model, batch, loss, ADAM(model.parameters()), accumulate=True)
     assert peak <= 1.01 * e.peak_bytes

@@ -72,7 +72,7 @@ def test_peaks_and_gradients(name, one_thread):
     expected = gradients(plain, batch)
     search = Search(model, batch, optimizer=ADAM)
     none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
-    with pytest.raises(ValueError, match="the smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         search.plan(1000)
     smallest = int(str(error.value).split("(")[2].split()[0])
     assert smallest < none
@@ -129,9 +129,9 @@ def test_no_assignment_of_actions_is_faster(asking_is_free):
     model, batch = MODELS["mixtral"]()
     search = Search(model, batch, optimizer=ADAM)
     problem = search.problem
-    every = list(itertools.product(*(range(len(o)) for o in problem.options)))
-    assert len(every) > 200
-    costs = [(problem.peak(c), problem.seconds(c)) for c in every]
+    choices = list(itertools.product(*(range(len(o)) for o in problem.options)))
+    assert len(choices) > 200
+    costs = [(problem.peak(c), problem.seconds(c)) for c in choices]
     low, high = min(costs)[0], max(costs)[0]
     for share in (0, 0.1, 0.3, 0.6, 0.9):
         budget = int(low + (high - low) * share)
@@ -369,7 +369,7 @@ def test_a_model_without_layers():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     plan = storage_ops.fit(model, x, "1KiB")
     assert plan.seconds == 0 and plan.apply() is model
-    with pytest.raises(ValueError, match="the smallest that a step"):
+    with pytest.raises(ValueError, match="needs at least"):
         storage_ops.fit(model, x, 100)
 
 

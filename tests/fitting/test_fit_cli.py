@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "v
 
 @pytest.fixture
 def command(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--dtype", "fp32"]
 
 
@@ -103,7 +103,7 @@ def test_exit_code_and_message_if_no_plan_fits(command, tmp_path, capsys):
     for more in ([], ["--json", "--save", str(saved)]):
         assert cli.main([*command, "--budget", "1MiB", *more]) == 1
         told = capsys.readouterr()
-        assert "--budget is 1 MiB" in told.err and "fits into is" in told.err and not told.out
+        assert "--budget is 1 MiB" in told.err and "needs at least" in told.err and not told.out
         hint = "Pass --actions output_discard selective full linear_cross_entropy to do without the"
         assert hint in told.err
     assert not saved.exists()
@@ -132,4 +132,4 @@ def test_a_folder_with_a_config(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
     assert cli.main(command) == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "model identifier: llamma, like llama. Expected the config.json of a" in complaint
+    assert "identifier: llamma (did you mean llama?). Expected the config.json of a" in complaint

@@ -62,12 +62,12 @@ def test_saved_and_loaded(parts, tmp_path):
     search = Search(model, x, loss, actions=ACTIONS)
     plan = search.plan(smallest_of(search))
     plan.save(tmp_path / "fit.json")
-    again = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with pytest.raises(ValueError, match="the loss that fit was given, which was compiled"):
-        storage_ops.load_fit(tmp_path / "fit.json", again, losses(head, labels)["recognised"])
+        storage_ops.load_fit(tmp_path / "fit.json", copied, losses(head, labels)["recognised"])
     other = compiled(losses(head, labels)["recognised"])
-    loaded = storage_ops.load_fit(tmp_path / "fit.json", again, other)
+    loaded = storage_ops.load_fit(tmp_path / "fit.json", copied, other)
     assert str(loaded) == str(plan)
     loaded.apply()
-    assert simulate_step(again, x, loss=other).peak_bytes == plan.peak_bytes
+    assert simulate_step(copied, x, loss=other).peak_bytes == plan.peak_bytes
     loaded.undo()

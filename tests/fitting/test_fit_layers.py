@@ -238,8 +238,8 @@ def test_a_model_in_eval_mode_with_a_cache():
     plan = storage_ops.fit(model, batch, int(0.7 * highest), actions=["full"])
     plan.apply()
     assert simulate_step(model, batch).peak_bytes == plan.peak_bytes <= 0.7 * highest
-    for each in (model, right):
-        each(**batch).loss.backward()
+    for fitted_or_plain in (model, right):
+        fitted_or_plain(**batch).loss.backward()
     for ours, theirs in zip(model.parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
 
@@ -261,9 +261,9 @@ def test_another_plan_leaves_the_first_one_applied(tmp_path):
     second.save(tmp_path / "plan.json")
     first.apply()
     before = simulate_step(model, x).peak_bytes
-    for again in (storage_ops.load_fit(tmp_path / "plan.json", model), second):
+    for other in (storage_ops.load_fit(tmp_path / "plan.json", model), second):
         with pytest.raises(RuntimeError, match=r"checkpointed or tiled already .* earlier plan"):
-            again.apply()
+            other.apply()
         assert simulate_step(model, x).peak_bytes == before == first.peak_bytes
     with pytest.raises(
         ValueError, match=r"differs in: modules\. Pass a model like the one that.*ted\.$"
@@ -327,7 +327,7 @@ class Added(nn.Module):
         ),
         lambda: Added(nn.ModuleList(ending_in(nn.Tanh()) for _ in range(3))),
     ],
-    ids=["tanh", "gelu", "others", "a layer that does not save its input", "added"],
+    ids=["tanh", "gelu", "relu and sigmoid", "a layer that does not save its input", "added"],
 )
 def test_outputs_that_layers_save_count_once(make):
     model, x = make(), torch.randn(512, 32)

@@ -45,9 +45,9 @@ def test_plans_with_the_loss(searched):
     exact = Search(model, batch, optimizer=ADAM)
     none = simulate_step(model, batch, optimizer=ADAM).peak_bytes
     smallest = []
-    for each in (search, exact):
-        with pytest.raises(ValueError, match="the smallest that a step") as error:
-            each.plan(1000)
+    for one_search in (search, exact):
+        with pytest.raises(ValueError, match="needs at least") as error:
+            one_search.plan(1000)
         smallest.append(int(str(error.value).split("(")[2].split()[0]))
     logits = batch["labels"].numel() * VOCAB * 4
     assert smallest[0] < smallest[1] - logits
@@ -110,12 +110,12 @@ def test_a_loss_that_cannot_be_replaced_is_refused():
 def test_the_error_names_the_loss_that_needs_no_logits():
     model, batch = llama()
     with pytest.raises(
-        ValueError, match=r"smallest .*'linear_cross_entropy'\] to do without the log"
+        ValueError, match=r"needs at least .*'linear_cross_entropy'\] to do without the log"
     ):
         storage_ops.fit(model, batch, "24KiB", actions=["full"])
-    with pytest.raises(ValueError, match=r"smallest that .* A number without a unit"):
+    with pytest.raises(ValueError, match=r"needs at least .* A number without a unit"):
         storage_ops.fit(model, batch, "24", actions=["full", "linear_cross_entropy"])
-    with pytest.raises(ValueError, match=r"smallest that [^;]*$"):
+    with pytest.raises(ValueError, match=r"needs at least [^;]*$"):
         storage_ops.fit(model, batch["input_ids"], "24KiB", actions=["full"])  # there are no labels
 
 
@@ -133,12 +133,12 @@ def test_a_plan_that_costs_time_names_the_loss_that_needs_no_logits(searched):
 def test_a_loss_without_a_gradient_is_refused():
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    for each, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
+    for module, loss in ((model, lambda y: y.sum().detach()), (frozen, torch.sum)):
         for call in (storage_ops.fit, storage_ops.memory.will_it_fit):
             with pytest.raises(
                 ValueError, match=r"needs no gradient\. Expected a tensor that depends on"
             ):
-                call(each, x, "1GiB", loss)
+                call(module, x, "1GiB", loss)
 
 
 def test_a_plan_does_not_remove_an_earlier_patch(searched):
@@ -158,12 +158,12 @@ def test_a_plan_does_not_remove_an_earlier_patch(searched):
 
 def test_the_error_names_the_owners_of_the_memory():
     model, batch = llama()
-    with pytest.raises(ValueError, match="smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         storage_ops.fit(model, batch, "1MiB", optimizer=ADAM)
     nbytes = sum(p.nbytes for p in model.parameters())
     parameters, states = (storage_ops.quantities.readable(n) for n in (nbytes, 2 * nbytes))
     assert re.search(
-        rf"are parameters {parameters}, (gradients [^,]*, )?optimizer state {states}, activations ",
+        rf"of parameters {parameters}, (gradients [^,]*, )?optimizer state {states}, activations ",
         str(error.value),
     )
 
@@ -179,7 +179,7 @@ def test_the_budget_of_a_patched_loss_is_chosen(tmp_path, peft):
         ValueError, match=r"'linear_cross_entropy'\] to choose the memory budget of t"
     ):
         storage_ops.fit(model, batch, "1KiB", actions=["full"])
-    with pytest.raises(ValueError, match="smallest that a step") as error:
+    with pytest.raises(ValueError, match="needs at least") as error:
         storage_ops.fit(model, batch, "1KiB", actions=ACTIONS)
     assert "chooses the memory budget" not in str(error.value)
     plan = storage_ops.fit(model, batch, error.value.smallest_bytes, actions=ACTIONS)

@@ -86,5 +86,5 @@ def test_named_devices_have_links_and_plans_print_offloaded_bytes(tmp_path):
     plan = search.plan((low + high) // 2)
     assert is_used(plan) and "in host memory" in str(plan)
     plan.save(tmp_path / "fit.json")
-    again = storage_ops.load_fit(tmp_path / "fit.json", model)
-    assert again._actions == plan._actions
+    loaded = storage_ops.load_fit(tmp_path / "fit.json", model)
+    assert loaded._actions == plan._actions

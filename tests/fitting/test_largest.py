@@ -81,7 +81,7 @@ def test_the_next_number_does_not_fit():
         storage_ops.fit, model, budget="74MiB", optimizer=torch.optim.AdamW, device="h100",
         accumulate=True, actions=["full"],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="the smallest that a step"):
+    with pytest.raises(ValueError, match="needs at least"):
         fit(batch=make_batch(largest.found + 1))
     planned.plan.apply()
     assert step(batch=make_batch(planned.size)).peak_bytes == planned.plan.peak_bytes <= 74 << 20
@@ -111,7 +111,7 @@ def test_a_measured_step_of_the_largest_batch_is_within_the_budget():
 def test_most_limits_the_search():
     model = layers().to("meta")
     largest = storage_ops.find_largest(model, make_batch, "1GiB", device="cpu", most=3)
-    assert largest.found == largest.kept.size == 3 and "of sizes up to 3" in str(largest)
+    assert largest.found == largest.kept.size == 3 and "among sizes up to 3" in str(largest)
 
 
 @pytest.mark.in_turn
@@ -138,7 +138,7 @@ def test_every_gpu_has_a_price_and_a_size():
 def command(tmp_path):
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 256}
-    return ["fit", "--dtype", "fp32", "--hf-config", hf_config.written(tmp_path, **sizes)]
+    return ["fit", "--dtype", "fp32", "--hf-config", hf_config.write(tmp_path, **sizes)]
 
 
 @pytest.mark.slow
@@ -149,12 +149,12 @@ def test_on_the_command_line(command, what, tmp_path, capsys):
     saved = tmp_path / "fit.json"
     assert cli.main([*find, "--find", what, "--json", "--save", str(saved)]) == 0
     facts = json.loads(capsys.readouterr().out)
-    found, planned = facts["found"], facts["planned"]
-    assert found == planned["size"] >= facts["kept"]["size"] > 1
-    assert planned["tokens"] == 2 * found and planned["seconds"] > 0
+    size, planned = facts["found"], facts["planned"]
+    assert size == planned["size"] >= facts["kept"]["size"] > 1
+    assert planned["tokens"] == 2 * size and planned["seconds"] > 0
     assert json.loads(saved.read_text()) == planned["plan"]
-    assert cli.main([*find, f"--{what}", str(found)]) == 0
-    assert cli.main([*find, f"--{what}", str(found + 1)]) == 1
+    assert cli.main([*find, f"--{what}", str(size)]) == 0
+    assert cli.main([*find, f"--{what}", str(size + 1)]) == 1
 
 
 @pytest.mark.in_turn
@@ -183,4 +183,4 @@ def test_complaints(command, options, said, capsys):
 @pytest.mark.in_turn
 def test_nothing_fits(command, capsys):
     assert cli.main([*command, "--seq", "8", "--find", "batch", "--budget", "1MiB"]) == 1
-    assert "Nothing fits into 1 MiB; the smallest takes" in capsys.readouterr().out
+    assert "Nothing fits into 1 MiB; the smallest step takes" in capsys.readouterr().out

@@ -18,11 +18,11 @@ FORWARD = 2 * B * H * Q * K * (D + V)
 BACKWARD = 2 * B * H * Q * K * (3 * D + 2 * V)
 
 
-def tensors(heads, *, behind=False):
+def tensors(heads, *, heads_last=False):
     """Return queries, keys, values and the gradient, with heads before or after the sequence."""
     shapes = [(B, H, Q, D), (B, heads, K, D), (B, heads, K, V), (B, H, Q, V)]
     shaped = [torch.empty(shape, device="meta") for shape in shapes]
-    return [t.transpose(1, 2) for t in shaped] if behind else shaped
+    return [t.transpose(1, 2) for t in shaped] if heads_last else shaped
 
 
 class Recorded(TorchDispatchMode):
@@ -54,7 +54,7 @@ def test_attention_of_a_gpu(kernel, heads):
 @pytest.mark.parametrize("heads", [H, 2])
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
 def test_heads_after_the_sequence(kernel, heads):
-    q, k, v, grad = tensors(heads, behind=True)
+    q, k, v, grad = tensors(heads, heads_last=True)
     forward = getattr(aten, f"_{kernel}_attention_forward").default
     backward = getattr(aten, f"_{kernel}_attention_backward").default
     assert flops_of(forward, (q, k, v), {}, None) == FORWARD
@@ -62,7 +62,7 @@ def test_heads_after_the_sequence(kernel, heads):
 
 
 def test_sequences_packed_in_one_dimension():
-    q, k, v = (t.flatten(0, 1) for t in tensors(H, behind=True)[:3])
+    q, k, v = (t.flatten(0, 1) for t in tensors(H, heads_last=True)[:3])
     offsets = torch.empty(B + 1, dtype=torch.int32, device="meta")
     forward = aten._flash_attention_forward.default
     assert flops_of(forward, (q, k, v, offsets, offsets, Q, K), {}, None) == FORWARD

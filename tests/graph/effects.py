@@ -16,7 +16,7 @@ from .models import selective
 WIDTH = 6
 
 
-class Around(nn.Module):
+class EffectBetweenLayers(nn.Module):
     """Has linear layers before and after the op with the effect, so regions recompute them."""
 
     def __init__(self):
@@ -27,7 +27,7 @@ class Around(nn.Module):
         return self.down(torch.tanh(self.effect(self.up(x))))
 
 
-class BatchNorm(Around):
+class BatchNorm(EffectBetweenLayers):
     def __init__(self, **options):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, **options)
@@ -36,7 +36,7 @@ class BatchNorm(Around):
         return self.norm(x)
 
 
-class BatchNorm2d(Around):
+class BatchNorm2d(EffectBetweenLayers):
     def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
@@ -46,7 +46,7 @@ class BatchNorm2d(Around):
         return y.reshape(x.shape)
 
 
-class StatisticsRead(Around):
+class StatisticsRead(EffectBetweenLayers):
     """Reads the statistics before and after the batch norm writes them."""
 
     def __init__(self):
@@ -58,7 +58,7 @@ class StatisticsRead(Around):
         return before * self.norm(x) + (x * 2 - self.norm.running_mean).cos()
 
 
-class Copied(Around):
+class Copied(EffectBetweenLayers):
     """Writes a recurrent state in place."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ class Copied(Around):
         return y
 
 
-class Viewed(Around):
+class Viewed(EffectBetweenLayers):
     """Takes a view of the state before it writes the state, and reads the view before and after."""
 
     def __init__(self):
@@ -86,7 +86,7 @@ class Viewed(Around):
         return (y - row).cos() + self.h.sum()
 
 
-class Replaced(Around):
+class Replaced(EffectBetweenLayers):
     """Replaces its recurrent state by a new tensor each time."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ class Replaced(Around):
         return y
 
 
-class Attribute(Around):
+class Attribute(EffectBetweenLayers):
     """Replaces its state, which is an attribute instead of a buffer."""
 
     def __init__(self):
@@ -109,7 +109,7 @@ class Attribute(Around):
     effect = Replaced.effect
 
 
-class Swapped(Around):
+class Swapped(EffectBetweenLayers):
     """Swaps two states."""
 
     def __init__(self):
@@ -124,7 +124,7 @@ class Swapped(Around):
         return y
 
 
-class Quantized(Around):
+class Quantized(EffectBetweenLayers):
     """Uses torch.ao's fake quantization, whose scale depends on the values so far."""
 
     def __init__(self):
@@ -137,7 +137,7 @@ class Quantized(Around):
         return self.quantize(x).sin()
 
 
-class Spectral(Around):
+class Spectral(EffectBetweenLayers):
     """Uses the old spectral_norm, which iterates on buffers and sets the weight as an attribute."""
 
     def __init__(self):
@@ -148,7 +148,7 @@ class Spectral(Around):
         return self.inner(x)
 
 
-class Parametrized(Around):
+class Parametrized(EffectBetweenLayers):
     """Uses the new spectral_norm."""
 
     def __init__(self):
@@ -159,7 +159,7 @@ class Parametrized(Around):
         return self.inner(x)
 
 
-class Router(Around):
+class Router(EffectBetweenLayers):
     """Counts the tokens of each expert, and corrects its choice by the counts."""
 
     def __init__(self, experts=3):
@@ -176,7 +176,7 @@ class Router(Around):
         return x * ((scores * taken) @ self.experts)
 
 
-class Noise(Around):
+class Noise(EffectBetweenLayers):
     """Draws random numbers into a buffer."""
 
     def __init__(self):
@@ -188,7 +188,7 @@ class Noise(Around):
         return (x + self.noise).sin() + F.dropout(x, 0.3)
 
 
-class Average(Around):
+class Average(EffectBetweenLayers):
     """Updates moving averages in several buffers by one op."""
 
     def __init__(self):
@@ -204,7 +204,7 @@ class Average(Around):
         return (y - self.a + self.b).cos()
 
 
-class Parameter(Around):
+class Parameter(EffectBetweenLayers):
     """Scales a parameter down in place, under no_grad."""
 
     def __init__(self):
@@ -218,7 +218,7 @@ class Parameter(Around):
         return (y + self.shift).cos()
 
 
-class Input(Around):
+class Input(EffectBetweenLayers):
     """Modifies its input in place."""
 
     def effect(self, x):
@@ -312,10 +312,10 @@ REGIONS = FUNCTIONS | WRAPPERS
 
 def pairs(layers, regions):
     """Return every layer with every kind of region. In CI, a sixth of them covers every layer."""
-    every = 6 if os.environ.get("CI") else 1
+    step = 6 if os.environ.get("CI") else 1
     return [
         (layer, region)
         for i, layer in enumerate(layers)
         for j, region in enumerate(regions)
-        if (i + j) % every == 0
+        if (i + j) % step == 0
     ]

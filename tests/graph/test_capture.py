@@ -64,13 +64,13 @@ def on_gpu(step):
 def test_the_random_state_of_a_gpu_is_saved_and_restored():
     gm = recompute(on_gpu(graph.trace_step(masks, *leaves((4, 4), (4, 4)))), foreign=False)
     saves = [n for n in gm.graph.nodes if n.target is run_and_save_rng_state]
-    again = [n for n in gm.graph.nodes if n.target is run_with_rng_state]
-    assert len(saves) == 2 and len(again) == 3  # an op in two nested regions runs three times
+    restores = [n for n in gm.graph.nodes if n.target is run_with_rng_state]
+    assert len(saves) == 2 and len(restores) == 3  # an op in two nested regions runs three times
     for node in saves:
         state, result = node.meta["val"]
         assert (state.device.type, state.numel()) == ("cpu", 16)
         assert result.device == torch.device("cuda", 0)
-    assert all(node.meta["val"].device == torch.device("cuda", 0) for node in again)
+    assert all(node.meta["val"].device == torch.device("cuda", 0) for node in restores)
     with pytest.raises(RuntimeError, match=r"cannot capture. .*graph\.capturable"):
         capture.check_capture(gm.graph)
     assert rng.gpu_of_replays(gm.graph) == torch.device("cuda", 0)

@@ -77,7 +77,7 @@ def same_as_eager(make, region, *args):
     return results[1]
 
 
-class Auxiliary(effects.Around):
+class Auxiliary(effects.EffectBetweenLayers):
     """Puts a loss into a list and a count into a dictionary of its caller."""
 
     def effect(self, x):

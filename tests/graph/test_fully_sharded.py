@@ -30,8 +30,8 @@ def shard(model, **options):
 OPTIMIZER = torch.optim.SGD if torch.__version__.startswith("2.11") else torch.optim.AdamW
 
 
-class Around(nn.Module):
-    """Calls a block in a checkpoint, inside of which parameters are gathered."""
+class Checkpointed(nn.Module):
+    """Calls a block in a checkpoint. The block gathers its parameters inside of the checkpoint."""
 
     def __init__(self, block):
         super().__init__()
@@ -45,7 +45,7 @@ def local(t):
     return t.to_local().detach().clone()
 
 
-def compare(rank, mode, layers=1, around=False, close=(1e-10, 1e-12), **options):
+def compare(rank, mode, layers=1, is_checkpointed=False, close=(1e-10, 1e-12), **options):
     """Compare losses, gradients and parameters after steps. One of the steps runs eagerly."""
     results = []
     seed = int(torch.randint(1 << 30, ()))
@@ -53,8 +53,8 @@ def compare(rank, mode, layers=1, around=False, close=(1e-10, 1e-12), **options)
         torch.manual_seed(seed)
         model = shard(GPT(layers=layers, mode=mode).double(), **options)
         opt = OPTIMIZER(model.parameters(), lr=0.01)
-        if around:
-            model.blocks = nn.ModuleList(map(Around, model.blocks))
+        if is_checkpointed:
+            model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
 
         def step(tokens, targets, model=model, opt=opt):
             opt.zero_grad()
@@ -84,8 +84,8 @@ def work(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    for mode, around in (("selective", False), ("none", True)):
-        gm, parameters = compare(rank, mode, layers=2, around=around)
+    for mode, is_checkpointed in (("selective", False), ("none", True)):
+        gm, parameters = compare(rank, mode, layers=2, is_checkpointed=is_checkpointed)
         assert count(gm, SCATTER) == parameters
         # Parameters are gathered again where the backward reads them, with or without a checkpoint.
         assert parameters + 8 < count(gm, GATHER) <= 2 * parameters

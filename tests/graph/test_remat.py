@@ -223,12 +223,12 @@ def test_marked_regions_under_make_fx():
     x = torch.randn(3, 4, dtype=torch.double)
     gm = make_fx(step)(x)
     assert count(gm, aten.sin.default) == 1
-    again = graph.remat(gm, verify=True)
-    assert count(again, aten.sin.default) == 2 and count(gm, aten.sin.default) == 1
+    second = graph.remat(gm, verify=True)
+    assert count(second, aten.sin.default) == 2 and count(gm, aten.sin.default) == 1
     torch.manual_seed(0)
     eager = step(x)
     torch.manual_seed(0)
-    assert all(map(torch.equal, again(x), eager))
+    assert all(map(torch.equal, second(x), eager))
 
 
 def test_effects_happen_once():
@@ -332,8 +332,8 @@ def test_verify_accepts_a_graph_with_inputs_in_a_dict():
     inputs = {"a": torch.randn(3), "b": torch.randn(3)}
     gm = make_fx(lambda p: (p["a"].sin() * p["b"],))(inputs)
     with pytest.warns(UserWarning, match="does not say what was checkpointed"):
-        again = graph.remat(gm, verify=True)
-    torch.testing.assert_close(again(inputs), gm(inputs))
+        second = graph.remat(gm, verify=True)
+    torch.testing.assert_close(second(inputs), gm(inputs))
 
 
 def test_buffers_of_a_region_that_runs_twice():

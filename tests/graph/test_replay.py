@@ -143,7 +143,7 @@ def test_in_place_ops_on_tensors_that_a_region_created(region):
     both(step, *leaves((4, 4), (4, 4)))
 
 
-def again(fn, x):
+def checkpointed(fn, x):
     return checkpoint(fn, x, use_reentrant=False)
 
 
@@ -176,7 +176,7 @@ def test_in_place_ops_on_tensors_from_outside_run_once():
     x = torch.randn(4, 4, dtype=torch.double)
     for region in (on_closure, on_input, on_view_of_input, on_outputs):
 
-        def step(x, call=again, region=region):
+        def step(x, call=checkpointed, region=region):
             y = call(lambda x: region(x, call), x * 1)
             return torch.autograd.grad(call(lambda x: region(x, call), x + y).sum(), w)
 
@@ -207,7 +207,7 @@ def test_tensors_that_a_region_reads_may_be_modified_before_its_backward():
     (w,) = leaves((4, 4))
     scale = torch.ones(4, dtype=torch.double)
 
-    def step(x, call=again):
+    def step(x, call=checkpointed):
         y = call(lambda x: (x @ w).add(scale).sin(), x)
         scale.add_(1)
         return torch.autograd.grad(y.sum(), w)

@@ -117,7 +117,7 @@ def _close(got, right) -> bool:
 
 
 def _runnable(model: torch.nn.Module):
-    """Return a batch for which two runs agree, and its loss and gradients."""
+    """Return a batch for which two runs agree, with its loss and gradients."""
     reasons = []
     for batch in inputs(model):
         try:
@@ -141,7 +141,7 @@ def _words(error: BaseException) -> str:
 
 
 def _built(name: str):
-    """Return a model with a batch, its loss and its gradients, or with the reason for none."""
+    """Return a model, and a batch with its loss and gradients. If none runs, return the error."""
     errors, model = [], None
     for setting in SETTINGS:
         try:

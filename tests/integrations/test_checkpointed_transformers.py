@@ -132,8 +132,8 @@ def test_a_model_in_eval_mode_has_a_cache(layer):
 def test_the_code_of_a_model_does_not_write_parameters_through_data():
     """Otherwise, a region that reaches the whole model would copy all parameters each time."""
     model = MODELS["LlamaDecoderLayer"]()
-    around = Surroundings.of(lambda ids: model(ids), [], [])
-    assert model in around.modules and not around.writes & code_writes.UNSEEN
+    surroundings = Surroundings.of(lambda ids: model(ids), [], [])
+    assert model in surroundings.modules and not surroundings.writes & code_writes.UNSEEN
 
 
 @pytest.mark.in_turn

@@ -247,8 +247,8 @@ def smoothed(z, t):
     t = t.unsqueeze(-1)
     ignored = t.eq(3)
     nll, spread = loss.gather(-1, t), loss.sum(dim=-1, keepdim=True, dtype=torch.float32)
-    for each in (nll, spread):
-        each.masked_fill_(ignored, 0.0)
+    for term in (nll, spread):
+        term.masked_fill_(ignored, 0.0)
     return nll.sum() * 0.9 + spread.sum() * 0.1 / V
 
 

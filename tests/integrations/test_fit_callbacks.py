@@ -107,7 +107,7 @@ def test_changes_by_a_trainer_do_not_invalidate_a_plan(tmp_path, options):
             **options,
         )
         transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks).train()
-        assert seen and all(each is bool(callbacks) for each in seen)
+        assert seen and all(is_changed is bool(callbacks) for is_changed in seen)
         weights.append(list(model.parameters()))
     assert all(map(torch.equal, *weights))
 
@@ -132,12 +132,12 @@ def test_a_plan_with_the_loss_in_mixed_precision(tmp_path):
             per_device_train_batch_size=2, logging_steps=1, optim="sgd", learning_rate=0.1,
         )  # fmt: skip
         trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks)
-        model.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].logits))
+        model.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.logits))
         trainer.train()
         assert len(seen) == 3 and all((logits is None) is bool(callbacks) for logits in seen)
         losses.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
         assert type(model) is transformers.LlamaForCausalLM
-        assert not hasattr(vars(model).get("forward"), "_over")
+        assert not hasattr(vars(model).get("forward"), "_replaced")
         assert model(**batch).logits is not None
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import storage_ops
-from storage_ops.integrations.patched_model import _say_that_labels_lack
+from storage_ops.integrations.patched_model import _warn_of_missing_labels
 
 from .models import GROUPED, V, make, tf
 
@@ -108,11 +108,11 @@ def test_a_loss_of_results_per_token(tmp_path):
     assert losses == pytest.approx(got, rel=1e-3)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5)
     storage_ops.patch_causal_lm(third, returns=("nll",))
-    _say_that_labels_lack.cache_clear()
+    _warn_of_missing_labels.cache_clear()
     with pytest.warns(UserWarning, match="without labels") as record:
         same, _, _ = trained(third, tmp_path, function=focal_of_logits)
-    (said,) = [w for w in record if re.search(r"Llama.*compute_loss\(\)", str(w.message))]
-    assert said.filename == __file__  # the warning points to the call of Trainer.train()
+    (warning,) = [w for w in record if re.search(r"Llama.*compute_loss\(\)", str(w.message))]
+    assert warning.filename == __file__  # the warning points to the call of Trainer.train()
     torch.testing.assert_close(same, right, rtol=1e-3, atol=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_losses_of_deferred_logits(case, tmp_path):
     other = copy.deepcopy(model)
     right, losses, metrics = trained(model, tmp_path, evaluate=True, **options)
     storage_ops.patch_causal_lm(other, logits="deferred")
-    _say_that_labels_lack.cache_clear()
+    _warn_of_missing_labels.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without labels.*")
         ours, got, measured = trained(other, tmp_path, evaluate=True, **options)

@@ -63,8 +63,8 @@ def test_a_model_that_is_compiled_already(batch):
         ours = compiled(**batch)
         assert ours.logits is None
         torch.testing.assert_close(ours.loss, right.loss)
-        again = torch.autograd.grad(ours.loss, list(model.parameters()))
-    torch.testing.assert_close(again, gradients)
+        patched = torch.autograd.grad(ours.loss, list(model.parameters()))
+    torch.testing.assert_close(patched, gradients)
     assert compiled(**batch).logits is not None
     plan = storage_ops.fit(compiled, dict(batch), "1GiB", actions=["linear_cross_entropy"])
     assert plan.apply() is compiled

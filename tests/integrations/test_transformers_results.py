@@ -63,8 +63,8 @@ def test_a_weight_for_every_label(name, named, batch):
     labels, w = batch["labels"], weights.double()
     if name == "Llama":
         logits, labels, w = logits[:, :-1], labels[:, 1:], w[:, 1:]
-    each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    right = (each * w).sum() / (w * (labels != -100)).sum()
+    nll = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    right = (nll * w).sum() / (w * (labels != -100)).sum()
     extra = {"weights": weights} if named else {}
     storage_ops.patch_causal_lm(model, token_weights="weights" if named else weights)
     for call in (model, torch.compile(model, backend="aot_eager")):

@@ -61,11 +61,11 @@ def a_trainer(kind, model, folder, tokenizer, data, options):
         more["reward_funcs"] = lengths
     if kind == "GKD":
         more["teacher_model"] = copy.deepcopy(model)
-    place = trl
+    module = trl
     if kind in EXPERIMENTAL:
-        place = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
-    arguments = getattr(place, f"{kind}Config")(**{**common, **options})
-    return getattr(place, f"{kind}Trainer")(
+        module = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
+    arguments = getattr(module, f"{kind}Config")(**{**common, **options})
+    return getattr(module, f"{kind}Trainer")(
         model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=config,
         **more,
     )  # fmt: skip

@@ -182,10 +182,10 @@ def test_margins_equal_the_sums_of_the_gradient(monkeypatch, options, reduction)
 def test_a_tolerance_of_zero_changes_nothing():
     x, w, target = peaked(300, 32, 2000, torch.bfloat16)
     loss = storage_ops.linear_cross_entropy(x, w, target)
-    for found, expected in zip(
+    for gradient, expected in zip(
         call(x, w, target, 0.0)[2:], torch.autograd.grad(loss, (x, w)), strict=True
     ):
-        assert found.equal(expected)
+        assert gradient.equal(expected)
 
 
 def test_two_runs_have_the_same_bits():

@@ -52,14 +52,14 @@ def smallest_budget(x, w, target, b, **options):
     return int(str(complaint.value).split("at least ")[1].split()[0])
 
 
-@pytest.mark.parametrize("budget", ["default", "smallest", "ten times that"])
+@pytest.mark.parametrize("budget", ["default", "smallest", "10 x smallest"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_loss_and_gradients_against_float64(dtype, reduction, bias, budget):
     x, w, target, b = problem(dtype=dtype, bias=bias)
     least = smallest_budget(x, w, target, b, reduction=reduction)
-    memory_budget = {"default": None, "smallest": least, "ten times that": 10 * least}[budget]
+    memory_budget = {"default": None, "smallest": least, "10 x smallest": 10 * least}[budget]
     # Upstream gradients that do not underflow in float16.
     upstream = (torch.rand(len(target) if reduction == "none" else ()) + 0.5).double()
     loss, grads = run(so.linear_cross_entropy, x, w, target, b, upstream, reduction=reduction,
@@ -263,9 +263,9 @@ def test_results_do_not_depend_on_uninitialised_memory(monkeypatch):
             return new.fill_(float("nan")) if new.is_floating_point() else new.fill_(-7)
 
         monkeypatch.setattr(owner, name, poisoned)
-    again = run(so.linear_cross_entropy, x, w, target, b)
-    assert torch.equal(right[0], again[0])
-    assert all(torch.equal(p, q) for p, q in zip(right[1], again[1], strict=True))
+    poisoned_result = run(so.linear_cross_entropy, x, w, target, b)
+    assert torch.equal(right[0], poisoned_result[0])
+    assert all(torch.equal(p, q) for p, q in zip(right[1], poisoned_result[1], strict=True))
 
 
 @pytest.mark.parametrize("tokens", [0, 6])

@@ -64,8 +64,8 @@ def test_gradients_of_several_backward_passes(dtype, budget):
         memory_budget=max(BUDGETS[budget], 500_000 * (dtype in wide)),
     )
     bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
-    for again in (True, True, False):
-        got = torch.autograd.grad(loss, [x, w], upstream.to(loss.dtype), retain_graph=again)
+    for retain in (True, True, False):
+        got = torch.autograd.grad(loss, [x, w], upstream.to(loss.dtype), retain_graph=retain)
         for ours, expected in zip(got, right, strict=True):
             assert (ours.double() - expected).norm() <= bound * expected.norm()
 
@@ -75,9 +75,9 @@ def test_a_whole_tile_is_computed_once(formed):
     loss = so.linear_cross_entropy(x, w, target, reduction="none", memory_budget=ROOMY)
     grads = torch.autograd.grad(loss.sum(), [x, w], retain_graph=True)
     assert sum(formed) == N * V
-    again = torch.autograd.grad(loss.sum(), [x, w])  # the first backward has overwritten the tile
+    second = torch.autograd.grad(loss.sum(), [x, w])  # the first backward has overwritten the tile
     assert sum(formed) == 2 * N * V
-    for one, other in zip(grads, again, strict=True):
+    for one, other in zip(grads, second, strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -201,8 +201,10 @@ def test_transforms(sequences):
             return mixed(function, x, w, b, target, ids)
 
         whole = torch.func.grad(loss, (0, 1, 2))(*leaves, target, ids)
-        each = torch.vmap(torch.func.grad(loss, 1), (0, None, None, 0, 0))(*leaves, target, ids)
-        return whole, each
+        per_sample = torch.vmap(torch.func.grad(loss, 1), (0, None, None, 0, 0))(
+            *leaves, target, ids
+        )
+        return whole, per_sample
 
     ours, right = transformed(so.linear_cross_entropy), transformed(reference.linear_cross_entropy)
     torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)

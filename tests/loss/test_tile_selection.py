@@ -53,15 +53,15 @@ def close(got, expected, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums(shape, name, dtype, weighted):
-    tile, lse, bias, how, values = inputs(shape, dtype, **OPTIONS[name])
+    tile, lse, bias, options, values = inputs(shape, dtype, **OPTIONS[name])
     out = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
     weight = torch.randn(shape[:1], dtype=wide_of(dtype)) if weighted else None
-    OPS._tile_sums(out, tile, lse, weight, bias, None, *how)
+    OPS._tile_sums(out, tile, lse, weight, bias, None, *options)
     values = values if weight is None else values * weight.double().unsqueeze(1)
     close(out, values.sum(0), dtype)
     bucket = torch.randint(7, shape[1:]).to(torch.uint8)
     out = torch.full((shape[0], 7), torch.nan, dtype=wide_of(dtype))
-    OPS._tile_sums(out, tile, lse, weight, bias, bucket, *how)
+    OPS._tile_sums(out, tile, lse, weight, bias, bucket, *options)
     expected = torch.zeros(shape[0], 7, dtype=torch.float64)
     close(out, expected.index_add_(1, bucket.long(), values), dtype)
 
@@ -93,13 +93,13 @@ def narrower(dtype):
 @pytest.mark.parametrize("shape", [(1, 1), (40, 290), (300, 67), (700, 3)])
 def test_numbers_that_are_gathered(shape, dtype):
     tile = torch.randn(shape[0], shape[1] + 13).to(dtype)[:, : shape[1]]
-    for of in narrower(dtype):
+    for result_dtype in narrower(dtype):
         *where, size = places(*shape, apart=2)
-        out = torch.full((size,), torch.nan, dtype=of)
+        out = torch.full((size,), torch.nan, dtype=result_dtype)
         sums = torch.full(shape[1:], torch.nan, dtype=wide_of(dtype))
         OPS._gather_gradient(out, sums, tile, *where, *(None,) * 5, 0.0, 1.0)
         expected, total = gathered(tile.double(), *where, size)
-        torch.testing.assert_close(out, expected.to(of), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(out, expected.to(result_dtype), rtol=0, atol=0, equal_nan=True)
         close(sums, total, dtype)
 
 
@@ -124,13 +124,15 @@ def test_gradients_that_are_gathered(bias, softcap, dtype):
     values[[5, 7]] = 0
     hits[[5, 7]] = 0
     numbers = (lse.to(wide), factor.to(wide), target, hit.to(wide), offset, softcap, scale)
-    for of in narrower(dtype):
+    for result_dtype in narrower(dtype):
         *where, size = places(height, width, apart=3)
-        out = torch.full((size,), torch.nan, dtype=of)
+        out = torch.full((size,), torch.nan, dtype=result_dtype)
         sums = torch.full((width,), torch.nan, dtype=wide)
         OPS._gather_gradient(out, sums, tile, *where, *numbers)
         expected = gathered(values - hits, *where, size)[0]
-        rtol = {torch.float64: 1e-12, torch.float32: 2e-5}.get(of, torch.finfo(of).eps)
+        rtol = {torch.float64: 1e-12, torch.float32: 2e-5}.get(
+            result_dtype, torch.finfo(result_dtype).eps
+        )
         torch.testing.assert_close(
             out.double(), expected, rtol=rtol, atol=rtol * 0.1, equal_nan=True
         )
@@ -141,9 +143,9 @@ def test_gradients_that_are_gathered(bias, softcap, dtype):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("width", [1, 8, 1030])
 def test_put_rows(width, add, dtype):
-    for of in {dtype, wide_of(dtype)}:
+    for part_dtype in {dtype, wide_of(dtype)}:
         out = torch.randn(20, width + 3).to(dtype)[:, 1 : width + 1]
-        part = torch.randn(7, width).to(of)
+        part = torch.randn(7, width).to(part_dtype)
         rows = torch.randperm(20)[:7]
         expected = out.double()
         expected[rows] = part.double() + (expected[rows] if add else 0)

@@ -43,9 +43,9 @@ class Problem:
         """Return values of tokens, a list by sequence, in the shape of the log-probabilities."""
         count = self.target.shape[-1] - self.shift
         out = torch.zeros(*self.target.shape[:-1], count, dtype=torch.float64).view(-1, count)
-        for (row, span), each in zip(self.parts, values, strict=True):
+        for (row, span), values_of_sequence in zip(self.parts, values, strict=True):
             places = torch.arange(self.target.shape[-1])[span]
-            out[row, places[: len(each)]] = each
+            out[row, places[: len(values_of_sequence)]] = values_of_sequence
         return out.view(*self.target.shape[:-1], count)
 
     def tokens(self, ref=False, temperature=1.0):
@@ -61,19 +61,19 @@ class Problem:
             if self.shift:
                 p, t = p[:-1], t[1:]
             mask = t != -100
-            each = torch.where(mask, p.gather(1, t.clamp_min(0)[:, None])[:, 0], 0)
-            result.append((each, mask, -(p.exp() * p).sum(1)))
+            logp = torch.where(mask, p.gather(1, t.clamp_min(0)[:, None])[:, 0], 0)
+            result.append((logp, mask, -(p.exp() * p).sum(1)))
         return result
 
     def sums(self, ref=False):
-        return torch.stack([each.sum() for each, *_ in self.tokens(ref)])
+        return torch.stack([log_p.sum() for log_p, *_ in self.tokens(ref)])
 
     def counts(self):
         return torch.stack([mask.sum() for _, mask, _ in self.tokens()])
 
     def nll_of_chosen(self):
         chosen = self.tokens()[: S // 2]
-        return -sum(each.sum() for each, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
+        return -sum(log_p.sum() for log_p, *_ in chosen) / sum(mask.sum() for _, mask, _ in chosen)
 
 
 def compare(problem, loss, expected):

@@ -181,10 +181,10 @@ def test_losses_without_a_reference(batch):
     for normalized in (False, True):
         chosen, rejected = (logps.sum(1) / (count if normalized else 1)).chunk(2)
         one = trainer(alpha=0.0, beta=0.3, loss_type="sigmoid", label_smoothing=0.1)
-        each = cpo.cpo_loss(one, chosen, rejected)[0]
+        losses_of_pairs = cpo.cpo_loss(one, chosen, rejected)[0]
         ours = losses.cpo(x, w, target, beta=0.3, label_smoothing=0.1, shift=True,
                           length_normalize=normalized)  # fmt: skip
-        same(x, ours, each.mean() + nll)
+        same(x, ours, losses_of_pairs.mean() + nll)
     ratios, *rewards, ratio, odds = orpo.odds_ratio_loss(trainer(beta=0.3), chosen, rejected)
     ours, metrics = losses.orpo(x, w, target, beta=0.3, shift=True, return_metrics=True)
     torch.testing.assert_close(ours, (nll - ratios.mean()).double(), rtol=1e-5, atol=1e-6)

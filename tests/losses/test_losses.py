@@ -62,9 +62,9 @@ def test_kto(form, kl):
                           undesirable_weight=0.8, length_normalize=normalized, **reference,
                           **p.options)  # fmt: skip
         r = (p.sums() - p.sums(ref=True)) / (p.counts() if normalized else 1)
-        each = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
+        losses_of_sequences = torch.where(good, 1.5 * (1 - torch.sigmoid(0.3 * (r - z))),
                            0.8 * (1 - torch.sigmoid(0.3 * (z - r))))  # fmt: skip
-        compare(p, loss, each.mean())
+        compare(p, loss, losses_of_sequences.mean())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -74,19 +74,19 @@ def test_sft_and_kd(form):
     own = weight.view(-1, weight.shape[-1])
     loss = losses.sft(p.x, p.w, p.target, token_weight=weight, **p.options)
     total = scale = 0
-    for (row, span), (each, mask, _) in zip(p.parts, p.tokens(), strict=True):
+    for (row, span), (logp, mask, _) in zip(p.parts, p.tokens(), strict=True):
         a = own[row, span][p.shift :].double() * mask
-        total, scale = total - (a * each).sum(), scale + a.sum()
+        total, scale = total - (a * logp).sum(), scale + a.sum()
     compare(p, loss, total / scale)
 
     t = 2.0
     z = F.linear(p.x, p.w, p.b).view(-1, V) / t, (p.ref[0] @ p.ref[1].T).view(-1, V) / t
-    log_q, log_p = (torch.log_softmax(each, -1) for each in z)
+    log_q, log_p = (torch.log_softmax(logp, -1) for logp in z)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).view(-1, p.target.shape[-1])
     nll = kl = count = 0
-    for (row, span), (each, mask, _) in zip(p.parts, p.tokens(), strict=True):
-        own = divergence[row, span][: len(each)]
-        nll, kl, count = nll - each.sum(), kl + own[mask].sum(), count + mask.sum()
+    for (row, span), (logp, mask, _) in zip(p.parts, p.tokens(), strict=True):
+        own = divergence[row, span][: len(logp)]
+        nll, kl, count = nll - logp.sum(), kl + own[mask].sum(), count + mask.sum()
     for alpha in (0.0, 1e-9, 0.3, 1.0):
         loss = losses.kd(p.x, p.w, *p.ref, p.target, alpha=alpha, temperature=t, **p.options)
         compare(p, loss, (alpha * t**2 * kl + (1 - alpha) * nll) / count)

@@ -82,9 +82,9 @@ def test_dtypes_and_autocast(name, dtype):
     if dtype == torch.bfloat16:  # autocast rounds float32 arguments to bfloat16
         full = {k: v.detach().float().requires_grad_(v.requires_grad) for k, v in tensors.items()}
         with torch.autocast("cpu", dtype):
-            again = call(name, *leaves(full), full, target)
-        torch.testing.assert_close(again, loss)
-        rounded = torch.autograd.grad(again, leaves(full))
+            expected = call(name, *leaves(full), full, target)
+        torch.testing.assert_close(expected, loss)
+        rounded = torch.autograd.grad(expected, leaves(full))
         assert all(g.dtype == torch.float32 for g in rounded)
         torch.testing.assert_close(rounded, tuple(g.float() for g in grads), rtol=0.1, atol=2e-2)
 

@@ -35,33 +35,33 @@ def surrogate(r, logp, a, options):
 
 
 @pytest.mark.parametrize("reference", ["hidden", "logps"])
-@pytest.mark.parametrize("old", ["extra", "own"])
+@pytest.mark.parametrize("old", ["stored", "current"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("form", FORMS)
 def test_grpo(form, variant, old, reference):
     p, options = Problem(form), VARIANTS[variant]
     advantages, t = torch.randn(S, dtype=torch.float64), options.get("temperature", 1.0)
     tokens, ref = p.tokens(temperature=t), p.tokens(ref=True, temperature=t)
-    moved = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped, so there is a gradient
-    before = [each.detach() + scale * torch.randn(len(each)).double() * mask
-              for scale, (each, mask, _) in zip(moved, tokens, strict=True)]  # fmt: skip
+    scales = [0.01, *[0.4] * (S - 1)]  # the first sequence is not clipped, so there is a gradient
+    before = [logp.detach() + scale * torch.randn(len(logp)).double() * mask
+              for scale, (logp, mask, _) in zip(scales, tokens, strict=True)]  # fmt: skip
     extra = {}
     if "kl_weight" in options:
-        extra = {"ref_logps": p.spread([each for each, *_ in ref]).detach()}
+        extra = {"ref_logps": p.spread([logp for logp, *_ in ref]).detach()}
         if reference == "hidden":
             extra = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    if old == "given":
+    if old == "stored":
         extra["old_logps"] = p.spread(before)
     loss, logps = losses.grpo(p.x, p.w, p.target, advantages, return_logps=True, **extra, **options,
                               **p.options)  # fmt: skip
     sequences, count = [], 0
-    for k, ((each, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
-        change = each - (before[k] if old == "given" else each.detach())
+    for k, ((logp, mask, entropy), a) in enumerate(zip(tokens, advantages, strict=True)):
+        change = logp - (before[k] if old == "stored" else logp.detach())
         r = change.exp()
         if variant == "gspo":
-            r = (change.sum() / mask.sum()).exp().expand(len(each))
-        value = surrogate(r, each, a, options)
-        d = each - ref[k][0]
+            r = (change.sum() / mask.sum()).exp().expand(len(logp))
+        value = surrogate(r, logp, a, options)
+        d = logp - ref[k][0]
         estimate = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() + d - 1}
         value = value + options.get("kl_weight", 0) * estimate[options.get("kl_estimator", "k3")]
         value = (value - options.get("entropy_weight", 0) * entropy)[mask]
@@ -69,7 +69,7 @@ def test_grpo(form, variant, old, reference):
         count += len(value)
     by = {"token": count, "length": S * 11}.get(options.get("normalize"), S)
     compare(p, loss, sum(sequences) / by)
-    torch.testing.assert_close(logps, p.spread([each for each, *_ in tokens]).detach())
+    torch.testing.assert_close(logps, p.spread([logp for logp, *_ in tokens]).detach())
 
 
 def test_every_loss_type_of_policies_has_a_formula_here():
@@ -78,13 +78,13 @@ def test_every_loss_type_of_policies_has_a_formula_here():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_samples_of_another_engine_and_tokens_of_several_calls(form):
-    """The ratio multiplies only the policy's term. A part of a batch is divided by all tokens."""
+    """The ratio multiplies only the policy's term. The sum is divided by the batch's tokens."""
     p, advantages = Problem(form), torch.randn(S, dtype=torch.float64)
     reference = {"ref_input": p.ref[0], "ref_weight": p.ref[1]}
-    each = [torch.rand(len(logp)).double() * 2 for logp, *_ in p.tokens()]
-    whole = torch.rand(S, dtype=torch.float64) * 2
+    of_tokens = [torch.rand(len(logp)).double() * 2 for logp, *_ in p.tokens()]
+    of_sequences = torch.rand(S, dtype=torch.float64) * 2
     tokens, ref = p.tokens(), p.tokens(ref=True)
-    for ratio, spread in ((each, p.spread(each)), (whole, whole)):
+    for ratio, spread in ((of_tokens, p.spread(of_tokens)), (of_sequences, of_sequences)):
         total = 0
         for c, a, (logp, mask, _), (frozen, *_) in zip(ratio, advantages, tokens, ref, strict=True):
             d = logp - frozen

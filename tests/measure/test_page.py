@@ -61,7 +61,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert main(command) == 0
     assert "<pre>" not in out.read_text()
     assert main([*command, "--budget", "1MiB"]) == 1
-    assert "alone are" in capsys.readouterr().out and "alone are" in out.read_text()
+    assert "alone take" in capsys.readouterr().out and "alone take" in out.read_text()
     assert main([*command[:-1], str(tmp_path / "no" / "step.html")]) == 2
     assert "Expected a file in a folder that exists" in capsys.readouterr().err
 

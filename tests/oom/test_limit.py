@@ -215,7 +215,7 @@ def test_arguments_in_the_advice():
         ("no model", "give explain_oom a model and a batch"),
         ("freed", "give explain_oom a model and a batch"),
         ("no limit", r"call storage_ops.fit\(.*\), with the bytes that there are"),
-        ("nothing fits", "the smallest that a step of this model and batch fits into is"),
+        ("nothing fits", "but a step of this model and batch needs at least"),
     ],
 )
 def test_cases_without_advice(case, message):

@@ -84,9 +84,9 @@ at::Tensor on_cpu(const at::Tensor& t) {
   c10::Storage bytes(c10::Storage::use_byte_size_t(), storage.nbytes(),
                      c10::DataPtr(storage.mutable_data(), c10::Device(c10::DeviceType::CPU)));
   auto cpu = c10::DispatchKeySet(c10::DispatchKey::CPU);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(bytes), cpu, t.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  return made;
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(bytes), cpu, t.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  return alias;
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
@@ -129,7 +129,7 @@ at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef size) {
   return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size));
 }
 
-void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
@@ -146,7 +146,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
 const bool registered = [] {

@@ -39,10 +39,10 @@ def grads_of(fn, *tensors):
 
 def same(fn, *tensors):
     """Check that a function has the same result on the device and on the CPU."""
-    here = grads_of(fn, *tensors)
-    there = grads_of(fn, *(t.to(DEVICE) for t in tensors))
-    assert all(t.device.type == DEVICE for t in there), [t.device for t in there]
-    for a, b in zip(here, there, strict=True):
+    on_cpu = grads_of(fn, *tensors)
+    on_device = grads_of(fn, *(t.to(DEVICE) for t in tensors))
+    assert all(t.device.type == DEVICE for t in on_device), [t.device for t in on_device]
+    for a, b in zip(on_cpu, on_device, strict=True):
         torch.testing.assert_close(a, b.cpu())
 
 

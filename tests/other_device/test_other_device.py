@@ -14,7 +14,7 @@ PARTS = ["storage", "discarding", "checkpoints", "losses", "tiles"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("native", ["0", "1"], ids=["pure Python", "native"])
-def test_everything_runs_there(native, tmp_path):
+def test_every_part_runs(native, tmp_path):
     gxx = pytest.importorskip("build_tools.toolchain").compiler()
     torch_ = Path(torch.__file__).parent
     include = [f"-I{torch_ / 'include'}", f"-I{torch_ / 'include/torch/csrc/api/include'}"]

@@ -124,8 +124,8 @@ class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
         parts = (nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
-        again = (nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
-        self.body = nn.Sequential(*parts, *again)
+        second = (nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.body = nn.Sequential(*parts, *second)
 
     def forward(self, x):
         return x + self.body(x)

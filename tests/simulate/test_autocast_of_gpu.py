@@ -57,12 +57,12 @@ OPS = {
 class Calls(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.results = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            self.made.append((str(func), out.dtype))
+            self.results.append((str(func), out.dtype))
         return out
 
 
@@ -71,7 +71,7 @@ def calls(function, dtype, device):
         x = torch.empty(4, 4, dtype=dtype, device=device)
         with Calls() as mode:
             function(x)
-    return mode.made
+    return mode.results
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "v
 @pytest.fixture
 def command(tmp_path):
     pytest.importorskip("transformers")
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128", "--json"]
 
 
@@ -171,8 +171,8 @@ def test_the_command_on_a_cpu_gives_the_measured_peak(command, capsys):
         step()
         with measure() as m:
             step()
-    there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
-    assert simulated["peak_bytes"] == pytest.approx(m.peak_bytes + there, rel=0.01)
+    before = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), ids))
+    assert simulated["peak_bytes"] == pytest.approx(m.peak_bytes + before, rel=0.01)
     assert simulated["by_owner"]["parameters"] == 4 * sum(p.numel() for p in model.parameters())
 
 

@@ -262,20 +262,20 @@ def test_linear_cross_entropy_is_simulated_op_by_op():
 
 
 def test_discard_and_share(path, zero_copy):
-    h, again = torch.empty(MIB), torch.empty(MIB)
+    h, src = torch.empty(MIB), torch.empty(MIB)
 
-    def fn(h, again):
+    def fn(h, src):
         view = h[1:]
         so.discard_storage(h)
-        assert so.is_discarded(h) and so.is_discarded(view) and not so.is_discarded(again)
+        assert so.is_discarded(h) and so.is_discarded(view) and not so.is_discarded(src)
         so.discard_storage(h)
-        shared = again + 1
+        shared = src + 1
         so.share_storage(h, shared)
         assert not so.is_discarded(view)
         so.share_storage(h, h)
         return shared
 
-    e = estimate(fn, h, again)
+    e = estimate(fn, h, src)
     assert [s.nbytes // MIB for s in e.timeline] == [8, 4, 8] + ([] if zero_copy else [12])
     assert not so.is_discarded(h)
 

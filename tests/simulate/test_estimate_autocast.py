@@ -62,12 +62,12 @@ def between(model, x, **kwargs):
 
 def measured(step, model, x, **kwargs):
     """Return the measured peak of a step, including parameters and input."""
-    there = sum(t.nbytes for t in (*model.parameters(), x))
+    before = sum(t.nbytes for t in (*model.parameters(), x))
     with so.memory.measure() as m:
         step(model, x, **kwargs)
     for p in model.parameters():
         p.grad = None
-    return there + m.peak_bytes
+    return before + m.peak_bytes
 
 
 def simulated(step, model, x, **kwargs):

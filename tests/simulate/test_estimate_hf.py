@@ -36,11 +36,11 @@ def batch_of(masked):
 
 
 def measured(model, batch):
-    there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch.values()))
+    before = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch.values()))
     with measure() as m:
         model(**batch).loss.backward()
     model.zero_grad()
-    return m.peak_bytes + there
+    return m.peak_bytes + before
 
 
 @pytest.mark.parametrize("masked", ["none", "ones", "padded", "packed"])

@@ -1,4 +1,4 @@
-"""Estimates of packed sequences and CTC, whose lengths are read in C++ without an op."""
+"""Estimates of packed sequences and of CTC. C++ code reads their lengths without an op."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from storage_ops.simulate.values.assume import Assumption
 
 
 def agree(step):
-    """Check that the simulated peak of a step on a CPU is measured, up to 1 KiB."""
+    """Check that the simulated peak of a step on a CPU equals the measured one up to 1 KiB."""
     step_ledger = StepLedger(False, rates_of(torch.device("cpu")), Assumption(None))
     with step_ledger.open(step, (), {}):
         step_ledger.run(step)

@@ -22,7 +22,7 @@ mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="wi
 )
 def test_simulated_and_measured_peaks_agree(channels, kernel, stride):
     model, x = nn.Conv2d(channels, 64, kernel, stride), torch.randn(4, channels, 96, 96)
-    there = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    before = sum(p.nbytes for p in model.parameters()) + x.nbytes
 
     def loss(y):
         return y.square().mean()
@@ -32,4 +32,4 @@ def test_simulated_and_measured_peaks_agree(channels, kernel, stride):
     model.zero_grad()
     with measure() as m:
         loss(model(x)).backward()
-    assert simulated == pytest.approx(m.peak_bytes + there, rel=0.01)
+    assert simulated == pytest.approx(m.peak_bytes + before, rel=0.01)

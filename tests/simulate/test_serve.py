@@ -79,7 +79,7 @@ def storages(things):
 @torch.no_grad()
 def generated(model, inputs):
     """Process a prompt and the next token. Return the peaks of both and the bytes of the cache."""
-    there = storages([*model.parameters(), *model.buffers(), *inputs.values()])
+    before = storages([*model.parameters(), *model.buffers(), *inputs.values()])
     options = {"use_cache": True}
     if not hasattr(model, "encoder"):
         options["logits_to_keep"] = 1
@@ -94,7 +94,7 @@ def generated(model, inputs):
     del output, tensors
     with measure() as token:
         model(**following, **options, **{name: cache})
-    peaks = there + prompt.peak_bytes, there + cached + encoded + token.peak_bytes
+    peaks = before + prompt.peak_bytes, before + cached + encoded + token.peak_bytes
     return *peaks, cached
 
 

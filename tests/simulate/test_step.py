@@ -43,11 +43,11 @@ def measured(model, batch, loss, optimizer, accumulate=False):
     state = [t for s in optimizer.state.values() for t in s.values()]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     before = (*model.parameters(), *model.buffers(), *gradients, *state, batch)
-    there = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
+    nbytes_of = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in before}
     with so.memory.measure() as m:
         run(model, batch, loss, optimizer)
     optimizer.zero_grad()
-    return sum(there.values()) + m.peak_bytes
+    return sum(nbytes_of.values()) + m.peak_bytes
 
 
 mkldnn = torch.ops.mkldnn
@@ -70,7 +70,7 @@ def test_simulated_and_measured_peaks_agree(name, way, dtype):
     assert sum(e.by_owner.values()) == e.peak_bytes == max(s.nbytes for s in e.timeline)
 
 
-def levels(*args, **kwargs):
+def replays_of(*args, **kwargs):
     """Compare a simulation with and without replayed layers. Return the number of replays."""
     count = []
 
@@ -97,15 +97,15 @@ def test_replayed_layers_give_the_timeline_of_their_ops(name, way, device):
     model, batch, loss = build(name, torch.bfloat16 if device == "h100" else torch.float32)
     checkpointed(model, way)
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    assert levels(model, batch, loss=loss, optimizer=sgd, device=device) >= 2
+    assert replays_of(model, batch, loss=loss, optimizer=sgd, device=device) >= 2
 
 
 @pytest.mark.in_turn
 def test_recordings_on_the_meta_device_and_of_a_sum():
     model = Decoder(GatedMLP, nn.LayerNorm).to("meta")
-    assert levels(model, ids().to("meta")) == 3
+    assert replays_of(model, ids().to("meta")) == 3
     blocks = nn.Sequential(*[Residual(8) for _ in range(3)])
-    assert levels(blocks, torch.randn(2, 8, 16, 16)) == 3
+    assert replays_of(blocks, torch.randn(2, 8, 16, 16)) == 3
 
 
 class Numbered(nn.Module):
@@ -146,7 +146,7 @@ class Skip(nn.Module):
         return x + sum(skips)
 
 
-class Inside(nn.Module):
+class Checkpoints(nn.Module):
     """Calls each layer in a checkpoint."""
 
     def __init__(self):
@@ -193,7 +193,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_detached_alias_does_not_cut_the_graph(inside, first):
     model, x = Chain(inside, first), torch.randn(64, 64)
-    assert levels(model, x, optimizer=torch.optim.AdamW) >= 3
+    assert replays_of(model, x, optimizer=torch.optim.AdamW) >= 3
 
 
 class Constant(nn.Module):
@@ -218,7 +218,7 @@ class Constants(nn.Module):
 
 
 def test_a_layer_without_tensor_arguments():
-    assert levels(Constants(), torch.randn(64, 64)) == 3
+    assert replays_of(Constants(), torch.randn(64, 64)) == 3
 
 
 @pytest.mark.parametrize(
@@ -228,14 +228,14 @@ def test_a_layer_without_tensor_arguments():
         (nn.Sequential(*[Numbered(i, True) for i in range(4)]), (8, 64), 4),
         (nn.Sequential(*[Kept() for _ in range(3)]), (8, 64), 0),
         (Skip(), (2, 8, 16, 16), None),
-        (Inside(), (2, 8, 16, 16), 0),
+        (Checkpoints(), (2, 8, 16, 16), 0),
         (nn.Sequential(*[Residual(8)] * 3), (2, 8, 16, 16), None),  # one layer, three times
     ],
-    ids=["numbered", "parity", "keeps", "skip", "inside", "shared"],
+    ids=["numbered", "parity", "stored output", "skips", "checkpoints", "shared layer"],
 )
 def test_layers_with_equal_structure_and_other_behaviour(model, shape, calls):
     x = torch.randn(shape, requires_grad=True)
-    replays = levels(model, x, optimizer=torch.optim.AdamW)
+    replays = replays_of(model, x, optimizer=torch.optim.AdamW)
     assert calls is None or replays == calls
     assert all(p.grad is None for p in model.parameters())
 
@@ -246,7 +246,7 @@ def test_output_discarding_across_layers():
     cfg = so.ActivationCheckpointConfig(["RMSNorm"], mode="output_discard")
     so.apply_activation_checkpoint(model, cfg)
     plain = simulate_step(build("llama")[0], batch)
-    assert levels(model, batch) >= 0
+    assert replays_of(model, batch) >= 0
     assert simulate_step(model, batch).peak_bytes < plain.peak_bytes
 
 
@@ -291,7 +291,7 @@ def test_an_optimizer_that_accelerate_prepared():
 @pytest.mark.in_turn
 @pytest.mark.parametrize("warm", [False, True])
 def test_optimizers_that_step_in_the_backward(warm):
-    """Only hooks of the parameters refer to them. Each gradient is dropped immediately."""
+    """Only hooks of the parameters refer to the optimizers, which drop each gradient at once."""
     model, x = nn.Sequential(*(GatedMLP(32) for _ in range(4))), torch.randn(256, 32)
     optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
 
@@ -304,10 +304,10 @@ def test_optimizers_that_step_in_the_backward(warm):
 
     def peak():
         model(x).sum().backward()
-        there = [*model.parameters(), x, *states()]
+        before = [*model.parameters(), x, *states()]
         with so.memory.measure() as m:
             model(x).sum().backward()
-        return sum(t.nbytes for t in there) + m.peak_bytes
+        return sum(t.nbytes for t in before) + m.peak_bytes
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
@@ -408,12 +408,12 @@ class Head(nn.Module):
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
 def test_ignored_labels(ignored, frozen, options):
     """On a CPU, the loss leaves out ignored tokens, and copies all others to do so."""
-    model, every = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
-    batch = every.clone()
+    model, unmasked = Head(frozen, **options), torch.randint(3000, (2, 4, 256))
+    batch = unmasked.clone()
     batch[1][torch.rand(4, 256) < ignored] = -100
     adamw = torch.optim.AdamW
     peak = simulate_step(model, batch, optimizer=adamw).peak_bytes
-    of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, every)]
+    of_gpu = [simulate_step(model, b, optimizer=adamw, device="cuda") for b in (batch, unmasked)]
     assert of_gpu[0].peak_bytes == of_gpu[1].peak_bytes  # a GPU does not count ignored tokens
     got = measured(model, batch, None, adamw(model.parameters()))
     assert abs(got - peak) <= 0.002 * got
@@ -431,9 +431,9 @@ def test_a_loss_plans_for_the_gpu_that_is_simulated(monkeypatch, device, rates):
     if device is None:
         model, batch = model.to("meta"), batch.to("meta")
     simulate_step(model, batch, optimizer=torch.optim.AdamW, device=device)
-    (here, _, of_here), (there, _, of_there) = asked
-    assert not getattr(here.matmul, "cuda", False) and of_here is named("cpu")
-    assert there.matmul.cuda and not there.plain and of_there is named(rates)
+    (first, _, rates_of_first), (second, _, rates_of_second) = asked
+    assert not getattr(first.matmul, "cuda", False) and rates_of_first is named("cpu")
+    assert second.matmul.cuda and not second.plain and rates_of_second is named(rates)
     assert rates_of(torch.device("cpu")) is named("cpu")
 
 
@@ -463,12 +463,12 @@ def test_grouped_products(dtype):
     assert e.kept_bytes - e.input_bytes == 4 * 32 * 32 * x.itemsize
 
 
-@pytest.mark.parametrize(("device", "each"), [("h100", 32 << 20), ("a100", 65 << 17)])
-def test_workspaces_of_products(device, each):
+@pytest.mark.parametrize(("device", "nbytes"), [("h100", 32 << 20), ("a100", 65 << 17)])
+def test_workspaces_of_products(device, nbytes):
     x = torch.empty(64, 256, device="meta")
     for model, threads in ((nn.Linear(256, 256, device="meta"), 2), (nn.Dropout(), 0)):
         named = simulate_step(model, x.clone().requires_grad_(), device=device)
         plain = simulate_step(model, x.clone().requires_grad_())  # for an unknown GPU
-        assert named.by_owner.get("workspaces of cuBLAS", 0) == threads * each
-        assert named.peak_bytes - plain.peak_bytes == threads * each
-        assert named.kept_bytes - plain.kept_bytes == threads * each
+        assert named.by_owner.get("workspaces of cuBLAS", 0) == threads * nbytes
+        assert named.peak_bytes - plain.peak_bytes == threads * nbytes
+        assert named.kept_bytes - plain.kept_bytes == threads * nbytes

@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
 
 @pytest.fixture
 def command(tmp_path):
-    path = hf_config.written(tmp_path, **SIZES)
+    path = hf_config.write(tmp_path, **SIZES)
     return ["will-it-fit", "--hf-config", path, "--batch", "2", "--seq", "128"]
 
 
@@ -29,8 +29,8 @@ def test_a_table(command, capsys):
 
 
 @pytest.mark.in_turn
-def test_the_answer_no_names_a_command_that_makes_it_fit(command, capsys):
-    """The command is for the same step. If recomputing cannot help, the answer says so."""
+def test_advice_for_a_step_that_does_not_fit(command, capsys):
+    """The advice is a `fit` command for the same step, unless recomputing cannot help."""
     options = ["--optimizer", "sgd", "--accumulate", "--device", "a100", "--budget", "30MiB"]
     assert cli.main([*command, *options]) == 1
     *_, words = capsys.readouterr().out.splitlines()
@@ -41,7 +41,7 @@ def test_the_answer_no_names_a_command_that_makes_it_fit(command, capsys):
     capsys.readouterr()
     assert cli.main([*command, "--budget", "10MiB"]) == 1
     shown = capsys.readouterr().out
-    assert "optimizer state and workspaces alone are" in shown and " fit --hf" not in shown
+    assert "optimizer state and workspaces alone take" in shown and " fit --hf" not in shown
 
 
 @pytest.mark.in_turn

@@ -108,12 +108,12 @@ def test_an_option_frees_bytes_of_other_code(path, kind, tmp_path):
         return
     so.discard_storage(t, allow_external=True)
     assert so.is_discarded(t)
-    again = values() * 2
-    so.share_storage(t, again)  # no bytes are left to lose
-    assert torch.equal(t, again) and t.data_ptr() == again.data_ptr()
+    src = values() * 2
+    so.share_storage(t, src)  # no bytes are left to lose
+    assert torch.equal(t, src) and t.data_ptr() == src.data_ptr()
     other = EXTERNAL[kind](tmp_path)
-    so.share_storage(other, again, allow_external=True)
-    assert torch.equal(other, again) and other.data_ptr() == again.data_ptr()
+    so.share_storage(other, src, allow_external=True)
+    assert torch.equal(other, src) and other.data_ptr() == src.data_ptr()
 
 
 @pytest.mark.parametrize("kind", OWN)

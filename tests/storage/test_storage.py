@@ -16,14 +16,14 @@ def numbers(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_discard_then_share_restores_every_view(path, dtype):
-    t, again = numbers(6, 5, dtype=dtype), numbers(6, 5, dtype=dtype)
+    t, src = numbers(6, 5, dtype=dtype), numbers(6, 5, dtype=dtype)
     views = [t[1:4], t.t(), t.view(-1)[7:], t.detach()]
     so.discard_storage(t)
     assert all(so.is_discarded(v) for v in [t, *views])
     assert t.shape == (6, 5) and t.stride() == (5, 1) and t.untyped_storage().nbytes() == 0
-    so.share_storage(t, again)
-    expected = [again[1:4], again.t(), again.view(-1)[7:], again]
-    assert torch.equal(t, again)
+    so.share_storage(t, src)
+    expected = [src[1:4], src.t(), src.view(-1)[7:], src]
+    assert torch.equal(t, src)
     assert all(torch.equal(v, e) for v, e in zip(views, expected, strict=True))
     assert not so.is_discarded(t)
 
@@ -123,9 +123,9 @@ def test_slices_with_offsets_read_their_own_bytes(path):
     assert so.is_discarded(base)
     so.share_storage(tail, other[5:9])
     assert torch.equal(base, other) and torch.equal(tail, other[5:9])
-    again = numbers(20)
-    so.share_storage(tail[1:], again[3:])  # another shape with all elements that are read
-    assert torch.equal(base, again)
+    src = numbers(20)
+    so.share_storage(tail[1:], src[3:])  # another shape with all elements that are read
+    assert torch.equal(base, src)
 
 
 def test_a_larger_source_is_bound_whole(path):

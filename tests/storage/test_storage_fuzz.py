@@ -25,9 +25,13 @@ class Memory:
 
 
 class Slot:
-    """The model of a storage: its memory, None when discarded, and the expected values.
+    """The model of a storage.
 
-    `since` orders the storages that received the same bytes. `origin` is that of the first one.
+    Attributes:
+        memory: the expected values, or None if the storage is discarded.
+        needed: the number of elements that a source must have.
+        since: orders the storages that received the same bytes, by the time of sharing.
+        origin: `since` of the first of these storages.
     """
 
     def __init__(self, memory, needed):

@@ -1,4 +1,4 @@
-"""discard_storage refuses bytes that nothing recomputes: of parameters, leaves and their views."""
+"""discard_storage refuses parameters, leaves and their views, because nothing recomputes them."""
 
 import pytest
 import torch

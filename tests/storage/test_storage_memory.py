@@ -62,10 +62,10 @@ def test_memory_does_not_grow_in_ten_thousand_calls(path):
         nonlocal src
         for _ in range(calls):
             so.discard_storage(dst)
-            again = torch.empty(1 << 16)
-            so.share_storage(dst, again)
+            other = torch.empty(1 << 16)
+            so.share_storage(dst, other)
             so.share_storage(dst, src)
-            so.share_storage(src, again)
+            so.share_storage(src, other)
 
     loop(500)
     before = resident_bytes()

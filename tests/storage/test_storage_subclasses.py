@@ -86,14 +86,14 @@ def of(kind, *parts):
 def test_wrapped_tensors_are_freed_and_bound(path, zero_copy, kind):
     t, inner = of(kind, torch.randn(4), torch.randn(4))
     values = torch.randn(4), torch.randn(4)
-    again, sources = of(kind, *(v.clone() for v in values))
+    src, sources = of(kind, *(v.clone() for v in values))
     assert not so.is_discarded(t)
     for _ in range(2):
         so.discard_storage(t)
         assert so.is_discarded(t)
         for part in inner:
             assert_unreadable(path, part)
-    so.share_storage(t, again)
+    so.share_storage(t, src)
     assert not so.is_discarded(t)
     for part, source, value in zip(inner, sources, values, strict=False):
         assert torch.equal(part, value) and (part.data_ptr() == source.data_ptr()) == zero_copy
@@ -167,9 +167,9 @@ def test_jagged_nested_tensors_keep_the_lengths_that_others_use(path, zero_copy)
     with so.check_discarded(), pytest.raises(so.DiscardedTensorError, match="nested tensor"):
         h + 1
     assert torch.equal(y.unbind()[1], (parts[1] * 2).sin())
-    again = (x * 2).detach()
-    so.share_storage(h, again)
-    assert (h._values.data_ptr() == again._values.data_ptr()) == zero_copy
+    src = (x * 2).detach()
+    so.share_storage(h, src)
+    assert (h._values.data_ptr() == src._values.data_ptr()) == zero_copy
     grad = torch.autograd.grad(y.values().sum(), x)[0]
     torch.testing.assert_close(grad.unbind()[0], 2 * (parts[0] * 2).cos())
 

@@ -60,9 +60,9 @@ def test_a_tensor_discarded_in_a_transform_is_freed(path, transform):
 
 
 def test_a_whole_batch_is_freed_and_bound(path, zero_copy):
-    batch, again = torch.randn(3, 4), torch.randn(3, 4)
-    func.vmap(lambda t, s: so.share_storage(t, s) or t.sum())(batch, again)
-    assert torch.equal(batch, again) and (batch.data_ptr() == again.data_ptr()) == zero_copy
+    batch, src = torch.randn(3, 4), torch.randn(3, 4)
+    func.vmap(lambda t, s: so.share_storage(t, s) or t.sum())(batch, src)
+    assert torch.equal(batch, src) and (batch.data_ptr() == src.data_ptr()) == zero_copy
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 1)])

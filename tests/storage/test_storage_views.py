@@ -34,8 +34,8 @@ LAZY = {
 
 @pytest.mark.parametrize("kind", LAZY)
 def test_ops_on_lazy_views_act_on_their_storage(path, zero_copy, kind):
-    base, again = complex_numbers(), complex_numbers()
-    view, right = LAZY[kind](base), LAZY[kind](again).clone()
+    base, src = complex_numbers(), complex_numbers()
+    view, right = LAZY[kind](base), LAZY[kind](src).clone()
     assert view.is_conj() or view.is_neg()
     before = base._version
     assert not so.is_discarded(view)
@@ -43,9 +43,9 @@ def test_ops_on_lazy_views_act_on_their_storage(path, zero_copy, kind):
     assert base.untyped_storage().nbytes() == 0
     assert_unreadable(path, base)
     assert_unreadable(path, view)
-    so.share_storage(view, again if view.is_complex() else torch.view_as_real(again))
-    assert torch.equal(base, again) and torch.equal(view, right)
-    assert (base.data_ptr() == again.data_ptr()) == zero_copy
+    so.share_storage(view, src if view.is_complex() else torch.view_as_real(src))
+    assert torch.equal(base, src) and torch.equal(view, right)
+    assert (base.data_ptr() == src.data_ptr()) == zero_copy
     assert not so.is_discarded(view) and base._version == before
 
 
@@ -111,26 +111,26 @@ def test_zero_tensors_have_no_bytes_to_free_or_bind(path, dtype):
 
 
 def test_forward_mode_duals_keep_their_tangents(path):
-    primal, tangent, again = (torch.randn(3) for _ in range(3))
+    primal, tangent, src = (torch.randn(3) for _ in range(3))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(primal, tangent)
         so.discard_storage(dual)
         assert_unreadable(path, primal)
         assert torch.equal(forward_ad.unpack_dual(dual).tangent, tangent)
-        so.share_storage(dual, again)
+        so.share_storage(dual, src)
         value, slope = forward_ad.unpack_dual(dual.sin())
-        torch.testing.assert_close(value, again.sin())
-        torch.testing.assert_close(slope, again.cos() * tangent)
+        torch.testing.assert_close(value, src.sin())
+        torch.testing.assert_close(slope, src.cos() * tangent)
 
 
 def test_inference_views(path):
     with torch.inference_mode():
-        base, again = complex_numbers(), complex_numbers()
+        base, src = complex_numbers(), complex_numbers()
         view = base.conj()
     so.discard_storage(view)
     assert_unreadable(path, base)
-    so.share_storage(view, again)
-    assert torch.equal(base, again)
+    so.share_storage(view, src)
+    assert torch.equal(base, src)
 
 
 def test_meta_tensors_have_no_bytes_to_free(path):
@@ -168,7 +168,7 @@ def test_nested_tensors_of_layout_strided_are_refused(path):
 
 
 def test_a_storage_that_was_emptied_before_gets_a_guard(path):
-    t, again = torch.randn(6), torch.randn(6)
+    t, src = torch.randn(6), torch.randn(6)
     view, none = t.view(2, 3)[1:], t[:0]
     t.untyped_storage().resize_(0)
     for _ in range(2):
@@ -178,8 +178,8 @@ def test_a_storage_that_was_emptied_before_gets_a_guard(path):
     if path == "binding" and so.info()["guard"]:
         with pytest.raises(RuntimeError, match="discarded in this test"):
             view.sum()
-    so.share_storage(t, again)
-    assert torch.equal(t, again) and torch.equal(view, again.view(2, 3)[1:]) and none.numel() == 0
+    so.share_storage(t, src)
+    assert torch.equal(t, src) and torch.equal(view, src.view(2, 3)[1:]) and none.numel() == 0
     assert not any(map(so.is_discarded, (t, view, none)))
 
 
@@ -209,12 +209,12 @@ def test_tensors_without_elements_stay_readable(path, shape):
 
 
 def test_a_storage_that_other_code_shrank(path):
-    t, again = torch.ones(6), torch.randn(6)
+    t, src = torch.ones(6), torch.randn(6)
     t.untyped_storage().resize_(8)
     assert so.is_discarded(t) and not so.is_discarded(t[:2])
     so.discard_storage(t)
     assert_unreadable(path, t)
     with pytest.raises(RuntimeError, match=r"`src` has 8 bytes of storage\. Expected at least 24"):
         so.share_storage(t, torch.ones(2))
-    so.share_storage(t, again)
-    assert torch.equal(t, again)
+    so.share_storage(t, src)
+    assert torch.equal(t, src)

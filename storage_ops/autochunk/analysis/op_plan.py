@@ -47,7 +47,7 @@ def _problem(call: Call) -> Problem:
 def _hinted(value: torch.Tensor | None) -> torch.Tensor | None:
     if value is None:
         return None
-    sizes, strides = ([hint(s) for s in each] for each in (value.shape, value.stride()))
+    sizes, strides = ([hint(s) for s in numbers] for numbers in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 

@@ -150,7 +150,7 @@ def _loads(
             loaded |= {(arg, i) for i in range(3)}
         elif numel(arg) > 1:
             loaded.add(arg)
-    return {(node, each) for each in loaded} if fusion_kind(node) == "gather" else loaded
+    return {(node, argument) for argument in loaded} if fusion_kind(node) == "gather" else loaded
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -247,7 +247,7 @@ def _sums(node: fx.Node) -> tuple[int, int]:
     """
     programs, values = decode(str(node.args[4])), values_of(node)
     wide, late_results = dict[int, int](), dict[int, int]()
-    alone = {each[0].place for each in results_of(programs) if len(each) == 1}
+    alone = {outputs[0].place for outputs in results_of(programs) if len(outputs) == 1}
     source: Any = node.args[0]
     tensors = iter([v for t in source for v in values_of(t)])
     for program in programs:

@@ -290,11 +290,11 @@ def index_put(node: fx.Node) -> Labelled:
     dims, indices, num_dims = _indexed(node)
     sizes = shape(node)
     row = _all_but(len(sizes), dims)
-    written = [*row[: dims.start], *[None] * num_dims, *row[dims.stop :]]
+    value_labels = [*row[: dims.start], *[None] * num_dims, *row[dims.stop :]]
     room = [*sizes[: dims.start], *[0] * num_dims, *sizes[dims.stop :]]
     args: dict[fx.Node, list[Labels]] = {x: [row]}
     for index, labels in [*((i, [None] * len(shape(i))) for i in indices),
-                          (values, _spread(values, written, room))]:  # fmt: skip
+                          (values, _spread(values, value_labels, room))]:  # fmt: skip
         args.setdefault(index, []).append(labels)
     return Labelled(row, args)
 

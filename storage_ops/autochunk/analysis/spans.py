@@ -161,7 +161,7 @@ def follow(node: fx.Node, arg: fx.Node, rows: Rows) -> Layout | None:
     return None
 
 
-class _Found(Exception):
+class _AnotherAmplifier(Exception):
     """Another product also amplifies tokens."""
 
     def __init__(self, node: fx.Node, rows: Rows):
@@ -169,7 +169,7 @@ class _Found(Exception):
 
 
 class _Propagation:
-    """One attempt to find a span, for given amplifiers and step."""
+    """One attempt to find a span, with these amplifiers and this step."""
 
     def __init__(self, graph: fx.Graph, amplifiers: dict[fx.Node, Rows], step: Size, cut: bool):
         first, rows = next(iter(amplifiers.items()))
@@ -267,7 +267,7 @@ class _Propagation:
         """Evaluate a large value in chunks, although no amplifier leads to it."""
         if is_product(node):
             if amplifies(node):
-                raise _Found(node, rows)
+                raise _AnotherAmplifier(node, rows)
             return
         try:
             self.accept(node, rows)
@@ -319,8 +319,8 @@ class _Propagation:
             labels = next(x for x in labelled.args[arg] if x[arg_rows.lo] in labelled.sums)
             rows, row_labels = arg_rows, labels[arg_rows.lo : arg_rows.hi]
         reads: list[tuple[fx.Node, Layout]] = []
-        for arg, each in labelled.args.items():
-            for labels in each:
+        for arg, arg_labels in labelled.args.items():
+            for labels in arg_labels:
                 layout = read(node, arg, labels, row_labels, rows)
                 if any(a is arg and not equal(seen, layout) for a, seen in reads):
                     raise Conflict(f"reads {arg} with two layouts", node)
@@ -384,7 +384,7 @@ def _propagate_along(
         attempt = _Propagation(graph, amplifiers, step, cut)
         try:
             return attempt.run()
-        except _Found as found:
+        except _AnotherAmplifier as found:
             if not same(
                 attempt.tokens, math.prod(shape(found.node)[found.rows.lo : found.rows.hi])
             ):

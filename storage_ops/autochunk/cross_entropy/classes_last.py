@@ -25,7 +25,18 @@ _LOSSES = {
 }  # fmt: skip
 _VIEWS = {"flatten", "reshape", "view"}
 _TURNS = {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
-_EACH = {"float", "double", "half", "bfloat16", "to", "tanh", "mul", "div", "truediv", "contiguous"}
+_ELEMENTWISE = {
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "tanh",
+    "mul",
+    "div",
+    "truediv",
+    "contiguous",
+}
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 _STRIDES = 1, 0, 1  # stride, padding and dilation of a convolution that is a matrix product
 
@@ -130,7 +141,7 @@ def _turned(call: Calls, node: object) -> fx.Node | None:
         turned = _turned(call, base)
         dtype = node.kwargs.get("dtype")
         return turned and call(torch.log_softmax, turned, -1, dtype=dtype)
-    if name in _EACH and not any(
+    if name in _ELEMENTWISE and not any(
         isinstance(a, fx.Node) for a in (*arguments, *node.kwargs.values())
     ):
         turned = _turned(call, base)

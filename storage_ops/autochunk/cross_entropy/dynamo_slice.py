@@ -217,13 +217,13 @@ class NodeReplay:
         inputs: their other arguments.
     """
 
-    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], given: Iterable[fx.Node] = ()):
-        """Find the nodes to run again. `given` are nodes whose values exist already."""
-        inside, self.given, order = set(nodes), set(given), list(graph.nodes)
+    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], computed: Iterable[fx.Node] = ()):
+        """Find the nodes to run again. `computed` are nodes whose values already exist."""
+        inside, self.computed, order = set(nodes), set(computed), list(graph.nodes)
         run = set(inside)
         if all(is_hinted(s) for n in nodes if _is_tensor(n) for s in _value(n).shape):
             # A repeated mask would keep a different number of tokens.
-            run |= _of_integers(nodes, self.given)
+            run |= _of_integers(nodes, self.computed)
         for node in run:
             if _is_opaque(node):
                 raise Conflict("is not a plain function", node)
@@ -231,7 +231,7 @@ class NodeReplay:
         run |= {n for n in order[:last] if n.op == "call_function" and _name(n) in _SCOPES}
         self.order = [n for n in order if n in run]
         self.still = without_gradients(order)
-        known = run | self.given
+        known = run | self.computed
         self.inputs = list(dict.fromkeys(
             a for n in self.order for a in n.all_input_nodes if a not in known
         ))  # fmt: skip
@@ -260,8 +260,8 @@ class NodeReplay:
     def trace(self, ends: list[fx.Node]) -> fx.Graph:
         """Return the nodes as ATen ops that return the values of `ends`."""
 
-        def run(*given: object) -> list[Any]:
-            env: dict[fx.Node, Any] = dict(zip(self.inputs, given, strict=True))
+        def run(*values: object) -> list[Any]:
+            env: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
             self(env)
             return [env[n] for n in ends]
 

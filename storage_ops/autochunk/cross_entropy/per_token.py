@@ -157,7 +157,7 @@ class PerToken:
         """Find the terms of the rows. Raise Conflict if a row has others."""
         tokens, tensors = _Tokens(self), []
         for (arg, layout, _), role in zip(self.body.inputs, self.roles, strict=True):
-            value, rank = tokens.given[role], len(shape(arg))
+            value, rank = tokens.values_of_role[role], len(shape(arg))
             if "target" in role:
                 assert isinstance(layout, Rows)
                 value = value.reshape([_TOKENS if d == layout.hi - 1 else 1 for d in range(rank)])
@@ -207,7 +207,7 @@ class _Tokens:
                    for t in targets]  # fmt: skip
             self.terms = (*nll, below.sum(1), lse, entropy)
         self.learning = x, w
-        self.given = {
+        self.values_of_role = {
             "input": x, "weight": w, "weight.t": w.t(), "bias": b, "classes": c, "probabilities": q,
             **{f"target {k}": t for k, t in enumerate(targets)},
         }  # fmt: skip

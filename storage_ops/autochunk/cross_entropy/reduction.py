@@ -90,9 +90,9 @@ class Reduction:
         per_token, forward = self.per_token, self.per_token.forward
         shares = [sum(t.nll) + per_token.vocabulary * t.spread for t in per_token.terms]
 
-        def run(*given: Tensor) -> list[Tensor]:
-            outer: dict[fx.Node, Any] = dict(zip(self.leaves, given, strict=False))
-            rows = [row.detach().requires_grad_() for row in given[len(self.leaves) :]]
+        def run(*values: Tensor) -> list[Tensor]:
+            outer: dict[fx.Node, Any] = dict(zip(self.leaves, values, strict=False))
+            rows = [row.detach().requires_grad_() for row in values[len(self.leaves) :]]
             inner: dict[fx.Node, Any] = dict(zip(per_token.rows, rows, strict=True))
             with torch.enable_grad():
                 for node in self.between:
@@ -198,9 +198,9 @@ def _literals(nodes: Iterable[fx.Node]) -> list[int]:
     """Return integers on both sides of the numbers that values are compared with."""
     literals = {0, 1}
     for node in nodes:
-        around = _COMPARISONS.get(short_name(node))
-        if around is not None and isinstance(node.args[1], int):
-            literals |= set(range(node.args[1] - around, node.args[1] + around + 1))
+        margin = _COMPARISONS.get(short_name(node))
+        if margin is not None and isinstance(node.args[1], int):
+            literals |= set(range(node.args[1] - margin, node.args[1] + margin + 1))
     return sorted(literals)
 
 

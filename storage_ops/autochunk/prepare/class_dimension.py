@@ -69,7 +69,7 @@ class _Moving:
         after = reached([self.product], lambda n: not stops(n))
         nodes = [n for n in self.graph.nodes if n in after]
         for node in nodes:
-            inputs = self.given(node)
+            inputs = self.arguments_with_classes(node)
             place = self.place(node) if inputs and _is_known(node) else None
             if place is not None:
                 self.places[node] = place
@@ -80,7 +80,7 @@ class _Moving:
         for node in nodes:
             if node in self.places:
                 self.last(node, self.places[node])
-            elif not self.unchanged.issuperset(inputs := self.given(node)):
+            elif not self.unchanged.issuperset(inputs := self.arguments_with_classes(node)):
                 new = self.apply(node, self.places[inputs[0]]) if _is_known(node) else None
                 if new is not None:
                     node.replace_all_uses_with(new)
@@ -90,13 +90,13 @@ class _Moving:
         retire(self.graph)
         sort(self.graph)
 
-    def given(self, node: fx.Node) -> list[fx.Node]:
+    def arguments_with_classes(self, node: fx.Node) -> list[fx.Node]:
         """Return the arguments of a node that have a class dimension."""
         return [a for a in node.all_input_nodes if a in self.places]
 
     def place(self, node: fx.Node) -> int | None:
         """Return the class dimension of a node's value, or None if it has none."""
-        arg, kind = self.given(node)[0], _kind(node)
+        arg, kind = self.arguments_with_classes(node)[0], _kind(node)
         place, added = self.places[arg], len(shape(node)) - len(shape(arg))
         if kind in ("reduce", "sum"):
             dims = dims_of(argument(node, 1, "dim", None), len(shape(arg)))

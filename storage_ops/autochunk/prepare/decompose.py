@@ -42,7 +42,8 @@ _ATEN = torch.ops.aten
 def prepare(graph: fx.Graph, amplifier: fx.Node, tangents: list[fx.Node]) -> list[fx.Node]:
     """Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
 
-    Replace ops that an amplifier leads to by ops with a rule, and with sizes from outside.
+    Return the tangents. A graph of a whole step has none, so ones where its backward passes start
+    are replaced by constants, which are returned.
     """
     own_sizes(graph, amplifier)
     after = reached([amplifier], lambda n: not stops(n))
@@ -109,7 +110,7 @@ def _repeated(node: object) -> tuple[Any, bool]:
 def decompose(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Replace nodes without a rule by torch's decompositions.
 
-    Inductor has already decomposed most ops before the pass runs, but graphs of `make_fx` have all.
+    Inductor has already decomposed most ops before the pass runs. Graphs of `make_fx` have all ops.
     """
     chosen = set(nodes)
     for node in [n for n in graph.nodes if n in chosen]:
@@ -188,8 +189,8 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
         return
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
 
-    def run(*given: Any) -> Any:
-        env = dict(zip(tensors, given, strict=True))
+    def run(*values_of_tensors: Any) -> Any:
+        env = dict(zip(tensors, values_of_tensors, strict=True))
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda a: env[a] if a in env else a.meta["val"]
         )
@@ -348,10 +349,7 @@ def _taken(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _with_sizes(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that can provide sizes for a node.
-
-    Return the inputs that can provide sizes for a node.
-    """
+    """Return the inputs that can provide sizes for a node."""
     tangents = tangents_of(graph)
     later = () if node in reached(tangents) else tangents
     return [n for n in graph.nodes if n.op == "placeholder" and n not in later]
@@ -371,8 +369,8 @@ def _stacked(graph: fx.Graph, node: fx.Node) -> bool:
     if shape(node) != [*sizes[:dim], len(parts), *sizes[dim:]]:
         return False
     call = Calls(graph, node)
-    seen = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
-    node.replace_all_uses_with(call(_ATEN.cat.default, seen, dim))
+    unsqueezed = [call(_ATEN.unsqueeze.default, p, dim) for p in parts]
+    node.replace_all_uses_with(call(_ATEN.cat.default, unsqueezed, dim))
     return True
 
 
@@ -420,8 +418,8 @@ class Mutations:
         if not self.changes:
             return
         end, bases = max(self.place.get(n, 0) for n in span), {owner(n) for n in nodes}
-        for node, written in self.changes.items():
-            if self.place[node] < end and written & bases:
+        for node, bases_written in self.changes.items():
+            if self.place[node] < end and bases_written & bases:
                 raise Conflict("changes in place a tensor that is read in chunks", node)
 
     def check_order(self, graph: fx.Graph) -> None:
@@ -430,9 +428,11 @@ class Mutations:
             return
         now = {node: i for i, node in enumerate(graph.nodes)}
         alive = leading_to(ends(graph))
-        for change, written in self.changes.items():
+        for change, bases_written in self.changes.items():
             for node in alive:
-                if node is change or not any(owner(a) in written for a in node.all_input_nodes):
+                if node is change or not any(
+                    owner(a) in bases_written for a in node.all_input_nodes
+                ):
                     continue
                 before = self.place.get(node, -1) < self.place[change]  # new nodes came before
                 if before != (now[node] < now[change]):
@@ -447,7 +447,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
     if schema is None or not schema.is_mutable:
         return set()
     targets: list[fx.Node] = []
-    for i, each in enumerate(schema.arguments):
-        if each.alias_info is not None and each.alias_info.is_write:
-            fx.map_arg(argument(node, i, each.name, None), targets.append)
+    for i, formal in enumerate(schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            fx.map_arg(argument(node, i, formal.name, None), targets.append)
     return {owner(n) for n in targets}

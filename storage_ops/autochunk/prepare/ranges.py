@@ -300,8 +300,8 @@ class _Parts:
         vectors = [self.call(_ATEN.select.int, places, 1, i) for i in range(value.dim())]
         for user in [u for u in mask.users if name_of(u).startswith("aten.index")]:
             indices: Any = user.args[1]
-            each = (vectors if index is mask else [index] for index in indices)
-            user.update_arg(1, list(itertools.chain(*each)))
+            index_lists = (vectors if index is mask else [index] for index in indices)
+            user.update_arg(1, list(itertools.chain(*index_lists)))
             symbols |= user.meta.pop("unbacked_bindings", {})
         if symbols:  # a size that is only known at run time is known from this node on
             from torch.fx.experimental.symbolic_shapes import CallMethodKey  # imports sympy

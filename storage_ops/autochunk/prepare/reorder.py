@@ -50,10 +50,10 @@ def reorder_sources(graph: fx.Graph, amplifier: fx.Node, least: int) -> None:
                 _index(graph, node, source, dim)
             continue
         call, new = Calls(graph, node, before=node), dict[fx.Node, fx.Node]()
-        for arg, place in sources.items():
-            key = arg, place, str(order)
+        for arg, arg_dim in sources.items():
+            key = arg, arg_dim, str(order)
             if key not in done:
-                done[key] = _reordered(call, node, arg, place)
+                done[key] = _reordered(call, node, arg, arg_dim)
                 if numel(arg) > least:
                     moved.append(done[key])
             new[arg] = done[key]
@@ -107,9 +107,9 @@ def _order(node: fx.Node) -> tuple[fx.Node, int, Any]:
 
 
 def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
-    """Return the arguments to reorder, and their dimension, to reorder the result.
+    """Return the arguments to reorder in place of the result, each with its dimension.
 
-    Returns None if the op does not work on each element of the dimension separately.
+    Return None if the op does not work on each element of the dimension separately.
     """
     rule = RULES.get(name_of(node)) if node.op == "call_function" else None
     if rule is None or rule.kind == "getitem" or any(is_tensor(a) for a in node.kwargs.values()):
@@ -129,12 +129,12 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
     label, sources = labelled.out[dim], dict[fx.Node, int]()
     if label is None:
         return None
-    for arg, each in labelled.args.items():
-        place, *others = [row.index(label) if label in row else None for row in each]
-        if any(other != place for other in others):
+    for arg, arg_labels in labelled.args.items():
+        arg_dim, *other_dims = [row.index(label) if label in row else None for row in arg_labels]
+        if any(other != arg_dim for other in other_dims):
             return None
-        if place is not None:
-            sources[arg] = place
+        if arg_dim is not None:
+            sources[arg] = arg_dim
     return sources
 
 

@@ -64,9 +64,9 @@ def by_classes(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
             result = call(_ATEN.reshape.default, result, [1] * rank)
     elif name in _TRUTH:
         op = _TRUTH[name]
-        each = call(op.dim, x, last, True)
-        result = call(op.default, each) if name.endswith("default") else call(
-            op.dims, each, dims, keep
+        per_token = call(op.dim, x, last, True)
+        result = call(op.default, per_token) if name.endswith("default") else call(
+            op.dims, per_token, dims, keep
         )  # fmt: skip
     else:
         try:
@@ -99,9 +99,9 @@ def _place(graph: fx.Graph, node: fx.Node, sizes: list[fx.Node]) -> bool:
         classes = SizeNodes(call, sizes)(shape(x)[-1])
     except Conflict:
         return False
-    each = call(_ATEN.reshape.default, call(value, x, [-1]), [-1])
+    values = call(_ATEN.reshape.default, call(value, x, [-1]), [-1])
     chosen = call(_ATEN.reshape.default, call(place, x, -1), [-1])
-    token = call(place, each, 0, True)
+    token = call(place, values, 0, True)
     chosen = call(_ATEN.squeeze.dim, call(_ATEN.gather.default, chosen, 0, token), 0)
     token = call(_ATEN.squeeze.dim, token, 0)
     position = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, token, classes), chosen)

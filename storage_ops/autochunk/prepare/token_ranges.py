@@ -73,9 +73,9 @@ class TokenRanges:
         self.outer: Size = 1
         self.rows = {product: first}
         self._follow(link=False)
-        self.rows, found = {product: replace(first, outer=self.outer)}, 0
-        while found < len(self.rows):
-            found = len(self.rows)
+        self.rows, known = {product: replace(first, outer=self.outer)}, 0
+        while known < len(self.rows):
+            known = len(self.rows)
             self._follow(link=True)
             self._pull()
 
@@ -218,8 +218,8 @@ class TokenRanges:
             return {source: self.rows.get(source) or reshape(rows, shape(node), shape(source))}
         labelled, layout_of = rule.labels(node), dict[fx.Node, Rows | Spread]()
         labels = (labelled.out if own is None else labelled.args[own][0])[rows.lo : rows.hi]
-        for arg, each in labelled.args.items():
-            layouts = [read(node, arg, row, labels, rows) for row in each]
+        for arg, arg_labels in labelled.args.items():
+            layouts = [read(node, arg, row, labels, rows) for row in arg_labels]
             if any(not equal(x, layouts[0]) for x in layouts[1:]):
                 raise Conflict(f"reads {arg} with two layouts", node)
             if isinstance(layouts[0], (Rows, Spread)):

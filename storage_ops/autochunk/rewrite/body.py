@@ -289,9 +289,9 @@ def _overwrite(body: Body, amplifier: fx.Node, inputs: list[int | None]) -> int 
     (end,) = (n for n in graph.nodes if n.op == "output")
     values: Any = end.args[0]
     with graph.inserting_before(end):
-        written = graph.call_function(torch.ops.aten.copy_.default, (place, values[overwritten]))
-    written.meta["val"] = place.meta["val"]
-    end.args = ([written if i == overwritten else v for i, v in enumerate(values)],)
+        copied = graph.call_function(torch.ops.aten.copy_.default, (place, values[overwritten]))
+    copied.meta["val"] = place.meta["val"]
+    end.args = ([copied if i == overwritten else v for i, v in enumerate(values)],)
     return overwritten
 
 

@@ -39,7 +39,7 @@ def add_up(graph: fx.Graph, terms: list[Term]) -> None:
     for sums in _connected(_sums(graph, terms)):
         calls = list(dict.fromkeys(t.call for group in sums.values() for t in group))
         after = [reached([call]) for call in calls]
-        if not any(call in found for call in calls for found in after):
+        if not any(call in dependents for call in calls for dependents in after):
             _unite(Builder(graph, [next(iter(sums.values()))[0].raw]), calls, sums)
             retire(graph)
             sort(graph)

@@ -57,8 +57,8 @@ class _Outside:
             value = tangent.meta["val"]
             options = {"dtype": value.dtype, "device": value.device}
             self.copies[tangent] = self.builder.call(_ATEN.full.default, [], self.seed, **options)
-        for each in [n for n in graph.nodes if n in needed and n is not tangent]:
-            self.copies[each] = graph.node_copy(each, lambda a: self.copies.get(a, a))
+        for needed_node in [n for n in graph.nodes if n in needed and n is not tangent]:
+            self.copies[needed_node] = graph.node_copy(needed_node, lambda a: self.copies.get(a, a))
         return self.copies[node]
 
 

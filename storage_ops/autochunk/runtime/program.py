@@ -224,9 +224,9 @@ def _encode(item: object, numbers: dict[fx.Node, int]) -> Any:
     if isinstance(item, fx.Node):
         return {"node": numbers[item]}
     if isinstance(item, (list, tuple)):
-        return [_encode(each, numbers) for each in item]
+        return [_encode(entry, numbers) for entry in item]
     if isinstance(item, dict):
-        return {"dict": {key: _encode(each, numbers) for key, each in item.items()}}
+        return {"dict": {key: _encode(entry, numbers) for key, entry in item.items()}}
     if isinstance(item, torch.device):
         return {"device": str(item)}
     for name, kind in _TYPES.items():

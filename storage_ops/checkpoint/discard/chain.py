@@ -125,7 +125,7 @@ class OutputDiscardChain:
             hook_tensors: tensors that receive their gradients first. Optional.
         """
         if self._block is not None:
-            self._block.keep_what_is_held()
+            self._block.mark_referenced_outputs()
             self._discard_used(self._block, hook_tensors)
 
     def _discard_used(self, block: ConsumerHooks, hook_tensors: tuple[Tensor, ...]) -> None:

@@ -91,7 +91,7 @@ class ConsumerHooks:
         self._hooks.__exit__(*error)
         self._hooks, self._end = None, torch._C._autograd._get_sequence_nr()
         if error[0] is None:
-            self.keep_what_is_held()
+            self.mark_referenced_outputs()
         self._outputs = {}
 
     @property
@@ -99,8 +99,8 @@ class ConsumerHooks:
         """Return the number of the first autograd node after the block, or of the next node."""
         return self._end if self._hooks is None else torch._C._autograd._get_sequence_nr()
 
-    def keep_what_is_held(self) -> None:
-        """Record the outputs that are still referenced by values of the block."""
+    def mark_referenced_outputs(self) -> None:
+        """Mark the outputs that values of the block still reference. They are kept."""
         stored = self._containers.stored(self._in_containers)
         for region in self._regions:
             for entry in region.discardable:

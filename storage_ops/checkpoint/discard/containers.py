@@ -88,11 +88,11 @@ class Containers:
             return keys
         now, names = self.count(), self._names()
         for value in self._all:
-            at = id(value)
-            if at in before:
-                is_stored = now[at].holders > before[at].holders
+            key = id(value)
+            if key in before:
+                is_stored = now[key].holders > before[key].holders
             else:
-                is_stored = now[at].holders > 0 and (names[at] > 1 or at in self._inner)
+                is_stored = now[key].holders > 0 and (names[key] > 1 or key in self._inner)
             if is_stored:
                 keys.update(k for leaf in tree_leaves(value) if (k := storage_key(leaf)))
         return keys
@@ -106,8 +106,8 @@ class Containers:
         """
         removed = 0
         for value in self._all:
-            at = id(value)
-            items = before[at].items if at in before else self._first[at]
+            key = id(value)
+            items = before[key].items if key in before else self._first[key]
             removed += items[id(t)] - sum(item is t for item in _items(value))
         return removed
 

@@ -202,8 +202,8 @@ class OutputDiscardCheckpoint:
                 inside `consumer()`: then reading their saved tensors restores the output.
 
         Raises:
-            RuntimeError: `checkpoint` was not called, or the output was modified in place. Others:
-                a hook tensor has no gradient to wait for though the output needs grad, or a
+            RuntimeError: `checkpoint` was not called, or the output was modified in place. Or a
+                hook tensor has no gradient to wait for, although the output needs one. Or a
                 consumer outside of `consumer()` has saved the output. Nothing is freed then.
         """
         if not self._called:
@@ -299,15 +299,15 @@ def output_discard(
         ... )
         >>> mlp(torch.randn(4, 16)).sum().backward()
     """
-    how = OutputDiscardCheckpoint(**options).options
+    region_options = OutputDiscardCheckpoint(**options).options
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        middle, region = run_region(producer, args, kwargs, how)
+        hidden, region = run_region(producer, args, kwargs, region_options)
         if region is None:
-            return consumer(middle)
+            return consumer(hidden)
         with ConsumerHooks([region], named=False):
-            outputs = consumer(middle)
-            del middle  # an output with a name is referenced, and so would be kept
+            outputs = consumer(hidden)
+            del hidden  # an output with a name is referenced, and so would be kept
         region.discard()
         return outputs
 

@@ -173,7 +173,7 @@ class _Explaining(TorchDispatchMode):
         name = readable(name_of(op))
         row = self.rows.setdefault((name, saved), OpRow(name, saved))
         row.count += 1
-        made = by_storage(tensors_in(out)).items()
-        row.nbytes += sum(t.nbytes for key, t in made if key not in inputs)
+        results = by_storage(tensors_in(out)).items()
+        row.nbytes += sum(t.nbytes for key, t in results if key not in inputs)
         row.flops += flops_of(op, args, kwargs, out)
         return out

@@ -106,9 +106,9 @@ def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> Chec
     totals = Counter(class_of(module) for module in model.modules())
     counts: Counter[tuple[type, str]] = Counter()
     for module in model.modules():
-        how = wrapper.checkpointing_of(module)
-        if how is not None:
-            counts[class_of(module), how.mode] += 1
+        checkpointing = wrapper.checkpointing_of(module)
+        if checkpointing is not None:
+            counts[class_of(module), checkpointing.mode] += 1
     layers = tuple(
         LayerCount(cls.__name__, mode, n, totals[cls]) for (cls, mode), n in counts.items()
     )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint.layers import tile_run
-from storage_ops.checkpoint.layers.tile_run import Pieces, fail
+from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
 from storage_ops.checkpoint.region.region import is_repeatable
 from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
@@ -41,14 +41,14 @@ class Tiling:
         tiles: the number of tiles. None: as few as `budget` allows.
         budget: bytes that one tile may take.
         dim: the dimension of the tokens.
-        found: the number of tiles for earlier calls, by all that it depends on.
-        checked: whether the module was found to be token-wise.
+        tiles_by_call: numbers of tiles for earlier calls, by shapes, dtypes and other keys.
+        checked: whether a check has shown that the module is token-wise.
     """
 
     tiles: int | None
     budget: int | None
     dim: int
-    found: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
+    tiles_by_call: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
     checked: bool = field(default=False, compare=False, repr=False)
 
     def run(
@@ -77,24 +77,24 @@ class Tiling:
             if torch.is_grad_enabled():
                 call = partial(_compiled, call)
             return torch.cat([call(t) for t in _cut(x, min(self.tiles, tokens), dim)], dim)
-        pieces, leaves = Pieces(module, forward, dim, 1), tree_leaves((args, kwargs))
+        tiled, leaves = TiledModule(module, forward, dim, 1), tree_leaves((args, kwargs))
         with tile_run.lock_of(module):
-            pieces.tiles = self._number_for(pieces, x, (len(args), *kwargs, *map(_choice, leaves)))
-            return self._run(pieces, x)
+            tiled.tiles = self._number_for(tiled, x, (len(args), *kwargs, *map(_choice, leaves)))
+            return self._run(tiled, x)
 
-    def _run(self, pieces: Pieces, x: Tensor) -> Tensor:
+    def _run(self, tiled: TiledModule, x: Tensor) -> Tensor:
         if regions.tracing():
-            call = pieces.host.run
-            parts = [traced_region(call, (t,), {}, None, False) for t in pieces.of(x)]
-            return torch.cat(parts, pieces.dim)
+            call = tiled.host.run
+            parts = [traced_region(call, (t,), {}, None, False) for t in tiled.split(x)]
+            return torch.cat(parts, tiled.dim)
         if torch.is_grad_enabled() and not is_repeatable():
-            return torch.cat([pieces.host.run(t) for t in pieces.of(x)], pieces.dim)
-        if not self.checked and tile_run.can_check_tokens(pieces, x):
-            self.checked = tile_run.check_tokens(pieces, x)
+            return torch.cat([tiled.host.run(t) for t in tiled.split(x)], tiled.dim)
+        if not self.checked and tile_run.can_check_tokens(tiled, x):
+            self.checked = tile_run.check_tokens(tiled, x)
             if not self.checked:  # no output needs a gradient
                 with torch.no_grad():
-                    return tile_run.run(pieces, x)
-        return tile_run.run(pieces, x)
+                    return tile_run.run(tiled, x)
+        return tile_run.run(tiled, x)
 
     def _dim_of(self, module: nn.Module, x: Tensor) -> int:
         """Return the non-negative number of the token dimension."""
@@ -108,23 +108,23 @@ class Tiling:
             )
         return dim
 
-    def _number_for(self, pieces: Pieces, x: Tensor, others: tuple[Any, ...]) -> int:
+    def _number_for(self, tiled: TiledModule, x: Tensor, others: tuple[Any, ...]) -> int:
         """Return the number of tiles.
 
         `others` distinguishes calls with other arguments.
         """
-        tokens = x.shape[pieces.dim]
+        tokens = x.shape[tiled.dim]
         if self.tiles is not None:
             return min(self.tiles, tokens)
         assert self.budget is not None
         # The bytes of a tile also depend on dropout, frozen weights and arguments.
-        modes = tuple(module.training for module in pieces.host.modules())
-        kinds = tuple((p.requires_grad, p.dtype) for p in pieces.host.parameters())
+        modes = tuple(module.training for module in tiled.host.modules())
+        kinds = tuple((p.requires_grad, p.dtype) for p in tiled.host.parameters())
         autocast = torch.is_autocast_enabled(x.device.type)
         key = (x.shape, x.dtype, x.requires_grad, autocast, modes, kinds, others)
-        if key not in self.found:
-            self.found[key] = _fewest(pieces, x, tokens, self.budget)
-        return self.found[key]
+        if key not in self.tiles_by_call:
+            self.tiles_by_call[key] = _fewest(tiled, x, tokens, self.budget)
+        return self.tiles_by_call[key]
 
 
 def _choice(leaf: object) -> Any:
@@ -144,8 +144,8 @@ def _cut(x: Tensor, tiles: int, dim: int) -> tuple[Tensor, ...]:
     return torch.tensor_split(x, [tokens * k // tiles for k in range(1, tiles)], dim)
 
 
-def _compiled(call: Callable[[Tensor], Any], piece: Tensor) -> Any:
-    return compiled_region(call, (piece,), {}, True, None, False)
+def _compiled(call: Callable[[Tensor], Any], tile_input: Tensor) -> Any:
+    return compiled_region(call, (tile_input,), {}, True, None, False)
 
 
 _estimators: list[Callable[..., Any]] = []
@@ -156,41 +156,41 @@ def register_estimator(estimate: Callable[..., Any]) -> None:
     _estimators[:] = [estimate]
 
 
-def _fewest(pieces: Pieces, x: Tensor, tokens: int, budget: int) -> int:
+def _fewest(tiled: TiledModule, x: Tensor, tokens: int, budget: int) -> int:
     """Return the smallest number of tiles such that no tile takes more than the budget."""
     low, high = 1, tokens
-    least = bytes_of_tile(pieces, x, 1)
+    least = bytes_of_tile(tiled, x, 1)
     if least > budget:
         fail(
-            pieces.name,
+            tiled.name,
             f"needs {readable(least, up=True)} ({least} bytes) for one token, and `budget` is "
             f"{readable(budget)}. Pass a larger budget.",
             ValueError,
         )
     while low < high:
         middle = (low + high) // 2
-        if bytes_of_tile(pieces, x, -(-tokens // middle)) <= budget:
+        if bytes_of_tile(tiled, x, -(-tokens // middle)) <= budget:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
+def bytes_of_tile(tiled: TiledModule, x: Tensor, tokens: int) -> int:
     """Return the peak bytes of a tile with this many tokens, by a run on fake tensors.
 
     They include all tensors of its forward and backward, with one weight's gradient before it is
     added to the sum. Its part of the input, the output, their gradients, and the sums do not count.
     """
     shape = list(x.shape)
-    shape[pieces.dim] = tokens
-    places = pieces.places()
+    shape[tiled.dim] = tokens
+    places = tiled.places()
     with _disable_current_modes():
         with FakeTensorMode():
             fakes = {t: _fake(t.shape, t) for *_, t in places}
-            piece = _fake(shape, x)
+            tile_input = _fake(shape, x)
         places = [(where, name, fakes[t]) for where, name, t in places]
-        host = pieces.host  # named here, so that the estimate finds its caches
+        host = tiled.host  # named here, so that the estimate finds its caches
 
         @contextlib.contextmanager
         def bound() -> Iterator[None]:
@@ -199,7 +199,7 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
 
         def output_like(_: FakeTensorMode) -> TensorSpec:
             with bound(), torch.no_grad():
-                return TensorSpec.of(pieces.output_of(piece))
+                return TensorSpec.of(tiled.output_of(tile_input))
 
         output = run_on_fakes(host.modules(), output_like)
         with FakeTensorMode():
@@ -207,11 +207,11 @@ def bytes_of_tile(pieces: Pieces, x: Tensor, tokens: int) -> int:
 
         def step(*_: Tensor) -> None:
             with torch.enable_grad(), bound():
-                out = pieces.output_of(piece)
+                out = tiled.output_of(tile_input)
                 if out.requires_grad:
                     out.backward(gradient)
 
-        estimate = _estimators[0](step, piece, gradient, *fakes.values())
+        estimate = _estimators[0](step, tile_input, gradient, *fakes.values())
     return int(estimate.peak_bytes - estimate.input_bytes)
 
 
@@ -235,10 +235,10 @@ class Tiled(Replaced):
 
         @like(original)
         def forward(self: Tiled, *args: object, **kwargs: object) -> Any:
-            how = self._tiling
-            if how is None:
+            tiling = self._tiling
+            if tiling is None:
                 return original(self, *args, **kwargs)
-            return how.run(self, original, args, kwargs)
+            return tiling.run(self, original, args, kwargs)
 
         return forward
 
@@ -316,7 +316,7 @@ def tile(
         raise ValueError(f"tile: `tiles` is {tiles}. Expected at least 1.")
     if dim == -1:
         raise ValueError("tile: `dim` is -1. Expected a dimension other than the last.")
-    how = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: `budget`"), dim)
+    tiling = Tiling(tiles, None if budget is None else parse_bytes(budget, "tile: `budget`"), dim)
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         fail(name, "is a ScriptModule. Expected a module in Python.", TypeError)
@@ -334,14 +334,14 @@ def tile(
             "has a forward that was replaced on the instance. Expected the forward of its class.",
         )
     now = tiling_of(module)
-    if now is not None and now != how:
+    if now is not None and now != tiling:
         fail(
             name,
-            f"is tiled already, as {now}. Pass the same options ({how}), or call "
+            f"is tiled already, as {now}. Pass the same options ({tiling}), or call "
             "remove_activation_checkpoint(model) first.",
         )
     if now is None:
-        set_tiling(module, how)
+        set_tiling(module, tiling)
     return module
 
 
@@ -350,11 +350,11 @@ def tiling_of(module: nn.Module) -> Tiling | None:
     return module._tiling if isinstance(module, Tiled) else None
 
 
-def set_tiling(module: Any, how: Tiling) -> None:
+def set_tiling(module: Any, tiling: Tiling) -> None:
     """Tile a module."""
     if not isinstance(module, Tiled):
         Tiled.change(module)
-    module._tiling = how
+    module._tiling = tiling
 
 
 def unset_tiling(module: nn.Module) -> None:

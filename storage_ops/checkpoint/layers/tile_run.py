@@ -1,4 +1,4 @@
-"""One call of a tiled module: the tiles in order, and again in backward.
+"""One call of a tiled module. Forward runs the tiles in order, and backward runs them again.
 
 Backward does for each tile what a checkpoint does for a layer. The whole call is one autograd node,
 so that the gradients from the tiles are summed in one buffer for each weight. With several nodes,
@@ -50,23 +50,22 @@ def fail(name: str, what: str, kind: type[Exception] = RuntimeError) -> NoReturn
     raise kind(f"tile: {name} {what}")
 
 
-class Pieces:
-    """A module that is called on tiles of its input."""
+class TiledModule:
+    """A module that is called on tiles of its input.
+
+    Args:
+        module, forward: the module, and its plain forward.
+        dim: the dimension to cut, counted from the first.
+        tiles: the number of tiles, at most the number of tokens.
+    """
 
     def __init__(self, module: nn.Module, forward: Forward, dim: int, tiles: int) -> None:
-        """Store how to call the module.
-
-        Args:
-            module, forward: the module, and its plain forward.
-            dim: the dimension to cut, counted from the first.
-            tiles: the number of tiles, at most the number of tokens.
-        """
         self.name = type(module).__name__
         self.dim, self.tiles = dim, tiles
         self.host = _Host(module, forward)
 
     def places(self) -> list[Place]:
-        """Return the slots of its parameters and buffers.
+        """Return the slots of the module's parameters and buffers.
 
         Raises:
             RuntimeError: a parameter has no shape yet.
@@ -80,31 +79,32 @@ class Pieces:
             )
         return places
 
-    def of(self, x: Tensor) -> tuple[Tensor, ...]:
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tiles of an input. Their sizes differ by at most one token."""
         return torch.tensor_split(x, self.tiles, self.dim)
 
     def run(self, x: Tensor) -> Tensor:
         """Return the outputs of all tiles, each copied into one tensor as soon as it exists."""
         out, at = None, 0
-        for piece in self.of(x):
-            part = self.output_of(piece)
+        for tile in self.split(x):
+            part = self.output_of(tile)
             if out is None:
                 shape = list(part.shape)
                 shape[self.dim] = x.shape[self.dim]
                 out = part.new_empty(shape)
-            out.narrow(self.dim, at, piece.shape[self.dim]).copy_(part)
-            at += piece.shape[self.dim]
+            out.narrow(self.dim, at, tile.shape[self.dim]).copy_(part)
+            at += tile.shape[self.dim]
         assert out is not None
         return out
 
-    def output_of(self, piece: Tensor) -> Tensor:
+    def output_of(self, tile: Tensor) -> Tensor:
         """Return the output for one tile.
 
         Raises:
-            TypeError: the output is no tensor. ValueError: it has another number of tokens.
+            TypeError: the output is not a tensor.
+            ValueError: the output has another number of tokens.
         """
-        out = call_region(self.name, self.host.run, (piece,), {})
+        out = call_region(self.name, self.host.run, (tile,), {})
         if not isinstance(out, Tensor):
             fail(
                 self.name,
@@ -112,11 +112,11 @@ class Pieces:
                 "input in the same dimension.",
                 TypeError,
             )
-        if out.ndim <= self.dim or out.shape[self.dim] != piece.shape[self.dim]:
+        if out.ndim <= self.dim or out.shape[self.dim] != tile.shape[self.dim]:
             fail(
                 self.name,
                 f"returned a tensor of shape {tuple(out.shape)} for an input of shape "
-                f"{tuple(piece.shape)}. Expected the same number of tokens in dimension "
+                f"{tuple(tile.shape)}. Expected the same number of tokens in dimension "
                 f"{self.dim}.",
                 ValueError,
             )
@@ -130,40 +130,41 @@ class Pieces:
                 fail(
                     self.name,
                     f"uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is "
-                    "neither its input nor a parameter of it. Make the tensor one of its "
-                    "parameters, or detach it.",
+                    "neither its input nor a parameter of it. Make the tensor a parameter of the "
+                    "module, or detach it.",
                 )
 
 
 class _TiledCall:
     """A call that can be repeated in backward."""
 
-    def __init__(self, pieces: Pieces, x: Tensor, places: list[Place]) -> None:
+    def __init__(self, tiled: TiledModule, x: Tensor, places: list[Place]) -> None:
         """Prepare for a call.
 
         Args:
-            pieces, x: the module and its input.
+            tiled, x: the module and its input.
             places: the slots of the parameters that require grad.
         """
-        self.pieces = pieces
+        self.tiled = tiled
         numbers: dict[Tensor, int] = {}
         self._places = [
             (where, name, numbers.setdefault(t, len(numbers))) for where, name, t in places
         ]
         self.parameters = list(numbers)
-        # Stored before anything runs, because a checkpoint around the module must run again up to
-        # here.
+        # Store the inputs before a tile runs. A checkpoint around the module stops its recompute at
+        # the last saved tensor, which then comes before all tiles.
         self._inputs: Inputs | None = Inputs((x,), {"parameters": self.parameters})
-        around = Surroundings.of(pieces.host.run, [], self._inputs.tensors)
-        self._state: ExecutionState | None = ExecutionState(around, preserve_rng_state=True)
+        surroundings = Surroundings.of(tiled.host.run, [], self._inputs.tensors)
+        self._state: ExecutionState | None = ExecutionState(surroundings, preserve_rng_state=True)
         self._inputs.forget()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output."""
+        """Return the output of all tiles."""
         assert self._state is not None
-        # Autocast caches its casts of parameters, but the casts in this call have no gradient.
+        # Autocast caches its casts of parameters. Casts in this call have no graph, so it uses
+        # detached parameters.
         with self._with([p.detach().requires_grad_() for p in self.parameters]):
-            out = self.pieces.run(x)
+            out = self.tiled.run(x)
         self._state.effects.finish()
         return out
 
@@ -172,20 +173,20 @@ class _TiledCall:
 
     def backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """Return the gradients of the input and of the parameters that are needed."""
-        with lock_of(self.pieces.host.module):
+        with lock_of(self.tiled.host.module):
             return self._backward(gradient, needed)
 
     def _backward(self, gradient: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        pieces = self.pieces
+        tiled = self.tiled
         if self._inputs is None or self._state is None:
             fail(
-                pieces.name,
+                tiled.name,
                 "is needed in a second backward pass, but the first one freed its input. Pass "
                 "retain_graph=True to the first.",
             )
-        self._state.effects.check(pieces.name)
-        writes = self._state.effects.without_repeated_writes(pieces.name, checks=True)
-        (x,), others = self._inputs.again(pieces.name)
+        self._state.effects.check(tiled.name)
+        writes = self._state.effects.without_repeated_writes(tiled.name, checks=True)
+        (x,), others = self._inputs.again(tiled.name)
         parameters = others["parameters"]
         self._inputs.forget_new_hooks()
         sums = [_Sum(p, needs) for p, needs in zip(parameters, needed[1:], strict=True)]
@@ -193,14 +194,14 @@ class _TiledCall:
         leaves_out = not self._state.modes.see_ops  # a mode may change the result of every op
         at = 0
         with self._state, writes, self._with([total.leaf for total in sums]):
-            for tile in pieces.of(x.detach()):
-                where = (pieces.dim, at, tile.shape[pieces.dim])
+            for tile in tiled.split(x.detach()):
+                where = (tiled.dim, at, tile.shape[tiled.dim])
                 at += where[2]
                 tile = _of_class(type(x), tile.detach()).requires_grad_(needed[0])
                 with self._state.modes.again(), _LastProductLeftOut(leaves_out) as mode:
-                    out = pieces.output_of(tile)
+                    out = tiled.output_of(tile)
                 mode.finish(weakref.ref(out))
-                pieces.check_leaves(out, [tile, *(total.leaf for total in sums)])
+                tiled.check_leaves(out, [tile, *(total.leaf for total in sums)])
                 if out.requires_grad:
                     torch.autograd.backward(out, gradient.narrow(*where))
                 del out
@@ -223,39 +224,40 @@ class _LastProductLeftOut(LightMode):
 
     def __init__(self, leaves_out: bool) -> None:
         super().__init__()
-        self._left: tuple[Any, Any, Tensor] | None = None
+        self._waiting: tuple[Any, Any, Tensor] | None = None
         self._leaves_out = leaves_out
 
     def dispatch(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, after the waiting product. If the op is a product, let it wait."""
         if is_view(op) or op is _aten._unsafe_view.default or op.namespace == "prim":
             return op(*args, **kwargs)  # an op of prim asks for a fake tensor's device
-        left, self._left = self._left, None
-        if left is not None:
-            product, factors, out = left
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            product, factors, out = waiting
             with torch.no_grad():  # the op may run before autograd, such as a size
                 product(*factors, out=out)
         leaves_out = self._leaves_out and not kwargs and _is_plain_product(op)
         if not leaves_out or any(type(t) not in _PLAIN for t in args) or not _fit(*args):
             return op(*args, **kwargs)
         first, second = args[-2:]
-        made: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
-        self._left = op.overloadpacket.out, args, made
-        return made
+        result: Tensor = first.new_empty((*first.shape[:-1], second.shape[-1]))
+        self._waiting = op.overloadpacket.out, args, result
+        return result
 
     def finish(self, output: Callable[[], Tensor | None]) -> None:
-        """Run the waiting product, unless only the caller references its output.
+        """Run the waiting product if other code than the caller references its result.
 
-        This output is the last one of the block.
+        Args:
+            output: returns the output of the block, which is the result of the product or a view.
         """
-        if self._left is None:
+        if self._waiting is None:
             return
-        product, factors, result = self._left
-        self._left, out = None, output()
+        product, factors, result = self._waiting
+        self._waiting, out = None, output()
         assert out is not None
         base, key = out._base, result.untyped_storage()._cdata
-        # These references are from autograd, the caller and local names. Any other may read the
-        # output.
+        # These are the references from autograd, the caller and local names. Code with any other
+        # reference may read the output.
         known = [weakref.ref(t) for t in (result, base, out) if t is not None]
         now = [RefCounts.counted(key, ref) for ref in known]
         tensors = len({id(ref()) for ref in known})
@@ -306,9 +308,9 @@ class _Host(nn.Module):
         self.module = module
         self._forward = forward
 
-    def run(self, piece: Tensor) -> Any:
+    def run(self, tile: Tensor) -> Any:
         """Call the plain forward."""
-        return self._forward(self.module, piece)
+        return self._forward(self.module, tile)
 
 
 def _of_class(cls: type[Tensor], t: Tensor) -> Tensor:
@@ -367,7 +369,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         fail(
-            ctx.call.pieces.name,
+            ctx.call.tiled.name,
             "got dual numbers of forward-mode AD, and tiles have no forward-mode derivatives. Run "
             "the module without tiles: storage_ops.disable_checkpointing().",
         )
@@ -376,21 +378,21 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             fail(
-                ctx.call.pieces.name,
+                ctx.call.tiled.name,
                 "was differentiated with create_graph=True, and tiles have first derivatives only. "
                 "Run the module without tiles: storage_ops.disable_checkpointing().",
             )
         return (None, *ctx.call.backward(gradient, ctx.needs_input_grad[1:]))
 
 
-def run(pieces: Pieces, x: Tensor) -> Tensor:
+def run(tiled: TiledModule, x: Tensor) -> Tensor:
     """Call a module tile by tile, as one autograd node if a gradient is needed."""
     if not torch.is_grad_enabled():
-        return pieces.run(x)
-    places = [place for place in pieces.places() if place[-1].requires_grad]
+        return tiled.run(x)
+    places = [place for place in tiled.places() if place[-1].requires_grad]
     if not (x.requires_grad or places):
-        return pieces.run(x)
-    call = _TiledCall(pieces, x, places)
+        return tiled.run(x)
+    call = _TiledCall(tiled, x, places)
     return _Tiled.apply(call, x, *call.parameters)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -398,14 +400,15 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def can_check_tokens(pieces: Pieces, x: Tensor) -> bool:
+def can_check_tokens(tiled: TiledModule, x: Tensor) -> bool:
     """Return True if `check_tokens` can detect a dependence in this call.
 
-    It cannot without gradients, while a checkpoint records ops, or with fakes, which have no
-    values.
+    It needs gradients and values, and no dispatch mode: such a mode may record the check's ops for
+    a checkpoint, or make tensors fake.
     """
-    seen = x.numel() > 0 and x.shape[pieces.dim] > 2 and not torch.is_inference_mode_enabled()
-    return seen and not torch._C._len_torch_dispatch_stack()
+    has_tokens = x.numel() > 0 and x.shape[tiled.dim] > 2
+    has_gradients = not torch.is_inference_mode_enabled()
+    return has_tokens and has_gradients and not torch._C._len_torch_dispatch_stack()
 
 
 def _has_zeros(p: Tensor) -> bool:
@@ -423,47 +426,47 @@ def _without_zeros(t: Tensor) -> Tensor:
     return torch.where(t == 0, random, t)
 
 
-def check_tokens(pieces: Pieces, x: Tensor) -> bool:
+def check_tokens(tiled: TiledModule, x: Tensor) -> bool:
     """Raise an error for a module whose output at a token depends on other tokens.
 
-    Choose three tokens, and compute the gradient of the output at the middle one with respect to
-    the input at the other two. In a token-wise module it is zero for all random numbers. A
-    parameter that is initially zero, such as a gate, would hide a dependence. So the check replaces
-    zeros in parameters and in the input.
+    The check runs the module on three tokens. It computes the gradient of the output at the middle
+    token with respect to the input at the other two. In a token-wise module this gradient is zero.
+    A parameter that is initially zero, such as a gate, would hide a dependence. So the check
+    replaces zeros in parameters and in the input by random numbers.
 
     Returns:
         True, or False if the output requires no gradient, so that a dependence cannot be detected.
 
     Raises:
-        ValueError: the gradient is not zero. RuntimeError: the module uses a tensor that requires
-            grad and is not its parameter.
+        ValueError: the gradient is not zero.
+        RuntimeError: the module uses a tensor that requires grad and is not its parameter.
     """
-    parameters = list(pieces.host.parameters())
-    state = ExecutionState(Surroundings.of(pieces.host.run, [], [x]), preserve_rng_state=True)
-    copies = {b: b.clone() for b in pieces.host.buffers()}
+    parameters = list(tiled.host.parameters())
+    state = ExecutionState(Surroundings.of(tiled.host.run, [], [x]), preserve_rng_state=True)
+    copies = {b: b.clone() for b in tiled.host.buffers()}
     # The surrounding hooks count saved tensors, so use other hooks here.
     own = saved_tensors_hooks(_as_it_is, _as_it_is)
     with state, torch.enable_grad(), own:
         for p in filter(_has_zeros, parameters):
             copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
-        places = [(at, name, copies[t]) for at, name, t in places_of(pieces.host) if t in copies]
-        piece = x.detach().narrow(pieces.dim, 0, 3)
-        piece = (_without_zeros(piece) if type(x) in _PLAIN else piece.clone()).requires_grad_()
+        places = [(at, name, copies[t]) for at, name, t in places_of(tiled.host) if t in copies]
+        tile = x.detach().narrow(tiled.dim, 0, 3)
+        tile = (_without_zeros(tile) if type(x) in _PLAIN else tile.clone()).requires_grad_()
         with replaced(places):
-            out = pieces.output_of(piece)
-        pieces.check_leaves(out, [piece, *parameters, *copies.values()])
+            out = tiled.output_of(tile)
+        tiled.check_leaves(out, [tile, *parameters, *copies.values()])
         if not out.requires_grad:
             return False
-        middle = out.narrow(pieces.dim, 1, 1)
+        middle = out.narrow(tiled.dim, 1, 1)
         (gradient,) = torch.autograd.grad(
-            middle, piece, torch.rand_like(middle) + 0.5, allow_unused=True
+            middle, tile, torch.rand_like(middle) + 0.5, allow_unused=True
         )
     if gradient is not None and any(
-        gradient.narrow(pieces.dim, other, 1).ne(0).any() for other in (0, 2)
+        gradient.narrow(tiled.dim, other, 1).ne(0).any() for other in (0, 2)
     ):
         fail(
-            pieces.name,
-            f"is not token-wise: its output at one place of dimension {pieces.dim} depends on its "
+            tiled.name,
+            f"is not token-wise: its output at one place of dimension {tiled.dim} depends on its "
             "input at another. Expected a module such as an MLP or a norm of the last dimension.",
             ValueError,
         )

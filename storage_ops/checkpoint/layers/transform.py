@@ -87,15 +87,15 @@ def apply_activation_checkpoint(
             "such as ['layers.*'], or pass a check_fn."
         )
     chosen = _chosen(model, cfg, check_fn)
-    how = Checkpointing.of(cfg, model)
-    discarding = how.mode == "output_discard"
+    checkpointing = Checkpointing.of(cfg, model)
+    discarding = checkpointing.mode == "output_discard"
     options = {
-        "preserve_rng_state": how.options.preserve_rng_state,
-        "determinism_check": how.options.determinism_check,
-        "debug": how.options.debug,
+        "preserve_rng_state": checkpointing.options.preserve_rng_state,
+        "determinism_check": checkpointing.options.determinism_check,
+        "debug": checkpointing.options.debug,
     }
     for name, layer, holder in chosen:
-        wrapper.check(layer, how)
+        wrapper.check(layer, checkpointing)
         if not discarding:
             continue
         if holder is None:
@@ -118,7 +118,7 @@ def apply_activation_checkpoint(
                 if holder is not None and sharing.is_stateless(layer):
                     separated.append(holder)
                     layer = sharing.separate(layer, holder)
-                wrapper.set_checkpointing(layer, how)
+                wrapper.set_checkpointing(layer, checkpointing)
                 changed.append(layer)
             if discarding and holder is not None and scope.options_of(holder) is None:
                 scope.hold(holder, **options)

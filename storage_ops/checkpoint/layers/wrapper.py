@@ -81,9 +81,9 @@ class Checkpointing:
         if not is_compiling and is_traced_by_fx(args, kwargs):
             return fn(*args, **kwargs)
         if torch.is_grad_enabled() and not is_disabled():
-            given = kwargs
+            passed = kwargs
             args, kwargs = without_cache(module, args, kwargs)
-            if kwargs is not given and not is_compiling:
+            if kwargs is not passed and not is_compiling:
                 warn_once(name)
         if is_compiling:
             if not torch.is_grad_enabled():
@@ -182,7 +182,7 @@ class CheckpointWrapper(Replaced):
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             # Python calls this after `_wrapped` with the same arguments, when everything is done.
-            if not any(given is self for given in (*args[:1], kwargs.get("module"))):
+            if not any(module is self for module in (*args[:1], kwargs.get("module"))):
                 super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -191,11 +191,15 @@ class CheckpointWrapper(Replaced):
 
         @like(original)
         def forward(self: CheckpointWrapper, *args: object, **kwargs: object) -> Any:
-            how, own = self._checkpointing, self._own_forward
+            checkpointing, own = self._checkpointing, self._own_forward
             plain = functools.partial(original, self)
             if own is not None:
                 plain = functools.partial(_call_own, self, own)
-            return plain(*args, **kwargs) if how is None else how.run(self, plain, args, kwargs)
+            return (
+                plain(*args, **kwargs)
+                if checkpointing is None
+                else checkpointing.run(self, plain, args, kwargs)
+            )
 
         return forward
 
@@ -232,13 +236,13 @@ def _wrapped(
             f"CheckpointWrapper: `module` is {module!r}, a {type(module).__name__}. Expected a "
             "torch.nn.Module."
         )
-    how = Checkpointing.of(cfg, module, context_fn)
-    check(module, how)
-    set_checkpointing(module, how)
+    checkpointing = Checkpointing.of(cfg, module, context_fn)
+    check(module, checkpointing)
+    set_checkpointing(module, checkpointing)
     return module
 
 
-def check(module: nn.Module, how: Checkpointing) -> None:
+def check(module: nn.Module, checkpointing: Checkpointing) -> None:
     """Raise an error for a module that cannot be checkpointed in this way.
 
     Raises:
@@ -259,10 +263,10 @@ def check(module: nn.Module, how: Checkpointing) -> None:
             "hook."
         )
     now = checkpointing_of(module)
-    if now is not None and now != how:
+    if now is not None and now != checkpointing:
         raise RuntimeError(
-            f"{name} is checkpointed already, as {now}. Pass the same options ({how}), or call "
-            "remove_activation_checkpoint(model) first."
+            f"{name} is checkpointed already, as {now}. Pass the same options ({checkpointing}), "
+            "or call remove_activation_checkpoint(model) first."
         )
 
 
@@ -271,14 +275,14 @@ def checkpointing_of(module: nn.Module) -> Checkpointing | None:
     return module._checkpointing if isinstance(module, CheckpointWrapper) else None
 
 
-def set_checkpointing(module: Any, how: Checkpointing) -> None:
+def set_checkpointing(module: Any, checkpointing: Checkpointing) -> None:
     """Checkpoint a module after `check` has passed."""
     if not isinstance(module, CheckpointWrapper):
         CheckpointWrapper.change(module)
     if "forward" in vars(module) and module._checkpointing is None:
         module._own_forward = module.forward
         del module.forward
-    module._checkpointing = how
+    module._checkpointing = checkpointing
 
 
 def unset_checkpointing(module: Any) -> None:

@@ -331,15 +331,15 @@ class _Recording(_Following):
         is_saved = bool(saves(self._policy, ctx, op, args, kwargs)) and name != FROM_ANYBODY
         self._saved.log.describe(position, name, args, kwargs, is_saved)
         value = [_detached(t) for t in written_by(name, args)]
-        written = by_storage(value)
-        for key in written.keys() & self._on_storage.keys():
+        storages = by_storage(value)
+        for key in storages.keys() & self._on_storage.keys():
             self._on_storage.pop(key).is_overwritten = True
         if is_saved:
             result = _Result(value, [], sent=Sent(ctx.op_output))
             self._saved.results[position] = result
             for t in value:
                 result.watch(t)
-            self._on_storage |= dict.fromkeys(written, result)
+            self._on_storage |= dict.fromkeys(storages, result)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
@@ -467,9 +467,9 @@ def _is_cast_once(t: Tensor) -> bool:
     return isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)
 
 
-def _random_state(results: list[Tensor], given: tuple[Any, ...]) -> RandomState:
+def _random_state(results: list[Tensor], arguments: tuple[Any, ...]) -> RandomState:
     """Return the current states of the generators that an op which draws numbers may have used."""
-    for value in given:
+    for value in arguments:
         if isinstance(value, torch.Generator):
             return [(value.set_state, value.get_state())]
     devices = {t.device for t in results if t.device.type != "meta"}

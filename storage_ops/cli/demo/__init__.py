@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--device", default="cpu", help="cpu or cuda")
     training.add_argument("--steps", type=int, default=32, help="optimizer steps of each training")
     training.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
-    written = parser.add_argument_group("the output")
-    output.add_json(written)
-    written.add_argument(
+    files = parser.add_argument_group("the output")
+    output.add_json(files)
+    files.add_argument(
         "--plot",
         type=Path,
         default=Path("demo.png"),

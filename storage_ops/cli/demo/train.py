@@ -1,4 +1,4 @@
-"""Trains the same model twice in turn, and records loss, time and memory of both."""
+"""Trains two equal models with alternating steps, and records their losses, time and memory."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def _prepare(model: Any, peft: Any) -> None:
     """Call PEFT's function for a quantized model, which it recognises by an attribute."""
     model.is_loaded_in_4bit = True
     with _without_warnings():
-        how = {"use_reentrant": False}  # as torch recommends
-        peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=how)
+        options = {"use_reentrant": False}  # as torch recommends
+        peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)
     del model.is_loaded_in_4bit  # otherwise PEFT would look for layers of bitsandbytes
 
 

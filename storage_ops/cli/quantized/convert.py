@@ -84,7 +84,7 @@ def _is_converted(name: str, skipped: Sequence[str]) -> bool:
     parts = name.split(".")
     outer = [".".join(parts[: end + 1]) for end in range(len(parts))]
     return not any(
-        name.endswith(pattern) or any(re.fullmatch(pattern.rstrip("."), each) for each in outer)
+        name.endswith(pattern) or any(re.fullmatch(pattern.rstrip("."), path) for path in outer)
         for pattern in skipped
     )
 

@@ -15,13 +15,13 @@ from storage_ops.cli.quantized.layers import frozen, scales_of
 from storage_ops.cli.quantized.schemes import Scheme
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-_AT_ONCE = 1 << 30  # bytes
+_AT_ONCE = 1 << 30  # bytes of weights that the backward dequantizes at a time
 _GROUP = 32  # elements of mxfp4 with a common scale
 _Saved: TypeAlias = "Tensor | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]"
 
 
 def projections_of(module: nn.Module) -> list[str]:
-    """Return the names of a module's parameters with a weight of each expert."""
+    """Return the names of a module's parameters that stack the weights of its experts."""
     parameters = dict(module.named_parameters(recurse=False))
     return [name for name in _PROJECTIONS if name in parameters and parameters[name].dim() == 3]
 
@@ -58,7 +58,7 @@ def quantize_experts(module: Any, scheme: Scheme) -> None:
 
 def _weight_of(name: str, dtype: torch.dtype) -> Any:
     def weight(module: Any) -> Tensor:
-        """Return a weight of one expert that represents those of all."""
+        """Return the weights of all experts, with the memory of one."""
         experts, *shape = module._shapes[name]
         device = module._parameters[name].device
         return torch.empty(1, *shape, dtype=dtype, device=device).expand(experts, *shape)
@@ -67,10 +67,13 @@ def _weight_of(name: str, dtype: torch.dtype) -> Any:
 
 
 class QuantizedExperts(nn.Module):
-    """Dequantizes weights for the backward if the other base class saves them."""
+    """Experts whose class is the other base class. Saved weights are dequantized in the backward.
+
+    The memory of the dequantized weights is allocated when the backward reads them.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the other class."""
+        """Call the forward of the other base class."""
         with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
             return super().forward(*args, **kwargs)
 

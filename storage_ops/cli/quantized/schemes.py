@@ -63,8 +63,7 @@ def scheme_of(option: str | None, config: object, dtype: torch.dtype) -> Scheme 
     if make is None:
         raise ValueError(
             f"--hf-config has a quantization_config of {method}, which is not simulated. Expected "
-            f"{', '.join(_METHODS)}. Choose how weights are stored with --quantize, of "
-            f"{', '.join(NAMES)}."
+            f"{', '.join(_METHODS)}. Pass --quantize with one of {', '.join(NAMES)}."
         )
     return make(facts)
 

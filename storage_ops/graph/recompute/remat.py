@@ -200,10 +200,10 @@ class _Rewrite:
             with self._graph.inserting_before(place):
                 assert callable(node.target)
                 copied = self._graph.call_function(node.target, args, kwargs)
-            here = {key: place.meta[key] for key in PHASE_KEYS if key in place.meta}
+            own_meta = {key: place.meta[key] for key in PHASE_KEYS if key in place.meta}
             if self._tagged:
-                here[TAG] = mark_of(node).path[0].decision
-            copied.meta = {**node.meta, **here, KEY: Mark(mark_of(node).path[1:])}
+                own_meta[TAG] = mark_of(node).path[0].decision
+            copied.meta = {**node.meta, **own_meta, KEY: Mark(mark_of(node).path[1:])}
             compute_value(copied, self._mode)
             self._copies[node] = copied
             if rng.must_replay(node):
@@ -213,7 +213,7 @@ class _Rewrite:
         """Return the value of `source` that `node` read, or a copy if it changes before `place`."""
         first, last = self._order[node], self._order[place]
         writes = [self._writes.get(key, ()) for key, _ in storages(source.meta.get("val"))]
-        at = min((at for found in writes for at in found if first <= at < last), default=None)
+        at = min((at for places in writes for at in places if first <= at < last), default=None)
         if at is None:
             return source
         if (source, at) not in self._snapshots:

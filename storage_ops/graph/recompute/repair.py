@@ -87,7 +87,7 @@ def _mark_tagged(graph: fx.Graph) -> bool:
     # Each recompute takes the region's results in the order of their creation.
     starts: list[int] = []
     previous = None
-    for _, created, _, _ in sorted(readers, key=lambda found: found[0]):
+    for _, created, _, _ in sorted(readers, key=lambda reader: reader[0]):
         if previous is None or created < previous:
             starts.append(created)
         previous = created
@@ -196,17 +196,17 @@ def _is_scalar(node: fx.Node) -> bool:
 def _numbers(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
     """Yield every node with a number. Nodes with the same op and arguments share a number."""
     known: dict[str, int] = {}
-    of: dict[fx.Node, int] = {}
+    numbers: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         if node.target in ALIASES:
-            of[node] = of[node.args[0]]
+            numbers[node] = numbers[node.args[0]]
             continue
         if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{of[n]}")
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
             key = f"{node.target} {args} {kwargs}"
         else:
             key = f"{node.op} {node.target}"  # each use of an attribute has its own node
-        of[node] = known.setdefault(key, len(known))
-        yield node, of[node]
+        numbers[node] = known.setdefault(key, len(known))
+        yield node, numbers[node]

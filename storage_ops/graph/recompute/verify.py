@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# A key of random ops that were recorded again: the name of the op whose numbers eager mode gives
-# them, or None if that is unknown.
+# A key in the meta of random ops that were recorded again. The value is the name of the op whose
+# random numbers the op repeats in eager mode, or None if that is unknown.
 REPEATS = "storage_ops_repeats"
 
 
@@ -76,15 +76,15 @@ class _Eager(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self._repeated = {node.meta.get(REPEATS) for node in gm.graph.nodes}
-        self._given: dict[str, Any] = {}
+        self._results: dict[str, Any] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         first = node.meta.get(REPEATS)
         if first is not None:
-            return _copied(self._given[first])
+            return _copied(self._results[first])
         value = super().run_node(node)
         if node.name in self._repeated:
-            self._given[node.name] = _copied(value)  # a reader may modify the value
+            self._results[node.name] = _copied(value)  # a reader may modify the value
         return value
 
 

@@ -2,7 +2,8 @@
 
 Outside a trace, hooks do that with their own buffers and streams. In a trace, every parameter is
 gathered before the forward of its module, in a region that is recomputed. So backward gathers it
-again. With tensor parallelism, the parts of a rank's parameters are gathered, which are DTensors.
+again. With tensor parallelism, a rank's part of a parameter is a DTensor, and FSDP shards this
+part.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 def _parts(state: object) -> dict[int, Any]:
     """Return FSDP's record of each parameter that is a DTensor, by the parameter's id."""
-    every = [p for group in fsdp.groups(state) for p in group.fsdp_params]
-    return {id(p.sharded_param): p for p in every if p.is_dtensor}
+    parameters = [p for group in fsdp.groups(state) for p in group.fsdp_params]
+    return {id(p.sharded_param): p for p in parameters if p.is_dtensor}
 
 
 def _gather(
@@ -150,7 +151,7 @@ def _gathered(parameter: DTensor, parts: dict[int, Any], precision: MixedPrecisi
     mine = DTensor.from_local(
         parameter.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride
     )
-    # Its name before torch 2.12.
+    # Before torch 2.12, the name was `_tp_spec`.
     spec = getattr(part, "_unsharded_dtensor_spec", None) or part._tp_spec
     return DTensor.from_local(
         _whole(mine, precision), spec.mesh, spec.placements, run_check=False, shape=spec.shape,

@@ -83,7 +83,7 @@ class Lift(TorchDispatchMode):
                 "Trace the function that the graph was made of."
             )
         flat, spec = tree_flatten((args, kwargs or {}))
-        self.saw(flat)
+        self.record_used(flat)
         self.backward_ran = self.backward_ran or torch._C._current_graph_task_id() != -1
         if any(isinstance(t, Tensor) and is_traceable_wrapper_subclass(t) for t in flat):
             return NotImplemented  # the subclass calls this again for its inner tensors
@@ -153,7 +153,7 @@ class Lift(TorchDispatchMode):
         self.nodes.append(proxy.node)
         return fake
 
-    def saw(self, values: Iterable[Any]) -> None:
+    def record_used(self, values: Iterable[Any]) -> None:
         """Record the used values: leaves, and watched gradients."""
         for t in values:
             if id(t) in self._watched:
@@ -193,7 +193,7 @@ class Gradients(TorchFunctionMode):
     gradient before a backward pass, to add to it or to drop it. Then a gradient is created.
 
     Attributes:
-        made: the gradient that was created for a leaf, by the leaf's id.
+        created: the gradient that was created for a leaf, by the leaf's id.
         dropped: ids of the leaves whose gradient fn has set or deleted, so that gradients from
             before the step are lost.
     """
@@ -201,7 +201,7 @@ class Gradients(TorchFunctionMode):
     def __init__(self, lift: Lift, closure: Closure, arguments: Iterable[Tensor]) -> None:
         super().__init__()
         self._lift = lift
-        self.made: dict[int, Tensor] = {}
+        self.created: dict[int, Tensor] = {}
         self.dropped: set[int] = set()
         for t in (*closure.tensors, *arguments):
             if is_leaf(t) and t.requires_grad:
@@ -235,7 +235,7 @@ class Gradients(TorchFunctionMode):
         elif drops or not self._lift.backward_ran:
             with _disable_current_modes():
                 t.grad = torch.zeros_like(t)
-            self.made[id(t)] = t.grad
+            self.created[id(t)] = t.grad
             self._lift.name(t.grad, gradient_slot(self._lift.slot_of(t)))
         else:
             self._lift.read.add(id(t))
@@ -254,7 +254,7 @@ class Gradients(TorchFunctionMode):
 
         In-place additions do not change this.
         """
-        return grad is self.made.get(id(t), self._lift.leaves[id(t)][1])
+        return grad is self.created.get(id(t), self._lift.leaves[id(t)][1])
 
     def restore(self) -> None:
         """Restore the gradients of all tensors from before the trace."""

@@ -87,7 +87,7 @@ def closure_of(roots: Iterable[tuple[str, Any]]) -> Closure:
         elif visit.is_first and isinstance(value, Optimizer):
             closure.optimizers.append(value)
         if visit.is_first and visit.kind != PLAIN:
-            closure.containers += [(slot.name, each) for each in _contents_of(visit)]
+            closure.containers += [(slot.name, content) for content in _contents_of(visit)]
     return closure
 
 

@@ -93,7 +93,7 @@ class TracedStep(Generic[P, T]):
                     result = fn(*self._arguments.args, **self._arguments.kwargs)
                     self._result = packer.tree(result)
                     replaced = list(_replaced(closure, fake_mode))
-                    lift.saw(tree_leaves((result, [value for _, value in replaced])))
+                    lift.record_used(tree_leaves((result, [value for _, value in replaced])))
                     self._gradients = list(self._outgoing(gradients, lift, packer))
                     self._state = [(write, packer.tree(value)) for write, value in replaced]
                 return packer.outputs
@@ -302,8 +302,8 @@ def _place_of(error: BaseException) -> str:
 def _modified(graph: fx.Graph) -> list[bool]:
     """Return for each input of a graph whether the graph modifies it."""
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-    written = written_at(dict.fromkeys(graph.nodes, 0))
-    return [any(key in written for key, _ in storages(t)) for t in inputs]
+    writes = written_at(dict.fromkeys(graph.nodes, 0))
+    return [any(key in writes for key, _ in storages(t)) for t in inputs]
 
 
 @contextlib.contextmanager

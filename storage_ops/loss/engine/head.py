@@ -62,11 +62,11 @@ class Head:
         other targets become class 0.
         """
         local = self.tokens.target[rows] - self.first_class - classes.start
-        here = (local >= 0) & (local < classes.stop - classes.start)
+        in_slice = (local >= 0) & (local < classes.stop - classes.start)
         if may_count(local):
-            inside: Tensor = local[here]
+            inside: Tensor = local[in_slice]
             return inside
-        return torch.where(here, local, 0)
+        return torch.where(in_slice, local, 0)
 
 
 def for_products(matrix: Tensor) -> Tensor:

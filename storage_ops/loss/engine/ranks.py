@@ -160,12 +160,12 @@ class Several(Ranks):
         indices = None if call.target.is_floating_point() else call.target
         checked = (indices, call.token_weight, call.selected_ids, call.divisor)
         mine = torch.cat((mine, torch.stack([_checksum(t, x.device) for t in checked])))
-        every = self.gather(mine)
+        gathered = self.gather(mine)
         if traced():
             arguments = assumed, self._group.group_name, [*signature], call.check_ranks
-            self.agree = torch.ops.storage_ops._check_ranks(every, *arguments)
-        elif not isinstance(every, FakeTensor):
-            assumed = known[classes] = _compared(every)
+            self.agree = torch.ops.storage_ops._check_ranks(gathered, *arguments)
+        elif not isinstance(gathered, FakeTensor):
+            assumed = known[classes] = _compared(gathered)
             agreed.add(signature)
         return assumed
 
@@ -178,9 +178,9 @@ class Several(Ranks):
         gather, name = torch.ops._c10d_functional.all_gather_into_tensor, self._group.group_name
         return _wait(gather(t.reshape(-1), self.count, name)).view(self.count, *t.shape)
 
-    def _begin(self, t: Tensor, how: str) -> Tensor:
+    def _begin(self, t: Tensor, op: str) -> Tensor:
         """Begin a reduction over the ranks. Return its future result."""
-        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, how, self._group.group_name)
+        begun: Tensor = torch.ops._c10d_functional.all_reduce(t, op, self._group.group_name)
         return begun
 
     def reduce(self, t: Tensor, rows: slice, scatter: bool) -> list[Any]:
@@ -301,8 +301,8 @@ def tell_of_refusal(process_group: Any, t: Any) -> None:
     with contextlib.suppress(Exception):
         group = _distributed._resolve_process_group(name_of(process_group))
         said = torch.full((1 + len(_COMPARED),), _REFUSED)
-        every = said.new_empty(len(said) * dist.get_world_size(group))
-        dist.all_gather_into_tensor(every, said, group=group, async_op=True)
+        gathered = said.new_empty(len(said) * dist.get_world_size(group))
+        dist.all_gather_into_tensor(gathered, said, group=group, async_op=True)
 
 
 def check(

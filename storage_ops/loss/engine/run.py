@@ -190,9 +190,9 @@ class Run(Generic[Rows]):
 
         The logits are computed again.
         """
-        there = self._take_over()
-        self._walk(self.schedule, self.schedule.gradients(self.every, there))
-        if there and self._kept is not None:
+        kept_tiles = self._take_over()
+        self._walk(self.schedule, self.schedule.gradients(self.every, kept_tiles))
+        if kept_tiles and self._kept is not None:
             free(self._kept)  # free it before sums are rounded
         return self.sums.finish()
 

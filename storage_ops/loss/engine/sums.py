@@ -131,8 +131,8 @@ class Sums:
         assert self.input is not None
         rows, kept = step.rows, self._tokens.kept
         places = tokens + rows.start if kept is None else kept[rows][tokens]
-        again = self._counted(step)
-        if again:
+        has_values = self._counted(step)
+        if has_values:
             part += self.input[places]
         self.input[places] = part.to(self.input.dtype)
         self._reduce_complete(rows)
@@ -168,9 +168,9 @@ class Sums:
             self.input.index_copy_(0, kept[rows], part)
 
     def _add_to_weight(self, step: Step, x: Tensor, dz: Tensor) -> None:
-        part, again = self._weight_of(step)
+        part, has_values = self._weight_of(step)
         if part is not None:
-            self._matmul.weight_gradient(dz, x, part, again)
+            self._matmul.weight_gradient(dz, x, part, has_values)
             self._complete(step, part)
 
     def _weight_of(self, step: Step) -> tuple[Tensor | None, bool]:

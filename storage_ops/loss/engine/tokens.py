@@ -281,6 +281,10 @@ def _target_weight(
     if class_weight is None:
         return None
     local = target - first
-    here = (local >= 0) & (local < len(class_weight))
-    each = class_weight[torch.where(here, local, 0)] if len(class_weight) else here.to(class_weight)
-    return ranks.add_up(torch.where(here, each, 0))
+    in_slice = (local >= 0) & (local < len(class_weight))
+    weights = (
+        class_weight[torch.where(in_slice, local, 0)]
+        if len(class_weight)
+        else in_slice.to(class_weight)
+    )
+    return ranks.add_up(torch.where(in_slice, weights, 0))

@@ -11,10 +11,10 @@ from storage_ops.loss.planning.schedule import (
     COPIED,
     EXPONENTIALS,
     GRADIENT,
+    IN_PLACE,
     INPUT,
     MULTIPLIED,
     RUNNING_RESCALE,
-    THERE,
     UPDATE,
     WEIGHT,
     Schedule,
@@ -183,7 +183,7 @@ def peak(s: Schedule, beside: int = 0) -> int:
     extra = _extra(p, wide_input, wide_weight)
     works = list(s.work)
     if 0 < p.matmul.one_pass < s.columns < p.vocab:  # a last slice may have any width
-        works.append((min(s.rows, p.tokens), p.matmul.one_pass, THERE, 0, INPUT))
+        works.append((min(s.rows, p.tokens), p.matmul.one_pass, IN_PLACE, 0, INPUT))
     tile += max(map(extra, works), default=0)
     # Sums in fp32. The results are rounded from them after the tile is freed.
     sums = late = 0
@@ -270,7 +270,7 @@ def predict(s: Schedule, rates: Rates) -> tuple[int, int, float]:
         weight = classes * d * item * share
         selects = bool(adds and phases & GRADIENT and p.selects)
         used = max(round(p.multiplied * classes), min(classes, NARROW)) if selects else classes
-        # The key: kind, classes, whether it is wide, bytes of operands and result, bytes of sums.
+        # Of each product: kind, classes, is it wide, bytes of operands and result, bytes of sums.
         products = []
         if origin == MULTIPLIED:
             read_bytes = weight + rows * d * item + logits

@@ -33,8 +33,8 @@ class Rates:
             this many multiplications.
         merge_seconds: assumed time for ranks to merge some rows, in two collectives of a few
             numbers each.
-        asking: seconds that Python takes to ask a policy about an op, or whether it was saved. 0 if
-            the device works meanwhile.
+        asking: seconds that Python takes to ask a policy about an op, or to look up a saved result.
+            0 if the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time. 0 if the
             device has no other memory.
         fuses: whether code is compiled. Then elementwise ops and ops on rows move no bytes of their
@@ -112,12 +112,12 @@ GPUS = {
     "rtx5090": _gpu("RTX 5090", 31, 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
-# Ordered by rent in 2026, the cheapest first. docs/make-it-fit.md has the lists. No list has a
-# GH200, a GB200 or a GB300 with the others; their places are the usual ones.
+# Ordered by rent in 2026, the cheapest first. docs/make-it-fit.md has the price lists. No list has
+# the GH200, GB200 or GB300 with the others, so their places are estimated.
 BY_PRICE = (
     "rtx4090", "rtx5090", "l40s", "a100", "h100", "gh200", "h200", "b200", "gb200", "b300", "gb300"
 )  # fmt: skip
-CONTEXT_BYTES = 512 << 20  # what CUDA and its libraries take besides tensors, about
+CONTEXT_BYTES = 512 << 20  # roughly the memory of the CUDA context and of libraries
 DEFAULT_GPU = "h100"  # for predictions without a named device or a GPU in use
 
 

@@ -305,9 +305,9 @@ def candidates(
             else:
                 tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
     schedules = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
-    for each in dict.fromkeys(schedules):
-        if (peak := cost.peak(each)) <= budget:
-            yield make(each, rates, peak)
+    for candidate in dict.fromkeys(schedules):
+        if (peak := cost.peak(candidate)) <= budget:
+            yield make(candidate, rates, peak)
 
 
 def _chunked(

@@ -5,9 +5,8 @@ row kernel processes it, and its products are added to the gradients of input an
 `Schedule.steps` yields the steps in order. `run` runs them, and `cost` adds up their bytes and
 time.
 
-Where logits are stored ----------------------- A tile is computed in the tile buffer, unless its
-logits must be kept while others are computed. The gradient of the weight, (V, D), is allocated in
-any case. Until it is written, it has room:
+A tile is computed in the tile buffer, unless its logits must be kept while others are computed. The
+gradient of the weight, (V, D), is allocated in any case. Until it is written, it has room:
 
     classes:  |  borrowed for  | other slices ...          | last slice |
               |  input's sums  |                           |            |
@@ -94,9 +93,9 @@ class Step(NamedTuple):
 # The cost of a step depends on: the numbers of rows and classes, the source of the logits, the
 # phases of the row kernel, and the gradients it adds to.
 Work = tuple[int, int, int, int, int]
-MULTIPLIED, THERE, COPIED = 0, 1, 2
+MULTIPLIED, IN_PLACE, COPIED = 0, 1, 2  # sources of logits
 
-# slices, and the number of slices of this size that each represents.
+# Slices, each with the number of slices of its size that it represents.
 Pieces = list[tuple[slice, int]]
 
 
@@ -110,7 +109,7 @@ def slices(stop: int, size: int, start: int = 0) -> list[slice]:
     return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
-def _each(start: int, stop: int, size: int) -> Pieces:
+def _one_by_one(start: int, stop: int, size: int) -> Pieces:
     return [(piece, 1) for piece in slices(stop, size, start)]
 
 
@@ -230,7 +229,7 @@ class Schedule:
         amounts: dict[Work, int] = {}
         for rows, classes, place, source, phases, adds, times in self.steps(every=False):
             size = rows.stop - rows.start, classes.stop - classes.start
-            origin = MULTIPLIED if source is None else THERE if source is place else COPIED
+            origin = MULTIPLIED if source is None else IN_PLACE if source is place else COPIED
             work = (*size, origin, phases, adds)
             amounts[work] = amounts.get(work, 0) + times
         return {work: times for work, times in amounts.items() if work[0] and work[1]}
@@ -276,7 +275,7 @@ class Schedule:
 
     def _tiles(self, start: int, stop: int, phases: int, adds: int, every: bool) -> Iterator[Step]:
         """Yield every tile of these classes in the buffer, slice by slice."""
-        pieces = _each if every else _by_size
+        pieces = _one_by_one if every else _by_size
         chunks = pieces(0, self.problem.tokens, self.rows)
         for classes, count in pieces(start, stop, self.columns):
             for rows, times in chunks:
@@ -285,7 +284,7 @@ class Schedule:
 
     def _merged(self, every: bool) -> Iterator[Step]:
         """Yield chunks whose state is merged with other ranks while the next is multiplied."""
-        p, pieces, waiting = self.problem, _each if every else _by_size, list[Step]()
+        p, pieces, waiting = self.problem, _one_by_one if every else _by_size, list[Step]()
         for rows, times in pieces(0, p.tokens, self.rows):
             tile = Place(rows, slice(0, p.vocab))
             yield Step(*tile[:2], tile, None, UPDATE, 0, times)
@@ -311,7 +310,7 @@ class Schedule:
 
     def _waiting(self, widths: list[int], every: bool) -> Iterator[Step]:
         """Yield statistics and then gradients of all tokens. The logits wait in between."""
-        p, pieces = self.problem, _each if every else _by_size
+        p, pieces = self.problem, _one_by_one if every else _by_size
         rows, start, places = slice(0, p.tokens), self.borrowed, []
         for width, following in zip(widths, [*widths[1:], 0], strict=True):
             stop = start + width
@@ -321,21 +320,21 @@ class Schedule:
         # Products need scratch memory for one part at a time. The native row kernel needs none.
         at_once = self.widest if p.plain or p.cast_bytes else max(widths)
 
-        def each(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
+        def steps_of(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
             for classes, times in pieces(place.classes.start, place.classes.stop, size):
                 yield Step(rows, classes, place, source, phases, adds, times)
 
         # If both process the same width at a time, one step does both.
         joint = at_once == self.widest
         for place in places:
-            yield from each(place, self.widest, None, UPDATE * joint, 0)
+            yield from steps_of(place, self.widest, None, UPDATE * joint, 0)
             if not joint:
-                yield from each(place, at_once, place, UPDATE, 0)
+                yield from steps_of(place, at_once, place, UPDATE, 0)
         yield self._merge(rows)
         for place in places:
             if not joint:
-                yield from each(place, at_once, place, GRADIENT, 0)
-            yield from each(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
+                yield from steps_of(place, at_once, place, GRADIENT, 0)
+            yield from steps_of(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
 
     def _keeping(self, every: bool) -> Iterator[Step]:
         """Yield statistics and gradients chunk by chunk, with room for some of the classes.
@@ -343,7 +342,7 @@ class Schedule:
         The logits of the last classes are kept until the statistics are known. The other classes,
         as few as the plan allows, are parked or computed twice.
         """
-        p, pieces, both = self.problem, _each if every else _by_size, INPUT | WEIGHT
+        p, pieces, both = self.problem, _one_by_one if every else _by_size, INPUT | WEIGHT
         last = slice(p.vocab - self.columns, p.vocab)
         others = pieces(self.borrowed, last.start, self.columns)
         for rows, times in pieces(0, p.tokens, self.rows):

@@ -1,7 +1,7 @@
 """Ops of bitsandbytes 0.50: memory that their kernels take besides the results.
 
-Which columns have outliers, which 8-bit products compute in 16 bits, depends on values. A
-simulation assumes that there are none.
+8-bit products multiply columns with outliers in 16 bits. Which columns these are depends on values.
+A simulation assumes that there are none.
 """
 
 from __future__ import annotations

@@ -236,9 +236,9 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
         operands = _take_image(scratch, grad, read) + _take_weight(scratch, weight, blocks.weight)
         result = _take_image(scratch, x, written)
         scratch.give_back(operands)
-        again = scratch.take(x) if call.is_channels_last and not transposed else []
+        layout_copies = scratch.take(x) if call.is_channels_last and not transposed else []
         see(of_x)
-        scratch.give_back(again + result)
+        scratch.give_back(layout_copies + result)
     if of_weight is not None and is_last:
         copies = _take_gradient_of_last(scratch, call)
         see(of_weight)

@@ -185,8 +185,8 @@ class _Rows:
         The result has the sizes of the input.
         """
         strides, step = list(self.strides), 1
-        for each in reversed(self.others + self.dims):
-            strides[each], step = step, step * self.sizes[each]
+        for number in reversed(self.others + self.dims):
+            strides[number], step = step, step * self.sizes[number]
         return _Rows(self.sizes, strides, [dim])
 
 

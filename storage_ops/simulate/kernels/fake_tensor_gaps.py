@@ -6,8 +6,8 @@
 * Autograd adds a gradient to an earlier one in place, if it has the only reference to the earlier
   one. Under a dispatch mode it allocates a new tensor.
 * Some gradient formulas write into a tensor that they have allocated, but not for fake tensors.
-* The mean or sum of `mse_loss` and similar losses is a number whose storage is as large as all
-  losses, as long as the number exists.
+* The mean or sum of `mse_loss` and similar losses is one number, but its storage stays as large as
+  all losses.
 * `logsumexp` allocates the exponentials, and `isinf` the absolute values.
 * `im2col` and `col2im` resize a tensor as large as their input, which does not shrink.
 * Batch norm, `roll` and `channel_shuffle` on a CPU return the memory format of their input. Fakes
@@ -72,7 +72,7 @@ def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
     if node is None or block is None:
         return func
     if func is _aten.add.Tensor:
-        is_same = _adds_up(node, block) and _is_lent_to_nobody(*args[:2])
+        is_same = _adds_up(node, block) and _has_no_other_reference(*args[:2])
     elif func in _FORMULAS:
         is_own = node.name() == _FORMULAS[func] and block.node == node._sequence_nr()
         is_same = is_own and not torch.is_grad_enabled()
@@ -92,16 +92,18 @@ def _adds_up(node: Any, block: Block) -> bool:
     return block.node != node._sequence_nr() or len(set(edges)) < len(edges)
 
 
-def _is_lent_to_nobody(old: object, new: object) -> bool:
-    """Return True if only autograd references an earlier gradient, so it may write to it."""
+def _has_no_other_reference(old: object, new: object) -> bool:
+    """Return True if only autograd references the earlier gradient, so that it may write to it."""
     if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False
     # Reading a storage adds a reference from Python. Autograd has one reference to the new
     # gradient.
     storages = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
-    alone = storages == 2 and old._use_count() <= new._use_count()  # type: ignore[attr-defined]
-    alone = alone and sys.getrefcount(old) <= sys.getrefcount(new)
-    return alone and old.shape == new.shape and is_dense(old.shape, old.stride())
+    if storages != 2 or old._use_count() > new._use_count():  # type: ignore[attr-defined]
+        return False
+    if sys.getrefcount(old) > sys.getrefcount(new):
+        return False
+    return old.shape == new.shape and is_dense(old.shape, old.stride())
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -147,13 +149,13 @@ def count_losses(args: Args) -> int:
     return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
 
 
-def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
+def _loss(at: int, is_kept: bool, allocates: bool) -> Kernel:
     """Return the scratch function of a loss.
 
     Args:
         at: the position of the reduction among the arguments.
         is_kept: whether the storage of the reduced loss is as large as all losses.
-        is_made: whether the forward allocates another tensor for all losses.
+        allocates: whether the forward allocates another tensor for all losses.
     """
 
     def kernel(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -162,7 +164,7 @@ def _loss(at: int, is_kept: bool, is_made: bool) -> Kernel:
         losses = count_losses(args) * out.itemsize
         if is_kept:
             scratch.ledger.see_as(out, scratch.ledger.block(out, losses, scratch.name))
-        if is_made:
+        if allocates:
             scratch.use(out, losses)
 
     return kernel
@@ -209,18 +211,18 @@ def _resized(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 
 
 # The functions below return results for fake tensors, or NotImplemented if torch's own is right.
-def _integers_counted(x: Tensor, bins: int = 100, *_: float) -> Tensor:
+def _histogram(x: Tensor, bins: int = 100, *_: float) -> Tensor:
     """Return the bins of a histogram. torch's fake refuses integers, which GPUs count."""
     return NotImplemented if x.is_floating_point() else x.new_empty(bins)
 
 
-def _given(*_: object, out: Tensor, **__: object) -> Tensor:
+def _return_out(*_: object, out: Tensor, **__: object) -> Tensor:
     """Return `out`, because before torch 2.13 the fake of the op raises an error."""
     return out
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """Return nothing. The op writes to its arguments, and tiles of a loss call it often."""
+def _return_none(*_: object, **__: object) -> None:
+    """Return None. The op writes to its arguments, and this is faster than its registered fake."""
 
 
 def _grouped_product(
@@ -240,14 +242,14 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format if x.is_contiguous() else suggest_memory_format(x)
 
 
-def _in_format_of(op: Op, place: int) -> Callable[..., object]:
-    """Return the fake of `op` whose first result has the memory format of the argument `place`.
+def _in_format_of(op: Op, position: int) -> Callable[..., object]:
+    """Return a fake of `op` whose first result has the memory format of one of its arguments.
 
     The real kernel only has contiguous and channels_last results.
     """
 
     def result(*args: Any, **kwargs: Any) -> object:
-        x: Tensor = args[place]
+        x: Tensor = args[position]
         out = op(*args, **kwargs)
         input_format = memory_format_of(x)
         first, *others = (out,) if isinstance(out, Tensor) else out
@@ -258,7 +260,7 @@ def _in_format_of(op: Op, place: int) -> Callable[..., object]:
     return result
 
 
-for _op, _place in (
+for _op, _position in (
     (_aten.native_batch_norm.default, 0),
     (_aten._native_batch_norm_legit.default, 0),
     (_aten._native_batch_norm_legit.no_stats, 0),
@@ -268,7 +270,7 @@ for _op, _place in (
     (_aten.channel_shuffle.default, 0),
     (_aten.native_channel_shuffle.default, 0),
 ):
-    describe(name_of(_op), result_on_cpu=_in_format_of(_op, _place))
+    describe(name_of(_op), result_on_cpu=_in_format_of(_op, _position))
 describe("add.Tensor", in_place=_aten.add_.Tensor)
 describe("index_add.default", in_place=_aten.index_add_.default)
 describe("index_fill.int_Tensor", in_place=_aten.index_fill_.int_Tensor)
@@ -289,11 +291,11 @@ describe("soft_margin_loss_backward.default", scratch=_soft_margin_backward)
 describe("isinf.default", scratch=_isinf)
 describe("_safe_softmax.default", scratch=_safe_softmax)
 describe("im2col.default col2im.default", scratch=_resized)
-describe("histc.default", result=_integers_counted)
-describe("addmm.dtype_out", result=_given)
+describe("histc.default", result=_histogram)
+describe("addmm.dtype_out", result=_return_out)
 describe("_grouped_mm.default", result=_grouped_product)
 describe(
     "storage_ops::_cross_entropy_rows storage_ops::_divergence_rows storage_ops::_product"
     " storage_ops::_scale storage_ops::_transposed_product",
-    result=_nothing,
+    result=_return_none,
 )

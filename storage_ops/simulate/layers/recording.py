@@ -89,14 +89,16 @@ class View:
         where = (tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
         if where == (self.shape, self.stride, self.offset, self.dtype):
             return t
-        return self.anew(simulation, t)
+        return self.with_new_history(simulation, t)
 
-    def anew(self, simulation: Simulation, t: Tensor) -> Tensor:
+    def with_new_history(self, simulation: Simulation, t: Tensor) -> Tensor:
         """Return this view of the storage of a tensor, as a tensor with a new history."""
         return simulation.viewed(t, self.shape, self.stride, self.offset, self.dtype)
 
 
-def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) -> list[Tensor]:
+def distinct_views(
+    simulation: Simulation, views: list[View], bases: dict[int, Tensor]
+) -> list[Tensor]:
     """Return views of storages, by slot.
 
     All are different tensors, because each has its own history.
@@ -105,7 +107,7 @@ def laid(simulation: Simulation, views: list[View], bases: dict[int, Tensor]) ->
     for view in views:
         t = view.on(simulation, bases[view.slot])
         is_taken = any(t is other for other in tensors)
-        tensors.append(view.anew(simulation, t) if is_taken else t)
+        tensors.append(view.with_new_history(simulation, t) if is_taken else t)
     return tensors
 
 
@@ -189,7 +191,9 @@ class _Recorder:
         self._module, self._name = module, name
         self._roles: dict[Block, tuple[str, int]] = {}
         self._numbers: dict[Block, int] = {}  # the numbers of slots
-        self._grads_there = 0  # the number of events when the gradients of the outputs existed
+        self._gradients_made_at = (
+            0  # the number of events when the gradients of the outputs existed
+        )
 
     def run(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Recording:
         """Run the call and record its effect."""
@@ -224,7 +228,7 @@ class _Recorder:
         if last is not None:
             with autocast_off():
                 run_backward(last)
-            begin, end = self._grads_there, len(events)
+            begin, end = self._gradients_made_at, len(events)
             gradients = {
                 i: self._leaving(g, GRAD_IN, i) for i, g in zip(needing, arrived, strict=True)
             }
@@ -288,7 +292,9 @@ class _Recorder:
                 block = self._side.block_of(base)
                 if block is not None:
                     self._roles[block] = (INPUT, number)
-        copies = dict(zip(views, laid(self._simulation, [*views.values()], bases), strict=True))
+        copies = dict(
+            zip(views, distinct_views(self._simulation, [*views.values()], bases), strict=True)
+        )
         for t in tensors:
             self._simulation.imitate(copies[id(t)], t)
         return [copies[id(t)] for t in tensors]
@@ -318,7 +324,7 @@ class _Recorder:
                 block = self._side.block_of(t)
                 if block is not None:
                     self._roles[block] = (GRAD_OUT, k)
-            self._grads_there = len(self._side.events)
+            self._gradients_made_at = len(self._side.events)
             return gradients
 
         return make

@@ -25,7 +25,7 @@ from storage_ops.simulate.layers.recording import (
     BlockSlot,
     Recording,
     View,
-    laid,
+    distinct_views,
 )
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import NotComparable
@@ -120,7 +120,7 @@ class Replay:
     def outputs(self, tensors: dict[int, Tensor]) -> list[Tensor]:
         """Return the created tensors among the results."""
         views = [view for view in self.recording.outputs if isinstance(view, View)]
-        return laid(self._simulation, views, tensors)
+        return distinct_views(self._simulation, views, tensors)
 
 
 class _Replayed(torch.autograd.Function):
@@ -170,14 +170,14 @@ class _Counting(torch.autograd.Function):
     """A node that counts the references to a gradient that no other code keeps."""
 
     @staticmethod
-    def forward(ctx: Any, found: list[int], t: Tensor) -> Tensor:
-        ctx.found = found
+    def forward(ctx: Any, counts: list[int], t: Tensor) -> Tensor:
+        ctx.counts = counts
         return t.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         gradient = gradients[0]
-        ctx.found.append(_uses(gradient))
+        ctx.counts.append(_uses(gradient))
         return None, None
 
 

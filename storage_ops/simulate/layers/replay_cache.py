@@ -56,8 +56,8 @@ class Quick:
 
         def forward(*args: object, **kwargs: object) -> Any:
             """Run the forward inside the hooks of FSDP, which gathers parameters."""
-            how = (simulation, module, kind, name, plain, args, kwargs)
-            done, result = self._carry_out(*how)
+            call_parts = (simulation, module, kind, name, plain, args, kwargs)
+            done, result = self._carry_out(*call_parts)
             return result if done else plain(*args, **kwargs)
 
         vars(module)["forward"] = forward
@@ -110,8 +110,8 @@ class Quick:
         try:
             return record(simulation, module, name, call, args, kwargs, self._accumulate)
         except Exception as error:
-            for each in undo:
-                each()
+            for restore in undo:
+                restore()
             if kind.group.watched:
                 raise  # perhaps an error about a watched value
             raise NotComparable from error  # an error of the layer itself will be raised again

@@ -74,9 +74,9 @@ def updated_locally(optimizer: Optimizer) -> Iterator[None]:
     time of a large model's estimate.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    every = [p for params in groups for p in params]
-    alike = all(p.grad is None or _lie_alike(p, p.grad) for p in every)
-    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_spread, every)):
+    owned = [p for params in groups for p in params]
+    alike = all(p.grad is None or _lie_alike(p, p.grad) for p in owned)
+    if type(optimizer) not in _ELEMENTWISE or optimizer.state or not any(map(is_spread, owned)):
         alike = False
     if not alike:
         yield

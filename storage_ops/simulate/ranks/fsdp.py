@@ -120,13 +120,13 @@ def sharded_parameters(model: nn.Module) -> dict[int, Hashable]:
 
     A parameter of tensor parallelism is not included, because it is a DTensor when gathered.
     """
-    every = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
+    groups = (g for state in states_in(list(model.modules())) for g in fsdp.groups(state))
     return {
         id(p.sharded_param): (
             p._orig_size, p.sharded_param.dtype, p.mp_policy, p.mesh_info.mesh, p.fsdp_placement,
             p.sharded_param.requires_grad,
         )
-        for group in every for p in group.fsdp_params if not p.is_dtensor
+        for group in groups for p in group.fsdp_params if not p.is_dtensor
     }  # fmt: skip
 
 
@@ -162,9 +162,9 @@ def layer_alone(layer: nn.Module, gathered: Mapping[str, Tensor]) -> Iterator[nn
         shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
         shard(called, mesh=meshes[0], ignored_params=set(called.parameters()))
         shard.state(called)._lazy_init()
-    every = dict(layer.named_parameters())
+    named = dict(layer.named_parameters())
     whole = {
-        id(every[name]): nn.Parameter(t, requires_grad=every[name].requires_grad)
+        id(named[name]): nn.Parameter(t, requires_grad=named[name].requires_grad)
         for name, t in gathered.items()
     }
     with contextlib.ExitStack() as stack:
@@ -190,8 +190,8 @@ def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 
 def gathered_inside(layer: nn.Module) -> list[nn.Parameter]:
     """Return the full parameters that FSDP modules of a layer have gathered."""
-    every = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
-    gathered = (getattr(p, "_unsharded_param", None) for group in every for p in group.fsdp_params)
+    groups = (g for state in states_in(list(layer.modules())) for g in fsdp.groups(state))
+    gathered = (getattr(p, "_unsharded_param", None) for group in groups for p in group.fsdp_params)
     return [p for p in gathered if p is not None]
 
 

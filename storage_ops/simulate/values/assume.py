@@ -92,9 +92,9 @@ class Assumption:
         return assumed
 
     def length(self, source: Source) -> int | None:
-        """Return how many elements an op returns that has no largest size. None if unknown."""
-        said = self._of.get(source.name)
-        return said if isinstance(said, int) else None
+        """Return the assumed number of results of an op without an upper bound, or None."""
+        assumed = self._of.get(source.name)
+        return assumed if isinstance(assumed, int) else None
 
     def value(self) -> float | None:
         """Return the number that `item()` and similar functions return, or None."""
@@ -142,11 +142,7 @@ def users_line(at: FrameType | TracebackType | None) -> str:
     """Return the innermost line outside torch and this package, above a frame or in a traceback."""
     place = users_place(at)
     if place is None:
-        return "a line that is not in a file"
-    file_and_line = place[0].f_code.co_filename, place[1]
-    text = linecache.getline(*file_and_line).strip()
-    return (
-        f"{file_and_line[0]}:{file_and_line[1]} ({text})"
-        if text
-        else f"{file_and_line[0]}:{file_and_line[1]}"
-    )
+        return "a line of torch"
+    file, line = place[0].f_code.co_filename, place[1]
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line} ({text})" if text else f"{file}:{line}"

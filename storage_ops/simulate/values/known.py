@@ -222,10 +222,10 @@ class Values:
         """Record the effect of an op on values after it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0, because numbers are finite
-        written = list(_written(func, args, kwargs))
+        targets = list(_written(func, args, kwargs))
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
-        if not results and not any(map(_is_followed, written)):
-            self._follow_numbers(func, args, kwargs, out, written)
+        if not results and not any(map(_is_followed, targets)):
+            self._follow_numbers(func, args, kwargs, out, targets)
             return
         input_keys = {_key_of(t) for t in tensors_in((args, kwargs)) if _is_strided(t)}
         outputs = [
@@ -233,7 +233,7 @@ class Values:
             for i, leaf in enumerate(tree_leaves(out))
             if _is_strided(leaf) and _key_of(leaf) not in input_keys and _is_followed(leaf)
         ]
-        if not outputs and not any(map(_is_followed, written)):
+        if not outputs and not any(map(_is_followed, targets)):
             return  # a view
         real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
         if real is not None:
@@ -241,7 +241,7 @@ class Values:
             for i, leaf in outputs:
                 self._know(leaf, partial(_same, computed[i]))
             return
-        for t in written:
+        for t in targets:
             if _is_followed(t):
                 self._is_unknown(func, args, kwargs, t, "value")
             self._bytes.pop(_key_of(t), None)
@@ -402,11 +402,11 @@ def _some_true(shape: torch.Size, count: int) -> Tensor:
 
 def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
     """Return the dimension along which an op chooses. None means all dimensions."""
-    at = _CHOICES[name]
-    if at is None:
+    position = _CHOICES[name]
+    if position is None:
         return -1
     missing = None if name.startswith("arg") else -1
-    dim: int | None = kwargs.get("dim", args[at] if len(args) > at else missing)
+    dim: int | None = kwargs.get("dim", args[position] if len(args) > position else missing)
     return dim
 
 

@@ -23,7 +23,7 @@ class Leaf:
     def of(t: Tensor) -> Leaf:
         """Return the current state of a tensor."""
         hooks = [(name, getattr(t, name, None)) for name in _HOOKS]
-        copies = [(name, None if found is None else dict(found)) for name, found in hooks]
+        copies = [(name, None if own is None else dict(own)) for name, own in hooks]
         return Leaf(t, t.grad, t.requires_grad, copies)
 
     def restore(self) -> None:

@@ -29,17 +29,17 @@ class Sizes:
             return len(torch.unique(real, dim=1)[0])
 
     def _count(self, func: Op, t: Tensor, total: int) -> int:
-        here = Source.here(func, "size")
-        count = self._assumption.count(here, total)
+        source = Source.here(func, "size")
+        count = self._assumption.count(source, total)
         if count is None:
-            raise unanswered(here, self._values.source(t))
+            raise unanswered(source, self._values.source(t))
         return count
 
     def _length(self, func: Op, t: Tensor) -> int:
-        here = Source.here(func, "length")
-        length = self._assumption.length(here)
+        source = Source.here(func, "length")
+        length = self._assumption.length(source)
         if length is None:
-            raise unanswered(here, self._values.source(t))
+            raise unanswered(source, self._values.source(t))
         return length
 
     def _nonzero(self, func: Op, t: Tensor) -> Tensor:

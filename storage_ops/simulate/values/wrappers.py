@@ -30,13 +30,14 @@ def inside(t: Any) -> list[Tensor]:
     """Return the plain tensors in a wrapper. A plain tensor is returned itself."""
     if not is_wrapper(t):
         return [t]
-    names, _ = t.__tensor_flatten__()  # in some versions of torch the mesh is one
-    parts = [getattr(t, name) for name in names]
-    return [one for part in parts if isinstance(part, Tensor) for one in inside(part)]
+    names, _ = t.__tensor_flatten__()
+    # In some versions of torch, one part of a DTensor is its mesh.
+    parts = [part for name in names if isinstance(part := getattr(t, name), Tensor)]
+    return [plain for part in parts for plain in inside(part)]
 
 
 def rewrapped(t: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a wrapper like this one around changed tensors. A plain tensor is changed itself."""
+    """Return a similar wrapper around changed tensors. A plain tensor is changed itself."""
     if not is_wrapper(t):
         return change(t)
     names, context = t.__tensor_flatten__()
