@@ -131,7 +131,7 @@ def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:
     for entry in region.discardable:
         first = entry.first_counts._replace(names=1 << 30)  # a name is not a use by the graph
         if not is_referenced(
-            RefCounts.of(region, entry), first, entry, variables=True, saved_too=True
+            RefCounts.of(region, entry), first, entry, variables=True, with_graph=True
         ):
             continue
         known = {id(use.tensor) for use in gc.get_objects() if type(use) is SavedOutput}

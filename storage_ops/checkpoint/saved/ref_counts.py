@@ -103,7 +103,7 @@ def is_referenced(
     before: RefCounts,
     entry: DiscardableOutput,
     variables: bool,
-    saved_too: bool = False,
+    with_graph: bool = False,
 ) -> bool:
     """Return True if an output has more references than before.
 
@@ -111,7 +111,7 @@ def is_referenced(
         now, before: the counts.
         entry: the output.
         variables: whether to leave out references by variables of running functions.
-        saved_too: whether the tensor of a variable still counts if the graph references it too.
+        with_graph: whether the tensor of a variable still counts if the graph references it too.
     """
     if now == before:
         return False
@@ -124,7 +124,7 @@ def is_referenced(
     for (t, count), others in zip(pairs, _other_references(pairs), strict=True):
         if t is output:
             names = count
-        elif others <= 0 and not (saved_too and _is_saved(t)):
+        elif others <= 0 and not (with_graph and _is_saved(t)):
             tensors += 1
             places += t._base is output
     total = (now.tensors - first.tensors, now.places - first.places, now.names)

@@ -26,7 +26,7 @@ from storage_ops.checkpoint.saved.saved import Saved, compare, drop_graphs, with
 Note = Callable[[Tensor], object]
 
 
-class AsFarAsNeeded(BaseException):
+class StopRecompute(BaseException):
     """Ends a recompute that has saved enough tensors.
 
     Not an Exception, so that code of the region that catches errors does not catch this one.
@@ -130,7 +130,7 @@ class RecomputedTensors:
             self._tensors.append(t)
             if self._stops and len(self._tensors) >= self._limit:
                 self._stopped = self._limit
-                raise AsFarAsNeeded
+                raise StopRecompute
             return len(self._tensors) - 1
 
         return pack
@@ -233,7 +233,7 @@ def _set_up() -> Any:
         engine: Any = torch.autograd.Variable._execution_engine
         os.register_at_fork(after_in_child=engine.is_checkpoint_valid)
         kinds = Tensor, nn.Parameter
-        native.setup(*kinds, producers, Saved, Saved.of, without_graph, AsFarAsNeeded, __name__)
+        native.setup(*kinds, producers, Saved, Saved.of, without_graph, StopRecompute, __name__)
     return native
 
 
