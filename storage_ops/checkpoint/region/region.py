@@ -37,7 +37,7 @@ from storage_ops.checkpoint.saved.outputs import (
     producers,
 )
 from storage_ops.checkpoint.saved.saved import Saved, call_region, check_unread, fail
-from storage_ops.checkpoint.saved.saved_tensors import StopRecompute, RecomputedTensors
+from storage_ops.checkpoint.saved.saved_tensors import RecomputedTensors, StopRecompute
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
