@@ -191,8 +191,8 @@ def _spread_labels(figure: Figure) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     for axes in figure.axes:
         marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
-        # In half a point, because the size of a marker is its width, and a diamond is wider.
-        pixels = 1.5 * figure.dpi / 72 / 2
+        # In half a point, because the size of a marker is its width. A diamond is wider.
+        pixels = 1.9 * figure.dpi / 72 / 2
         taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for line in marked
                  for r in [pixels * line.get_markersize()]
                  for x, y in axes.transData.transform(line.get_xydata())]  # fmt: skip
