@@ -220,6 +220,8 @@ CODE = {
     "output_discard": CHECKPOINTS, "selective_checkpoint": CHECKPOINTS,
     "fit": PLANS, "fit_plans": PLANS, "fit_budgets": PLANS, "fit_compiled": PLANS,
     "carried_plans": PLANS,
+    # Simulations, which run no C++ code.
+    "published_peaks": ("storage_ops",), "model_types": ("storage_ops",),
 }  # fmt: skip
 
 

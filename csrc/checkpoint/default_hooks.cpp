@@ -249,9 +249,7 @@ bool add_default_hooks(PyObject* module) {
                          {Py_tp_dealloc, slot(destroy_context)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  PyTypeObject* type =
-      type_of("storage_ops._saved_tensors.Hooks", sizeof(Object<Context>), 0, slots);
-  return type && PyModule_AddObject(module, "Hooks", reinterpret_cast<PyObject*>(type)) == 0;
+  return add_type<Context>(module, "storage_ops._saved_tensors.Hooks", slots) != nullptr;
 }
 
 }  // namespace storage_ops

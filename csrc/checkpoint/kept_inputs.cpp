@@ -103,9 +103,7 @@ bool add_inputs(PyObject* module) {
                          {Py_tp_dealloc, slot(destroy<Inputs>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  PyTypeObject* type =
-      type_of("storage_ops._saved_tensors.KeptInputs", sizeof(Object<Inputs>), 0, slots);
-  return type && PyModule_AddObject(module, "KeptInputs", reinterpret_cast<PyObject*>(type)) == 0;
+  return add_type<Inputs>(module, "storage_ops._saved_tensors.KeptInputs", slots) != nullptr;
 }
 
 }  // namespace storage_ops

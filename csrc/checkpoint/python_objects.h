@@ -5,6 +5,7 @@
 // Python.h comes first.
 #include <c10/util/Exception.h>
 
+#include <cstring>
 #include <exception>
 #include <string>
 #include <utility>
@@ -113,6 +114,17 @@ void* slot(F* function) {
 inline PyTypeObject* type_of(const char* name, int size, unsigned flags, PyType_Slot* slots) {
   PyType_Spec spec{name, size, 0, Py_TPFLAGS_DEFAULT | flags, slots};
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+// Adds a type that Python code can create to the module, under the last part of `name`. Returns the
+// type, or null if a Python error is set. `name` must be a literal.
+template <typename T>
+PyTypeObject* add_type(PyObject* module, const char* name, PyType_Slot* slots) {
+  PyTypeObject* type = type_of(name, sizeof(Object<T>), 0, slots);
+  const char* last = std::strrchr(name, '.') + 1;
+  const bool added =
+      type && PyModule_AddObject(module, last, reinterpret_cast<PyObject*>(type)) == 0;
+  return added ? type : nullptr;
 }
 
 }  // namespace storage_ops

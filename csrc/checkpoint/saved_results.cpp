@@ -376,11 +376,9 @@ bool add_results(PyObject* module) {
                         Py_TPFLAGS_DISALLOW_INSTANTIATION, of_policy);
   context_type = type_of("storage_ops._saved_tensors.Context", sizeof(Object<Context>),
                          Py_TPFLAGS_DISALLOW_INSTANTIATION, of_context);
-  PyTypeObject* results =
-      type_of("storage_ops._saved_tensors.SavedResults", sizeof(Object<Results>), 0, of_results);
-  if (!policy_type || !context_type || !results) return false;
-  return PyModule_AddFunctions(module, functions) == 0 &&
-         PyModule_AddObject(module, "SavedResults", reinterpret_cast<PyObject*>(results)) == 0;
+  return policy_type && context_type &&
+         add_type<Results>(module, "storage_ops._saved_tensors.SavedResults", of_results) &&
+         PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace storage_ops

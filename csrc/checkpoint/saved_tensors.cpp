@@ -363,16 +363,13 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
                               {Py_tp_methods, recomputed_methods},
                               {Py_sq_length, slot(count_unread)},
                               {0, nullptr}};
-  PyTypeObject* type =
-      type_of("storage_ops._saved_tensors.SavedTensors", sizeof(Object<Saved>), 0, saved);
   recomputed_type =
       type_of("storage_ops._saved_tensors.RecomputedTensors", sizeof(Object<Recomputed>),
               Py_TPFLAGS_DISALLOW_INSTANTIATION, recomputed);
   PyObject* module = PyModule_Create(&definition);
-  if (!type || !recomputed_type || !module) return nullptr;
-  if (PyModule_AddObject(module, "SavedTensors", reinterpret_cast<PyObject*>(type)) < 0)
-    return nullptr;
-  const bool added = add_default_hooks(module) && add_inputs(module) && add_results(module) &&
+  if (!recomputed_type || !module) return nullptr;
+  const bool added = add_type<Saved>(module, "storage_ops._saved_tensors.SavedTensors", saved) &&
+                     add_default_hooks(module) && add_inputs(module) && add_results(module) &&
                      add_snapshot(module) && add_state(module) && add_walk(module);
   return added ? module : nullptr;
 }

@@ -197,9 +197,7 @@ bool add_snapshot(PyObject* module) {
                          {Py_tp_methods, methods},
                          {Py_tp_getset, members},
                          {0, nullptr}};
-  PyTypeObject* type =
-      type_of("storage_ops._saved_tensors.Snapshot", sizeof(Object<Snapshot>), 0, slots);
-  return type && PyModule_AddObject(module, "Snapshot", reinterpret_cast<PyObject*>(type)) == 0;
+  return add_type<Snapshot>(module, "storage_ops._saved_tensors.Snapshot", slots) != nullptr;
 }
 
 }  // namespace storage_ops

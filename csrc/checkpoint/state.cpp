@@ -142,9 +142,8 @@ bool add_state(PyObject* module) {
                          {Py_tp_dealloc, slot(destroy<Parameters>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  noted_type = type_of("storage_ops._saved_tensors.Noted", sizeof(Object<Parameters>), 0, slots);
-  return noted_type && PyModule_AddFunctions(module, functions) == 0 &&
-         PyModule_AddObject(module, "Noted", reinterpret_cast<PyObject*>(noted_type)) == 0;
+  noted_type = add_type<Parameters>(module, "storage_ops._saved_tensors.Noted", slots);
+  return noted_type && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace storage_ops

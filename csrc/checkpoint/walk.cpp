@@ -343,11 +343,9 @@ bool add_walk(PyObject* module) {
                         {0, nullptr}};
   PyType_Slot seen[] = {
       {Py_tp_dealloc, slot(destroy<Seen>)}, {Py_tp_methods, seen_methods}, {0, nullptr}};
-  PyTypeObject* type = type_of("storage_ops._saved_tensors.Walk", sizeof(Object<Walk>), 0, walk);
   seen_type = type_of("storage_ops._saved_tensors.Seen", sizeof(Object<Seen>),
                       Py_TPFLAGS_DISALLOW_INSTANTIATION, seen);
-  return type && seen_type &&
-         PyModule_AddObject(module, "Walk", reinterpret_cast<PyObject*>(type)) == 0;
+  return seen_type && add_type<Walk>(module, "storage_ops._saved_tensors.Walk", walk);
 }
 
 }  // namespace storage_ops
