@@ -70,6 +70,28 @@ std::unique_ptr<SavedVariableHooks> hooks_of_torch() {
 PyObject* same(PyObject* self, PyObject*) { return Ref::to(self).release(); }
 PyMethodDef same_def{"same", same, METH_O, "Return the object that this function is bound to."};
 
+PyObject* raise(PyObject* self, PyObject*) {
+  PyObject* error[3];  // class, value and traceback
+  for (Py_ssize_t i = 0; i < 3; ++i) {
+    PyObject* part = PyTuple_GetItem(self, i);
+    error[i] = part == Py_None ? nullptr : Ref::to(part).release();
+  }
+  PyErr_Restore(error[0], error[1], error[2]);
+  return nullptr;
+}
+PyMethodDef raise_def{"raise", raise, METH_O, "Raise the error that this function is bound to."};
+
+// Returns a function that raises the error that is set now.
+Ref fetch_error() {
+  PyObject* error[3];
+  PyErr_Fetch(&error[0], &error[1], &error[2]);
+  const Ref parts(PyTuple_New(3));
+  for (Py_ssize_t i = 0; i < 3; ++i) {
+    PyTuple_SetItem(parts.get(), i, error[i] ? error[i] : none());
+  }
+  return Ref(PyCFunction_NewEx(&raise_def, parts.get(), nullptr));
+}
+
 // Returns torch's own hooks, which have packed `index` and call `unpack`.
 std::unique_ptr<SavedVariableHooks> hooks_of_python(size_t index, PyObject* unpack) {
   const WithGil gil;
@@ -133,8 +155,7 @@ class Hooks final : public SavedVariableHooks {
       const Ref object = std::move(kept.by_python);
       return tensor_of(impl_of(object.get()));
     }
-    // Not kept in `python_`, because the region may have another answer the next time.
-    return hooks_of_python(index_, callables_->unpack.get())->call_unpack_hook();
+    return read_by_python();
   }
 
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
@@ -144,6 +165,17 @@ class Hooks final : public SavedVariableHooks {
   }
 
  private:
+  // Lets the region decide, in Python. torch's hooks throw the exception that stands for a Python
+  // error in torch, whose class does not compile with the stable ABI of CPython.
+  at::Tensor read_by_python() const {
+    const WithGil gil;
+    const Ref number(PyLong_FromSize_t(index_));
+    const Ref t(PyObject_CallFunctionObjArgs(callables_->unpack.get(), number.get(), nullptr));
+    if (t) return tensor_of(impl_of(t.get()));
+    const Ref raise_error = fetch_error();
+    return hooks_of_python(index_, raise_error.get())->call_unpack_hook();
+  }
+
   static bool has_plain_class(const at::Tensor& t) {
     PyObject* object = object_of(t);
     return !object || has_class(object, names.tensor) || has_class(object, names.parameter);
