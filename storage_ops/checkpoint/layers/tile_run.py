@@ -165,7 +165,7 @@ class _TiledCall:
         # detached parameters.
         with self._with([p.detach().requires_grad_() for p in self.parameters]):
             out = self.tiled.run(x)
-        self._state.effects.finish()
+        self._state.finish()
         return out
 
     def _with(self, parameters: list[Tensor]) -> Any:

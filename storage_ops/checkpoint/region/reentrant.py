@@ -115,15 +115,15 @@ class _ReentrantCall:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             outputs = self._fn(*args, **kwargs)
-            self._state.effects.finish()
+            self._state.finish()
             self._versions = [(p, p._version) for p, _ in self._versions]
             self._warn_of_tensors(args, kwargs, leaves)
         else:
+            state, modes, writes = self._state.contexts(self._name, self._checks)
             self._check()
             like = iter(self._like)
             again = [next(like).make(t) if isinstance(t, Tensor) else t for t in leaves]
             args, kwargs = tree_unflatten(again, self._spec)
-            state, modes, writes = self._state.contexts(self._name, self._checks)
             with state, modes, writes:
                 outputs = self._fn(*args, **kwargs)
         flat, self.result = tree_flatten(outputs)

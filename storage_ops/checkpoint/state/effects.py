@@ -91,18 +91,20 @@ class Effects:
         self._running = True
 
     @classmethod
-    def of_snapshot(cls, walk: KnownWalk, noted_parameters: Any) -> Effects:
-        """Return the effects of a call that the library has noted. No bytes were copied."""
+    def of_snapshot(cls, walk: KnownWalk, noted_parameters: Any, running: bool) -> Effects:
+        """Return the effects of a call that the library has noted. No bytes were copied.
+
+        Args:
+            walk: the known walk of the call.
+            noted_parameters: the versions of parameters before the call.
+            running: whether the call still runs. If not, it has changed nothing.
+        """
         self = cls.__new__(cls)
         self._surroundings = Surroundings(known=walk)
         self._lazy_holders, self._parametrizations = None, None
         self._noted, self._bytes, self._written = noted_parameters, [], []
-        self._running = True
+        self._running = running
         return self
-
-    def end_unchanged(self) -> None:
-        """Note that the forward has ended, and has changed nothing."""
-        self._running = False
 
     def finish(self) -> None:
         """Drop the copies and references that no restore needs, after the forward has run."""

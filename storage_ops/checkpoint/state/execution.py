@@ -293,13 +293,16 @@ class ExecutionState:
         self._rng = [(get, put, get()) for get, put in sources]
 
     @classmethod
-    def of_snapshot(cls, snapshot: Any, walk: KnownWalk, attention: Callable[..., Any]) -> Self:
+    def of_snapshot(
+        cls, snapshot: Any, walk: KnownWalk, attention: Callable[..., Any], running: bool
+    ) -> Self:
         """Return the state before a call, of which the library has noted the parts.
 
         Args:
             snapshot: the library's object. When it was made, no mode was active.
             walk: the known walk of the call.
             attention: the value of `F.scaled_dot_product_attention`.
+            running: whether the call still runs. If not, it has changed nothing.
         """
         self = cls.__new__(cls)
         self._number, self._current = snapshot.settings, snapshot.gpu
@@ -310,7 +313,7 @@ class ExecutionState:
         self._others = [True, False, attention]
         self._undo = []
         self._modules, self._known, self._training, self._calls = [], walk, [], None
-        self.effects = Effects.of_snapshot(walk, snapshot.noted)
+        self.effects = Effects.of_snapshot(walk, snapshot.noted, running)
         self._rng = [(*rng_of(torch.device(name)), state) for name, state in snapshot.random()]
         return self
 

@@ -47,9 +47,7 @@ class Snapshot:
         """Return the state as an `ExecutionState`, because something has changed since."""
         if self._full is None:
             native, walk = self._native, KnownWalk(self._native.seen, self._facts)
-            self._full = ExecutionState.of_snapshot(native, walk, self._attention)
-            if not self._running:
-                self._full.effects.end_unchanged()
+            self._full = ExecutionState.of_snapshot(native, walk, self._attention, self._running)
         return self._full
 
     def finish(self) -> None:
