@@ -142,13 +142,7 @@ class Hooks final : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     if (python_) return python_->call_unpack_hook();
     const PackHook& hook = callables_->hook;
-    Saved& saved = hook.is_recompute ? hook.recomputed().saved() : hook.saved();
-    Kept kept;
-    {
-      const std::lock_guard<std::mutex> lock(saved.mutex);
-      const bool may_take = !hook.is_recompute && saved.recomputed;
-      if (may_take) kept = saved.recomputed->take_in_task(index_);
-    }
+    Kept kept = hook.is_recompute ? Kept() : hook.saved().take_in_task(index_);
     if (kept.tensor.defined()) return kept.tensor;
     if (kept.by_python) {
       const WithGil gil;

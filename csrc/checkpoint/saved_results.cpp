@@ -3,6 +3,7 @@
 #include "saved_results.h"
 
 #include "kept_ops.h"
+#include "saved_tensors.h"
 
 namespace storage_ops {
 namespace {
@@ -204,7 +205,7 @@ PyObject* enter(PyObject* self, PyObject*) {
     const Ref hooks = owned(PyObject_CallFunctionObjArgs(texts.top_hooks, Py_False, nullptr));
     if (hooks.get() != Py_None) {
       PyObject* pack = PyTuple_GetItem(hooks.get(), 0);
-      context.frame.hooks = self_of_hook(pack);
+      context.frame.hooks = pack_hook_of(pack).self;
       if (!context.frame.hooks) {
         const Ref callback = owned(PyCFunction_NewEx(&note_def, self, nullptr));
         context.hooks =

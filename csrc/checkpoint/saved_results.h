@@ -7,9 +7,6 @@
 
 namespace storage_ops {
 
-// Returns the object that one of our pack hooks is bound to; null for any other hook.
-PyObject* self_of_hook(PyObject* pack);
-
 // Notes that autograd saves a tensor with the pack hook that is bound to `hooks`.
 void note_saved_tensor(PyObject* hooks, bool is_plain);
 

@@ -183,11 +183,7 @@ PyObject* unpack(PyObject* self, PyObject* number) {
     auto& saved = data_of<Saved>(PyTuple_GetItem(self, 0));
     const size_t index = PyLong_AsSize_t(number);
     if (PyErr_Occurred()) throw PythonError();
-    Kept kept;
-    {
-      const std::lock_guard<std::mutex> lock(saved.mutex);
-      if (saved.recomputed) kept = saved.recomputed->take_in_task(index);
-    }
+    const Kept kept = saved.take_in_task(index);
     if (kept.is_there()) return kept.object();
     return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 1), number, nullptr);
   });
@@ -350,8 +346,6 @@ PackHook storage_ops::pack_hook_of(PyObject* pack) {
   if (function == pack_again) return {PyCFunction_GetSelf(pack), true};
   return {};
 }
-
-PyObject* storage_ops::self_of_hook(PyObject* pack) { return pack_hook_of(pack).self; }
 
 PyMODINIT_FUNC PyInit__saved_tensors() {
   PyType_Slot saved[] = {{Py_tp_new, slot(new_saved)},

@@ -28,6 +28,10 @@ struct Saved {
     return tensors.size() - 1;
   }
 
+  // Removes a tensor of the recompute that serves the running backward pass. Returns an empty
+  // `Kept` to let the region decide.
+  Kept take_in_task(size_t index);
+
   // Notes that no later backward pass reads this tensor. The caller has the mutex.
   void release(size_t index) {
     if (index < released.size() && !released[index]) {
@@ -84,6 +88,11 @@ struct Recomputed {
     return take(index);
   }
 };
+
+inline Kept Saved::take_in_task(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return recomputed ? recomputed->take_in_task(index) : Kept();
+}
 
 // The object that a pack hook of ours is bound to.
 struct PackHook {
