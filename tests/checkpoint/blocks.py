@@ -64,6 +64,17 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Calls(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
+
+
 class Ops(TorchDispatchMode):
     """Counts ops by name, without the overload."""
 

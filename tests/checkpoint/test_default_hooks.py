@@ -11,20 +11,10 @@ from torch import nn
 import storage_ops as so
 from storage_ops.checkpoint.saved import saved_tensors
 
+from .blocks import Calls
 from .paths import both_paths
 
 path = both_paths(saved_tensors)
-
-
-class Calls(nn.Module):
-    """A module that calls a function."""
-
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
 
 
 def region(fn):

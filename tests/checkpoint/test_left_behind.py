@@ -16,6 +16,8 @@ from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.saved import guard
 from storage_ops.checkpoint.saved.outputs import producers
 
+from .blocks import Calls
+
 
 class Raises(nn.Module):
     error = None
@@ -104,15 +106,6 @@ def test_a_backward_inside_of_a_region_leaves_no_scope_open():
             assert_nothing_is_left()
         y = force(x).sin() if fn is not None and not isinstance(fn, nn.Module) else force(x)
         assert torch.equal(got, torch.autograd.grad(y.square().sum(), x)[0])
-
-
-class Calls(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
 
 
 @pytest.mark.parametrize("mode", ["full", "output_discard"])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import storage_ops as so
 from storage_ops import policies
 
-from .blocks import Ops
+from .blocks import Calls, Ops
 
 POLICIES = [policies.matmuls, policies.everything, policies.every_other_mm]
 
@@ -227,15 +227,6 @@ def test_saved_tensors_that_are_read_more_than_once(layer, how):
         grads.append(x.grad)
         x.grad = None
     assert torch.equal(*grads)
-
-
-class Calls(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args):
-        return self.fn(*args)
 
 
 class Catches(nn.Module):
