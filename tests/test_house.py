@@ -164,6 +164,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_the_changelog_of_the_first_release_is_short():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert len(text[text.index("## 0.1.0") :].splitlines()) <= 60
+
+
 @pytest.mark.in_turn
 def test_the_examples_of_the_readme_run(run_examples):
     count, names = run_examples(ROOT / "README.md", most=12)
@@ -178,6 +183,7 @@ def test_the_examples_of_the_readme_run(run_examples):
         "autochunk",
         "checkpointing",
         "how-it-works",
+        "index",
         "integrations",
         "make-it-fit",
         "who-held-the-memory",
