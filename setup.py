@@ -60,6 +60,7 @@ def kernels() -> list[Native]:
             f"csrc/checkpoint/{name}.cpp"
             for name in (
                 "saved_tensors",
+                "call_in",
                 "default_hooks",
                 "kept_inputs",
                 "saved_results",

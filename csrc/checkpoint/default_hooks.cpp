@@ -118,7 +118,7 @@ class Hooks final : public SavedVariableHooks {
     // The last tensor of a recompute raises Python's exception of early stop.
     const bool by_python =
         !is_plain(t.unsafeGetTensorImpl()) || !has_plain_class(t) ||
-        (hook.is_recompute ? hook.recomputed().stops_at_next()
+        (hook.is_recompute ? hook.recomputed().stops_now()
                            : hook.notes_all() || PyDict_Size(names.producers) != 0) ||
         !describe_plain(t, description);
     if (by_python) {

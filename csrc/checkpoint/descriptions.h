@@ -15,7 +15,8 @@ namespace storage_ops {
 
 // The Python objects that `setup` got as arguments.
 struct Names {
-  PyObject *tensor, *parameter, *producers, *describe, *restore, *without_graph, *stop, *module;
+  PyObject *tensor, *parameter, *producers, *describe, *restore, *is_small, *without_graph, *stop,
+      *module;
 };
 
 inline Names names;

@@ -27,6 +27,7 @@ PyObject* see_walk(PyObject* walk, PyObject* roots);
 bool is_walk_unchanged(PyObject* seen);
 
 // Add types and functions to the module. Return false if a Python error is set.
+bool add_call_in(PyObject* module);
 bool add_inputs(PyObject* module);
 bool add_results(PyObject* module);
 bool add_snapshot(PyObject* module);

@@ -11,6 +11,7 @@
 // Python.h, which it includes, comes first.
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -55,11 +56,23 @@ PyObject* hook(PyObject* self, PyObject* arguments) {
   });
 }
 
+bool is_small(const Description& saved) {
+  if (saved.by_python) {
+    return owned(PyObject_CallFunctionObjArgs(names.is_small, saved.by_python.get(), nullptr))
+               .get() == Py_True;
+  }
+  const auto sizes = c10::IntArrayRef(saved.layout).slice(0, saved.layout.size() / 2);
+  return c10::multiply_integers(sizes) <= (saved.device.is_cpu() ? small.on_cpu : small.elsewhere);
+}
+
 PyObject* finish(PyObject* self, PyObject*) {
-  auto& saved = data_of<Saved>(self);
-  saved.unreleased = saved.tensors.size();
-  saved.released.assign(saved.unreleased, false);
-  return none();
+  return guarded([&] {
+    auto& saved = data_of<Saved>(self);
+    saved.unreleased = saved.tensors.size();
+    saved.released.assign(saved.unreleased, false);
+    saved.are_small = std::all_of(saved.tensors.begin(), saved.tensors.end(), is_small);
+    return none();
+  });
 }
 
 PyObject* release_one(PyObject* self, PyObject* number) {
@@ -103,18 +116,21 @@ PyObject* new_saved(PyTypeObject* type, PyObject*, PyObject*) {
 PyObject* pack_again(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
     auto& recomputed = data_of<Recomputed>(self);
+    const auto stop = [&]() -> PyObject* {
+      recomputed.stopped = recomputed.limit;
+      PyErr_SetNone(names.stop);
+      return nullptr;
+    };
+    if (recomputed.stops_before_next()) return stop();
     at::Tensor t = plain_tensor(object);
+    const bool stops = recomputed.stops_with_next();
     note_saved_tensor(self, t.defined());
     Description description = describe(object, t);
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
     kept.tensor = std::move(t);
     const size_t index = recomputed.add(std::move(description), std::move(kept));
-    if (recomputed.stops_at(index + 1)) {
-      PyErr_SetNone(names.stop);
-      return nullptr;
-    }
-    return PyLong_FromSize_t(index);
+    return stops ? stop() : PyLong_FromSize_t(index);
   });
 }
 
@@ -302,16 +318,20 @@ PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"stopped_at", stopped_at, METH_NOARGS, nullptr},
                                     {nullptr, nullptr, 0, nullptr}};
 
-// setup(Tensor, Parameter, producers, describe, restore, without_graph, stop, module)
+// setup(Tensor, Parameter, producers, describe, restore, is_small, without_graph, stop, module,
+//       SMALL_ON_CPU, SMALL)
 PyObject* setup(PyObject*, PyObject* arguments) {
   Names objects;
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &objects.tensor, &objects.parameter,
+  Small limits;
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOnn", &objects.tensor, &objects.parameter,
                         &objects.producers, &objects.describe, &objects.restore,
-                        &objects.without_graph, &objects.stop, &objects.module)) {
+                        &objects.is_small, &objects.without_graph, &objects.stop, &objects.module,
+                        &limits.on_cpu, &limits.elsewhere)) {
     return nullptr;
   }
   Py_INCREF(arguments);  // never released, so `names` stays valid
   names = objects;
+  small = limits;
   return none();
 }
 
@@ -363,7 +383,7 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
   PyObject* module = PyModule_Create(&definition);
   if (!recomputed_type || !module) return nullptr;
   const bool added = add_type<Saved>(module, "storage_ops._saved_tensors.SavedTensors", saved) &&
-                     add_default_hooks(module) && add_inputs(module) && add_results(module) &&
+                     add_call_in(module) && add_default_hooks(module) && add_inputs(module) && add_results(module) &&
                      add_snapshot(module) && add_state(module) && add_walk(module);
   return added ? module : nullptr;
 }

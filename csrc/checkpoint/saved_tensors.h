@@ -15,12 +15,20 @@ namespace storage_ops {
 
 struct Recomputed;
 
+// The numbers of elements of small tensors (saved_tensors.py).
+struct Small {
+  Py_ssize_t on_cpu = 0, elsewhere = 0;
+};
+
+inline Small small;
+
 struct Saved {
   std::mutex mutex;
   std::vector<Description> tensors;
   std::vector<bool> released;
   size_t unreleased = 0;
   Recomputed* recomputed = nullptr;  // serves the current backward pass; null if it was freed
+  bool are_small = false;            // whether all tensors of the whole forward are small
 
   size_t add(Description&& description) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -56,10 +64,15 @@ struct Recomputed {
   }
 
   Saved& saved() const { return data_of<Saved>(first.get()); }
-  bool stops_at(size_t number) const { return stops && number >= limit; }
-  bool stops_at_next() const {
+
+  // Returns true if the recompute ends before its next tensor, or with it. The caller has the mutex.
+  bool stops_before_next() const { return stops && tensors.size() >= limit; }
+  bool stops_with_next() const {
+    return stops && tensors.size() + 1 == limit && !saved().are_small;
+  }
+  bool stops_now() const {
     const std::lock_guard<std::mutex> lock(saved().mutex);
-    return stops_at(tensors.size() + 1);
+    return stops_before_next() || stops_with_next();
   }
 
   size_t add(Description&& description, Kept&& kept) {
@@ -67,7 +80,6 @@ struct Recomputed {
     described.push_back(std::move(description));
     tensors.push_back(std::move(kept));
     unread = tensors.size();
-    if (stops_at(unread)) stopped = limit;
     return unread - 1;
   }
 

@@ -123,7 +123,7 @@ def test_inside_a_checkpoint_the_forward_also_runs_twice_in_all(checkpoint):
     plain = Block(Mlp(dropout=0.4)).double()
     block = copy.deepcopy(plain)
     storage_ops.tile(block.mlp, 4)
-    x = torch.randn(2, 32, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 1024, 16, dtype=torch.float64, requires_grad=True)
     block(x)  # the first call checks that the module is token-wise
     calls = []
     block.mlp.up.register_forward_hook(lambda *_: calls.append(1))

@@ -23,7 +23,7 @@ from storage_ops.checkpoint.region.backward_pass import is_retained
 from storage_ops.checkpoint.region.inputs import Inputs
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
-from storage_ops.checkpoint.saved.saved import call_region
+from storage_ops.checkpoint.saved.saved import explain_transform
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.unchanged import Place, places_of, replaced
@@ -104,7 +104,11 @@ class TiledModule:
             TypeError: the output is not a tensor.
             ValueError: the output has another number of tokens.
         """
-        out = call_region(self.name, self.host.run, (tile,), {})
+        try:
+            out = self.host.run(tile)
+        except RuntimeError as error:
+            explain_transform(self.name, error)
+            raise
         if not isinstance(out, Tensor):
             fail(
                 self.name,

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import weakref
 from _thread import RLock  # `threading.RLock` is a function of Python around it
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from storage_ops.checkpoint.region.backward_pass import current_pass, is_retained
+from storage_ops.checkpoint.region.call_in import call_in
 from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard, saved_tensors
@@ -36,7 +37,7 @@ from storage_ops.checkpoint.saved.outputs import (
     producer_of_storage,
     producers,
 )
-from storage_ops.checkpoint.saved.saved import Saved, call_region, check_unread, fail
+from storage_ops.checkpoint.saved.saved import Saved, check_unread, explain_transform, fail
 from storage_ops.checkpoint.saved.saved_tensors import RecomputedTensors, StopRecompute
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
@@ -86,7 +87,32 @@ def is_repeatable() -> bool:
 
 
 class Region:
-    """A call of `fn(*args, **kwargs)` that can be repeated in backward."""
+    """A call of `fn(*args, **kwargs)` that can be repeated in backward.
+
+    Attributes:
+        discardable: the outputs that `discard` may free.
+        producers: the regions whose discarded outputs this one reads.
+        allocated: the bytes that the forward saves, if the options ask for them.
+        is_frozen: whether no output needs a gradient.
+        end: the number of the first autograd node after the forward.
+        uses: for the key of a storage, how many saved tensors of consumers share it.
+    """
+
+    discardable: Sequence[DiscardableOutput] = ()
+    _discarded: Sequence[DiscardableOutput] = ()  # freed, until the recompute
+    # Captured tensors that need a gradient, as weak references: a region must not keep them.
+    _versions: Sequence[tuple[weakref.ref[Tensor], int]] = ()
+    _parameters: Sequence[weakref.ref[Tensor]] = ()  # captured ones that FSDP may shard
+    _log: OpLog | None = None
+    allocated: SavedBytes | None = None
+    # Of the running backward: its task, the recomputed tensors, and whether they are all kept.
+    _task: Any = None
+    _recomputed: RecomputedTensors | None = None
+    _reread = False
+    _communicates = False  # with other ranks, which recompute as well
+    _running = False  # the forward; a backward inside it may read saved tensors
+    is_frozen = False
+    end = 0
 
     def __init__(
         self,
@@ -97,11 +123,10 @@ class Region:
         name: str = "",
     ) -> None:
         """Remember the call and its surroundings; `forward` runs it."""
-        self.discardable: list[DiscardableOutput] = []  # outputs that `discard` may free
-        self._discarded: list[DiscardableOutput] = []  # freed, until the recompute
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
         self._checksums = options.determinism_check == "checksum"
+        self._stops = options.early_stop
         self._serial = next(_serials)
         self._lock = RLock()
         self._fn: Callable[..., Any] | None = fn
@@ -112,27 +137,16 @@ class Region:
         self._state, self._captured = state_before(
             fn, self._inputs.plain, self._inputs.tensors, options.preserve_rng_state
         )
-        # Captured tensors that need a gradient, as weak references: a region must not keep them.
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
-        self._parameters: list[weakref.ref[Tensor]] = []  # captured ones that FSDP may shard
-        self._log = OpLog() if options.debug else None
-        # Regions whose discarded outputs this one reads.
+        if options.debug:
+            self._log = OpLog()
         self.producers: set[Region] = set()
         if producers:
             self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
         self._saved = saved_tensors.saved_tensors(self._checksums, options.debug)
-        self.allocated = SavedBytes() if options.counts_saved else None
+        if options.counts_saved:
+            self.allocated = SavedBytes()
         self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
-        # Of the running backward: its task, the recomputed tensors, and whether they are all kept.
-        self._task: Any = None
-        self._recomputed: RecomputedTensors | None = None
-        self._reread = False
-        self._stops = options.early_stop
-        self._communicates = False  # with other ranks, which recompute as well
-        self._running = False  # the forward; a backward inside it may read saved tensors
-        self.is_frozen = False  # no output needs grad
-        self.end = 0  # the number of the first autograd node after the forward
-        self.uses: dict[int, int] = {}  # storage -> how many saved tensors of consumers share it
+        self.uses: dict[int, int] = {}
 
     def __del__(self) -> None:
         for entry in (*self.discardable, *self._discarded):
@@ -149,14 +163,17 @@ class Region:
         assert self._fn is not None and self._state is not None and self._inputs is not None
         start = torch._C._autograd._get_sequence_nr()
         issued = collectives.number_issued()
-        contexts = list(self._contexts[:1])
-        self._running = True
         pack = self._saved.hook(self._note_saved, self.allocated is not None)
         unpack = self._saved.unpack_hook(self._unpack)
-        contexts.insert(0, saved_tensors.hooks(pack, unpack))
+        contexts = (saved_tensors.hooks(pack, unpack), *self._contexts[:1])
         if self._log is not None:
-            contexts.append(self._log)
-        outputs = _call(contexts, call_region, (self.name, self._fn, args, kwargs), {})
+            contexts += (self._log,)
+        self._running = True
+        try:
+            outputs = call_in(contexts, self._fn, args, kwargs)
+        except RuntimeError as error:
+            explain_transform(self.name, error)
+            raise
         self._running = False
         self._state.finish()
         self._saved.finish()
@@ -218,7 +235,7 @@ class Region:
         try:
             for entry in freed:
                 discard_storage(entry.handle, guard=message, allow_leaf=True)
-                self._discarded.append(entry)
+                self._discarded = (*self._discarded, entry)
         except RuntimeError:  # a storage cannot be freed: restore the others
             self.restore()
             self.end_backward(retained=True)
@@ -310,8 +327,9 @@ class Region:
     def _run_again(self, is_next: bool) -> RecomputedTensors:
         """Run the function once more, return the tensors it saves, and bind its outputs.
 
-        The function stops where nothing more is needed. Without outputs to bind, that is the last
-        saved tensor. While the forward still runs, it is the last tensor that this has saved.
+        The function stops where nothing more is needed, if that saves time. Without outputs to
+        bind, that is the last saved tensor. While the forward still runs, it is the last tensor
+        that this has saved.
 
         Args:
             is_next: whether the backward of this region is the next one of a running backward pass.
@@ -329,15 +347,17 @@ class Region:
         args, kwargs = self._inputs.again(self.name)
         again = self._saved.recompute(bool(stops))
         log = OpLog() if self._log else None
-        contexts = [self._gathered(args, kwargs, is_next)] if fsdp.is_used() else []
-        contexts += self._state.contexts(self.name, checks)
-        contexts.append(saved_tensors.hooks(again.hook(), again.read))
-        contexts += self._contexts[1:]
+        contexts = (self._gathered(args, kwargs, is_next),) if fsdp.is_used() else ()
+        contexts += (
+            *self._state.contexts(self.name, checks),
+            saved_tensors.hooks(again.hook(), again.read),
+            *self._contexts[1:],
+        )
         if log is not None:
-            contexts.append(log)
+            contexts += (log,)
         outputs: list[Any] = []
         try:
-            outputs = leaves_of(_call(contexts, self._fn, args, kwargs))
+            outputs = leaves_of(call_in(contexts, self._fn, args, kwargs))
             for leaf in outputs:
                 wait_for(leaf)
         except StopRecompute:
@@ -471,16 +491,6 @@ class Region:
                 "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
-
-
-def _call(
-    contexts: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return `fn(*args, **kwargs)`, called inside of context managers, outermost first."""
-    with contexts[0]:
-        if len(contexts) == 1:
-            return fn(*args, **kwargs)
-        return _call(contexts[1:], fn, args, kwargs)
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

@@ -22,24 +22,19 @@ def fail(what: str) -> NoReturn:
     raise RuntimeError(f"checkpoint: {what}")
 
 
-def call_region(
-    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return `fn(*args, **kwargs)`. It is the forward of region `name`.
+def explain_transform(name: str, error: RuntimeError) -> None:
+    """Raise a clear error if region `name` called a transform of `torch.func`.
 
-    Raises:
-        RuntimeError: `fn` calls a transform of `torch.func`, which allows no saved-tensor hooks.
+    Args:
+        name: the name of the region.
+        error: the error of its forward. Transforms allow no saved-tensor hooks.
     """
-    try:
-        return fn(*args, **kwargs)
-    except RuntimeError as error:
-        if "yet support saved tensor hooks" not in str(error):
-            raise
-    fail(
-        f"{name} calls a transform of torch.func, such as grad or vjp, which cannot run in a "
-        "checkpoint. Use torch.autograd.grad(..., create_graph=True), or move the call out of "
-        "checkpointed layers."
-    )
+    if "yet support saved tensor hooks" in str(error):
+        fail(
+            f"{name} calls a transform of torch.func, such as grad or vjp, which cannot run in a "
+            "checkpoint. Use torch.autograd.grad(..., create_graph=True), or move the call out of "
+            "checkpointed layers."
+        )
 
 
 def without_graph(t: Tensor) -> Tensor:
