@@ -63,6 +63,7 @@ def kernels() -> list[Native]:
                 "call_in",
                 "default_hooks",
                 "kept_inputs",
+                "plain_region",
                 "saved_results",
                 "snapshot",
                 "state",

@@ -1,8 +1,8 @@
 // Calls a function inside of context managers, as nested `with` statements do, without a Python
 // frame for each of them.
-#include "saved_results.h"
+#include "call_in.h"
 
-#include <vector>
+#include "saved_results.h"
 
 namespace storage_ops {
 namespace {
@@ -28,14 +28,12 @@ PyObject* method_of(PyObject* object, PyObject* name) {
 }
 
 // Ends context managers, innermost first. Returns the result, or null with the error that is left.
-PyObject* leave(std::vector<Ref>& entered, const std::vector<Ref>& exits, Ref result) {
-  while (!entered.empty()) {
-    const Ref context = std::move(entered.back());
-    entered.pop_back();
-    PyObject* exit = exits[entered.size()].get();
+PyObject* leave(const std::vector<Ref>& contexts, const std::vector<Ref>& exits, Ref result) {
+  for (size_t i = exits.size(); i-- > 0;) {
+    PyObject *context = contexts[i].get(), *exit = exits[i].get();
     if (result) {
-      const Ref done(PyObject_CallFunctionObjArgs(exit, context.get(), Py_None, Py_None, Py_None,
-                                                  nullptr));
+      const Ref done(
+          PyObject_CallFunctionObjArgs(exit, context, Py_None, Py_None, Py_None, nullptr));
       if (!done) result = Ref();
       continue;
     }
@@ -49,8 +47,8 @@ PyObject* leave(std::vector<Ref>& entered, const std::vector<Ref>& exits, Ref re
       const Handled handled;
       Handled::set(error);
       PyObject* traceback = trace ? trace.get() : Py_None;
-      const Ref done(PyObject_CallFunctionObjArgs(exit, context.get(), kind.get(), value.get(),
-                                                  traceback, nullptr));
+      const Ref done(
+          PyObject_CallFunctionObjArgs(exit, context, kind.get(), value.get(), traceback, nullptr));
       if (done) is_suppressed = PyObject_IsTrue(done.get());
     }
     if (is_suppressed < 0) continue;  // with an error of its own
@@ -64,33 +62,40 @@ PyObject* leave(std::vector<Ref>& entered, const std::vector<Ref>& exits, Ref re
   return result.release();
 }
 
-// call_in(contexts, fn, args, kwargs): returns `fn(*args, **kwargs)`, called inside of the context
-// managers of a tuple, outermost first. Returns None if one of them suppresses an error.
-PyObject* call_in(PyObject*, PyObject* arguments) {
-  static PyObject* const enter_name = PyUnicode_InternFromString("__enter__");
-  static PyObject* const exit_name = PyUnicode_InternFromString("__exit__");
+// call_in(contexts, fn, args, kwargs): the same, for the context managers of a tuple.
+PyObject* call_in_tuple(PyObject*, PyObject* arguments) {
   PyObject *contexts, *fn, *args, *kwargs;
   if (!PyArg_ParseTuple(arguments, "O!OO!O!", &PyTuple_Type, &contexts, &fn, &PyTuple_Type, &args,
                         &PyDict_Type, &kwargs)) {
     return nullptr;
   }
-  std::vector<Ref> entered, exits;
+  std::vector<Ref> all;
   for (Py_ssize_t i = 0; i < PyTuple_Size(contexts); ++i) {
-    PyObject* context = PyTuple_GetItem(contexts, i);
-    const Ref enter(method_of(context, enter_name));
-    Ref exit(enter ? method_of(context, exit_name) : nullptr);
-    const Ref value(exit ? PyObject_CallFunctionObjArgs(enter.get(), context, nullptr) : nullptr);
-    if (!value) return leave(entered, exits, Ref());
-    entered.push_back(Ref::to(context));
-    exits.push_back(std::move(exit));
+    all.push_back(Ref::to(PyTuple_GetItem(contexts, i)));
   }
-  return leave(entered, exits, Ref(PyObject_Call(fn, args, kwargs)));
+  return call_in(all, fn, args, kwargs);
 }
 
-PyMethodDef functions[] = {{"call_in", call_in, METH_VARARGS, nullptr},
+PyMethodDef functions[] = {{"call_in", call_in_tuple, METH_VARARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+PyObject* call_in(const std::vector<Ref>& contexts, PyObject* fn, PyObject* args,
+                  PyObject* kwargs) {
+  static PyObject* const enter_name = PyUnicode_InternFromString("__enter__");
+  static PyObject* const exit_name = PyUnicode_InternFromString("__exit__");
+  std::vector<Ref> exits;  // of those that were entered
+  for (const Ref& context : contexts) {
+    const Ref enter(method_of(context.get(), enter_name));
+    Ref exit(enter ? method_of(context.get(), exit_name) : nullptr);
+    const Ref value(exit ? PyObject_CallFunctionObjArgs(enter.get(), context.get(), nullptr)
+                         : nullptr);
+    if (!value) return leave(contexts, exits, Ref());
+    exits.push_back(std::move(exit));
+  }
+  return leave(contexts, exits, Ref(PyObject_Call(fn, args, kwargs)));
+}
 
 bool add_call_in(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }
 

@@ -38,6 +38,13 @@ struct Callables {
 
   Callables(PyObject* p, PyObject* u)
       : pack(Ref::to(p)), unpack(Ref::to(u)), hook(pack_hook_of(p)) {}
+
+  // Returns a tensor of a region that does not need Python, or an undefined tensor.
+  at::Tensor read_natively(size_t index) const {
+    if (hook.is_recompute || !PyCFunction_Check(unpack.get())) return {};
+    return storage_ops::read_natively(PyTuple_GetItem(PyCFunction_GetSelf(unpack.get()), 1), index);
+  }
+
   ~Callables() {
     if (!Py_IsInitialized()) {  // the process ends
       pack.release();
@@ -149,7 +156,7 @@ class Hooks final : public SavedVariableHooks {
       const Ref object = std::move(kept.by_python);
       return tensor_of(impl_of(object.get()));
     }
-    return read_by_python();
+    return read_of_region();
   }
 
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
@@ -159,13 +166,19 @@ class Hooks final : public SavedVariableHooks {
   }
 
  private:
-  // Lets the region decide, in Python. torch's hooks throw the exception that stands for a Python
+  // Lets the region decide. torch's hooks throw the exception that stands for a Python
   // error in torch, whose class does not compile with the stable ABI of CPython.
-  at::Tensor read_by_python() const {
+  at::Tensor read_of_region() const {
     const WithGil gil;
-    const Ref number(PyLong_FromSize_t(index_));
-    const Ref t(PyObject_CallFunctionObjArgs(callables_->unpack.get(), number.get(), nullptr));
-    if (t) return tensor_of(impl_of(t.get()));
+    try {
+      const at::Tensor read = callables_->read_natively(index_);
+      if (read.defined()) return read;
+      const Ref number(PyLong_FromSize_t(index_));
+      const Ref t =
+          owned(PyObject_CallFunctionObjArgs(callables_->unpack.get(), number.get(), nullptr));
+      return tensor_of(impl_of(t.get()));
+    } catch (const PythonError&) {
+    }
     const Ref raise_error = fetch_error();
     return hooks_of_python(index_, raise_error.get())->call_unpack_hook();
   }
@@ -220,14 +233,13 @@ Engine& engine() {
 
 // ---- the context manager ------------------------------------------------------------------------
 
-PyObject* new_context(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyTypeObject* context_type = nullptr;
+
+PyObject* new_context(PyTypeObject*, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *pack, *unpack;
     if (!PyArg_ParseTuple(arguments, "OO", &pack, &unpack)) return nullptr;
-    Context* context = nullptr;
-    Ref object = owned(make(type, context));
-    context->callables = std::make_shared<const Callables>(pack, unpack);
-    return object.release();
+    return hooks_context(pack, unpack);
   });
 }
 
@@ -270,12 +282,22 @@ PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
 
 }  // namespace
 
+PyObject* hooks_context(PyObject* pack, PyObject* unpack) {
+  Context* context = nullptr;
+  Ref object = owned(make(context_type, context));
+  context->callables = std::make_shared<const Callables>(pack, unpack);
+  return object.release();
+}
+
+torch::autograd::Engine& torch_engine() { return *engine_of_torch; }
+
 bool add_default_hooks(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_context)},
                          {Py_tp_dealloc, slot(destroy_context)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  return add_type<Context>(module, "storage_ops._saved_tensors.Hooks", slots) != nullptr;
+  context_type = add_type<Context>(module, "storage_ops._saved_tensors.Hooks", slots);
+  return context_type != nullptr;
 }
 
 }  // namespace storage_ops

@@ -47,27 +47,7 @@ PyObject* new_inputs(PyTypeObject* type, PyObject* arguments, PyObject*) {
 }
 
 // again(): returns the tuple for a recompute, or None if a tensor has changed.
-PyObject* again(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const auto& inputs = data_of<Inputs>(self);
-    Ref tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(inputs.size())));
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const Input& input = inputs[i];
-      at::Tensor t;
-      try {
-        t = input.saved.unpack();
-      } catch (const c10::Error&) {  // the tensor was modified in place
-        return none();
-      }
-      if (t.requires_grad() != input.needs_grad || t.strides() != c10::IntArrayRef(input.strides)) {
-        return none();
-      }
-      PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i),
-                      owned(THPVariable_Wrap(t)).release());
-    }
-    return tuple.release();
-  });
-}
+PyObject* again(PyObject* self, PyObject*) { return inputs_again(self); }
 
 // unpack(number): returns one tensor.
 PyObject* unpack(PyObject* self, PyObject* number) {
@@ -97,6 +77,28 @@ PyMethodDef methods[] = {{"again", again, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+PyObject* inputs_again(PyObject* self) {
+  return guarded([&]() -> PyObject* {
+    const auto& inputs = data_of<Inputs>(self);
+    Ref tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(inputs.size())));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const Input& input = inputs[i];
+      at::Tensor t;
+      try {
+        t = input.saved.unpack();
+      } catch (const c10::Error&) {  // the tensor was modified in place
+        return none();
+      }
+      if (t.requires_grad() != input.needs_grad || t.strides() != c10::IntArrayRef(input.strides)) {
+        return none();
+      }
+      PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i),
+                      owned(THPVariable_Wrap(t)).release());
+    }
+    return tuple.release();
+  });
+}
 
 bool add_inputs(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_inputs)},

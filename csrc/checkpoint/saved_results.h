@@ -22,6 +22,14 @@ PyObject* note_parameters(PyObject* seen);
 bool are_unwritten(PyObject* noted);
 bool need_the_same_gradients(PyObject* noted);
 
+// KeptInputs.again.
+PyObject* inputs_again(PyObject* inputs);
+
+// Snapshot.is_unchanged, Snapshot.is_current and Snapshot.put_back.
+bool is_unchanged(PyObject* snapshot);
+bool is_current(PyObject* snapshot);
+void put_back(PyObject* snapshot);
+
 // Walk.see and Seen.is_unchanged.
 PyObject* see_walk(PyObject* walk, PyObject* roots);
 bool is_walk_unchanged(PyObject* seen);
@@ -29,6 +37,7 @@ bool is_walk_unchanged(PyObject* seen);
 // Add types and functions to the module. Return false if a Python error is set.
 bool add_call_in(PyObject* module);
 bool add_inputs(PyObject* module);
+bool add_plain_region(PyObject* module);
 bool add_results(PyObject* module);
 bool add_snapshot(PyObject* module);
 bool add_state(PyObject* module);

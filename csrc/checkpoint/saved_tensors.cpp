@@ -19,7 +19,7 @@ namespace {
 
 using namespace storage_ops;
 
-PyTypeObject* recomputed_type = nullptr;
+PyTypeObject *saved_type = nullptr, *recomputed_type = nullptr;
 
 // ---- the forward ------------------------------------------------------------------------------
 
@@ -49,10 +49,10 @@ PyMethodDef pack_def{"pack", pack, METH_O, "Describe a tensor that autograd save
 
 PyObject* hook(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    PyObject *note, *notes_all;
-    if (!PyArg_ParseTuple(arguments, "OO", &note, &notes_all)) return nullptr;
-    const Ref bound = owned(PyTuple_Pack(3, self, note, notes_all));
-    return PyCFunction_NewEx(&pack_def, bound.get(), names.module);
+    PyObject* note;
+    int notes_all;
+    if (!PyArg_ParseTuple(arguments, "Op", &note, &notes_all)) return nullptr;
+    return pack_hook(self, note, notes_all != 0).release();
   });
 }
 
@@ -67,10 +67,7 @@ bool is_small(const Description& saved) {
 
 PyObject* finish(PyObject* self, PyObject*) {
   return guarded([&] {
-    auto& saved = data_of<Saved>(self);
-    saved.unreleased = saved.tensors.size();
-    saved.released.assign(saved.unreleased, false);
-    saved.are_small = std::all_of(saved.tensors.begin(), saved.tensors.end(), is_small);
+    finish_saved_tensors(self);
     return none();
   });
 }
@@ -94,14 +91,7 @@ Py_ssize_t count(PyObject* self) {
 }
 
 PyObject* recompute(PyObject* self, PyObject* stops) {
-  return guarded([&] {
-    Recomputed* recomputed = nullptr;
-    Ref object = owned(make(recomputed_type, recomputed));
-    recomputed->first = Ref::to(self);
-    recomputed->limit = data_of<Saved>(self).tensors.size();
-    recomputed->stops = stops == Py_True;
-    return object.release();
-  });
+  return guarded([&] { return recompute_of(self, stops == Py_True); });
 }
 
 PyObject* new_saved(PyTypeObject* type, PyObject*, PyObject*) {
@@ -137,9 +127,7 @@ PyObject* pack_again(PyObject* self, PyObject* object) {
 PyMethodDef pack_again_def{"pack", pack_again, METH_O,
                            "Describe and keep a tensor of a recompute."};
 
-PyObject* hook_again(PyObject* self, PyObject*) {
-  return PyCFunction_NewEx(&pack_again_def, self, names.module);
-}
+PyObject* hook_again(PyObject* self, PyObject*) { return pack_hook_again(self); }
 
 PyObject* object_or_none(const Kept& kept) { return kept.is_there() ? kept.object() : none(); }
 
@@ -185,12 +173,9 @@ PyObject* take_in_task(PyObject* self, PyObject* number) {
 }
 
 PyObject* begin(PyObject* self, PyObject* number) {
-  auto& recomputed = data_of<Recomputed>(self);
   const int task = static_cast<int>(PyLong_AsLong(number));
   if (PyErr_Occurred()) return nullptr;
-  const std::lock_guard<std::mutex> lock(recomputed.saved().mutex);
-  recomputed.task = task;
-  recomputed.saved().recomputed = &recomputed;
+  begin_task(self, task);
   return none();
 }
 
@@ -207,52 +192,11 @@ PyObject* unpack(PyObject* self, PyObject* number) {
 
 PyMethodDef unpack_def{"unpack", unpack, METH_O, "Return a tensor that autograd reads."};
 
-PyObject* unpack_hook(PyObject* self, PyObject* read) {
-  return guarded([&] {
-    const Ref bound = owned(PyTuple_Pack(2, self, read));
-    return PyCFunction_NewEx(&unpack_def, bound.get(), names.module);
-  });
+PyObject* new_unpack_hook(PyObject* self, PyObject* read) {
+  return guarded([&] { return unpack_hook(self, read).release(); });
 }
 
-PyObject* drop_graphs(PyObject* self, PyObject*) {
-  auto& recomputed = data_of<Recomputed>(self);
-  // Python modes see the detach, and may raise a Python error.
-  const bool by_python = c10::impl::dispatch_mode_enabled();
-  PyObject* done = guarded([&] {
-    for (Kept& kept : recomputed.tensors) {
-      if (!kept.is_there()) continue;
-      if (by_python || kept.by_python) {
-        const Ref t = owned(kept.object());
-        kept.by_python = owned(PyObject_CallFunctionObjArgs(names.without_graph, t.get(), nullptr));
-        kept.tensor.reset();
-      } else if (kept.tensor.grad_fn() ||
-                 (kept.tensor.is_view() && kept.tensor._base().grad_fn())) {
-        kept.tensor = alias_of(kept.tensor);
-      }
-    }
-    return none();
-  });
-  if (!done) {
-    const std::vector<Kept> dropped = std::exchange(recomputed.tensors, {});
-    recomputed.unread = 0;
-  }
-  return done;
-}
-
-// Returns true if each tensor certainly matches the one of the forward. Else Python decides.
-bool all_fit(const Recomputed& recomputed) {
-  const auto& before = data_of<Saved>(recomputed.first.get()).tensors;
-  if (recomputed.described.size() != recomputed.limit) return false;
-  for (size_t i = 0; i < recomputed.limit; ++i) {
-    const Description &first = before[i], &second = recomputed.described[i];
-    if (first.by_python || second.by_python || !first.is_like(second)) return false;
-    if (first.parameter != second.parameter) return false;
-    if (!recomputed.tensors[i].tensor.defined()) return false;
-    if (recomputed.tensors[i].tensor._version() != second.version) return false;
-    if (first.is_leaf && first.version != second.version) return false;
-  }
-  return true;
-}
+PyObject* drop(PyObject* self, PyObject*) { return drop_graphs(self); }
 
 PyObject* fits(PyObject* self, PyObject*) {
   return guarded([&] { return PyBool_FromLong(all_fit(data_of<Recomputed>(self))); });
@@ -297,7 +241,7 @@ PyObject* stopped_at(PyObject* self, PyObject*) {
 // ---- the module -------------------------------------------------------------------------------
 
 PyMethodDef saved_methods[] = {{"hook", hook, METH_VARARGS, nullptr},
-                               {"unpack_hook", unpack_hook, METH_O, nullptr},
+                               {"unpack_hook", new_unpack_hook, METH_O, nullptr},
                                {"finish", finish, METH_NOARGS, nullptr},
                                {"release", release_one, METH_O, nullptr},
                                {"is_released", is_released, METH_NOARGS, nullptr},
@@ -310,7 +254,7 @@ PyMethodDef recomputed_methods[] = {{"hook", hook_again, METH_NOARGS, nullptr},
                                     {"take", take, METH_O, nullptr},
                                     {"take_in_task", take_in_task, METH_O, nullptr},
                                     {"begin", begin, METH_O, nullptr},
-                                    {"drop_graphs", drop_graphs, METH_NOARGS, nullptr},
+                                    {"drop_graphs", drop, METH_NOARGS, nullptr},
                                     {"fits", fits, METH_NOARGS, nullptr},
                                     {"before", before, METH_NOARGS, nullptr},
                                     {"after", after, METH_NOARGS, nullptr},
@@ -324,9 +268,9 @@ PyObject* setup(PyObject*, PyObject* arguments) {
   Names objects;
   Small limits;
   if (!PyArg_ParseTuple(arguments, "OOOOOOOOOnn", &objects.tensor, &objects.parameter,
-                        &objects.producers, &objects.describe, &objects.restore,
-                        &objects.is_small, &objects.without_graph, &objects.stop, &objects.module,
-                        &limits.on_cpu, &limits.elsewhere)) {
+                        &objects.producers, &objects.describe, &objects.restore, &objects.is_small,
+                        &objects.without_graph, &objects.stop, &objects.module, &limits.on_cpu,
+                        &limits.elsewhere)) {
     return nullptr;
   }
   Py_INCREF(arguments);  // never released, so `names` stays valid
@@ -359,13 +303,98 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PackHook storage_ops::pack_hook_of(PyObject* pack) {
+namespace storage_ops {
+
+PackHook pack_hook_of(PyObject* pack) {
   if (!PyCFunction_Check(pack)) return {};
   const PyCFunction function = PyCFunction_GetFunction(pack);
   if (function == ::pack) return {PyCFunction_GetSelf(pack), false};
   if (function == pack_again) return {PyCFunction_GetSelf(pack), true};
   return {};
 }
+
+PyObject* new_saved_tensors() {
+  Saved* saved = nullptr;
+  return make(saved_type, saved);
+}
+
+Ref pack_hook(PyObject* saved, PyObject* note, bool notes_all) {
+  const Ref bound = owned(PyTuple_Pack(3, saved, note, notes_all ? Py_True : Py_False));
+  return owned(PyCFunction_NewEx(&pack_def, bound.get(), names.module));
+}
+
+Ref unpack_hook(PyObject* saved, PyObject* read) {
+  const Ref bound = owned(PyTuple_Pack(2, saved, read));
+  return owned(PyCFunction_NewEx(&unpack_def, bound.get(), names.module));
+}
+
+void finish_saved_tensors(PyObject* self) {
+  auto& saved = data_of<Saved>(self);
+  saved.unreleased = saved.tensors.size();
+  saved.released.assign(saved.unreleased, false);
+  saved.are_small = std::all_of(saved.tensors.begin(), saved.tensors.end(), is_small);
+}
+
+PyObject* recompute_of(PyObject* saved, bool stops) {
+  Recomputed* recomputed = nullptr;
+  Ref object = owned(make(recomputed_type, recomputed));
+  recomputed->first = Ref::to(saved);
+  recomputed->limit = data_of<Saved>(saved).tensors.size();
+  recomputed->stops = stops;
+  return object.release();
+}
+
+PyObject* pack_hook_again(PyObject* recomputed) {
+  return PyCFunction_NewEx(&pack_again_def, recomputed, names.module);
+}
+
+void begin_task(PyObject* self, int task) {
+  auto& recomputed = data_of<Recomputed>(self);
+  const std::lock_guard<std::mutex> lock(recomputed.saved().mutex);
+  recomputed.task = task;
+  recomputed.saved().recomputed = &recomputed;
+}
+
+PyObject* drop_graphs(PyObject* self) {
+  auto& recomputed = data_of<Recomputed>(self);
+  // Python modes see the detach, and may raise a Python error.
+  const bool by_python = c10::impl::dispatch_mode_enabled();
+  PyObject* done = guarded([&] {
+    for (Kept& kept : recomputed.tensors) {
+      if (!kept.is_there()) continue;
+      if (by_python || kept.by_python) {
+        const Ref t = owned(kept.object());
+        kept.by_python = owned(PyObject_CallFunctionObjArgs(names.without_graph, t.get(), nullptr));
+        kept.tensor.reset();
+      } else if (kept.tensor.grad_fn() ||
+                 (kept.tensor.is_view() && kept.tensor._base().grad_fn())) {
+        kept.tensor = alias_of(kept.tensor);
+      }
+    }
+    return none();
+  });
+  if (!done) {
+    const std::vector<Kept> dropped = std::exchange(recomputed.tensors, {});
+    recomputed.unread = 0;
+  }
+  return done;
+}
+
+bool all_fit(const Recomputed& recomputed) {
+  const auto& before = data_of<Saved>(recomputed.first.get()).tensors;
+  if (recomputed.described.size() != recomputed.limit) return false;
+  for (size_t i = 0; i < recomputed.limit; ++i) {
+    const Description &first = before[i], &second = recomputed.described[i];
+    if (first.by_python || second.by_python || !first.is_like(second)) return false;
+    if (first.parameter != second.parameter) return false;
+    if (!recomputed.tensors[i].tensor.defined()) return false;
+    if (recomputed.tensors[i].tensor._version() != second.version) return false;
+    if (first.is_leaf && first.version != second.version) return false;
+  }
+  return true;
+}
+
+}  // namespace storage_ops
 
 PyMODINIT_FUNC PyInit__saved_tensors() {
   PyType_Slot saved[] = {{Py_tp_new, slot(new_saved)},
@@ -382,8 +411,9 @@ PyMODINIT_FUNC PyInit__saved_tensors() {
               Py_TPFLAGS_DISALLOW_INSTANTIATION, recomputed);
   PyObject* module = PyModule_Create(&definition);
   if (!recomputed_type || !module) return nullptr;
-  const bool added = add_type<Saved>(module, "storage_ops._saved_tensors.SavedTensors", saved) &&
-                     add_call_in(module) && add_default_hooks(module) && add_inputs(module) && add_results(module) &&
+  saved_type = add_type<Saved>(module, "storage_ops._saved_tensors.SavedTensors", saved);
+  const bool added = saved_type && add_plain_region(module) && add_call_in(module) &&
+                     add_default_hooks(module) && add_inputs(module) && add_results(module) &&
                      add_snapshot(module) && add_state(module) && add_walk(module);
   return added ? module : nullptr;
 }

@@ -5,6 +5,7 @@
 #pragma once
 #include "descriptions.h"
 // Python.h, which it includes, comes first.
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <mutex>
@@ -65,7 +66,8 @@ struct Recomputed {
 
   Saved& saved() const { return data_of<Saved>(first.get()); }
 
-  // Returns true if the recompute ends before its next tensor, or with it. The caller has the mutex.
+  // Returns true if the recompute ends before its next tensor, or with it. The caller has the
+  // mutex.
   bool stops_before_next() const { return stops && tensors.size() >= limit; }
   bool stops_with_next() const {
     return stops && tensors.size() + 1 == limit && !saved().are_small;
@@ -120,6 +122,28 @@ struct PackHook {
 };
 
 PackHook pack_hook_of(PyObject* pack);
+
+// The methods of both classes in saved_tensors.py that a region needs. They throw or return null if
+// a Python error is set.
+PyObject* new_saved_tensors();
+Ref pack_hook(PyObject* saved, PyObject* note, bool notes_all);
+Ref unpack_hook(PyObject* saved, PyObject* read);
+void finish_saved_tensors(PyObject* saved);
+PyObject* recompute_of(PyObject* saved, bool stops);
+PyObject* pack_hook_again(PyObject* recomputed);
+PyObject* drop_graphs(PyObject* recomputed);
+void begin_task(PyObject* recomputed, int task);
+
+// Returns true if each tensor certainly matches the one of the forward. Else Python decides.
+bool all_fit(const Recomputed& recomputed);
+
+// The context manager of a region's hooks, and torch's own engine.
+PyObject* hooks_context(PyObject* pack, PyObject* unpack);
+torch::autograd::Engine& torch_engine();
+
+// Returns a saved tensor of a `PlainRegion`, which runs once more if that is necessary. Returns an
+// undefined tensor to let Python decide. `read` is the function that an unpack hook calls.
+at::Tensor read_natively(PyObject* read, size_t index);
 
 // Adds the context manager of hooks to the module. Returns false if a Python error is set.
 bool add_default_hooks(PyObject* module);

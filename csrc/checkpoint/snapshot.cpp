@@ -96,25 +96,14 @@ PyObject* is_unwritten(PyObject* self, PyObject*) {
 }
 
 // is_unchanged(): returns true if the call has changed nothing that a recompute restores.
-PyObject* is_unchanged(PyObject* self, PyObject*) {
-  return guarded([&] {
-    const auto& snapshot = data_of<Snapshot>(self);
-    return PyBool_FromLong(are_unwritten(snapshot.noted.get()) &&
-                           is_walk_unchanged(snapshot.seen.get()));
-  });
+PyObject* get_unchanged(PyObject* self, PyObject*) {
+  return guarded([&] { return PyBool_FromLong(is_unchanged(self)); });
 }
 
 // is_current(): returns true if the present state is the noted one, but for the random state and
 // grad mode, which `__enter__` restores.
-PyObject* is_current(PyObject* self, PyObject*) {
-  return guarded([&] {
-    const auto& snapshot = data_of<Snapshot>(self);
-    const bool same =
-        !is_any_mode_active() && settings() == snapshot.settings &&
-        current_gpu(snapshot.gpu >= 0) == snapshot.gpu && are_unwritten(snapshot.noted.get()) &&
-        need_the_same_gradients(snapshot.noted.get()) && is_walk_unchanged(snapshot.seen.get());
-    return PyBool_FromLong(same);
-  });
+PyObject* get_current(PyObject* self, PyObject*) {
+  return guarded([&] { return PyBool_FromLong(is_current(self)); });
 }
 
 void put_back(Snapshot& snapshot) {
@@ -175,8 +164,8 @@ PyObject* get_settings(PyObject* self, void*) {
 }
 
 PyMethodDef methods[] = {{"is_unwritten", is_unwritten, METH_NOARGS, nullptr},
-                         {"is_unchanged", is_unchanged, METH_NOARGS, nullptr},
-                         {"is_current", is_current, METH_NOARGS, nullptr},
+                         {"is_unchanged", get_unchanged, METH_NOARGS, nullptr},
+                         {"is_current", get_current, METH_NOARGS, nullptr},
                          {"random", random, METH_NOARGS, nullptr},
                          {"put_back", leave, METH_NOARGS, nullptr},
                          {"__enter__", enter, METH_NOARGS, nullptr},
@@ -190,6 +179,20 @@ PyGetSetDef members[] = {{"seen", get_seen, nullptr, nullptr, nullptr},
                          {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
+
+bool is_unchanged(PyObject* object) {
+  const auto& snapshot = data_of<Snapshot>(object);
+  return are_unwritten(snapshot.noted.get()) && is_walk_unchanged(snapshot.seen.get());
+}
+
+bool is_current(PyObject* object) {
+  const auto& snapshot = data_of<Snapshot>(object);
+  return !is_any_mode_active() && settings() == snapshot.settings &&
+         current_gpu(snapshot.gpu >= 0) == snapshot.gpu && are_unwritten(snapshot.noted.get()) &&
+         need_the_same_gradients(snapshot.noted.get()) && is_walk_unchanged(snapshot.seen.get());
+}
+
+void put_back(PyObject* object) { put_back(data_of<Snapshot>(object)); }
 
 bool add_snapshot(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_snapshot)},

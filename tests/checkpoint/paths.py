@@ -5,16 +5,23 @@ from typing import Any
 
 import pytest
 
+from storage_ops.checkpoint.region import plain_region
+
 
 def both_paths(module: ModuleType) -> Any:
-    """Return a fixture that runs a test with the library that `module` calls, and without it."""
+    """Return a fixture that runs a test with the library that `module` calls, and without it.
 
-    @pytest.fixture(params=["C++", "Python"])
+    In between, "parts" is a region in Python with the library's parts.
+    """
+
+    @pytest.fixture(params=["C++", "parts", "Python"])
     def path(request, monkeypatch):
+        if request.param != "Python" and module._native is None:
+            pytest.skip("there is no library for this torch")
+        if request.param != "C++":
+            monkeypatch.setattr(plain_region, "_native", None)
         if request.param == "Python":
             monkeypatch.setattr(module, "_native", None)
-        elif module._native is None:
-            pytest.skip("there is no library for this torch")
         return request.param
 
     return path

@@ -64,7 +64,7 @@ def test_descriptions_are_equal(path, name):
         assert all(getattr(description, at) == getattr(expected, at) for at in Saved.__slots__)
         assert str(description) == str(expected)
     saved_tensors.check(recomputed, "a region", str)
-    if path == "C++":
+    if path != "Python":
         assert recomputed.fits() == (name not in {"sparse", "subclass", "nested"})
     taken = recomputed.take(0)
     assert taken.grad_fn is None and not recomputed.has(0) and len(recomputed) == 0
@@ -202,6 +202,6 @@ def test_an_index_out_of_range_is_an_error(path):
     assert not recomputed.has(0) and recomputed.take_in_task(0) is None
     with pytest.raises((IndexError, KeyError)):
         recomputed.take(0)
-    if path == "C++":
+    if path != "Python":
         with pytest.raises(TypeError):
             type(recomputed)()

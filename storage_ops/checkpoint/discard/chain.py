@@ -16,7 +16,8 @@ from storage_ops.checkpoint.discard.output_discard import (
     OutputDiscardCheckpoint,
     run_region,
 )
-from storage_ops.checkpoint.region.region import Region, is_repeatable
+from storage_ops.checkpoint.region.options import is_repeatable
+from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.foundation import regions
 

@@ -21,14 +21,14 @@ from storage_ops.checkpoint.discard.consumers import ConsumerHooks, verify
 from storage_ops.checkpoint.discard.containers import Containers
 from storage_ops.checkpoint.region.inputs import leaves_of
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
-from storage_ops.checkpoint.region.region import (
+from storage_ops.checkpoint.region.options import (
     CHECKS,
     ContextFn,
     DeterminismCheck,
     Options,
-    Region,
     is_repeatable,
 )
+from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.execution import is_disabled
 from storage_ops.foundation import regions

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from typing_extensions import TypedDict
 
-from storage_ops.checkpoint.region.region import CHECKS, DeterminismCheck
+from storage_ops.checkpoint.region.options import CHECKS, DeterminismCheck
 from storage_ops.checkpoint.selective.policies import NAMED, Policy, PolicyName
 from storage_ops.foundation.op_names import resolve
 from storage_ops.optional import required

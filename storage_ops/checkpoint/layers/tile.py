@@ -22,7 +22,7 @@ from storage_ops._subclass import Replaced, like
 from storage_ops.checkpoint.layers import tile_run
 from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
-from storage_ops.checkpoint.region.region import is_repeatable
+from storage_ops.checkpoint.region.options import is_repeatable
 from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import replaced, unchanged

@@ -23,8 +23,9 @@ from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig, LayerOptions, Mode
 from storage_ops.checkpoint.layers.config_policy import policy_of
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
+from storage_ops.checkpoint.region.options import ContextFn, Options, is_repeatable
+from storage_ops.checkpoint.region.plain_region import run
 from storage_ops.checkpoint.region.reentrant import run_reentrant
-from storage_ops.checkpoint.region.region import ContextFn, Options, Region, is_repeatable
 from storage_ops.checkpoint.selective.policies import Policy
 from storage_ops.checkpoint.selective.selective import contexts
 from storage_ops.checkpoint.state.caches import warn_once, without_cache
@@ -100,7 +101,7 @@ class Checkpointing:
             return run_reentrant(fn, args, kwargs, options, name, module.parameters())
         if self.policy is not None:
             options = self._with_policy(name)
-        return Region(fn, args, kwargs, options, name).forward(args, kwargs)
+        return run(fn, args, kwargs, options, name)
 
     def _with_policy(self, name: str) -> Options:
         """Return the options of a region with this name."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-_current_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+# Returns the group of passes that share one recompute; None in torch versions without groups.
+current_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
 
 
 def current_pass() -> Any:
@@ -15,7 +16,7 @@ def current_pass() -> Any:
 
     `torch.utils.checkpoint.GraphExecGroup` makes several passes share one recompute.
     """
-    current = _current_group()
+    current = None if current_group is None else current_group()
     if current is not None:
         return current
     task = torch._C._current_graph_task_id()

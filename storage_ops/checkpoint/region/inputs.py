@@ -75,6 +75,15 @@ class Inputs:
                 self._same[i] = (t, t._version)
         self._kept = _hold([] if ours and len(self._same) == len(self.tensors) else self.tensors)
 
+    @staticmethod
+    def of_library(native: Any) -> Inputs:
+        """Return an object for arguments that the library keeps, after the forward."""
+        inputs = Inputs.__new__(Inputs)
+        inputs._again, inputs._same, inputs._native, inputs._spec = [], {}, native, None
+        inputs.plain, inputs.tensors = [], []
+        inputs._at = range(len(native.traits()))
+        return inputs
+
     def forget(self) -> None:
         """Leave the tensors to autograd."""
         self.tensors = []

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.region.inputs import TensorTraits, fail_argument
-from storage_ops.checkpoint.region.region import Options
+from storage_ops.checkpoint.region.options import Options
 from storage_ops.checkpoint.saved.saved import fail_modified
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.reachable import Surroundings

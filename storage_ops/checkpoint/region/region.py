@@ -11,14 +11,12 @@ saved. After the backward of the last of them, the region frees its inputs and o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from _thread import RLock  # `threading.RLock` is a function of Python around it
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from torch import Tensor
 from storage_ops.checkpoint.region.backward_pass import current_pass, is_retained
 from storage_ops.checkpoint.region.call_in import call_in
 from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
+from storage_ops.checkpoint.region.options import Options
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard, saved_tensors
 from storage_ops.checkpoint.saved.guard import storage_key
@@ -38,52 +37,21 @@ from storage_ops.checkpoint.saved.outputs import (
     producers,
 )
 from storage_ops.checkpoint.saved.saved import Saved, check_unread, explain_transform, fail
-from storage_ops.checkpoint.saved.saved_tensors import RecomputedTensors, StopRecompute
-from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
+from storage_ops.checkpoint.saved.saved_tensors import (
+    RecomputedTensors,
+    SavedTensors,
+    StopRecompute,
+)
+from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
-ContextFn = Callable[[], tuple[contextlib.AbstractContextManager[Any], ...]]
-DeterminismCheck = Literal["default", "checksum", "none"]
-CHECKS: tuple[DeterminismCheck, ...] = get_args(DeterminismCheck)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The settings of a region besides its function and arguments."""
-
-    preserve_rng_state: bool = True
-    determinism_check: DeterminismCheck = "default"
-    debug: bool = False
-    context_fn: ContextFn | None = None
-    early_stop: bool = True
-    discards: bool = True
-    counts_saved: bool = False
-
-
-_serials = itertools.count()
+serials = itertools.count()  # numbers of regions, in the order of their calls
 # This node saves its input, and noise that its kernel writes only afterwards.
 _SAVES_BEFORE_WRITING = "RreluWithNoiseBackward0"
 # The modules in which the saved-tensor hooks of checkpoints are defined.
 _CHECKPOINTS = ("torch.utils.checkpoint", saved_tensors.__name__)
-
-
-def is_repeatable() -> bool:
-    """Return True if calls can be regions now.
-
-    They cannot without grad mode, where checkpoints are disabled, in a trace of torch.jit, or under
-    a transform of torch.func, which allows no saved-tensor hooks. They cannot in
-    `torch.autograd.graph.allow_mutation_on_saved_tensors` either. It copies saved tensors before
-    they are written, but does not know the tensors that a recompute saves.
-    """
-    return (
-        torch.is_grad_enabled()
-        and not is_disabled()
-        and not torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
 
 
 class Region:
@@ -125,12 +93,9 @@ class Region:
         """Remember the call and its surroundings; `forward` runs it."""
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
         self.options = options
-        self._checksums = options.determinism_check == "checksum"
-        self._stops = options.early_stop
-        self._serial = next(_serials)
-        self._lock = RLock()
+        self._serial = next(serials)
         self._fn: Callable[..., Any] | None = fn
-        self._contexts = options.context_fn() if options.context_fn else ()
+        contexts = options.context_fn() if options.context_fn else ()
         self._inputs: Inputs | None = Inputs(args, kwargs)
         self._state: ExecutionState | Snapshot | None
         # The captured tensors are kept until the forward has run.
@@ -139,12 +104,25 @@ class Region:
         )
         if options.debug:
             self._log = OpLog()
-        self.producers: set[Region] = set()
-        if producers:
-            self.producers = {r for r in map(producer_of, self._inputs.tensors) if r is not None}
-        self._saved = saved_tensors.saved_tensors(self._checksums, options.debug)
         if options.counts_saved:
             self.allocated = SavedBytes()
+        checksums = options.determinism_check == "checksum"
+        self.set_up(contexts, saved_tensors.saved_tensors(checksums, options.debug))
+        if producers:
+            self.producers.update(r for t in self._inputs.tensors if (r := producer_of(t)))
+
+    def set_up(self, contexts: tuple[Any, ...], saved: SavedTensors) -> None:
+        """Set the other attributes.
+
+        Args:
+            contexts: the context managers of the options, for the forward and for the recompute.
+            saved: describes the tensors that the forward saves.
+        """
+        self._contexts, self._saved = contexts, saved
+        self._checksums = self.options.determinism_check == "checksum"
+        self._stops = self.options.early_stop
+        self._lock = RLock()
+        self.producers: set[Region] = set()
         self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
         self.uses: dict[int, int] = {}
 
@@ -174,8 +152,7 @@ class Region:
         except RuntimeError as error:
             explain_transform(self.name, error)
             raise
-        self._running = False
-        self._state.finish()
+        self.finish()
         self._saved.finish()
         leaves = leaves_of(outputs)
         if self._captured and self.options.determinism_check != "none":
@@ -188,13 +165,27 @@ class Region:
             self._note_made(leaves, getattr(outputs, "__dict__", {}), start)
             if self.allocated is not None:
                 self.allocated.finish(self._inputs.tensors, self.discardable)
-        self._communicates = collectives.number_issued() != issued
-        if self._communicates:
-            collectives.call_before_backward(leaves, self.trigger())
+        if collectives.number_issued() != issued:
+            self.note_communication(leaves)
         self._captured = []
         self._inputs.forget()
         self.end = torch._C._autograd._get_sequence_nr()
         return outputs
+
+    def finish(self) -> None:
+        """Note that the forward has ended."""
+        assert self._state is not None
+        self._running = False
+        self._state.finish()
+
+    def note_communication(self, outputs: list[Any]) -> None:
+        """Note that the forward has run collectives, so that each rank recomputes them.
+
+        Args:
+            outputs: the leaves of what the region returned.
+        """
+        self._communicates = True
+        collectives.call_before_backward(outputs, self.trigger())
 
     def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
         """Find the outputs that can be discarded."""
@@ -347,7 +338,9 @@ class Region:
         args, kwargs = self._inputs.again(self.name)
         again = self._saved.recompute(bool(stops))
         log = OpLog() if self._log else None
-        contexts = (self._gathered(args, kwargs, is_next),) if fsdp.is_used() else ()
+        contexts: tuple[Any, ...] = ()
+        if fsdp.is_used():
+            contexts = (self._gathered(args, kwargs, is_next),)
         contexts += (
             *self._state.contexts(self.name, checks),
             saved_tensors.hooks(again.hook(), again.read),
@@ -398,12 +391,8 @@ class Region:
 
     def _difference(self, log: OpLog | None, stops: bool) -> str:
         """Return the difference that the logs of ops show, for an error."""
-        noted: str = getattr(self._contexts[1], "difference", "") if self._contexts else ""
         if self._log is None or log is None:
-            unknown = (
-                "" if self.options.debug else " Set debug=True to see the first op that differs."
-            )
-            return f" Difference: {noted}." if noted else unknown
+            return explain_difference(self._contexts, self.options.debug)
         if stops:
             del self._log.ops[len(log.ops) :]
         return self._log.difference(log)
@@ -491,6 +480,19 @@ class Region:
                 "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
+
+
+def explain_difference(contexts: tuple[Any, ...], debug: bool = False) -> str:
+    """Return the difference that the contexts of a region have noted, for an error.
+
+    Args:
+        contexts: the context managers of the options.
+        debug: whether the region is in debug mode.
+    """
+    noted: str = getattr(contexts[1], "difference", "") if contexts else ""
+    if noted:
+        return f" Difference: {noted}."
+    return "" if debug else " Set debug=True to see the first op that differs."
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

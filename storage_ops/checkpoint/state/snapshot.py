@@ -10,7 +10,7 @@ the library noted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,16 +31,20 @@ class Snapshot:
 
     __slots__ = ("_attention", "_facts", "_full", "_native", "_running")
 
-    def __init__(self, native: Any, facts: tuple[Any, ...]) -> None:
-        """Create an object for a snapshot of the library, before the call.
+    def __init__(
+        self, native: Any, facts: tuple[Any, ...], attention: Any, running: bool = True
+    ) -> None:
+        """Create an object for a snapshot of the library.
 
         Args:
             native: the library's object.
             facts: the facts of the known walk.
+            attention: the function that computed attention before the call.
+            running: whether the call still runs.
         """
         self._native, self._facts = native, facts
-        self._attention = F.scaled_dot_product_attention
-        self._running = True
+        self._attention = attention
+        self._running = running
         self._full: ExecutionState | None = None
 
     def _state(self) -> ExecutionState:
@@ -86,6 +90,41 @@ class Snapshot:
         """Do nothing, because the forward ran in no level of dual numbers."""
 
 
+def snapshot_before(
+    fn: Callable[..., Any],
+    arguments: list[Any],
+    tensors: Iterable[Tensor],
+    preserve_rng_state: bool,
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Capture the state before a call with the library.
+
+    Args:
+        fn, arguments, tensors, preserve_rng_state: as in `state_before`.
+
+    Returns:
+        The library's object and the facts of the known walk, or None if Python must capture it.
+    """
+    # The library notes no other devices, generators and caches.
+    if _native is None or execution.trackers or parametrize._cache_enabled:
+        return None
+    if forward_ad._current_level >= 0:
+        return None
+    for t in tensors:
+        if not (t.is_cpu or t.is_cuda or t.is_meta):
+            return None
+    roots = known_walks.roots_of(fn, arguments)
+    if roots is None or (known := known_walks.known_from(roots)) is None:
+        return None
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    native = _native.Snapshot(known.walk, roots, preserve_rng_state, gpus)
+    if native is None:
+        return None
+    known.attempts = 0
+    if native.settings not in execution.known_settings:
+        execution.read_settings()
+    return native, known.facts
+
+
 def state_before(
     fn: Callable[..., Any], arguments: list[Any], tensors: list[Tensor], preserve_rng_state: bool
 ) -> tuple[ExecutionState | Snapshot, list[Tensor]]:
@@ -100,21 +139,9 @@ def state_before(
     Returns:
         The state, and the tensors that the call reaches besides arguments, parameters and buffers.
     """
-    # The library notes no other devices, generators and caches.
-    is_usual = not (execution.trackers or parametrize._cache_enabled)
-    is_usual = is_usual and forward_ad._current_level < 0
-    for t in tensors:
-        is_usual = is_usual and (t.is_cpu or t.is_cuda or t.is_meta)
-    if is_usual and _native is not None:
-        roots = known_walks.roots_of(fn, arguments)
-        if roots is not None and (known := known_walks.known_from(roots)) is not None:
-            gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-            native = _native.Snapshot(known.walk, roots, preserve_rng_state, gpus)
-            if native is not None:
-                known.attempts = 0
-                if native.settings not in execution.known_settings:
-                    execution.read_settings()
-                return Snapshot(native, known.facts), []
+    snapshot = snapshot_before(fn, arguments, tensors, preserve_rng_state)
+    if snapshot is not None:
+        return Snapshot(*snapshot, F.scaled_dot_product_attention), []
     surroundings = Surroundings.of(fn, arguments, tensors)
     return ExecutionState(surroundings, preserve_rng_state), surroundings.tensors
 
