@@ -92,8 +92,7 @@ class Inputs:
         """Remove the hooks that a recompute has registered on its inputs in addition."""
         again, self._again = self._again, []
         for t, number in again:
-            while len(hooks := t._backward_hooks or {}) > number:
-                hooks.popitem()
+            forget_hooks(t, number)
 
     def again(self, region: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a recompute of the region with this name."""
@@ -132,6 +131,12 @@ class Inputs:
         native, self._native = self._native, None
         self._like = [TensorTraits.of(*traits) for traits in native.traits()]
         self._kept = lambda: [partial(native.unpack, i) for i in range(len(self._like))]
+
+
+def forget_hooks(t: Tensor, number: int) -> None:
+    """Remove the hooks of a tensor that were registered after the first `number` of them."""
+    while len(hooks := t._backward_hooks or {}) > number:
+        hooks.popitem()
 
 
 def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> NoReturn:

@@ -29,11 +29,14 @@ class Options:
     counts_saved: bool = False
 
     @property
+    def checksums(self) -> bool:
+        """Return True if saved tensors are compared by checksums, too."""
+        return self.determinism_check == "checksum"
+
+    @property
     def is_usual(self) -> bool:
         """Return True if the library can run a region with these settings."""
-        return not (
-            self.debug or self.discards or self.counts_saved or self.determinism_check == "checksum"
-        )
+        return not (self.debug or self.discards or self.counts_saved or self.checksums)
 
 
 def is_repeatable() -> bool:

@@ -20,7 +20,12 @@ from torch.nn import functional as F
 from storage_ops import _library
 from storage_ops.checkpoint.region import region
 from storage_ops.checkpoint.region.backward_pass import current_group
-from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
+from storage_ops.checkpoint.region.inputs import (
+    Inputs,
+    explain_lost_memory,
+    forget_hooks,
+    leaves_of,
+)
 from storage_ops.checkpoint.region.options import Options
 from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved import saved_tensors
@@ -115,22 +120,11 @@ def _check(recomputed: Any, name: str, contexts: tuple[Any, ...]) -> None:
     saved_tensors.check(recomputed, name, lambda: region.explain_difference(contexts))
 
 
-def _forget_hooks(t: Tensor, number: int) -> None:
-    """Remove the hooks of a tensor that were registered after the first ones.
-
-    Args:
-        t: the tensor.
-        number: how many there were.
-    """
-    while len(hooks := t._backward_hooks or {}) > number:
-        hooks.popitem()
-
-
 def _set_up() -> Any:
     """Return the library's module, or None without the library."""
     native: Any = sys.modules.get(_library.SAVED_TENSORS)
     if native is not None:
-        native.setup_regions(_make, _explain, _check, _forget_hooks, current_group, is_disabled, F)
+        native.setup_regions(_make, _explain, _check, forget_hooks, current_group, is_disabled, F)
     return native
 
 

@@ -106,8 +106,7 @@ class Region:
             self._log = OpLog()
         if options.counts_saved:
             self.allocated = SavedBytes()
-        checksums = options.determinism_check == "checksum"
-        self.set_up(contexts, saved_tensors.saved_tensors(checksums, options.debug))
+        self.set_up(contexts, saved_tensors.saved_tensors(options.checksums, options.debug))
         if producers:
             self.producers.update(r for t in self._inputs.tensors if (r := producer_of(t)))
 
@@ -119,7 +118,7 @@ class Region:
             saved: describes the tensors that the forward saves.
         """
         self._contexts, self._saved = contexts, saved
-        self._checksums = self.options.determinism_check == "checksum"
+        self._checksums = self.options.checksums
         self._stops = self.options.early_stop
         self._lock = RLock()
         self.producers: set[Region] = set()
