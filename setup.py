@@ -62,6 +62,7 @@ def kernels() -> list[Native]:
                 "saved_tensors",
                 "call_in",
                 "default_hooks",
+                "discarding",
                 "kept_inputs",
                 "plain_region",
                 "saved_results",

@@ -7,6 +7,7 @@
 // are the region's, the hooks are objects of C++. For everything else it calls torch's engine.
 // Python's hooks are also used for tensors that only Python can describe, and to raise Python
 // errors.
+#include "plain_region.h"
 #include "saved_results.h"
 #include "saved_tensors.h"
 // Python.h, which it includes, comes first.
@@ -35,15 +36,23 @@ Engine* engine_of_torch = nullptr;  // the same object as long as the process li
 struct Callables {
   Ref pack, unpack;
   PackHook hook;
+  bool is_consumer = false;
+  WeakRegion consumed;  // the region whose output a consumer gets
 
   Callables(PyObject* p, PyObject* u)
-      : pack(Ref::to(p)), unpack(Ref::to(u)), hook(pack_hook_of(p)) {}
+      : pack(Ref::to(p)), unpack(Ref::to(u)), hook(pack_hook_of(p)) {
+    consumed = consumed_region(p);
+    is_consumer = !consumed.expired();
+  }
 
   // Returns a tensor of a region that does not need Python, or an undefined tensor.
   at::Tensor read_natively(size_t index) const {
     if (hook.is_recompute || !PyCFunction_Check(unpack.get())) return {};
     return storage_ops::read_natively(PyTuple_GetItem(PyCFunction_GetSelf(unpack.get()), 1), index);
   }
+
+  // Returns hooks for a tensor.
+  std::unique_ptr<SavedVariableHooks> hooks(const std::shared_ptr<const Callables>& shared) const;
 
   ~Callables() {
     if (!Py_IsInitialized()) {  // the process ends
@@ -70,10 +79,6 @@ thread_local Context* running = nullptr;  // of the innermost region that runs i
 
 c10::SafePyObject safe(PyObject* owned) { return {owned, getPyInterpreter()}; }
 
-std::unique_ptr<SavedVariableHooks> hooks_of_torch() {
-  return engine_of_torch->get_default_saved_variable_hooks();
-}
-
 PyObject* same(PyObject* self, PyObject*) { return Ref::to(self).release(); }
 PyMethodDef same_def{"same", same, METH_O, "Return the object that this function is bound to."};
 
@@ -99,19 +104,11 @@ Ref fetch_error() {
   return Ref(PyCFunction_NewEx(&raise_def, parts.get(), nullptr));
 }
 
-// Returns torch's own hooks, which have packed `index` and call `unpack`.
-std::unique_ptr<SavedVariableHooks> hooks_of_python(size_t index, PyObject* unpack) {
+// Does not need the GIL.
+bool may_have_producer(const at::Tensor& t) {
+  if (PyDict_Size(names.producers) == 0) return false;
   const WithGil gil;
-  const Ref number(PyLong_FromSize_t(index));
-  Stack only;
-  only.stack.emplace(safe(PyCFunction_NewEx(&same_def, number.get(), nullptr)),
-                     safe(Ref::to(unpack).release()));
-  const Stack before = at::SavedTensorDefaultHooks::get_tls_state();
-  at::SavedTensorDefaultHooks::set_tls_state(only);
-  auto hooks = hooks_of_torch();
-  at::SavedTensorDefaultHooks::set_tls_state(before);
-  hooks->call_pack_hook(at::Tensor());
-  return hooks;
+  return has_producer(t);
 }
 
 // The hooks of one tensor.
@@ -123,11 +120,10 @@ class Hooks final : public SavedVariableHooks {
     const PackHook& hook = callables_->hook;
     Description description;
     // The last tensor of a recompute raises Python's exception of early stop.
-    const bool by_python =
-        !is_plain(t.unsafeGetTensorImpl()) || !has_plain_class(t) ||
-        (hook.is_recompute ? hook.recomputed().stops_now()
-                           : hook.notes_all() || PyDict_Size(names.producers) != 0) ||
-        !describe_plain(t, description);
+    const bool by_python = !is_plain(t.unsafeGetTensorImpl()) || !has_plain_class(t) ||
+                           (hook.is_recompute ? hook.recomputed().stops_now()
+                                              : hook.notes_all() || may_have_producer(t)) ||
+                           !describe_plain(t, description);
     if (by_python) {
       python_ = hooks_of_torch();
       return python_->call_pack_hook(t);
@@ -162,7 +158,9 @@ class Hooks final : public SavedVariableHooks {
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
       const override {
     if (python_) return python_->retrieve_unpack_hook_data();
-    return hooks_of_python(index_, callables_->unpack.get())->retrieve_unpack_hook_data();
+    const WithGil gil;
+    const Ref number(PyLong_FromSize_t(index_));
+    return hooks_of_python(number, callables_->unpack.get())->retrieve_unpack_hook_data();
   }
 
  private:
@@ -178,9 +176,8 @@ class Hooks final : public SavedVariableHooks {
           owned(PyObject_CallFunctionObjArgs(callables_->unpack.get(), number.get(), nullptr));
       return tensor_of(impl_of(t.get()));
     } catch (const PythonError&) {
+      throw_python_error();
     }
-    const Ref raise_error = fetch_error();
-    return hooks_of_python(index_, raise_error.get())->call_unpack_hook();
   }
 
   static bool has_plain_class(const at::Tensor& t) {
@@ -193,6 +190,11 @@ class Hooks final : public SavedVariableHooks {
   size_t index_ = 0;
 };
 
+std::unique_ptr<SavedVariableHooks> Callables::hooks(const Shared& shared) const {
+  if (is_consumer) return consumer_hooks(consumed);
+  return std::make_unique<Hooks>(shared);
+}
+
 // Answers for torch's engine in a thread in which a region runs.
 // Functions of `Engine` that are not virtual use state of the thread, and not of the engine.
 class RegionEngine final : public Engine {
@@ -202,7 +204,7 @@ class RegionEngine final : public Engine {
     const bool is_ours =
         running && !hooks.is_tracing && !hooks.stack.empty() &&
         hooks.stack.top().first.ptr(getPyInterpreter()) == running->callables->pack.get();
-    if (is_ours) return std::make_unique<Hooks>(running->callables);
+    if (is_ours) return running->callables->hooks(running->callables);
     return hooks_of_torch();
   }
 
@@ -281,6 +283,32 @@ PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+std::unique_ptr<SavedVariableHooks> hooks_of_torch() {
+  return engine_of_torch->get_default_saved_variable_hooks();
+}
+
+std::unique_ptr<SavedVariableHooks> hooks_of_python(const Ref& packed, PyObject* unpack) {
+  Stack only;
+  only.stack.emplace(safe(PyCFunction_NewEx(&same_def, packed.get(), nullptr)),
+                     safe(Ref::to(unpack).release()));
+  const Stack before = at::SavedTensorDefaultHooks::get_tls_state();
+  at::SavedTensorDefaultHooks::set_tls_state(only);
+  auto hooks = hooks_of_torch();
+  at::SavedTensorDefaultHooks::set_tls_state(before);
+  hooks->call_pack_hook(at::Tensor());
+  return hooks;
+}
+
+// torch's hooks throw the exception, because its class does not compile with the stable ABI of
+// CPython.
+void throw_python_error() {
+  const WithGil gil;
+  const Ref nothing(none());
+  const Ref raise_error = fetch_error();
+  hooks_of_python(nothing, raise_error.get())->call_unpack_hook();
+  throw std::logic_error("A function that raises has returned.");
+}
 
 PyObject* hooks_context(PyObject* pack, PyObject* unpack) {
   Context* context = nullptr;

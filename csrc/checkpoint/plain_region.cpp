@@ -1,71 +1,28 @@
-// A region in the usual case: its arguments are plain tensors, no mode is active, and a recompute
-// finds the state that the forward found. Its forward and its recompute need no Python code besides
-// the function's own.
-//
-// storage_ops/checkpoint/region/region.py has the region in Python, for every case. As soon as
-// something is unusual, the function `make` creates that one from the parts of this one, and it
-// decides everything from then on.
+// The forward and the recompute of a region in the usual case (plain_region.h).
+#include "plain_region.h"
+
 #include "call_in.h"
 #include "saved_results.h"
 #include "saved_tensors.h"
 // Python.h, which it includes, comes first.
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/engine.h>
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <memory>
-#include <mutex>
 #include <vector>
 
 namespace storage_ops {
 namespace {
 
-// The Python functions that `setup_regions` got as arguments.
-struct Functions {
-  PyObject *make, *explain, *check, *forget_hooks, *group, *is_disabled, *functional;
-};
-
-Functions functions_of_python;
-
-struct PlainRegion {
-  // Freed after the backward that cannot be followed by another.
-  Ref fn, inputs, snapshot, contexts, facts, attention;
-  Ref options, name, serial, saved;
-  Ref region;      // the region in Python, if there is one
-  Ref recomputed;  // of the backward pass `task`
-  int task = -1;
-  bool stops = false, checks = false, is_running = false;
-  std::recursive_mutex mutex;
-
-  void free_call() {
-    for (Ref* part : {&fn, &inputs, &snapshot, &contexts, &facts, &attention}) *part = Ref();
-  }
-};
-
-using Shared = std::shared_ptr<PlainRegion>;
-
 PyObject* or_none(const Ref& object) { return object ? object.get() : Py_None; }
 
-// Returns the region in Python.
-PyObject* region_of(PyObject* self) {
-  PlainRegion& plain = *data_of<Shared>(self);
-  if (!plain.region) {
-    const Ref parts = owned(PyTuple_Pack(
-        12, or_none(plain.fn), plain.options.get(), plain.name.get(), plain.serial.get(),
-        or_none(plain.contexts), or_none(plain.inputs), or_none(plain.snapshot),
-        or_none(plain.facts), or_none(plain.attention), plain.saved.get(),
-        plain.is_running ? Py_True : Py_False, or_none(plain.recomputed)));
-    const Ref task(PyLong_FromLong(plain.task));
-    plain.region = owned(
-        PyObject_CallFunctionObjArgs(functions_of_python.make, parts.get(), task.get(), nullptr));
-  }
-  return plain.region.get();
+// A tensor that a consumer has saved may be the last owner of a region.
+void free_region(PlainRegion* plain) {
+  if (!Py_IsInitialized()) return;  // the process ends
+  const WithGil gil;
+  delete plain;
 }
 
-Ref call_method(PyObject* object, const char* name, PyObject* argument = nullptr) {
-  const Ref method = owned(PyObject_GetAttrString(object, name));
-  return owned(PyObject_CallFunctionObjArgs(method.get(), argument, nullptr));
-}
+PlainRegion& region_in(PyObject* self) { return *data_of<SharedRegion>(self); }
 
 PyObject* new_region(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -75,9 +32,9 @@ PyObject* new_region(PyTypeObject* type, PyObject* arguments, PyObject*) {
                           &contexts, &options, &name, &serial, &stops, &checks)) {
       return nullptr;
     }
-    Shared* shared = nullptr;
+    SharedRegion* shared = nullptr;
     Ref object = owned(make(type, shared));
-    *shared = std::make_shared<PlainRegion>();
+    *shared = SharedRegion(new PlainRegion, free_region);
     PlainRegion& plain = **shared;
     plain.fn = Ref::to(fn);
     plain.inputs = Ref::to(inputs);
@@ -99,12 +56,14 @@ PyObject* new_region(PyTypeObject* type, PyObject* arguments, PyObject*) {
 
 // Called before a tensor is saved that another region may have produced.
 PyObject* note(PyObject* self, PyObject* t) {
-  return guarded([&] { return call_method(region_of(self), "_note_saved", t).release(); });
+  return guarded(
+      [&] { return call_method(region_of(region_in(self)), "_note_saved", t).release(); });
 }
 
 // Called if the region must decide what a saved tensor is.
 PyObject* read(PyObject* self, PyObject* index) {
-  return guarded([&] { return call_method(region_of(self), "_unpack", index).release(); });
+  return guarded(
+      [&] { return call_method(region_of(region_in(self)), "_unpack", index).release(); });
 }
 
 PyMethodDef note_def{"note", note, METH_O, nullptr};
@@ -119,43 +78,37 @@ std::vector<Ref> with_first(Ref first, PyObject* contexts, Py_ssize_t begin, Py_
 
 // forward(args): runs the function; returns what it returns.
 PyObject* forward(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    PlainRegion& plain = *data_of<Shared>(self);
-    const Ref noting = owned(PyCFunction_NewEx(&note_def, self, nullptr));
-    const Ref reading = owned(PyCFunction_NewEx(&read_def, self, nullptr));
-    const Ref pack = pack_hook(plain.saved.get(), noting.get(), false);
-    const Ref unpack = unpack_hook(plain.saved.get(), reading.get());
-    Ref hooks = owned(hooks_context(pack.get(), unpack.get()));
-    PyObject* own = plain.contexts.get();
-    const auto contexts =
-        with_first(std::move(hooks), own, 0, std::min<Py_ssize_t>(PyTuple_Size(own), 1));
-    plain.is_running = true;
-    Ref outputs = owned(call_in(contexts, plain.fn.get(), args, nullptr));
-    if (plain.region || !is_unchanged(plain.snapshot.get())) {
-      call_method(region_of(self), "finish");
+  return guarded([&] { return run_forward(self, args).release(); });
+}
+
+long long number_issued() {
+  if (PyObject_Size(functions.groups) == 0) return 0;
+  return PyLong_AsLongLong(
+      owned(PyObject_CallFunctionObjArgs(functions.number_issued, nullptr)).get());
+}
+
+// forward_and_discard(args, consumer): runs the function and calls the consumer with its output,
+// which is then discarded. Returns what the consumer returns, and None. If the output is not a
+// usual one, the consumer is not called. Then the result is None and a list with the output, the
+// number of the region's first node, and the number of collectives before.
+PyObject* forward_and_discard(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *args, *consumer;
+    if (!PyArg_ParseTuple(arguments, "O!O", &PyTuple_Type, &args, &consumer)) return nullptr;
+    const SharedRegion shared = data_of<SharedRegion>(self);
+    const uint64_t first_node = at::sequence_number::peek();
+    const long long before = number_issued();
+    Ref hidden = run_forward(self, args);
+    if (!shared->region && number_issued() == before) {
+      Ref outputs = call_consumer(shared, hidden, consumer, first_node, args);
+      if (outputs) return Py_BuildValue("(NO)", outputs.release(), Py_None);
     }
-    plain.is_running = false;
-    finish_saved_tensors(plain.saved.get());
-    return outputs.release();
+    return Py_BuildValue("(O[NKL])", Py_None, hidden.release(),
+                         static_cast<unsigned long long>(first_node), before);
   });
 }
 
 // ---- the backward -----------------------------------------------------------------------------
-
-// Locks a mutex. Other threads get the GIL while this one waits.
-class Lock {
- public:
-  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
-    if (mutex_.try_lock()) return;
-    PyThreadState* thread = PyEval_SaveThread();
-    mutex_.lock();
-    PyEval_RestoreThread(thread);
-  }
-  ~Lock() { mutex_.unlock(); }
-
- private:
-  std::recursive_mutex& mutex_;
-};
 
 // Removes the hooks that a recompute registers on its inputs.
 class Hooked {
@@ -171,8 +124,7 @@ class Hooked {
     for (const auto& [t, before] : before_) {
       if (number(t.get()) <= before) continue;
       const Ref count(PyLong_FromSsize_t(before));
-      owned(PyObject_CallFunctionObjArgs(functions_of_python.forget_hooks, t.get(), count.get(),
-                                         nullptr));
+      owned(PyObject_CallFunctionObjArgs(functions.forget_hooks, t.get(), count.get(), nullptr));
     }
   }
 
@@ -209,25 +161,26 @@ class Error {
 };
 
 bool is_off() {
-  const Ref off = owned(PyObject_CallFunctionObjArgs(functions_of_python.is_disabled, nullptr));
+  const Ref off = owned(PyObject_CallFunctionObjArgs(functions.is_disabled, nullptr));
   return off.get() == Py_True;
 }
 
 bool has_attention(PyObject* before) {
   static PyObject* const name = PyUnicode_InternFromString("scaled_dot_product_attention");
-  return owned(PyObject_GetAttr(functions_of_python.functional, name)).get() == before;
+  return owned(PyObject_GetAttr(functions.functional, name)).get() == before;
 }
 
-// Runs the function once more, and keeps the tensors that it saves. Returns false, before that, if
-// the state or an argument has changed.
+// Runs the function once more, keeps the tensors that it saves, and binds its output. Returns false
+// to let Python decide, because the state, an argument or the output has changed.
 bool repeat(PlainRegion& plain) {
   if (!is_current(plain.snapshot.get()) || !has_attention(plain.attention.get()) || is_off()) {
     return false;
   }
+  const bool discarded = plain.output && plain.output->is_discarded;
   const Ref args = owned(inputs_again(plain.inputs.get()));
   if (args.get() == Py_None) return false;
   Hooked hooked(args.get());
-  Ref again = owned(recompute_of(plain.saved.get(), plain.stops));
+  Ref again = owned(recompute_of(plain.saved.get(), plain.stops && !discarded));
   auto& recomputed = data_of<Recomputed>(again.get());
   std::vector<Ref> contexts;
   {
@@ -246,15 +199,16 @@ bool repeat(PlainRegion& plain) {
   hooked.forget();
   // TorchScript turns every exception into a RuntimeError.
   if (error && !recomputed.stopped && !error->is_a(names.stop)) {
-    owned(PyObject_CallFunctionObjArgs(functions_of_python.explain, plain.name.get(),
-                                       plain.fn.get(), error->value(), nullptr));
+    owned(PyObject_CallFunctionObjArgs(functions.explain, plain.name.get(), plain.fn.get(),
+                                       error->value(), nullptr));
     error->raise();
   }
   if (error && !error->is_a(names.stop) && !error->is_a(PyExc_RuntimeError)) error->raise();
   if (plain.checks && !all_fit(recomputed)) {
-    owned(PyObject_CallFunctionObjArgs(functions_of_python.check, again.get(), plain.name.get(),
+    owned(PyObject_CallFunctionObjArgs(functions.check, again.get(), plain.name.get(),
                                        plain.contexts.get(), nullptr));
   }
+  if (discarded && !bind(plain, result.get())) return false;
   plain.recomputed = std::move(again);
   return true;
 }
@@ -269,12 +223,12 @@ void end_backward(PlainRegion& plain, bool retained) {
   if (!retained && is_released && !plain.is_running) plain.free_call();
 }
 
-void call_at_end(const Shared& shared) {
+void call_at_end(const SharedRegion& shared) {
   const std::weak_ptr<PlainRegion> weak = shared;
   const bool retained = torch::autograd::get_current_graph_task_keep_graph();
   torch_engine().queue_callback([weak, retained] {
     const WithGil gil;
-    if (const Shared alive = weak.lock()) {
+    if (const SharedRegion alive = weak.lock()) {
       try {
         end_backward(*alive, retained);
       } catch (const PythonError&) {
@@ -285,8 +239,8 @@ void call_at_end(const Shared& shared) {
 }
 
 bool is_in_group() {
-  if (functions_of_python.group == Py_None) return false;
-  const Ref group = owned(PyObject_CallFunctionObjArgs(functions_of_python.group, nullptr));
+  if (functions.group == Py_None) return false;
+  const Ref group = owned(PyObject_CallFunctionObjArgs(functions.group, nullptr));
   return group.get() != Py_None;
 }
 
@@ -299,22 +253,72 @@ bool is_unwritten(const Recomputed& recomputed, size_t index) {
 
 }  // namespace
 
-at::Tensor read_natively(PyObject* unpack_target, size_t index) {
-  if (!PyCFunction_Check(unpack_target) || PyCFunction_GetFunction(unpack_target) != read)
-    return {};
-  const Shared shared = data_of<Shared>(PyCFunction_GetSelf(unpack_target));
-  PlainRegion& plain = *shared;
-  const Lock lock(plain.mutex);
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (plain.region || plain.is_running || !plain.fn || task == -1 || is_in_group()) return {};
-  if (!plain.recomputed || plain.task != task) {
-    plain.recomputed = Ref();
-    if (!repeat(plain)) return {};
-    plain.task = task;
-    begin_task(plain.recomputed.get(), task);
-    call_at_end(shared);
+PlainRegion::~PlainRegion() { forget_output(*this); }
+
+PyObject* region_of(PlainRegion& plain) {
+  if (!plain.region) {
+    const Ref task(PyLong_FromLong(plain.task)), output = parts_of_output(plain);
+    const Ref parts =
+        owned(PyTuple_Pack(14, or_none(plain.fn), plain.options.get(), plain.name.get(),
+                           plain.serial.get(), or_none(plain.contexts), or_none(plain.inputs),
+                           or_none(plain.snapshot), or_none(plain.facts), or_none(plain.attention),
+                           plain.saved.get(), plain.is_running ? Py_True : Py_False,
+                           or_none(plain.recomputed), task.get(), output.get()));
+    plain.region = owned(PyObject_CallObject(functions.make, parts.get()));
   }
-  auto& recomputed = data_of<Recomputed>(plain.recomputed.get());
+  return plain.region.get();
+}
+
+Ref call_method(PyObject* object, const char* name, PyObject* argument) {
+  const Ref method = owned(PyObject_GetAttrString(object, name));
+  return owned(PyObject_CallFunctionObjArgs(method.get(), argument, nullptr));
+}
+
+Ref run_forward(PyObject* self, PyObject* args) {
+  PlainRegion& plain = region_in(self);
+  const Ref noting = owned(PyCFunction_NewEx(&note_def, self, nullptr));
+  const Ref reading = owned(PyCFunction_NewEx(&read_def, self, nullptr));
+  const Ref pack = pack_hook(plain.saved.get(), noting.get(), false);
+  const Ref unpack = unpack_hook(plain.saved.get(), reading.get());
+  Ref hooks = owned(hooks_context(pack.get(), unpack.get()));
+  PyObject* own = plain.contexts.get();
+  const auto contexts =
+      with_first(std::move(hooks), own, 0, std::min<Py_ssize_t>(PyTuple_Size(own), 1));
+  plain.is_running = true;
+  Ref outputs(call_in(contexts, plain.fn.get(), args, nullptr));
+  if (!outputs) {
+    Error error;
+    owned(PyObject_CallFunctionObjArgs(functions.explain_forward, plain.name.get(), error.value(),
+                                       nullptr));
+    error.raise();
+  }
+  if (plain.region || !is_unchanged(plain.snapshot.get())) call_method(region_of(plain), "finish");
+  plain.is_running = false;
+  finish_saved_tensors(plain.saved.get());
+  return outputs;
+}
+
+bool recompute_in_task(const SharedRegion& shared) {
+  PlainRegion& plain = *shared;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (plain.region || plain.is_running || !plain.fn || task == -1 || is_in_group()) return false;
+  if (plain.recomputed && plain.task == task) return true;
+  plain.recomputed = Ref();
+  if (!repeat(plain)) return false;
+  plain.task = task;
+  begin_task(plain.recomputed.get(), task);
+  call_at_end(shared);
+  return true;
+}
+
+at::Tensor read_natively(PyObject* unpack_target, size_t index) {
+  if (!PyCFunction_Check(unpack_target) || PyCFunction_GetFunction(unpack_target) != read) {
+    return {};
+  }
+  const SharedRegion shared = data_of<SharedRegion>(PyCFunction_GetSelf(unpack_target));
+  const Lock lock(shared->mutex);
+  if (!recompute_in_task(shared)) return {};
+  auto& recomputed = data_of<Recomputed>(shared->recomputed.get());
   Saved& saved = recomputed.saved();
   if (is_unwritten(recomputed, index)) return {};
   Kept kept;
@@ -330,37 +334,50 @@ at::Tensor read_natively(PyObject* unpack_target, size_t index) {
 namespace {
 
 PyObject* get_region(PyObject* self, PyObject*) {
-  return guarded([&] { return Ref::to(region_of(self)).release(); });
+  return guarded([&] { return Ref::to(region_of(region_in(self))).release(); });
 }
 
 PyMethodDef methods[] = {{"forward", forward, METH_O, nullptr},
+                         {"forward_and_discard", forward_and_discard, METH_VARARGS, nullptr},
                          {"region", get_region, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// setup_regions(make, explain, check, forget_hooks, group, is_disabled, functional)
+// setup_regions(make, explain_forward, explain, check, forget_hooks, group, is_disabled,
+// functional, number_issued,
+//               groups, discard, bind, finish, pack, unpack, packed, consumers)
 PyObject* setup_regions(PyObject*, PyObject* arguments) {
-  Functions all;
-  if (!PyArg_ParseTuple(arguments, "OOOOOOO", &all.make, &all.explain, &all.check,
-                        &all.forget_hooks, &all.group, &all.is_disabled, &all.functional)) {
-    return nullptr;
+  RegionFunctions all;
+  PyObject** const places[] = {&all.make,          &all.explain_forward,
+                               &all.explain,       &all.check,
+                               &all.forget_hooks,  &all.group,
+                               &all.is_disabled,   &all.functional,
+                               &all.number_issued, &all.groups,
+                               &all.discard,       &all.bind,
+                               &all.finish,        &all.pack,
+                               &all.unpack,        &all.packed,
+                               &all.consumers};
+  Py_ssize_t at = 0;
+  for (PyObject** place : places) {
+    *place = PyTuple_GetItem(arguments, at++);
+    if (!*place) return nullptr;
   }
-  Py_INCREF(arguments);  // never released, so `functions_of_python` stays valid
-  functions_of_python = all;
+  Py_INCREF(arguments);  // never released, so `functions` stays valid
+  functions = all;
   return none();
 }
 
-PyMethodDef functions[] = {{"setup_regions", setup_regions, METH_VARARGS, nullptr},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef module_functions[] = {{"setup_regions", setup_regions, METH_VARARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 bool add_plain_region(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_region)},
-                         {Py_tp_dealloc, slot(destroy<Shared>)},
+                         {Py_tp_dealloc, slot(destroy<SharedRegion>)},
                          {Py_tp_methods, methods},
                          {0, nullptr}};
-  return add_type<Shared>(module, "storage_ops._saved_tensors.PlainRegion", slots) &&
-         PyModule_AddFunctions(module, functions) == 0;
+  return add_type<SharedRegion>(module, "storage_ops._saved_tensors.PlainRegion", slots) &&
+         PyModule_AddFunctions(module, module_functions) == 0;
 }
 
 }  // namespace storage_ops

@@ -23,16 +23,6 @@ PyTypeObject *saved_type = nullptr, *recomputed_type = nullptr;
 
 // ---- the forward ------------------------------------------------------------------------------
 
-// Returns true if a region can recompute the storage of a tensor.
-bool has_producer(const at::Tensor& t) {
-  if (PyDict_Size(names.producers) == 0) return false;
-  if (!t.defined()) return true;  // `note`, a Python function, decides
-  const Ref key = owned(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
-  PyObject* producer = PyDict_GetItemWithError(names.producers, key.get());
-  if (!producer && PyErr_Occurred()) throw PythonError();
-  return producer != nullptr;
-}
-
 PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&] {
     const PackHook hook{self, false};
@@ -311,6 +301,15 @@ PackHook pack_hook_of(PyObject* pack) {
   if (function == ::pack) return {PyCFunction_GetSelf(pack), false};
   if (function == pack_again) return {PyCFunction_GetSelf(pack), true};
   return {};
+}
+
+bool has_producer(const at::Tensor& t) {
+  if (PyDict_Size(names.producers) == 0) return false;
+  if (!t.defined()) return true;  // `note`, a Python function, decides
+  const Ref key = owned(PyLong_FromVoidPtr(t.storage().unsafeGetStorageImpl()));
+  PyObject* producer = PyDict_GetItemWithError(names.producers, key.get());
+  if (!producer && PyErr_Occurred()) throw PythonError();
+  return producer != nullptr;
 }
 
 PyObject* new_saved_tensors() {

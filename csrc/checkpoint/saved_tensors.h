@@ -7,6 +7,7 @@
 // Python.h, which it includes, comes first.
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <mutex>
 #include <utility>
@@ -123,6 +124,9 @@ struct PackHook {
 
 PackHook pack_hook_of(PyObject* pack);
 
+// Returns true if a region can recompute the storage of a tensor. Needs the GIL.
+bool has_producer(const at::Tensor& t);
+
 // The methods of both classes in saved_tensors.py that a region needs. They throw or return null if
 // a Python error is set.
 PyObject* new_saved_tensors();
@@ -140,6 +144,16 @@ bool all_fit(const Recomputed& recomputed);
 // The context manager of a region's hooks, and torch's own engine.
 PyObject* hooks_context(PyObject* pack, PyObject* unpack);
 torch::autograd::Engine& torch_engine();
+
+// Returns the hooks of torch for the callables on top of its stack.
+std::unique_ptr<torch::autograd::SavedVariableHooks> hooks_of_torch();
+
+// Returns torch's own hooks, which have packed this object and call `unpack` with it.
+std::unique_ptr<torch::autograd::SavedVariableHooks> hooks_of_python(const Ref& packed,
+                                                                     PyObject* unpack);
+
+// Throws the exception that stands for the Python error that is set.
+[[noreturn]] void throw_python_error();
 
 // Returns a saved tensor of a `PlainRegion`, which runs once more if that is necessary. Returns an
 // undefined tensor to let Python decide. `read` is the function that an unpack hook calls.

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GROUPS: Any = ()
+GROUPS: Any = ()
 if torch.distributed.is_available():
-    _GROUPS = torch.distributed.distributed_c10d._world.pg_map  # torch only adds and removes items
+    GROUPS = torch.distributed.distributed_c10d._world.pg_map  # torch only adds and removes items
 
 
 def number_issued() -> int:
     """Return how many collectives this process has begun, in groups whose backend counts them."""
     total = 0
-    for group in _GROUPS:
+    for group in GROUPS:
         try:
             total += group._get_sequence_number_for_group()
         except RuntimeError:  # a backend that does not count collectives, such as "fake"

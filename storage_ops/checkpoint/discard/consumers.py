@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from storage_ops.checkpoint.discard.containers import Containers
+from storage_ops.checkpoint.region import plain_region
 from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.outputs import SavedOutput, SavedTensor, producer_of
@@ -115,6 +116,37 @@ class ConsumerHooks:
                     or entry.key in stored
                     or is_referenced(now, before, entry, self._variables)
                 )
+
+
+def _pack(region: Region, t: Tensor) -> SavedTensor:
+    """Return the object for a tensor that a consumer of the output of a region saves."""
+    producer = producer_of(t)
+    return SavedTensor(t) if producer is None else SavedOutput(t, producer)
+
+
+def _packed(t: Tensor, version: int, region: Region | None) -> SavedTensor:
+    """Return the object for a tensor that the library has saved for a consumer.
+
+    Args:
+        t: the tensor, without a graph.
+        version: its version when it was saved.
+        region: the region that restores its bytes; None if it is not an output.
+    """
+    saved = SavedTensor(t) if region is None else SavedOutput(t, region)
+    saved.version = version
+    return saved
+
+
+def _finish(region: Region) -> None:
+    """Discard the output of a region whose consumer has run, unless something references it."""
+    for entry in region.discardable:
+        before = entry.first_counts._replace(names=1)
+        now = RefCounts.of(region, entry)
+        entry.is_referenced = is_referenced(now, before, entry, variables=True)
+    region.discard()
+
+
+plain_region.set_up_consumers(_finish, _pack, _read, _packed, __name__)
 
 
 def verify(region: Region, blocks: Sequence[ConsumerHooks]) -> None:

@@ -28,6 +28,7 @@ from storage_ops.checkpoint.region.options import (
     Options,
     is_repeatable,
 )
+from storage_ops.checkpoint.region.plain_region import plain_region, resume
 from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.execution import is_disabled
@@ -255,6 +256,11 @@ class OutputDiscardCheckpoint:
         self._called = False
 
 
+def _is_region() -> bool:
+    """Return True if an eager call can be a region whose output is discarded."""
+    return is_repeatable() and not regions.tracing() and not Region.is_saved_by_another()
+
+
 def run_region(
     fn: Callable[..., T],
     args: tuple[Any, ...],
@@ -271,7 +277,7 @@ def run_region(
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
     if regions.tracing() and not is_disabled():
         return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
-    if not is_repeatable() or Region.is_saved_by_another():
+    if not _is_region():
         return fn(*args, **kwargs), None
     region = Region(fn, args, kwargs, options, name)
     return region.forward(args, kwargs), region
@@ -302,7 +308,16 @@ def output_discard(
     region_options = OutputDiscardCheckpoint(**options).options
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        hidden, region = run_region(producer, args, kwargs, region_options)
+        plain = None
+        if not torch.compiler.is_compiling() and _is_region():
+            plain = plain_region(producer, args, kwargs, region_options)
+        if plain is None:
+            hidden, region = run_region(producer, args, kwargs, region_options)
+        else:
+            outputs, unusual = plain.forward_and_discard(args, consumer)
+            if unusual is None:
+                return outputs  # type: ignore[no-any-return]
+            hidden, region = resume(plain, args, unusual)
         if region is None:
             return consumer(hidden)
         with ConsumerHooks([region], named=False):

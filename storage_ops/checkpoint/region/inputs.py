@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -15,11 +16,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from storage_ops import _library
 from storage_ops.checkpoint.saved.outputs import producer_of
 from storage_ops.checkpoint.saved.saved import fail, stride_of
-from storage_ops.foundation import fsdp
 from storage_ops.foundation.walk import is_leaf
 
-# In torch's errors for tensors without memory, from views and from kernels.
-_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
+_CONSUMERS = "storage_ops.checkpoint.discard.consumers"
 _MODIFIED = "modified by an inplace operation"  # in torch's error
 
 
@@ -68,7 +67,7 @@ class Inputs:
         # Hooks of others may return another tensor. If the graph or this package's hooks keep the
         # tensor itself anyway, a recompute gets that one.
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        ours = top is not None and getattr(top[0], "keeps_others", False)
+        ours = top is not None and _keeps_others(top[0])
         for i, t in enumerate(self.tensors if top is not None else ()):
             own = ours and not t.is_inference() and producer_of(t) is None
             if (t.requires_grad and is_leaf(t)) or own:
@@ -133,6 +132,13 @@ class Inputs:
         self._kept = lambda: [partial(native.unpack, i) for i in range(len(self._like))]
 
 
+def _keeps_others(pack: Any) -> bool:
+    """Return True for the hooks of a consumer that keep tensors as they are, but for outputs."""
+    if type(pack) is BuiltinFunctionType:  # the library's
+        return pack.__module__ == _CONSUMERS
+    return bool(getattr(pack, "keeps_others", False))
+
+
 def forget_hooks(t: Tensor, number: int) -> None:
     """Remove the hooks of a tensor that were registered after the first `number` of them."""
     while len(hooks := t._backward_hooks or {}) > number:
@@ -158,28 +164,6 @@ def fail_argument(region: str, at: int, leaves: int, spec: TreeSpec | None) -> N
         f"and recompute, or by {region} itself. Return a new tensor instead of writing in place, "
         "as torch.cat does. If later code writes the argument, pass a copy."
     )
-
-
-def explain_lost_memory(region: str, fn: Callable[..., object], error: RuntimeError) -> None:
-    """Raise an error that says who freed memory that a recompute reads, if that is known.
-
-    Args:
-        region: the name of the region.
-        fn: its function.
-        error: the error of the recompute.
-    """
-    if any(message in str(error) for message in _FREED):
-        fail(
-            f"{region} is recomputed after the memory of a tensor that it reads was freed, as "
-            "FullyShardedDataParallel (FSDP1) does with parameters. Use fully_shard (FSDP2) or "
-            "SHARD_GRAD_OP, or select the regions after the modules were wrapped."
-        )
-    if fsdp.lacks_parameters(fn):
-        fail(
-            f"{region} is recomputed after DeepSpeed (ZeRO stage 3) has partitioned a parameter of "
-            "it, which the hooks of another module gather. Use regions of whole layers, such as "
-            "full or selective checkpoints, or use stage 2."
-        )
 
 
 class TensorTraits:

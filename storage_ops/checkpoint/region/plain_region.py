@@ -10,6 +10,7 @@ backward pass inside the forward, compiled autograd, or a tensor that another re
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from storage_ops import _library
-from storage_ops.checkpoint.region import region
 from storage_ops.checkpoint.region.backward_pass import current_group
-from storage_ops.checkpoint.region.inputs import (
-    Inputs,
-    explain_lost_memory,
-    forget_hooks,
-    leaves_of,
-)
+from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
+from storage_ops.checkpoint.region.inputs import Inputs, forget_hooks, leaves_of
 from storage_ops.checkpoint.region.options import Options
-from storage_ops.checkpoint.region.region import Region
-from storage_ops.checkpoint.saved import saved_tensors
-from storage_ops.checkpoint.saved.outputs import producers
-from storage_ops.checkpoint.saved.saved import explain_transform
+from storage_ops.checkpoint.region.region import Region, serials
+from storage_ops.checkpoint.saved import guard, saved_tensors
+from storage_ops.checkpoint.saved.outputs import DiscardableOutput, producer_of, producers
+from storage_ops.checkpoint.saved.ref_counts import RefCounts
+from storage_ops.checkpoint.saved.saved import Saved, explain_transform
 from storage_ops.checkpoint.state.execution import is_disabled
 from storage_ops.checkpoint.state.snapshot import Snapshot, snapshot_before
 from storage_ops.foundation import collectives, fsdp
+from storage_ops.storage.storage import discard_storage, share_storage
 
 
 def run(
@@ -50,29 +48,33 @@ def run(
         options: the settings of the region.
         name: its name in errors.
     """
-    plain = _plain_region(fn, args, kwargs, options, name)
+    plain = plain_region(fn, args, kwargs, options, name)
     if plain is None:
         return Region(fn, args, kwargs, options, name).forward(args, kwargs)
     issued = collectives.number_issued()
-    try:
-        outputs = plain.forward(args)
-    except RuntimeError as error:
-        explain_transform(name, error)
-        raise
+    outputs = plain.forward(args)
     if collectives.number_issued() != issued:
         plain.region().note_communication(leaves_of(outputs))
     return outputs
 
 
-def _plain_region(
+def plain_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    name: str,
+    name: str = "",
 ) -> Any:
-    """Return the library's object for a usual call, or None."""
-    if _native is None or kwargs or producers or not options.is_usual or fsdp.is_used():
+    """Return the library's object for a usual call, or None.
+
+    Args:
+        fn, args, kwargs: the call.
+        options: the settings of the region.
+        name: its name in errors. By default that of the function.
+    """
+    if _native is None or kwargs or not options.is_usual or fsdp.is_used():
+        return None
+    if producers and any(map(producer_of, args)):
         return None
     inputs = _native.KeptInputs(args)
     if inputs is None:
@@ -80,23 +82,34 @@ def _plain_region(
     snapshot = snapshot_before(fn, [], args, options.preserve_rng_state)
     if snapshot is None:
         return None
+    name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
     contexts = options.context_fn() if options.context_fn else ()
     checks = options.determinism_check != "none"
     return _native.PlainRegion(
         fn, inputs, *snapshot, F.scaled_dot_product_attention, contexts, options, name,
-        next(region.serials), options.early_stop, checks,
+        next(serials), options.early_stop, checks,
     )  # fmt: skip
 
 
-def _make(parts: tuple[Any, ...], task: int) -> Region:
-    """Return the region that takes over from a `PlainRegion`.
+def resume(plain: Any, args: tuple[Any, ...], unusual: list[Any]) -> tuple[Any, Region]:
+    """Return an output that is not a usual one, and the region that takes over from `plain`.
 
     Args:
-        parts: its parts.
-        task: the graph task of its recomputed tensors, or -1.
+        plain: the library's object.
+        args: the arguments of the call.
+        unusual: the list that `forward_and_discard` has returned.
     """
+    made: Region = plain.region()
+    assert made._inputs is not None
+    issued, start = unusual.pop(), unusual.pop()
+    made._inputs.tensors = list(args)
+    return made.returned(unusual, start, issued), made
+
+
+def _make(*parts: Any) -> Region:
+    """Return the region that takes over from a `PlainRegion` with these parts."""
     fn, options, name, serial, contexts, inputs, native, facts, attention, *rest = parts
-    saved, running, recomputed = rest
+    saved, running, recomputed, task, output = rest
     made = Region.__new__(Region)
     made.name, made.options, made._serial, made._fn = name, options, serial, fn
     made._inputs = None if inputs is None else Inputs.of_library(inputs)
@@ -106,7 +119,44 @@ def _make(parts: tuple[Any, ...], task: int) -> Region:
     made._running = running
     if recomputed is not None:
         made._recomputed, made._task = recomputed, task
+    if output is not None:
+        _give_output(made, *output)
     return made
+
+
+def _give_output(
+    made: Region,
+    key: int,
+    handle: Tensor,
+    output: weakref.ref[Tensor] | None,
+    version: int,
+    description: Saved,
+    uses: int,
+    is_discarded: bool,
+) -> None:
+    """Give a region the output that the library has noted or discarded."""
+    entry = DiscardableOutput(0, key, handle, output or _freed, version, _FIRST)
+    made._results[0], made.uses[key] = description, uses
+    if is_discarded:
+        made._discarded = [entry]
+    else:
+        made.discardable = [entry]
+    producers[key] = weakref.ref(made)
+
+
+def _freed() -> None:
+    """Return None, as a weak reference to a tensor that was freed."""
+
+
+def _discard(handle: Tensor, name: str) -> None:
+    """Free the bytes of the output of a region."""
+    discard_storage(handle, guard=guard.message(name), allow_leaf=True)
+
+
+def _explain_forward(name: str, error: BaseException) -> None:
+    """Raise a better error than that of a forward, if there is one."""
+    if isinstance(error, RuntimeError):
+        explain_transform(name, error)
 
 
 def _explain(name: str, fn: Callable[..., object], error: BaseException) -> None:
@@ -117,15 +167,30 @@ def _explain(name: str, fn: Callable[..., object], error: BaseException) -> None
 
 def _check(recomputed: Any, name: str, contexts: tuple[Any, ...]) -> None:
     """Raise if a region did not save the same tensors in its forward and in its recompute."""
-    saved_tensors.check(recomputed, name, lambda: region.explain_difference(contexts))
+    saved_tensors.check(recomputed, name, lambda: explain_difference(contexts))
 
 
-def _set_up() -> Any:
-    """Return the library's module, or None without the library."""
-    native: Any = sys.modules.get(_library.SAVED_TENSORS)
-    if native is not None:
-        native.setup_regions(_make, _explain, _check, forget_hooks, current_group, is_disabled, F)
-    return native
+# The references to an output that only its region and one name reference, and to the handle.
+_FIRST = RefCounts(2, 1, 1)
 
 
-_native = _set_up()
+def set_up_consumers(finish: Any, pack: Any, unpack: Any, packed: Any, module: str) -> None:
+    """Give the library the functions for consumers of outputs.
+
+    Args:
+        finish: discards the output of a region after its consumer, if nothing references it.
+        pack, unpack: the hooks of a consumer, for a region and a saved tensor.
+        packed: returns the object that `unpack` gets, for a tensor, its version and its region.
+        module: the module of these functions.
+    """
+    global _native
+    _native = sys.modules.get(_library.SAVED_TENSORS)
+    if _native is not None:
+        _native.setup_regions(
+            _make, _explain_forward, _explain, _check, forget_hooks, current_group, is_disabled, F,
+            collectives.number_issued, collectives.GROUPS, _discard, share_storage,
+            finish, pack, unpack, packed, module,
+        )  # fmt: skip
+
+
+_native: Any = None  # the library's module, once it is set up

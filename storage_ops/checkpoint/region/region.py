@@ -23,7 +23,8 @@ from torch import Tensor
 
 from storage_ops.checkpoint.region.backward_pass import current_pass, is_retained
 from storage_ops.checkpoint.region.call_in import call_in
-from storage_ops.checkpoint.region.inputs import Inputs, explain_lost_memory, leaves_of
+from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
+from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
 from storage_ops.checkpoint.region.options import Options
 from storage_ops.checkpoint.region.rows import SavedBytes
 from storage_ops.checkpoint.saved import guard, saved_tensors
@@ -147,12 +148,24 @@ class Region:
             contexts += (self._log,)
         self._running = True
         try:
-            outputs = call_in(contexts, self._fn, args, kwargs)
+            result = [call_in(contexts, self._fn, args, kwargs)]
         except RuntimeError as error:
             explain_transform(self.name, error)
             raise
         self.finish()
         self._saved.finish()
+        return self.returned(result, start, issued)
+
+    def returned(self, result: list[Any], start: int, issued: int) -> Any:
+        """Note what the function has returned; return it.
+
+        Args:
+            result: a list with it alone. It is removed, because references to it are counted.
+            start: the number of the first autograd node of the forward.
+            issued: the number of collectives before the forward.
+        """
+        assert self._inputs is not None
+        outputs = result.pop()
         leaves = leaves_of(outputs)
         if self._captured and self.options.determinism_check != "none":
             # Discarded outputs of other regions get a new version when they are bound back.
@@ -216,12 +229,7 @@ class Region:
                     "so the recompute could not restore it. Nothing was freed. Modify a clone "
                     "instead."
                 )
-        message = (
-            f"The output of the region {self.name} was discarded by OutputDiscardCheckpoint at "
-            f"{guard.where()} and is read before the recompute. Run its consumers before the "
-            "discard, inside consumer(). Or pass a hook tensor whose gradient comes before every "
-            "other use in backward."
-        )
+        message = guard.message(self.name)
         try:
             for entry in freed:
                 discard_storage(entry.handle, guard=message, allow_leaf=True)
@@ -429,6 +437,10 @@ class Region:
             self._fn, self._inputs, self._state, self.producers = None, None, None, set()
             self._contexts = ()
 
+    def forget_use(self, key: int) -> None:
+        """Note that a saved tensor of a consumer that shared this storage was freed."""
+        self.uses[key] -= 1
+
     def _note_saved(self, t: Tensor) -> None:
         key = storage_key(t)
         producer = producer_of_storage(key)
@@ -479,19 +491,6 @@ class Region:
                 "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
-
-
-def explain_difference(contexts: tuple[Any, ...], debug: bool = False) -> str:
-    """Return the difference that the contexts of a region have noted, for an error.
-
-    Args:
-        contexts: the context managers of the options.
-        debug: whether the region is in debug mode.
-    """
-    noted: str = getattr(contexts[1], "difference", "") if contexts else ""
-    if noted:
-        return f" Difference: {noted}."
-    return "" if debug else " Set debug=True to see the first op that differs."
 
 
 def _end_backward(region: weakref.ref[Region], retained: bool) -> None:

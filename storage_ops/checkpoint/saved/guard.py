@@ -74,6 +74,16 @@ def where() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def message(region: str) -> str:
+    """Return the error for a read of an output of `region` that is discarded now."""
+    return (
+        f"The output of the region {region} was discarded by OutputDiscardCheckpoint at {where()} "
+        "and is read before the recompute. Run its consumers before the discard, inside "
+        "consumer(). Or pass a hook tensor whose gradient comes before every other use in "
+        "backward."
+    )
+
+
 _messages: Any = WeakIdKeyDictionary()  # the error message of each discarded output
 # Functions that do not read the bytes of a tensor. Reads of attributes are always allowed.
 _HARMLESS = {"size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "register_hook",

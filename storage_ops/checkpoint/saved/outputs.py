@@ -8,7 +8,7 @@ an output, a `SavedOutput` takes its place, which restores the bytes when backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class DiscardableOutput:
         index: position among the flattened outputs.
         key: the number that identifies the storage.
         handle: a detached alias, which keeps the storage alive but not the graph.
-        output: weak reference to the tensor that the region returned.
+        output: returns the tensor that the region returned, or None if it was freed.
         version: the version of the tensor when the region returned.
         first_counts: references to the output when the region returned.
         is_referenced: whether code other than consumers references the output. Then it is kept.
@@ -43,7 +43,7 @@ class DiscardableOutput:
     index: int
     key: int
     handle: Tensor
-    output: weakref.ref[Tensor]
+    output: Callable[[], Tensor | None]
     version: int
     first_counts: RefCounts = _NO_REFERENCES
     is_referenced: bool = False
@@ -182,7 +182,7 @@ class SavedOutput(SavedTensor):
 
     def __del__(self) -> None:
         if hasattr(self, "region"):  # else __init__ raised before it counted
-            self.region.uses[self.key] -= 1
+            self.region.forget_use(self.key)
 
     def read(self) -> Tensor:
         """Return the tensor, after the region has recomputed its bytes if necessary."""
