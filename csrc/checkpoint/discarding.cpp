@@ -1,6 +1,7 @@
 // The output of a region is discarded after its consumer has run, and bound back in backward.
 // storage_ops/checkpoint/discard has the same in Python, for every output and every consumer.
 #include "call_in.h"
+#include "kept_inputs.h"
 #include "plain_region.h"
 #include "saved_tensors.h"
 // Python.h, which it includes, comes first.
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace storage_ops {
@@ -29,12 +31,10 @@ bool is_own(const c10::StorageImpl& storage) {
          storage.data_ptr().get_deleter() == c10::GetAllocator(c10::kCPU)->raw_deleter();
 }
 
-bool shares_storage(PyObject* inputs, const c10::StorageImpl* key) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(inputs); ++i) {
-    const at::Tensor t = plain_tensor(PyTuple_GetItem(inputs, i));
-    if (!t.defined() || t.storage().unsafeGetStorageImpl() == key) return true;
-  }
-  return false;
+bool shares_storage(const std::vector<at::Tensor>& tensors, const c10::StorageImpl* key) {
+  return std::any_of(tensors.begin(), tensors.end(), [key](const at::Tensor& t) {
+    return t.storage().unsafeGetStorageImpl() == key;
+  });
 }
 
 // Returns true if nothing else references a tensor and its Python object.
@@ -51,7 +51,7 @@ bool is_usual(const at::Tensor& t, uint64_t first_node, PyObject* inputs) {
   const auto& node = t.grad_fn();
   const c10::StorageImpl& storage = *t.storage().unsafeGetStorageImpl();
   return node && node->sequence_nr() >= first_node && is_own(storage) && !t._is_zerotensor() &&
-         t.storage().use_count() == 1 && !shares_storage(inputs, &storage);
+         t.storage().use_count() == 1 && !shares_storage(tensors_of_inputs(inputs), &storage);
 }
 
 WeakRegion* weak_in(PyObject* capsule) {
@@ -209,13 +209,12 @@ std::unique_ptr<SavedVariableHooks> consumer_hooks(const WeakRegion& region) {
   return std::make_unique<ConsumerHooks>(region.lock());
 }
 
-Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_t first_node,
-                  PyObject* inputs) {
+Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_t first_node) {
   PlainRegion& plain = *shared;
   if (!has_class(hidden.get(), names.tensor) || !has_one_owner(hidden.get())) return {};
   {
     const at::Tensor t = plain_tensor(hidden.get());
-    if (!is_usual(t, first_node, inputs)) return {};
+    if (!is_usual(t, first_node, plain.inputs.get())) return {};
     Output& output = plain.output.emplace();
     output.handle = alias_of(t);
     output.version = t._version();

@@ -2,6 +2,7 @@
 #include "plain_region.h"
 
 #include "call_in.h"
+#include "kept_inputs.h"
 #include "saved_results.h"
 #include "saved_tensors.h"
 // Python.h, which it includes, comes first.
@@ -76,9 +77,13 @@ std::vector<Ref> with_first(Ref first, PyObject* contexts, Py_ssize_t begin, Py_
   return all;
 }
 
-// forward(args): runs the function; returns what it returns.
-PyObject* forward(PyObject* self, PyObject* args) {
-  return guarded([&] { return run_forward(self, args).release(); });
+// forward(args, kwargs): runs the function; returns what it returns.
+PyObject* forward(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *args, *kwargs;
+    if (!PyArg_ParseTuple(arguments, "OO", &args, &kwargs)) return nullptr;
+    return run_forward(self, args, kwargs).release();
+  });
 }
 
 long long number_issued() {
@@ -87,20 +92,20 @@ long long number_issued() {
       owned(PyObject_CallFunctionObjArgs(functions.number_issued, nullptr)).get());
 }
 
-// forward_and_discard(args, consumer): runs the function and calls the consumer with its output,
-// which is then discarded. Returns what the consumer returns, and None. If the output is not a
-// usual one, the consumer is not called. Then the result is None and a list with the output, the
-// number of the region's first node, and the number of collectives before.
+// forward_and_discard(args, kwargs, consumer): runs the function and calls the consumer with its
+// output, which is then discarded. Returns what the consumer returns, and None. If the output is
+// not a usual one, the consumer is not called. Then the result is None and a list with the output,
+// the number of the region's first node, and the number of collectives before.
 PyObject* forward_and_discard(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    PyObject *args, *consumer;
-    if (!PyArg_ParseTuple(arguments, "O!O", &PyTuple_Type, &args, &consumer)) return nullptr;
+    PyObject *args, *kwargs, *consumer;
+    if (!PyArg_ParseTuple(arguments, "OOO", &args, &kwargs, &consumer)) return nullptr;
     const SharedRegion shared = data_of<SharedRegion>(self);
     const uint64_t first_node = at::sequence_number::peek();
     const long long before = number_issued();
-    Ref hidden = run_forward(self, args);
+    Ref hidden = run_forward(self, args, kwargs);
     if (!shared->region && number_issued() == before) {
-      Ref outputs = call_consumer(shared, hidden, consumer, first_node, args);
+      Ref outputs = call_consumer(shared, hidden, consumer, first_node);
       if (outputs) return Py_BuildValue("(NO)", outputs.release(), Py_None);
     }
     return Py_BuildValue("(O[NKL])", Py_None, hidden.release(),
@@ -113,10 +118,10 @@ PyObject* forward_and_discard(PyObject* self, PyObject* arguments) {
 // Removes the hooks that a recompute registers on its inputs.
 class Hooked {
  public:
-  explicit Hooked(PyObject* tensors) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i) {
-      PyObject* t = PyTuple_GetItem(tensors, i);
-      if (tensor_of(impl_of(t)).requires_grad()) before_.push_back({Ref::to(t), number(t)});
+  explicit Hooked(std::vector<Ref> tensors) {
+    for (Ref& t : tensors) {
+      const Py_ssize_t before = number(t.get());
+      before_.emplace_back(std::move(t), before);
     }
   }
 
@@ -177,9 +182,9 @@ bool repeat(PlainRegion& plain) {
     return false;
   }
   const bool discarded = plain.output && plain.output->is_discarded;
-  const Ref args = owned(inputs_again(plain.inputs.get()));
-  if (args.get() == Py_None) return false;
-  Hooked hooked(args.get());
+  auto arguments = inputs_again(plain.inputs.get());
+  if (!arguments) return false;
+  Hooked hooked(std::move(arguments->needing_grad));
   Ref again = owned(recompute_of(plain.saved.get(), plain.stops && !discarded));
   auto& recomputed = data_of<Recomputed>(again.get());
   std::vector<Ref> contexts;
@@ -191,7 +196,8 @@ bool repeat(PlainRegion& plain) {
     contexts = with_first(std::move(hooks), own, 1, PyTuple_Size(own));
     contexts.insert(contexts.begin(), Ref::to(plain.snapshot.get()));
   }
-  const Ref result(call_in(contexts, plain.fn.get(), args.get(), nullptr));
+  const Ref result(
+      call_in(contexts, plain.fn.get(), arguments->args.get(), arguments->kwargs.get()));
   std::optional<Error> error;
   if (!result) error.emplace();
   put_back(plain.snapshot.get());
@@ -274,7 +280,7 @@ Ref call_method(PyObject* object, const char* name, PyObject* argument) {
   return owned(PyObject_CallFunctionObjArgs(method.get(), argument, nullptr));
 }
 
-Ref run_forward(PyObject* self, PyObject* args) {
+Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs) {
   PlainRegion& plain = region_in(self);
   const Ref noting = owned(PyCFunction_NewEx(&note_def, self, nullptr));
   const Ref reading = owned(PyCFunction_NewEx(&read_def, self, nullptr));
@@ -285,7 +291,7 @@ Ref run_forward(PyObject* self, PyObject* args) {
   const auto contexts =
       with_first(std::move(hooks), own, 0, std::min<Py_ssize_t>(PyTuple_Size(own), 1));
   plain.is_running = true;
-  Ref outputs(call_in(contexts, plain.fn.get(), args, nullptr));
+  Ref outputs(call_in(contexts, plain.fn.get(), args, kwargs));
   if (!outputs) {
     Error error;
     owned(PyObject_CallFunctionObjArgs(functions.explain_forward, plain.name.get(), error.value(),
@@ -337,7 +343,7 @@ PyObject* get_region(PyObject* self, PyObject*) {
   return guarded([&] { return Ref::to(region_of(region_in(self))).release(); });
 }
 
-PyMethodDef methods[] = {{"forward", forward, METH_O, nullptr},
+PyMethodDef methods[] = {{"forward", forward, METH_VARARGS, nullptr},
                          {"forward_and_discard", forward_and_discard, METH_VARARGS, nullptr},
                          {"region", get_region, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

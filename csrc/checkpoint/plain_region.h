@@ -81,7 +81,7 @@ PyObject* region_of(PlainRegion& plain);
 Ref call_method(PyObject* object, const char* name, PyObject* argument = nullptr);
 
 // Runs the function, and returns what it returns.
-Ref run_forward(PyObject* self, PyObject* args);
+Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs);
 
 // Repeats the function for the running backward pass, unless that was done. Returns false to let
 // Python decide.
@@ -89,8 +89,7 @@ bool recompute_in_task(const SharedRegion& shared);
 
 // Calls `fn(hidden)` as a consumer of the output of a region. Returns null if the output is not a
 // usual one, before the consumer is called. Else `hidden` is moved from.
-Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_t first_node,
-                  PyObject* inputs);
+Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_t first_node);
 
 // Returns the parts of the output for `make`: a tuple or None.
 Ref parts_of_output(const PlainRegion& plain);

@@ -22,9 +22,6 @@ PyObject* note_parameters(PyObject* seen);
 bool are_unwritten(PyObject* noted);
 bool need_the_same_gradients(PyObject* noted);
 
-// KeptInputs.again.
-PyObject* inputs_again(PyObject* inputs);
-
 // Snapshot.is_unchanged, Snapshot.is_current and Snapshot.put_back.
 bool is_unchanged(PyObject* snapshot);
 bool is_current(PyObject* snapshot);

@@ -314,10 +314,10 @@ def output_discard(
         if plain is None:
             hidden, region = run_region(producer, args, kwargs, region_options)
         else:
-            outputs, unusual = plain.forward_and_discard(args, consumer)
+            outputs, unusual = plain.forward_and_discard(args, kwargs, consumer)
             if unusual is None:
                 return outputs  # type: ignore[no-any-return]
-            hidden, region = resume(plain, args, unusual)
+            hidden, region = resume(plain, unusual)
         if region is None:
             return consumer(hidden)
         with ConsumerHooks([region], named=False):

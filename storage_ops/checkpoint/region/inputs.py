@@ -51,11 +51,11 @@ class Inputs:
         self._again: list[tuple[Tensor, int]] = []  # a recompute's inputs, and how many hooks
         self._same: dict[int, tuple[Tensor, int]] = {}
         self._at: Sequence[int]
-        self._native: Any = None if kwargs or _native is None else _native.KeptInputs(args)
+        self._native: Any = None if _native is None else _native.KeptInputs(args, kwargs)
         self._spec: Any = None
         self.plain: list[Any] = []
         if self._native is not None:
-            self.tensors, self._at = list(args), range(len(args))
+            self.remember()
             return
         flat, self._spec = _flatten(args, kwargs)
         self.tensors, self.plain, self._at = flat, [], range(len(flat))
@@ -80,8 +80,11 @@ class Inputs:
         inputs = Inputs.__new__(Inputs)
         inputs._again, inputs._same, inputs._native, inputs._spec = [], {}, native, None
         inputs.plain, inputs.tensors = [], []
-        inputs._at = range(len(native.traits()))
         return inputs
+
+    def remember(self) -> None:
+        """Set the tensors that the library keeps, until `forget`."""
+        self.tensors = [self._native.unpack(i) for i in range(len(self._native.traits()))]
 
     def forget(self) -> None:
         """Leave the tensors to autograd."""
@@ -98,10 +101,9 @@ class Inputs:
         if self._native is not None:
             arguments = self._native.again()
             if arguments is not None:
-                for t in arguments:
-                    if t.requires_grad:
-                        self._again.append((t, len(t._backward_hooks or ())))
-                return arguments, {}
+                args, kwargs, needing_grad = arguments
+                self._again += ((t, len(t._backward_hooks or ())) for t in needing_grad)
+                return args, kwargs
             self._leave_library()
         flat, kept = list(self.plain), self._kept()
         for i, (at, like) in enumerate(zip(self._at, self._like, strict=True)):
@@ -128,6 +130,9 @@ class Inputs:
     def _leave_library(self) -> None:
         """Let Python return the arguments, because the library cannot return them as they were."""
         native, self._native = self._native, None
+        flat, self._spec = _flatten(*native.structure())
+        self._at = [i for i, leaf in enumerate(flat) if leaf is ...]
+        self.plain = [leaf for leaf in flat if leaf is not ...]
         self._like = [TensorTraits.of(*traits) for traits in native.traits()]
         self._kept = lambda: [partial(native.unpack, i) for i in range(len(self._like))]
 
@@ -242,7 +247,7 @@ def _same(t: Tensor) -> Tensor:
 
 # Trees are slow to walk in Python, and most calls have plain tensors only.
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    if not kwargs and all(isinstance(a, Tensor) for a in args):
+    if not kwargs and all(a is ... or isinstance(a, Tensor) for a in args):
         return list(args), None
     return tree_flatten((args, kwargs))
 

@@ -25,7 +25,7 @@ from storage_ops.checkpoint.region.inputs import Inputs, forget_hooks, leaves_of
 from storage_ops.checkpoint.region.options import Options
 from storage_ops.checkpoint.region.region import Region, serials
 from storage_ops.checkpoint.saved import guard, saved_tensors
-from storage_ops.checkpoint.saved.outputs import DiscardableOutput, producer_of, producers
+from storage_ops.checkpoint.saved.outputs import DiscardableOutput, producers
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import Saved, explain_transform
 from storage_ops.checkpoint.state.execution import is_disabled
@@ -52,7 +52,7 @@ def run(
     if plain is None:
         return Region(fn, args, kwargs, options, name).forward(args, kwargs)
     issued = collectives.number_issued()
-    outputs = plain.forward(args)
+    outputs = plain.forward(args, kwargs)
     if collectives.number_issued() != issued:
         plain.region().note_communication(leaves_of(outputs))
     return outputs
@@ -72,14 +72,12 @@ def plain_region(
         options: the settings of the region.
         name: its name in errors. By default that of the function.
     """
-    if _native is None or kwargs or not options.is_usual or fsdp.is_used():
+    if _native is None or not options.is_usual or fsdp.is_used():
         return None
-    if producers and any(map(producer_of, args)):
+    inputs = _native.KeptInputs(args, kwargs)
+    if inputs is None or inputs.has_producer():
         return None
-    inputs = _native.KeptInputs(args)
-    if inputs is None:
-        return None
-    snapshot = snapshot_before(fn, [], args, options.preserve_rng_state)
+    snapshot = snapshot_before(fn, [], (), options.preserve_rng_state)
     if snapshot is None:
         return None
     name = name or getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -91,18 +89,17 @@ def plain_region(
     )  # fmt: skip
 
 
-def resume(plain: Any, args: tuple[Any, ...], unusual: list[Any]) -> tuple[Any, Region]:
+def resume(plain: Any, unusual: list[Any]) -> tuple[Any, Region]:
     """Return an output that is not a usual one, and the region that takes over from `plain`.
 
     Args:
         plain: the library's object.
-        args: the arguments of the call.
         unusual: the list that `forward_and_discard` has returned.
     """
     made: Region = plain.region()
     assert made._inputs is not None
     issued, start = unusual.pop(), unusual.pop()
-    made._inputs.tensors = list(args)
+    made._inputs.remember()
     return made.returned(unusual, start, issued), made
 
 
