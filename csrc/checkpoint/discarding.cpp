@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include <algorithm>
 #include <vector>
 
 namespace storage_ops {
@@ -31,12 +30,6 @@ bool is_own(const c10::StorageImpl& storage) {
          storage.data_ptr().get_deleter() == c10::GetAllocator(c10::kCPU)->raw_deleter();
 }
 
-bool shares_storage(const std::vector<at::Tensor>& tensors, const c10::StorageImpl* key) {
-  return std::any_of(tensors.begin(), tensors.end(), [key](const at::Tensor& t) {
-    return t.storage().unsafeGetStorageImpl() == key;
-  });
-}
-
 // Returns true if nothing else references a tensor and its Python object.
 bool has_one_owner(PyObject* object) {
   // In some versions of torch, a second reference in C++ references the object too.
@@ -51,7 +44,7 @@ bool is_usual(const at::Tensor& t, uint64_t first_node, PyObject* inputs) {
   const auto& node = t.grad_fn();
   const c10::StorageImpl& storage = *t.storage().unsafeGetStorageImpl();
   return node && node->sequence_nr() >= first_node && is_own(storage) && !t._is_zerotensor() &&
-         t.storage().use_count() == 1 && !shares_storage(tensors_of_inputs(inputs), &storage);
+         t.storage().use_count() == 1 && !has_input_with(inputs, &storage);
 }
 
 WeakRegion* weak_in(PyObject* capsule) {

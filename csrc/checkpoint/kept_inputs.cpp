@@ -9,6 +9,8 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
+
 namespace storage_ops {
 namespace {
 
@@ -24,6 +26,7 @@ struct Input {
   torch::autograd::SavedVariable saved;
   c10::SmallVector<int64_t, 5> strides;
   bool needs_grad;
+  const c10::StorageImpl* storage;  // alive while the forward runs
 };
 
 struct Inputs {
@@ -63,8 +66,10 @@ bool keep(Inputs& inputs, PyObject* object, Value& value) {
   if (!t.is_cpu() && !t.is_cuda() && !t.is_meta()) return false;
   value.tensor = inputs.tensors.size();
   inputs.has_producer |= has_producer(t);
-  inputs.tensors.push_back(
-      {{t, false}, {t.strides().begin(), t.strides().end()}, t.requires_grad()});
+  inputs.tensors.push_back({{t, false},
+                            {t.strides().begin(), t.strides().end()},
+                            t.requires_grad(),
+                            t.storage().unsafeGetStorageImpl()});
   return true;
 }
 
@@ -205,12 +210,10 @@ std::optional<Arguments> inputs_again(PyObject* object) {
   return arguments;
 }
 
-std::vector<at::Tensor> tensors_of_inputs(PyObject* object) {
-  std::vector<at::Tensor> tensors;
-  for (const Input& input : data_of<Inputs>(object).tensors) {
-    tensors.push_back(input.saved.unpack());
-  }
-  return tensors;
+bool has_input_with(PyObject* object, const c10::StorageImpl* storage) {
+  const auto& tensors = data_of<Inputs>(object).tensors;
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [&](const Input& input) { return input.storage == storage; });
 }
 
 bool add_inputs(PyObject* module) {

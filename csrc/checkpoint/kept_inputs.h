@@ -17,7 +17,7 @@ struct Arguments {
 // Returns the arguments in a `KeptInputs` for a recompute, or nothing if a tensor has changed.
 std::optional<Arguments> inputs_again(PyObject* inputs);
 
-// Returns the tensors in a `KeptInputs`.
-std::vector<at::Tensor> tensors_of_inputs(PyObject* inputs);
+// Returns true if a tensor in a `KeptInputs` has this storage, while the forward runs.
+bool has_input_with(PyObject* inputs, const c10::StorageImpl* storage);
 
 }  // namespace storage_ops

@@ -165,22 +165,15 @@ class Error {
   Ref parts_[3];
 };
 
-bool is_off() {
-  const Ref off = owned(PyObject_CallFunctionObjArgs(functions.is_disabled, nullptr));
-  return off.get() == Py_True;
-}
-
-bool has_attention(PyObject* before) {
-  static PyObject* const name = PyUnicode_InternFromString("scaled_dot_product_attention");
-  return owned(PyObject_GetAttr(functions.functional, name)).get() == before;
+bool is_as_before(PyObject* attention) {
+  const Ref same = owned(PyObject_CallFunctionObjArgs(functions.is_as_before, attention, nullptr));
+  return same.get() == Py_True;
 }
 
 // Runs the function once more, keeps the tensors that it saves, and binds its output. Returns false
 // to let Python decide, because the state, an argument or the output has changed.
 bool repeat(PlainRegion& plain) {
-  if (!is_current(plain.snapshot.get()) || !has_attention(plain.attention.get()) || is_off()) {
-    return false;
-  }
+  if (!is_current(plain.snapshot.get()) || !is_as_before(plain.attention.get())) return false;
   const bool discarded = plain.output && plain.output->is_discarded;
   auto arguments = inputs_again(plain.inputs.get());
   if (!arguments) return false;
@@ -348,20 +341,15 @@ PyMethodDef methods[] = {{"forward", forward, METH_VARARGS, nullptr},
                          {"region", get_region, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// setup_regions(make, explain_forward, explain, check, forget_hooks, group, is_disabled,
-// functional, number_issued,
-//               groups, discard, bind, finish, pack, unpack, packed, consumers)
+// setup_regions(make, explain_forward, explain, check, forget_hooks, group, is_as_before,
+//               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers)
 PyObject* setup_regions(PyObject*, PyObject* arguments) {
   RegionFunctions all;
-  PyObject** const places[] = {&all.make,          &all.explain_forward,
-                               &all.explain,       &all.check,
-                               &all.forget_hooks,  &all.group,
-                               &all.is_disabled,   &all.functional,
-                               &all.number_issued, &all.groups,
-                               &all.discard,       &all.bind,
-                               &all.finish,        &all.pack,
-                               &all.unpack,        &all.packed,
-                               &all.consumers};
+  PyObject** const places[] = {
+      &all.make,         &all.explain_forward, &all.explain,      &all.check,
+      &all.forget_hooks, &all.group,           &all.is_as_before, &all.number_issued,
+      &all.groups,       &all.discard,         &all.bind,         &all.finish,
+      &all.pack,         &all.unpack,          &all.packed,       &all.consumers};
   Py_ssize_t at = 0;
   for (PyObject** place : places) {
     *place = PyTuple_GetItem(arguments, at++);

@@ -20,8 +20,7 @@ namespace storage_ops {
 
 // The Python functions and objects that `setup_regions` got as arguments.
 struct RegionFunctions {
-  PyObject *make, *explain_forward, *explain, *check, *forget_hooks, *group, *is_disabled,
-      *functional;
+  PyObject *make, *explain_forward, *explain, *check, *forget_hooks, *group, *is_as_before;
   PyObject *number_issued, *groups, *discard, *bind, *finish, *pack, *unpack, *packed, *consumers;
 };
 

@@ -317,7 +317,7 @@ def output_discard(
             outputs, unusual = plain.forward_and_discard(args, kwargs, consumer)
             if unusual is None:
                 return outputs  # type: ignore[no-any-return]
-            hidden, region = resume(plain, unusual)
+            hidden, region = resume(plain, args, kwargs, unusual)
         if region is None:
             return consumer(hidden)
         with ConsumerHooks([region], named=False):

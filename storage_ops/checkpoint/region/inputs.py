@@ -55,7 +55,8 @@ class Inputs:
         self._spec: Any = None
         self.plain: list[Any] = []
         if self._native is not None:
-            self.remember()
+            count = len(self._native.traits())
+            self.tensors = [self._native.unpack(i) for i in range(count)]
             return
         flat, self._spec = _flatten(args, kwargs)
         self.tensors, self.plain, self._at = flat, [], range(len(flat))
@@ -81,10 +82,6 @@ class Inputs:
         inputs._again, inputs._same, inputs._native, inputs._spec = [], {}, native, None
         inputs.plain, inputs.tensors = [], []
         return inputs
-
-    def remember(self) -> None:
-        """Set the tensors that the library keeps, until `forget`."""
-        self.tensors = [self._native.unpack(i) for i in range(len(self._native.traits()))]
 
     def forget(self) -> None:
         """Leave the tensors to autograd."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from storage_ops import _library
 from storage_ops.checkpoint.region.backward_pass import current_group
@@ -28,8 +29,7 @@ from storage_ops.checkpoint.saved import guard, saved_tensors
 from storage_ops.checkpoint.saved.outputs import DiscardableOutput, producers
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import Saved, explain_transform
-from storage_ops.checkpoint.state.execution import is_disabled
-from storage_ops.checkpoint.state.snapshot import Snapshot, snapshot_before
+from storage_ops.checkpoint.state.snapshot import Snapshot, is_as_before, snapshot_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.storage.storage import discard_storage, share_storage
 
@@ -89,17 +89,20 @@ def plain_region(
     )  # fmt: skip
 
 
-def resume(plain: Any, unusual: list[Any]) -> tuple[Any, Region]:
+def resume(
+    plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unusual: list[Any]
+) -> tuple[Any, Region]:
     """Return an output that is not a usual one, and the region that takes over from `plain`.
 
     Args:
         plain: the library's object.
+        args, kwargs: the arguments of the call.
         unusual: the list that `forward_and_discard` has returned.
     """
     made: Region = plain.region()
     assert made._inputs is not None
     issued, start = unusual.pop(), unusual.pop()
-    made._inputs.remember()
+    made._inputs.tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     return made.returned(unusual, start, issued), made
 
 
@@ -184,7 +187,7 @@ def set_up_consumers(finish: Any, pack: Any, unpack: Any, packed: Any, module: s
     _native = sys.modules.get(_library.SAVED_TENSORS)
     if _native is not None:
         _native.setup_regions(
-            _make, _explain_forward, _explain, _check, forget_hooks, current_group, is_disabled, F,
+            _make, _explain_forward, _explain, _check, forget_hooks, current_group, is_as_before,
             collectives.number_issued, collectives.GROUPS, _discard, share_storage,
             finish, pack, unpack, packed, module,
         )  # fmt: skip

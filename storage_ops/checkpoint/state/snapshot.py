@@ -73,10 +73,7 @@ class Snapshot:
     def contexts(self, region: str, checks: bool) -> tuple[Any, ...]:
         """Return the context managers for a recompute, outermost first."""
         is_current = (
-            self._full is None
-            and self._native.is_current()
-            and self._attention is F.scaled_dot_product_attention
-            and not is_disabled()
+            self._full is None and self._native.is_current() and is_as_before(self._attention)
         )
         return (self._native,) if is_current else self._state().contexts(region, checks)
 
@@ -88,6 +85,20 @@ class Snapshot:
 
     def check_dual_level(self, region: str) -> None:
         """Do nothing, because the forward ran in no level of dual numbers."""
+
+
+def is_as_before(attention: Callable[..., Any]) -> bool:
+    """Return True if the state that only Python knows is as before a call in `Snapshot`.
+
+    Args:
+        attention: the function that computed attention then.
+    """
+    return (
+        attention is F.scaled_dot_product_attention
+        and not is_disabled()
+        and not parametrize._cache_enabled
+        and forward_ad._current_level < 0
+    )
 
 
 def snapshot_before(
