@@ -78,10 +78,9 @@ void note_producer(const SharedRegion& shared) {
 
 // ---- saved tensors of a consumer ----------------------------------------------------------------
 
-// Recomputes the bytes of the output, if they are missing.
+// Recomputes the bytes of the output, if they are missing. Needs the GIL.
 void restore(const SharedRegion& shared) {
   PlainRegion& plain = *shared;
-  const WithGil gil;
   {
     const Lock lock(plain.mutex);
     if (!plain.region && !plain.output->is_discarded) return;
@@ -99,6 +98,7 @@ class ConsumerHooks final : public SavedVariableHooks {
   ~ConsumerHooks() override {
     if (!is_output_ || !Py_IsInitialized()) return;
     const WithGil gil;
+    const KeptError kept;
     --shared_->output->uses;
     if (!shared_->region) return;
     const Ref key(PyLong_FromVoidPtr(shared_->output->key()));
@@ -126,10 +126,14 @@ class ConsumerHooks final : public SavedVariableHooks {
 
   at::Tensor call_unpack_hook() override {
     if (python_) return python_->call_unpack_hook();
+    if (!is_output_ && !is_modified()) return tensor_;
+    const WithGil gil;
     try {
       if (is_output_) restore(shared_);
-      if (tensor_._version() == version_) return tensor_;
-      packed_by_python();  // reading it raises an error
+      if (is_modified()) {
+        const Ref packed = packed_by_python();
+        owned(PyObject_CallFunctionObjArgs(functions.unpack, packed.get(), nullptr));  // raises
+      }
     } catch (const PythonError&) {
       throw_python_error();
     }
@@ -144,9 +148,10 @@ class ConsumerHooks final : public SavedVariableHooks {
   }
 
  private:
-  // Returns the object of Python that stands for the saved tensor.
+  bool is_modified() const { return tensor_._version() != version_; }
+
+  // Returns the object of Python that stands for the saved tensor. Needs the GIL.
   Ref packed_by_python() const {
-    const WithGil gil;
     const Ref t = owned(THPVariable_Wrap(tensor_)), version(PyLong_FromLongLong(version_));
     PyObject* region = is_output_ ? region_of(*shared_) : Py_None;
     return owned(
@@ -266,11 +271,10 @@ bool bind(PlainRegion& plain, PyObject* result) {
 
 void forget_output(PlainRegion& plain) {
   if (!plain.output || plain.region) return;  // the region in Python forgets its own outputs
+  const KeptError kept;
   const Ref key(PyLong_FromVoidPtr(plain.output->key()));
-  if (PyDict_Contains(names.producers, key.get()) == 1) {
-    PyDict_DelItem(names.producers, key.get());
-  }
-  PyErr_Clear();
+  PyDict_DelItem(names.producers, key.get());
+  PyErr_Clear();  // it was not there
 }
 
 }  // namespace storage_ops

@@ -65,6 +65,18 @@ struct WithGil {
   ~WithGil() { PyGILState_Release(state); }
 };
 
+// Keeps the Python error that is set, if any, while a destructor calls Python.
+class KeptError {
+ public:
+  KeptError() { PyErr_Fetch(&kind_, &value_, &trace_); }
+  ~KeptError() { PyErr_Restore(kind_, value_, trace_); }
+  KeptError(const KeptError&) = delete;
+  KeptError& operator=(const KeptError&) = delete;
+
+ private:
+  PyObject *kind_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
+};
+
 // Returns the message of the Python error that is set, and clears the error.
 inline std::string message_of_python() {
   const WithGil gil;
