@@ -153,7 +153,7 @@ def test_memory_is_flat(path):
 
     blocks(5)
     before = blocks(5)
-    assert blocks(60) - before < 60
+    assert blocks(60) - before < 120  # a leak would be one for each of 180 calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -390,5 +390,5 @@ class Counts(Mlp):
 
 def test_a_recompute_that_differs_is_an_error(path):
     ours, x = so.CheckpointWrapper(Counts()), torch.randn(3, 8, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"saved|differ"):
+    with pytest.raises(RuntimeError, match=r"Counts saves"):
         ours(x).sum().backward()
