@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except (ImportError, OSError, TypeError, ValueError) as error:
         output.complain(error, args)
         return 2
-    budget = planner.default_budget(p) if budget_arg is None else budget_arg
+    budget = planner.default_budget(p, rates) if budget_arg is None else budget_arg
     budgets = curve(p, rates, budget)
     if args.json:
         output.print_json(_facts(p, device, budget, chosen, budgets))

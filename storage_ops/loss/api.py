@@ -162,12 +162,13 @@ def linear_cross_entropy(
             products sums in float32 in any case.
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
-            them), at least 32 MiB and at most 1 GiB. With more tokens than the hidden size it adds
-            a float32 sum for the gradient of a 16-bit weight, if the forward computes it. Logits
-            are stored in the gradient of the weight until it is written, so a small budget costs
-            little time up to that many tokens. The float32 sums of a 16-bit gradient of the input
-            are stored there too, if the budget has no room for them. `storage_ops.plan` shows the
-            plan for a budget.
+            them), at least 32 MiB and at most 1 GiB. If it is at least 1 % faster, it takes up to
+            1/32 of a GPU's memory. With more tokens than the hidden size it adds a float32 sum for
+            the gradient of a 16-bit weight, if the forward computes it. Logits are stored in the
+            gradient of the weight until it is written, so a small budget costs little time up to
+            that many tokens. The float32 sums of a 16-bit gradient of the input are stored there
+            too, if the budget has no room for them. `storage_ops.plan` shows the plan for a
+            budget.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group, or a DeviceMesh of one dimension, whose ranks hold
             consecutive slices of the vocabulary (linear_weight, linear_bias, weight), of one size

@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +45,15 @@ BOTH, INPUT, WEIGHT, NONE = ("input", "weight"), ("input",), ("weight",), ()
             id="frozen input",
         ),
         pytest.param({"grads": NONE}, "no-grad 1-GEMM", 2, 1, id="no gradients"),
-        pytest.param({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2, id="no reduction"),
-        pytest.param({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2, id="fp16"),
+        pytest.param({"reduction": "none"}, "vocab-sliced 3-GEMM", 1, 1, id="no reduction"),
+        pytest.param({"dtype": "fp16"}, "vocab-sliced 3-GEMM", 1, 1, id="fp16"),
+        pytest.param(
+            {"reduction": "none", "device": "rtx4090"},
+            "vocab-sliced 3.5-GEMM",
+            1,
+            2,
+            id="no reduction on a GPU of 24 GB",
+        ),
         pytest.param({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1, id="fp32"),
         pytest.param(
             {"accumulate_dtype": "bf16", "memory_budget": "600MiB"},
@@ -255,9 +263,13 @@ def test_no_tokens():
 )  # fmt: skip
 def test_gpus_are_known_by_name(name, key, monkeypatch):
     assert devices.of_gpu(name) is devices.GPUS.get(key)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    devices._rates_at.cache_clear()
-    assert rates_of(torch.device("cuda", 0)) is devices.GPUS[key or "a100"]
+    rates = devices.GPUS[key or "a100"]
+    for spare, expected in ((300 << 20, rates.memory), (-1, rates.memory - (1 << 30))):
+        present = SimpleNamespace(name=name, total_memory=rates.memory + spare)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, present=present: present)
+        devices._rates_at.cache_clear()
+        found = rates_of(torch.device("cuda", 0))
+        assert found == dataclasses.replace(rates, memory=expected)
     devices._rates_at.cache_clear()
     assert rates_of(torch.device("cpu")) is devices.named("cpu")
 

@@ -51,14 +51,19 @@ def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
     return name
 
 
-def default_device() -> str:
-    """Return the name of the current GPU's rates, or "cpu"."""
+def _present() -> Rates:
+    """Return the rates of the current GPU, or of the CPU if there is no GPU."""
     import torch
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rates = rates_of(device)
-    return next(name for name in DEVICES if named(name) is rates)
+    return rates_of(device)
+
+
+def default_device() -> str:
+    """Return the name of the current GPU's rates, or "cpu"."""
+    present = _present().name
+    return next(name for name in DEVICES if named(name).name == present)
 
 
 def problem_of(
@@ -155,7 +160,7 @@ def pick(
 
 def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
     """Return a few lines about a plan, its budget, and the source of its rates."""
-    default = planner.default_budget(p)
+    default = planner.default_budget(p, rates)
     if memory_budget is not None:
         budget = readable(memory_budget)
     elif chosen.peak_bytes <= default:
@@ -241,12 +246,13 @@ def plan(
         >>> loss = storage_ops.linear_cross_entropy(x, w, torch.randint(1000, (64,)), plan=tight)
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget, "`memory_budget`")
+    rates = _present() if device is None else None
     device = default_device() if device is None else device
     p = problem_of(
         tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, logits_dtype, max_valid,
         device, gradient_tolerance, share,
     )  # fmt: skip
-    rates = named(device)
+    rates = rates or named(device)
     chosen = pick(p, rates, budget, strategy, num_chunks)
     print(describe(chosen, p, rates, budget))
     return chosen

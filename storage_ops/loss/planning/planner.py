@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from storage_ops.loss.planning import cost
+from storage_ops.loss.planning import budgets, cost
 from storage_ops.loss.planning.devices import Rates, named
 from storage_ops.loss.planning.problem import Problem, padded, parts
 from storage_ops.loss.planning.schedule import (
@@ -26,7 +26,7 @@ from storage_ops.loss.planning.schedule import (
 )
 from storage_ops.quantities import InLines, metric, readable
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 # A plan that computes logits twice keeps at least 1 / KEPT of its rows' logits.
 KEPT = 16
 WIDEST = 4096  # most columns of parts of waiting logits, if the products have no preferred width
@@ -187,7 +187,9 @@ def resumed(
 
     If the budget has no room for such a plan, it is the key of another plan.
     """
-    budget = default_budget(p) if memory_budget is None else memory_budget
+    budget = memory_budget
+    if budget is None:
+        budget = default_budget(p, rates or named("cpu"))
     for fewer in _with_fewer_threads(p):
         tried = schedule(fewer, VOCAB_SLICED, *tile)
         if cost.peak(tried) <= budget:
@@ -390,18 +392,15 @@ def _slowed(p: Problem, plan: Plan) -> Plan:
     return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
-def bounded(part: int) -> int:
-    """Return the default budget for a part of the logits, clamped to 32 MiB to 1 GiB."""
-    return min(max(part, 32 * MIB), GIB)
-
-
-def default_budget(p: Problem) -> int:
-    """Return a part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+@functools.lru_cache(maxsize=256)
+def default_budget(p: Problem, rates: Rates) -> int:
+    """Return the default budget: for a part of the logits, and the fp32 sum of a weight gradient.
 
     The part is a quarter on a CPU, and all logits on a GPU, whose products are slow with few rows
-    or columns. The sum allows chunks of tokens, which need one product less than other plans. It is
-    left out if there are no more tokens than the hidden size, because then all logits wait in the
-    gradient of the weight. With gradient_tolerance, the memory of the selection is added.
+    or columns. `budgets` has the bounds. The sum is that of a 16-bit weight gradient. It allows
+    chunks of tokens, which need one product less than other plans. It is left out if there are no
+    more tokens than the hidden size, because then all logits wait in the gradient of the weight.
+    With gradient_tolerance, the memory of the selection is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
     chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
@@ -409,7 +408,14 @@ def default_budget(p: Problem) -> int:
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
     if p.selects:
         least += cost.selection_bytes(p, max(p.tokens, 1), max(p.vocab, 1))
-    return least + sums + bounded(part)
+
+    def budget(most: int) -> int:
+        return least + sums + budgets.bounded(part, most)
+
+    def seconds(budget: int) -> float:
+        return _fastest(p, budget, rates).seconds
+
+    return budgets.larger_if_worth(budget, seconds, budgets.most(rates))
 
 
 @functools.lru_cache(maxsize=256)
@@ -428,9 +434,22 @@ def choose(
         ValueError: no plan keeps to the budget. The error has the smallest possible budget.
     """
     rates = rates or named("cpu")
-    budget = default_budget(p) if memory_budget is None else memory_budget
-    if memory_budget is None and (strategy or num_chunks):
+    if memory_budget is not None:
+        return _fastest(p, memory_budget, rates, strategy, num_chunks)
+    budget = default_budget(p, rates)
+    if strategy or num_chunks:
         budget = max(budget, smallest_budget(p, strategy, num_chunks))
+    return _fastest(p, budget, rates, strategy, num_chunks)
+
+
+def _fastest(
+    p: Problem,
+    budget: int,
+    rates: Rates,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Plan:
+    """Return the fastest plan within a budget. Without one, raise the error of `choose`."""
     forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
     least_seconds = forward_and_gradients / p.matmul.rate(rates)
     plans: list[Plan] = []

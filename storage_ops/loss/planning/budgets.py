@@ -1,0 +1,42 @@
+"""The default budgets of losses: how much memory their logits may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from storage_ops.loss.planning.devices import Rates
+
+LEAST, GIB = 32 << 20, 1 << 30
+# On a GPU with more memory than 32 GiB, logits may take this part of it if that pays. On an H200 or
+# H100 it has room for all logits of 8192 tokens and 151936 classes in 16 bits, so that the backward
+# of a loss per token computes none of them again.
+OF_MEMORY = 32
+# More than 1 GiB pays if it saves this part of the time. Predictions are a few percent off, and
+# without gradients or with a frozen weight, larger tiles save only a few tenths of a percent.
+WORTH = 0.01
+
+
+def most(rates: Rates) -> int:
+    """Return the largest default budget for logits on a device: 1 GiB, or a share of a GPU."""
+    return max(GIB, rates.memory // OF_MEMORY)
+
+
+def bounded(part: int, most: int) -> int:
+    """Return the default budget for a part of the logits: at least 32 MiB, and at most `most`."""
+    return min(max(part, LEAST), most)
+
+
+def larger_if_worth(
+    budget: Callable[[int], int], seconds: Callable[[int], float], most: int
+) -> int:
+    """Return the budget for up to 1 GiB of logits, or for up to `most` if that saves enough time.
+
+    Args:
+        budget: returns a default budget in bytes from the largest size of logits.
+        seconds: returns the predicted time of the plan for a budget.
+        most: the largest size of logits on the device in bytes.
+    """
+    small, large = budget(GIB), budget(most)
+    if large <= small or seconds(large) > (1 - WORTH) * seconds(small):
+        return small
+    return large
