@@ -1,4 +1,6 @@
 import dataclasses
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +185,49 @@ def test_the_caller_can_choose_strategy_and_number_of_chunks(capsys):
     assert so.plan(*R2, device="h200", num_chunks=8, reduction="sum").rows == 1024
     with pytest.raises(ValueError, match=r"`memory_budget` is 104857600 bytes\. Expected at least"):
         so.plan(*R2, device="h200", num_chunks=2, strategy="token-chunked", memory_budget="100MiB")
+
+
+R8 = (4096, 4096, 32000)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (R8, {"memory_budget": "4MB", "accumulate_dtype": "bf16"}),
+        (R8, {"memory_budget": "24MiB"}),
+        (R2, {"memory_budget": "40MiB"}),
+        (R2, {"memory_budget": "40MiB", "reduction": "none"}),
+        ((16384, 2048, 248320), {"reduction": "none", "device": "h100"}),
+    ],
+)
+def test_a_budget_that_makes_the_loss_slow_is_named(sizes, options, capsys):
+    options = {"device": "h200"} | options
+    so.plan(*sizes, **options)
+    found = re.search(
+        r"too small +(\S+) of the time of the products alone; a budget of (.*) takes at most 1.35",
+        capsys.readouterr().out,
+    )
+    enough = parse_bytes(found[2], "enough")
+    products = 3 * 2 * math.prod(sizes) / 790e12
+    assert float(found[1]) > 1.35
+    for share, is_slow in ((1, False), (0.95, True)):
+        plan = so.plan(*sizes, **options | {"memory_budget": int(share * enough)})
+        assert ("too small" in capsys.readouterr().out) == is_slow
+        assert (plan.seconds > 1.35 * products) == is_slow
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (R2, {}),
+        (R8, {"memory_budget": "16 MB", "accumulate_dtype": "bf16"}),
+        (R2, {"strategy": "vocab-sliced", "num_chunks": 64}),  # slow for another reason
+        ((64, 16, 1000), {"memory_budget": "100 KiB"}),  # slow with any budget
+    ],
+)
+def test_a_budget_that_is_not_to_blame_is_not_named(sizes, options, capsys):
+    so.plan(*sizes, device="h200", **options)
+    assert "too small" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

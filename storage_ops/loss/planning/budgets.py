@@ -14,6 +14,8 @@ OF_MEMORY = 32
 # More than 1 GiB pays if it saves this part of the time. Predictions are a few percent off, and
 # without gradients or with a frozen weight, larger tiles save only a few tenths of a percent.
 WORTH = 0.01
+# A budget is too small for speed if its plan takes longer than this multiple of the products alone.
+SLOW = 1.35
 
 
 def most(rates: Rates) -> int:
@@ -40,3 +42,21 @@ def larger_if_worth(
     if large <= small or seconds(large) > (1 - WORTH) * seconds(small):
         return small
     return large
+
+
+def least_within(limit: float, seconds: Callable[[int], float], slow: int, fast: int) -> int:
+    """Return the least budget whose plan takes at most `limit` seconds, up to 2 % more.
+
+    Args:
+        limit: the most seconds.
+        seconds: returns the predicted time of the plan for a budget.
+        slow: a budget in bytes whose plan takes longer.
+        fast: a larger budget whose plan does not.
+    """
+    while fast - slow > fast // 50:
+        middle = (slow + fast) // 2
+        if seconds(middle) <= limit:
+            fast = middle
+        else:
+            slow = middle
+    return fast

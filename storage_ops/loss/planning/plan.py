@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from storage_ops import matmul
-from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning import budgets, cost, planner
 from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
@@ -158,6 +158,37 @@ def pick(
     return planner.choose(p, memory_budget, rates, strategy, num_chunks)
 
 
+def fast_budget(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> int | None:
+    """Return the least budget for a fast plan, if the budget makes the chosen plan slow.
+
+    A plan is slow if it takes more than SLOW of the time of its products alone. None: it is not
+    slow, no budget helps, or the plan was not chosen for its budget.
+    """
+    floor, whole = planner.floor_seconds(p, rates), planner.whole_budget(p)
+    limit = budgets.SLOW * floor
+
+    def seconds(budget: int) -> float:
+        return planner.choose(p, budget, rates).seconds
+
+    if chosen.seconds <= limit or seconds(whole) > limit:
+        return None
+    if chosen != planner.choose(p, memory_budget, rates):
+        return None
+    return budgets.least_within(limit, seconds, chosen.peak_bytes, whole)
+
+
+def _if_slow(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
+    budget = fast_budget(chosen, p, rates, memory_budget)
+    if budget is None:
+        return ""
+    ratio = chosen.seconds / planner.floor_seconds(p, rates)
+    enough = readable(budget, up=True)
+    return (
+        f"  too small          {ratio:.2f} of the time of the products alone; a budget of {enough} "
+        f"takes at most {budgets.SLOW}\n"
+    )
+
+
 def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
     """Return a few lines about a plan, its budget, and the source of its rates."""
     default = planner.default_budget(p, rates)
@@ -172,6 +203,7 @@ def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) 
     return (
         f"{chosen}\n"
         f"  memory budget      {budget}; the smallest possible is {least}\n"
+        f"{_if_slow(chosen, p, rates, memory_budget)}"
         f"  rates              {rates.name}: {rate}, {metric(rates.bandwidth, 'B/s')}"
     )
 
@@ -195,6 +227,9 @@ def plan(
     num_chunks: int | None = None,
 ) -> Plan:
     """Print and return how `linear_cross_entropy` will run, before it allocates memory.
+
+    If the budget makes the loss slower than 1.35 of its matrix products alone, the text has the
+    least budget that does not.
 
     Args:
         tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.

@@ -442,6 +442,18 @@ def choose(
     return _fastest(p, budget, rates, strategy, num_chunks)
 
 
+def floor_seconds(p: Problem, rates: Rates) -> float:
+    """Return the seconds of the matrix products alone, each computed once."""
+    products = 1 + sum(p.grads[:2])
+    return products * 2 * p.tokens * p.hidden * p.vocab / p.matmul.rate(rates)
+
+
+def whole_budget(p: Problem) -> int:
+    """Return the budget for all logits in one tile, with all other memory."""
+    whole = peak_bytes(p, allowed(p)[0], max(p.tokens, 1), max(p.vocab, 1))
+    return max(whole, smallest_budget(p))
+
+
 def _fastest(
     p: Problem,
     budget: int,
@@ -450,8 +462,7 @@ def _fastest(
     num_chunks: int | None = None,
 ) -> Plan:
     """Return the fastest plan within a budget. Without one, raise the error of `choose`."""
-    forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
-    least_seconds = forward_and_gradients / p.matmul.rate(rates)
+    least_seconds = floor_seconds(p, rates)
     plans: list[Plan] = []
     for fewer in _with_fewer_threads(p):
         slower = p.matmul.threads / fewer.matmul.threads
