@@ -241,8 +241,10 @@ def linear_cross_entropy(
         "none", float16, accumulate_into, and "nll", "lse", "entropy", "selected" or "topk" in
         `returns` keep a few numbers per token. They compute the logits again in the backward, in
         four or up to five products. Eager code keeps the last tile of logits until then, within
-        memory_budget, or until the next call on the device. A budget for all logits therefore
-        takes three products. A call without gradients takes one. Two runs give the same bits.
+        memory_budget, or until the next call on the device. It may also allocate the weight's
+        gradient in the forward, to keep logits in it. So a budget for all logits takes three
+        products. With up to about as many tokens as the hidden size, so does a smaller one. A call
+        without gradients takes one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, or calls of a

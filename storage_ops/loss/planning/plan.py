@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from storage_ops import matmul
@@ -146,7 +147,7 @@ def pick(
     num_chunks: int | None = None,
 ) -> Plan:
     """Return the best plan for a problem, or the one with this strategy and num_chunks."""
-    names = planner.allowed(p)
+    names = planner.allowed(replace(p, keeps=False))
     if strategy is not None and strategy not in names:
         raise ValueError(
             f"`strategy` is {strategy!r}. Expected one of {', '.join(names)} with these grads, "

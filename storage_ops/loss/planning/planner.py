@@ -47,9 +47,10 @@ class Plan(InLines):
             `columns` is less than the vocabulary, that many classes are kept. With one chunk, the
             others wait in the memory of the weight's gradient. It has room for all of them if there
             are no more tokens than the hidden size, otherwise for as many rows. Logits without room
-            are computed twice. "vocab-sliced": one pass for the statistics of the rows, then logits
-            are computed again for the gradient. "running-rescale": slices of the vocabulary with a
-            frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
+            are computed twice. If the backward computes the gradients, there is one chunk, and
+            logits wait until then. "vocab-sliced": one pass for the statistics of the rows, then
+            logits are computed again for the gradient. "running-rescale": slices of the vocabulary
+            with a frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
         rows, columns: tokens and classes of the tile of logits in scratch memory.
         widest: classes that are processed at a time: `columns`, unless all logits wait.
         threads: how many CPU threads have scratch memory for products. A budget may not have room
@@ -128,6 +129,10 @@ def schedule(
 
     With `borrows`, it borrows classes if it can.
     """
+    if strategy == TOKEN_CHUNKED and any(p.grads) and not p.in_forward:
+        # The forward must finish all statistics, so there is one chunk. If all logits fit into the
+        # tile, none is elsewhere.
+        rows, strategy = p.tokens, strategy if columns < p.vocab else VOCAB_SLICED
     borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
     classes = p.vocab - borrowed
     columns, rows = max(1, min(columns, classes)), max(1, min(rows, p.tokens))
@@ -172,7 +177,8 @@ def schedule_of(p: Problem, key: str) -> Schedule:
     bare = keeping(key, False)
     p = replace(p, keeps=bare != key)
     strategy, rows, columns, *more = bare.split()
-    strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
+    wide = any(p.grads) or int(columns) >= p.vocab  # otherwise whole rows would exceed the tile
+    strategy = strategy if strategy in allowed(p) and wide else VOCAB_SLICED
     defaults = ["0", str(p.matmul.threads), "0"]
     widest, threads, borrows = map(int, more + defaults[len(more) :])
     fewer = with_threads(p, min(p.matmul.threads, threads))
@@ -257,6 +263,8 @@ def allowed(p: Problem) -> list[str]:
     result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
+    elif p.keeps and p.tokens and parks(p, p.tokens):
+        result.append(TOKEN_CHUNKED)
     if p.in_forward and p.rescales and not p.selects and p.grads == (True, False, False):
         result.append(RUNNING_RESCALE)
     return result
@@ -297,13 +305,15 @@ def candidates(
     names = allowed(p) if strategy is None else [strategy]
     for name in names:
         whole_rows = 0  # tokens whose logits fit whole
-        if name != RUNNING_RESCALE:
+        deferred = name == TOKEN_CHUNKED and any(p.grads) and not p.in_forward
+        if name != RUNNING_RESCALE and not deferred:
             whole_rows = _tallest(p, name, budget) if num_chunks is None else 0
             whole = {n for n in heights | {whole_rows} if n and FEWER * n >= whole_rows}
             tiles |= {(name, rows, vocab, 0, 0) for rows in whole}
         for borrowed in {0, borrowed_classes(p, name, tokens)}:
             if name == TOKEN_CHUNKED:
-                tiles |= set(_chunked(p, heights, whole_rows, borrowed, budget))
+                several = {tokens} & heights if deferred else heights
+                tiles |= set(_chunked(p, several, whole_rows, borrowed, budget))
             else:
                 tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
     schedules = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
@@ -403,7 +413,7 @@ def default_budget(p: Problem, rates: Rates) -> int:
     With gradient_tolerance, the memory of the selection is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
-    chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
+    chunked = p.in_forward and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
     if p.selects:
