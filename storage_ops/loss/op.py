@@ -84,7 +84,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     return (
         rows.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
-        tokens.spread(out.lse) if wants[1] else state.new_empty(0),
+        tokens.spread(out.lse_of(state)) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
