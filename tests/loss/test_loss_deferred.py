@@ -12,7 +12,7 @@ from storage_ops.loss.planning import planner
 from storage_ops.loss.row_function import run_of
 from storage_ops.matmul.aten import Aten
 
-V = 3000
+V, DEVICE = 3000, "cpu"
 # Tokens and hidden size. All logits wait if there are no more tokens than the hidden size.
 SIZES = {"wait": (60, 64), "parked": (120, 64)}
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
@@ -57,7 +57,7 @@ def problem(tokens, hidden, dtype):
 
 def plan_for(tokens, hidden, dtype, columns=640, borrows=False):
     """Return a plan with one chunk of tokens and a tile for so many classes."""
-    arguments = dtype, ("input", "weight"), "none", None, None, None, "cpu"
+    arguments = dtype, ("input", "weight"), "none", None, None, None, DEVICE
     p = plans.problem_of(tokens, hidden, V, *arguments)
     schedule = planner.schedule(p, "token-chunked", tokens, columns, 0, borrows)
     plan = planner.make(schedule)
