@@ -1,7 +1,7 @@
 """Targets besides a teacher: the student's cross-entropy, from the same tiles of logits.
 
-With the student's probabilities p, the teacher's q, the weight w of the targets and an upstream
-gradient of 1, the forward divergence at temperature 1 and the cross-entropy have the gradient
+Let p be the student's probabilities, q the teacher's, and w the weight of the targets. The forward
+divergence at temperature 1 and the cross-entropy have the gradient
 
     p - q + w (p - [target]) = (1 + w) (p - q / (1 + w)) - w [target]
 
