@@ -63,7 +63,7 @@ CHECKPOINTS = ("storage_ops/checkpoint", "storage_ops/storage")
 PLANS = ("storage_ops/fitting", "storage_ops/simulate", *CHECKPOINTS)
 WAYS = ("plain", "compile", "compile+linear_cross_entropy", "compile+all", "autochunk")
 FILE = "FILE"  # placeholder for the file of --real-logits
-REAL = ("--real-logits", FILE, "--parts", "selected", "dpo")
+REAL = ("--real-logits", FILE)
 SANITIZED = ("tests/cuda/test_row_kernel.py", "tests/cuda/test_divergence_rows.py",
              "-k", "(plain or all) and not 50257 and not 128256")  # fmt: skip
 
@@ -121,7 +121,7 @@ QUEUE = (
             *(shapes(shape, 100, "linear_cross_entropy", shape) for shape in ("R2", "R7", "R8")),
             shapes("R9", 100, "linear_cross_entropy", "R9, 1024", "R9, 512", "R9, 128"),
             Stage("real", 75, "linear_cross_entropy",
-                  ("--real-logits", FILE, "--hidden", "4096"), ("--real-logits", FILE)),
+                  (*REAL, "--hidden", "4096"), REAL),
         ),
     ),
     Call(
@@ -145,7 +145,8 @@ QUEUE = (
                   ("--parts", "divergence", "--shapes", "least")),
             Stage("head", 200, "head", ("--parts", "selected", "dpo"),
                   ("--parts", "selected", "dpo", "--shapes", "least")),
-            Stage("real", 75, "head", REAL, REAL),
+            Stage("real", 75, "head",
+                  (*REAL, "--hidden", "4096", "--parts", "selected", "dpo"), REAL),
         ),
     ),
     Call(

@@ -48,7 +48,8 @@ SHAPES = {
 }
 GPU_SHAPES = {"H3": (8192, 4096, 4096, 151936)}
 QUICK_SHAPES = {"quick": (256, 256, 512, 8000), "least": (64, 32, 64, 1000)}
-REAL_FILES: dict[str, Path] = {}  # shape -> the file of --real-logits
+# For the shape of --real-logits: the file, and the hidden size or 0.
+REAL_FILES: dict[str, tuple[Path, int]] = {}
 FLOOR, COMPILED = "floor (products of both heads)", "plain torch, compiled"
 NLL = "nll of every token"
 DIVERGENCES = ("forward", "reverse", "jsd", "tvd")
@@ -222,7 +223,8 @@ def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     They are random or from a language model. From a model, the teacher's are nearly the same.
     """
     if shape in REAL_FILES:
-        x, w, target = real_logits(REAL_FILES[shape], 0, device, dtype, device == "cpu")
+        file, hidden = REAL_FILES[shape]
+        x, w, target = real_logits(file, hidden, device, dtype, device == "cpu")
         t, head = (z + 0.1 * z.std() * torch.randn_like(z) for z in (x, w))
         return x.requires_grad_(), w.requires_grad_(), t, head, target
     tokens, hidden, teacher, vocab = (SHAPES | GPU_SHAPES | QUICK_SHAPES)[shape]
@@ -258,9 +260,11 @@ def main() -> None:
     options.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     options.add_argument("--real-logits", type=Path, metavar="FILE",
                          help="measure the head of a language model in an .npz file")  # fmt: skip
+    options.add_argument("--hidden", type=int, default=0,
+                         help="hidden size of --real-logits; 0: that of the file")  # fmt: skip
     arguments = options.parse_args()
     if arguments.real_logits:
-        REAL_FILES["real logits"] = arguments.real_logits
+        REAL_FILES["real logits"] = arguments.real_logits, arguments.hidden
         arguments.shapes = list(REAL_FILES)
     full_shapes = GPU_SHAPES if arguments.device == "cuda" else SHAPES
     arguments.shapes = arguments.shapes or list(["quick"] if arguments.quick else full_shapes)

@@ -28,7 +28,8 @@ _LOSS_UPSTREAM = (
     "Tensor? grad_picked, Tensor state"
 )
 
-# `kept`: the tensor that a forward without gradients has returned in place of grad_input.
+# `kept`, `parked`: tensors that a forward without gradients has returned in place of grad_input and
+# grad_weight. If grad_weight is empty, it is in the memory of `parked`.
 _LOSS_BACKWARD = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? accumulate_into, ', '')}"
 _LOSS_INTO = f"{_LOSS_UPSTREAM}, {_LOSS_ARGUMENTS.replace('Tensor? acc', 'Tensor(a!) acc')}"
 _LOSS_GRADIENTS = "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
@@ -84,7 +85,7 @@ SCHEMAS: dict[str, str] = {
     "linear_cross_entropy": f"({_LOSS_ARGUMENTS}) -> {_LOSS_RESULTS}",
     "linear_cross_entropy_backward": f"({_LOSS_BACKWARD}) -> {_LOSS_GRADIENTS}",
     "linear_cross_entropy_backward_kept": (
-        f"(Tensor(a!) kept, {_LOSS_BACKWARD}) -> {_LOSS_GRADIENTS}"
+        f"(Tensor(a!) kept, Tensor(b!)? parked, {_LOSS_BACKWARD}) -> {_LOSS_GRADIENTS}"
     ),
     "linear_cross_entropy_backward_target": f"({_LOSS_BACKWARD}) -> Tensor",
     "linear_cross_entropy_backward_into": (

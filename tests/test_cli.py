@@ -91,6 +91,11 @@ def test_plan_as_json(options, capsys):
     assert facts["budget_bytes"] in budgets
     times = [point["seconds"] for point in facts["curve"]]
     assert times == sorted(times, reverse=True) and times[-1] >= facts["floor_seconds"]
+    assert facts["fast_budget_bytes"] is None
+    assert cli.main([*PLAN, "--json", "--budget", "40MiB", *options]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    is_slow = tight["plan"]["seconds"] > 1.35 * tight["floor_seconds"]
+    assert (tight["fast_budget_bytes"] is not None) == is_slow
 
 
 @pytest.mark.parametrize(

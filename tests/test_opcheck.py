@@ -105,7 +105,8 @@ def backward(reduction, into=None, dense=False, picked=False):
 
 def kept(reduction, into=None):
     """Return arguments with an empty tile, because nothing may read it after the op frees it."""
-    return (torch.empty(0, 7), *backward(reduction, into))
+    parked = () if into is not None else (None,)
+    return (torch.empty(0, 7), *parked, *backward(reduction, into))
 
 
 def span(dtype=torch.float32):

@@ -138,7 +138,8 @@ def chunk(
         num_chunks: the number of chunks, at most the number of tokens. None: as many as the budget
             needs.
         memory_budget: bytes for a chunk, as a number or text such as "400 MiB". None: a quarter of
-            the logits, at least 32 MiB and at most 1 GiB; smaller logits stay whole.
+            the logits, at least 32 MiB and at most 1 GiB, or 1/32 of a GPU's memory if that is
+            more; smaller logits stay whole.
         strict: raise an error if the graph cannot be chunked. Otherwise warn, and leave it
             unchanged.
 

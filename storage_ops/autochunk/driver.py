@@ -213,7 +213,8 @@ class _Work:
             raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
 
     def budget(self, amplifier: fx.Node) -> int:
-        return budget_of(self.bytes_of(amplifier), self.memory_budget)
+        device = amplifier.meta["val"].device
+        return budget_of(self.bytes_of(amplifier), self.memory_budget, device)
 
     def bytes_of(self, amplifier: fx.Node) -> int:
         """Return the bytes of the product that `whole` counts."""

@@ -86,9 +86,7 @@ class Curve:
 def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     """Return plans for budgets from the smallest to all logits, in factors of two, and `extra`."""
     logits = p.tokens * padded(p.vocab) * p.logit_bytes
-    least = planner.smallest_budget(p)
-    # The budget for all logits in one tile, with all other memory.
-    most = max(planner.peak_bytes(p, planner.allowed(p)[0], max(p.tokens, 1), p.vocab), least)
+    least, most = planner.smallest_budget(p), planner.whole_budget(p)
     octaves = math.log2(max(logits / least, 1))
     # About eight budgets: half steps in a small range, double steps in a large one.
     step = 0.5 if octaves < 5 else 1 if octaves < 10 else 2
@@ -96,10 +94,9 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
     budgets = {least, most, *(b for b in between if least < b < most)}
     if extra is not None:
         budgets.add(extra)
-    floor = 2 * p.tokens * p.hidden * p.vocab * (1 + sum(p.grads[:2]))
     return Curve(
         [(budget, planner.choose(p, budget, rates)) for budget in sorted(budgets)],
-        floor / p.matmul.rate(rates),
+        planner.floor_seconds(p, rates),
         logits,
     )
 
@@ -133,7 +130,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except (ImportError, OSError, TypeError, ValueError) as error:
         output.complain(error, args)
         return 2
-    budget = planner.default_budget(p) if budget_arg is None else budget_arg
+    budget = planner.default_budget(p, rates) if budget_arg is None else budget_arg
     budgets = curve(p, rates, budget)
     if args.json:
         output.print_json(_facts(p, device, budget, chosen, budgets))
@@ -151,6 +148,7 @@ def _facts(p: Problem, device: str, budget: int, chosen: Plan, budgets: Curve) -
         "smallest_budget_bytes": planner.smallest_budget(p),
         "logits_bytes": budgets.logits,
         "floor_seconds": budgets.floor,
+        "fast_budget_bytes": plans.fast_budget(chosen, p, named(device), budget),
         "plan": dataclasses.asdict(chosen),
         "curve": [
             {"budget_bytes": point, **dataclasses.asdict(plan)} for point, plan in budgets.points

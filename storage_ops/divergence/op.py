@@ -82,7 +82,7 @@ def _second_pass(
     ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
     """Compute the gradients of input, weight and bias. The logits are computed again."""
-    _, state, *tensors = saved
+    _, _, state, *tensors = saved
     if upstream[0] is None:
         return (None,) * 3
     call = with_tensors(ctx.call, tensors)._replace(in_forward=False, grad_mask=tuple(needs))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from storage_ops.divergence.rows import COPIES, piece_elements
-from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning import budgets, cost, planner
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.loss.planning.problem import Problem, padded
 from storage_ops.loss.planning.schedule import TOKEN_CHUNKED, VOCAB_SLICED, Schedule
@@ -84,14 +84,24 @@ def peak_of(s: Schedule, t: Teacher) -> int:
     return cost.peak(s, t.beside(s.problem, s.rows, s.columns))
 
 
-def default_budget(p: Problem, t: Teacher) -> int:
-    """Return a quarter of both heads' logits (on a GPU all), 64 MiB to 2 GiB, and float32 sums.
+@functools.lru_cache(maxsize=256)
+def default_budget(p: Problem, t: Teacher, rates: Rates) -> int:
+    """Return bytes for a quarter of both heads' logits (on a GPU all), and for float32 sums.
 
-    Chunks of tokens take these sums for the gradient of a 16-bit weight.
+    `loss.planning.budgets` has the bounds for the logits of one head. Chunks of tokens take the
+    sums, for the gradient of a 16-bit weight. The budget has room for the smallest plan.
     """
     part = p.tokens * padded(p.vocab) * p.itemsize // (1 if p.matmul.cuda else 4)
     sums = p.vocab * p.hidden * 4 if p.mixed and p.in_forward and p.grads[1] else 0
-    return sums + 2 * planner.bounded(part)
+    least = _smallest_budget(p, t, rates)
+
+    def budget(most: int) -> int:
+        return max(sums + 2 * budgets.bounded(part, most), least)
+
+    def seconds(budget: int) -> float:
+        return _fastest(p, t, budget, rates).seconds
+
+    return budgets.larger_if_worth(budget, seconds, budgets.most(rates))
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,10 +111,18 @@ def choose(p: Problem, t: Teacher, memory_budget: int | None, rates: Rates) -> D
     Raises:
         ValueError: no plan keeps to the budget. The error has the smallest possible budget.
     """
-    least = min(plan.peak_bytes for plan in _made(p, t, rates, None))
-    budget = max(default_budget(p, t), least) if memory_budget is None else memory_budget
+    budget = default_budget(p, t, rates) if memory_budget is None else memory_budget
+    return _fastest(p, t, budget, rates)
+
+
+def _smallest_budget(p: Problem, t: Teacher, rates: Rates) -> int:
+    return min(plan.peak_bytes for plan in _made(p, t, rates, None))
+
+
+def _fastest(p: Problem, t: Teacher, budget: int, rates: Rates) -> DivergencePlan:
     plans = [plan for plan in _made(p, t, rates, budget) if plan.peak_bytes <= budget]
     if not plans:
+        least = _smallest_budget(p, t, rates)
         raise ValueError(
             f"linear_kl_div: `memory_budget` is {budget} bytes. Expected at least {least} "
             f"({readable(least, up=True)}) for {p.tokens} tokens, hidden sizes {p.hidden} and "

@@ -53,10 +53,17 @@ class DivergenceRows(RowFunction):
             self._ignored = tokens.target == IGNORED
         if call.ids is not None:
             self.coarse = Coarse.of(call, tokens.kept, tokens.target == IGNORED, classes)
-        # The gradient of the divergence overwrites the teacher's logits, that of targets the
-        # student's.
+        # At temperature 1, one kernel computes both gradients of the forward divergence: see
+        # `targets`. Otherwise the gradient of the divergence overwrites the teacher's logits, that
+        # of targets the student's.
+        caps = call.softcap or call.teacher_softcap
+        plain = call.divergence == "forward" and call.temperature == 1 and not caps
+        self._mixes = (
+            call.target is not None and self.teacher is not None and plain
+            and not head.ranks.several
+        )  # fmt: skip
         alike = self.teacher is not None and self.teacher[1].dtype == x.dtype
-        self._over_teacher = call.target is not None and alike
+        self._over_teacher = call.target is not None and alike and not self._mixes
         self._products = self._teacher_products()
         self.loss = x.new_zeros(tokens.count, dtype=call.wide)
         if state is None:
@@ -95,7 +102,7 @@ class DivergenceRows(RowFunction):
             self._products,
             rows.COPIES + bool(self.call.softcap),
             targets,
-            copied=targets and not self._over_teacher,
+            copied=targets and not (self._over_teacher or self._mixes),
             plain=p.plain,
         )
         return student, teacher
@@ -138,6 +145,9 @@ class DivergenceRows(RowFunction):
         """See `RowFunction`. Computes the teacher's tile, too."""
         other = self._teacher_logits(step, len(tile) * padded(tile.shape[1]))
         upstream = self.upstream if len(self.upstream) == 1 else self.upstream[step.rows]
+        if self._mixes and other is not None:
+            self._mixed(step, tile, other, upstream)
+            return
         targets, over_teacher, more = self.targets, self._over_teacher, None
         if targets is not None and not over_teacher:
             more = targets.take(step, tile, upstream, copied=True)
@@ -164,15 +174,40 @@ class DivergenceRows(RowFunction):
         self._products.logits(hidden, weight[step.classes], whole[:, :wide])
         return whole[:, :wide]
 
-    def _formed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
-        """Compute a tile's statistics if asked for, and overwrite logits by their gradient."""
+    def _mixed(self, step: Step, tile: Tensor, other: Tensor, upstream: Tensor) -> None:
+        """Do as `_formed`, for the divergence and the targets together."""
+        targets, state = self.targets, self.state[: self.call.own_rows, step.rows]
+        assert targets is not None and self.teacher is not None
+        if step.phases & UPDATE:
+            self._formed(step._replace(phases=UPDATE), tile, other, upstream)
+            targets.read(step, tile, state[0])
+        if step.phases & GRADIENT:
+            mixed, factor = targets.mixed(step, state, upstream)
+            biases = self.bias, self.teacher[2]
+            value = targets.at_targets(step, (tile, other), biases, mixed, upstream)
+            self._formed(step._replace(phases=GRADIENT), tile, other, factor, mixed)
+            targets.write(step, tile, value)
+
+    def _formed(
+        self,
+        step: Step,
+        tile: Tensor,
+        other: Tensor,
+        upstream: Tensor,
+        state: Tensor | None = None,
+    ) -> None:
+        """Compute a tile's statistics if asked for, and overwrite logits by their gradient.
+
+        `state`: the state of the rows, if it is not that of the call.
+        """
         assert self.teacher is not None
         call, classes = self.call, step.classes
         bias, offset, phases = self.bias, self.teacher[2], step.phases
         heads = (
             tile, other, None if bias is None else bias[classes],
             None if offset is None else offset[classes],
-            self.state[: call.own_rows, step.rows], self.loss[step.rows],
+            self.state[: call.own_rows, step.rows] if state is None else state,
+            self.loss[step.rows],
         )  # fmt: skip
         options = (call.divergence, call.beta, 1 / call.temperature)
         caps = (call.softcap, call.teacher_softcap)

@@ -160,7 +160,7 @@ class DeferredLogits(Tokens):
                 mean = mean if bias is None else mean + bias.mean(dtype=dtype)
                 return mean * self.scale
             budget = self.origin.forward.options.memory_budget
-            rows = piece_rows(len(hidden), len(weight), weight.element_size(), budget)
+            rows = piece_rows(hidden, len(weight), weight.element_size(), budget)
             return torch.cat([self._of(h).to(dtype).mean(-1) for h in hidden.split(rows)])
 
         with torch.no_grad():

@@ -19,16 +19,27 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from storage_ops.loss.planning.planner import bounded
+from storage_ops.loss.planning.budgets import bounded, most
+from storage_ops.loss.planning.devices import rates_of
 from storage_ops.loss.reference import reduced, results_of
 
 _COPIES = 6  # float32 copies of a piece's logits in its backward: base, low rank, sum, softmax, ...
 
 
-def piece_rows(tokens: int, classes: int, itemsize: int, budget: int | None) -> int:
-    """Return the tokens of a piece whose backward fits a budget. None: the op's default budget."""
+@torch.compiler.assume_constant_result
+def _most(device: torch.device) -> int:
+    """Return the largest default budget on a device. Dynamo cannot trace the look-up."""
+    return most(rates_of(device))
+
+
+def piece_rows(hidden: Tensor, classes: int, itemsize: int, budget: int | None) -> int:
+    """Return the tokens of a piece of `hidden` whose backward fits a budget.
+
+    None is a quarter of the logits, in the bounds of the op's default budget.
+    """
+    tokens = hidden.shape[0]
     if budget is None:
-        budget = bounded(tokens * classes * itemsize // 4)
+        budget = bounded(tokens * classes * itemsize // 4, _most(hidden.device))
     return max(1, min(tokens, budget // (classes * max(itemsize, 4) * _COPIES)))
 
 
@@ -74,7 +85,7 @@ def head_cross_entropy(
         )  # fmt: skip
         return share, *(results[name] for name in returns)
 
-    rows = piece_rows(hidden.shape[0], classes, hidden.element_size(), memory_budget)
+    rows = piece_rows(hidden, classes, hidden.element_size(), memory_budget)
     rowwise = [hidden, target] if token_weight is None else [hidden, target, token_weight]
     parts = zip(*(t.split(rows) for t in rowwise), strict=True)
     # Arguments are saved tensors, so autograd detects modifications of them.

@@ -162,12 +162,13 @@ def linear_cross_entropy(
             products sums in float32 in any case.
         memory_budget: bytes of scratch memory beyond inputs, outputs and returned gradients, as a
             number or text such as "400 MiB". None takes a quarter of the logits (on a GPU all of
-            them), at least 32 MiB and at most 1 GiB. With more tokens than the hidden size it adds
-            a float32 sum for the gradient of a 16-bit weight, if the forward computes it. Logits
-            are stored in the gradient of the weight until it is written, so a small budget costs
-            little time up to that many tokens. The float32 sums of a 16-bit gradient of the input
-            are stored there too, if the budget has no room for them. `storage_ops.plan` shows the
-            plan for a budget.
+            them), at least 32 MiB and at most 1 GiB. If it is at least 1 % faster, it takes up to
+            1/32 of a GPU's memory. With more tokens than the hidden size it adds a float32 sum for
+            the gradient of a 16-bit weight, if the forward computes it. Logits are stored in the
+            gradient of the weight until it is written, so a small budget costs little time up to
+            that many tokens. The float32 sums of a 16-bit gradient of the input are stored there
+            too, if the budget has no room for them. `storage_ops.plan` shows the plan for a
+            budget.
         plan: a plan of `storage_ops.plan` to follow, instead of choosing one for memory_budget.
         process_group: torch.distributed group, or a DeviceMesh of one dimension, whose ranks hold
             consecutive slices of the vocabulary (linear_weight, linear_bias, weight), of one size
@@ -240,8 +241,10 @@ def linear_cross_entropy(
         "none", float16, accumulate_into, and "nll", "lse", "entropy", "selected" or "topk" in
         `returns` keep a few numbers per token. They compute the logits again in the backward, in
         four or up to five products. Eager code keeps the last tile of logits until then, within
-        memory_budget, or until the next call on the device. A budget for all logits therefore
-        takes three products. A call without gradients takes one. Two runs give the same bits.
+        memory_budget, or until the next call on the device. It may also allocate the weight's
+        gradient in the forward, to keep logits in it. So a budget for all logits takes three
+        products. With up to about as many tokens as the hidden size, so does a smaller one. A call
+        without gradients takes one. Two runs give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, or calls of a

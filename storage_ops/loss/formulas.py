@@ -105,19 +105,21 @@ def upstream_of(
 
 @dataclass
 class Outputs:
-    """Per-token results (n,), from the finished state of the rows."""
+    """Per-token results (n,), from the finished state of the rows.
+
+    Attributes:
+        nll: the cross-entropy.
+        loss: the loss, multiplied by the token's weight and not reduced.
+    """
 
     nll: Tensor
-    lse: Tensor
-    loss: Tensor  # multiplied by the token's weight, not reduced
+    loss: Tensor
 
     @staticmethod
     def of(tokens: Tokens, call: Call, state: Tensor) -> Outputs:
-        """Compute loss, nll and log-sum-exp. The state of ignored rows makes all of them 0."""
+        """Compute loss and nll. The state of ignored rows makes both 0."""
         shift, total, _, dot, mass, logit = state.unbind(0)
         log_sum = total.log()
-        # A row with an infinite logit has a nan sum, but its log-sum-exp is infinite.
-        lse = torch.where(shift == float("inf"), shift, shift + log_sum)
         if tokens.probabilities:
             loss = nll = mass * log_sum - dot
         else:
@@ -127,12 +129,19 @@ class Outputs:
             if call.label_smoothing:
                 loss = loss * (1 - call.label_smoothing) + (mass * log_sum - dot)
         if call.z_loss:
-            loss = loss + call.z_loss * lse.square()
+            loss = loss + call.z_loss * Outputs.lse_of(state).square()
         if tokens.token_weight is not None:
             loss = torch.where(tokens.token_weight == 0, 0, loss * tokens.token_weight)
         if tokens.broken is not None:
             loss = torch.where(tokens.broken, float("nan"), loss)
-        return Outputs(nll, lse, loss)
+        return Outputs(nll, loss)
+
+    @staticmethod
+    def lse_of(state: Tensor) -> Tensor:
+        """Return the log-sum-exp of each row; 0 for ignored rows."""
+        shift, total, *_ = state.unbind(0)
+        # A row with an infinite logit has a nan sum, but its log-sum-exp is infinite.
+        return torch.where(shift == float("inf"), shift, shift + total.log())
 
     @staticmethod
     def entropy_of(state: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ A mean or a sum has one upstream number, so the forward computes the gradients, 
 multiplies them by this number. Otherwise the forward keeps the state of the rows, a few numbers per
 token. The backward computes the logits again, when it knows the upstream gradient of each token. In
 eager code the forward also keeps the last tile of logits, which then is not computed again. With a
-large enough budget this tile has all logits. A backward overwrites the tile, so a second backward
-works without it.
+large enough budget this tile has all logits. With a smaller one, the forward may allocate the
+gradient of the weight, and keep logits there. A backward overwrites these logits, so a second
+backward works without them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         grads = [input.new_empty(0) for _ in call.grad_mask]
         if tile is not None:
             grads[0] = tile
+            grads[1] = grads[1] if run.parked is None else run.parked
     state, argmax, wants = rows.state, rows.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
@@ -82,7 +84,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     return (
         rows.reduced(out.loss),
         tokens.spread(out.nll) if wants[0] else state.new_empty(0),
-        tokens.spread(out.lse) if wants[1] else state.new_empty(0),
+        tokens.spread(out.lse_of(state)) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         picked,
         input.new_empty(0, dtype=torch.int64) if argmax is None else tokens.spread(argmax),
@@ -93,8 +95,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
+_Kept = tuple[Tensor | None, Tensor | None]
+
+
 def _resumed(
-    args: tuple[Any, ...], into: bool = False, tile: Tensor | None = None
+    args: tuple[Any, ...], into: bool = False, logits: _Kept = (None, None)
 ) -> CrossEntropyRun:
     """Return the run of a call at the point where its forward ended.
 
@@ -102,7 +107,7 @@ def _resumed(
     """
     call = call_of_backward(args, into)
     state = args[_UPSTREAM - 1]
-    run = run_of(call, state, tile)
+    run = run_of(call, state, logits)
     tokens, rows = run.head.tokens, run.rows
     gradients = [None if grad is None else grad.to(state.dtype) for grad in args[: _UPSTREAM - 1]]
     *gradients, picked = gradients
@@ -126,10 +131,13 @@ def call_of_backward(args: tuple[Any, ...], into: bool = False) -> Call:
 
 
 def _backward(
-    *args: Any, into: bool = False, tile: Tensor | None = None
+    *args: Any, into: bool = False, logits: _Kept = (None, None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients by a second pass over the logits, for any upstream gradients."""
-    grad_input, grad_weight, grad_bias = _resumed(args, into, tile).gradients()
+    run = _resumed(args, into, logits)
+    grad_input, grad_weight, grad_bias = run.gradients()
+    if run.took_over:  # an op may not return the memory of an argument
+        grad_weight = grad_weight.new_empty(0)
     return grad_input, grad_weight, grad_bias
 
 
@@ -138,17 +146,19 @@ def _backward_target(*args: Any) -> Tensor:
     return target_gradient(_resumed(args))
 
 
-def _backward_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(*args, tile=tile)
+def _backward_kept(
+    tile: Tensor, parked: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(*args, logits=(tile, parked))
 
 
-def _backward_into(*args: Any, tile: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    grad_input, _, grad_bias = _backward(*args, into=True, tile=tile)
+def _backward_into(*args: Any, logits: _Kept = (None, None)) -> tuple[Tensor, Tensor]:
+    grad_input, _, grad_bias = _backward(*args, into=True, logits=logits)
     return grad_input, grad_bias
 
 
 def _backward_into_kept(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _backward_into(*args, tile=tile)
+    return _backward_into(*args, logits=(tile, None))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -156,14 +166,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.picks = call.selected_ids is not None or call.top_k > 0
     # It is not saved, because other code may add to it before the backward.
     ctx.into = call.accumulate_into
-    tile = output[-3].detach() if call.keeps else None
-    ctx.kept = kept.keep(tile) if tile is not None and tile.numel() else None
+    logits = [t.detach() for t in output[-3:-1] if t.numel()] if call.keeps else []
+    ctx.kept = kept.keep(*logits) if logits else None
     call = call._replace(accumulate_into=None)
     if call.top_k:  # the backward needs both
         selected_ids, top_ids = call.selected_ids, output[-6]
         ids = top_ids if selected_ids is None else torch.cat((selected_ids, top_ids), -1)
         call = call._replace(selected_ids=ids, top_k=0)
-    set_up(ctx, call, _PLACES, output, _DIFFERENTIABLE, tile)
+    set_up(ctx, call, _PLACES, output, _DIFFERENTIABLE, (*logits, None, None)[:2])
 
 
 def _autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -177,11 +187,13 @@ def _second_pass(
     ctx: Any, saved: Sequence[Any], upstream: list[Tensor | None], needs: list[bool]
 ) -> Gradients:
     """Compute gradients of input, weight, bias and target. The logits are computed again."""
-    tile, state, *tensors = saved
+    tile, parked, state, *tensors = saved
+    if ctx.kept is None or not kept.take(ctx.kept):
+        tile = parked = None
     # .data is no use of a saved tensor. Otherwise autograd would refuse the next use.
-    tile = tile.data if ctx.kept is not None and kept.take(ctx.kept) else None
+    tile, parked = (t if t is None else t.data for t in (tile, parked))
     if tile is not None and any(g is not None and batched(g) for g in upstream):
-        kept.free(tile)  # a tile serves one backward, but vmap runs several
+        kept.free(tile, parked)  # kept logits serve one backward, but vmap runs several
         tile = None
     call = with_tensors(ctx.call, tensors)
     call = call._replace(in_forward=False, grad_mask=tuple(needs[:3]))
@@ -194,12 +206,22 @@ def _second_pass(
             gradients = call_once(_OPS.linear_cross_entropy_backward_into, *into)
         gradients = gradients[0], None, gradients[1]
     elif tile is not None:
-        gradients = _OPS.linear_cross_entropy_backward_kept(tile, *arguments)
+        gradients = _with_parked(
+            _OPS.linear_cross_entropy_backward_kept(tile, parked, *arguments), parked, call.weight
+        )
     else:
         gradients = _backwards(call, "linear_cross_entropy_backward", arguments)
     if not needs[3]:
         return tuple(gradients)
     return *gradients, _backwards(call, "linear_cross_entropy_backward_target", arguments)
+
+
+def _with_parked(gradients: Gradients, parked: Tensor | None, weight: Tensor) -> Gradients:
+    """Return gradients, with that of the weight if it is in the memory of parked logits."""
+    of_input, of_weight, of_bias = gradients
+    if parked is not None and of_weight is not None and not of_weight.numel():
+        of_weight = kept.gradient_in(parked, weight)
+    return of_input, of_weight, of_bias
 
 
 def _backwards(call: Call, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -314,7 +336,9 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     state = input.new_empty((STATE_ROWS, count_of(whole)), dtype=wide)
     grads = gradients_like(call, call.in_forward)
     if call.keeps:
-        grads = (run_of(call).left(), *grads[1:])
+        run = run_of(call)
+        parked = grads[1] if run.parked is None else run.parked
+        grads = (run.left(), parked, grads[2])
     return loss, *per_token, picked, argmax, top_ids, dropped, state, *grads
 
 
@@ -324,8 +348,9 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @register_fake(_BACKWARD_NAME + "_kept", lib=_schemas.library)
-def _(tile: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients_like(call_of_backward(args))
+def _(tile: Tensor, parked: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_input, of_weight, of_bias = gradients_like(call_of_backward(args))
+    return of_input, of_weight if parked is None else of_weight.new_empty(0), of_bias
 
 
 @register_fake(_BACKWARD_NAME + "_target", lib=_schemas.library)

@@ -96,22 +96,31 @@ class Picked:
                 self._take(part, [self.top[part], value], [self.top_ids[part], column])
 
     def _largest(self, step: Step, products: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest logits of each row, nan as inf, and their columns.
+        """Return the k largest logits of each row, nan as inf, and their columns, in any order.
 
         The first of equal logits are taken. The largest are in the k groups of columns with the
         largest maximum, and in the first of groups with an equal maximum.
         """
         columns = products.shape[1]
         if not in_groups(columns, k):
-            return _first_largest(self._logits(step, products), k)
+            value, column = _first_largest(self._ordered(step, products), k)
+            return value.to(self._state.dtype), column
         groups = _first_largest(self._maxima(step, products), k)[1].sort(1).values
         column = torch.arange(GROUP, device=groups.device) + groups.unsqueeze(2) * GROUP
         column = column.flatten(1)
         outside = column >= columns
         column.clamp_(max=columns - 1)
-        z = self._logits(step, products.gather(1, column), column).masked_fill(outside, -torch.inf)
-        value, place = _first_largest(z, k)
-        return value, column.gather(1, place)
+        z = self._ordered(step, products.gather(1, column), column)
+        value, place = _first_largest(z.masked_fill(outside, -torch.inf), k)
+        return value.to(self._state.dtype), column.gather(1, place)
+
+    def _is_product(self) -> bool:
+        """Return True if logits are the products themselves, which may have 16 bits."""
+        return self._bias is None and not self._call.softcap and self._call.logit_scale == 1
+
+    def _ordered(self, step: Step, products: Tensor, column: Tensor | None = None) -> Tensor:
+        """Return logits to compare, in the dtype of the products if that is exact."""
+        return products if self._is_product() else self._logits(step, products, column)
 
     def _maxima(self, step: Step, products: Tensor) -> Tensor:
         """Return the largest logit of each group of columns."""
@@ -119,10 +128,11 @@ class Picked:
         rises = self._bias is None and not call.softcap and call.logit_scale > 0
         gpu = on_gpu(products)
         if rises and (gpu or products.element_size() > 2):  # a CPU reduces wide dtypes fast
-            return self._logits(step, _of_groups(products))
+            return self._ordered(step, _of_groups(products))
         size = max(1, top_elements(gpu) // columns)
-        return torch.cat([_of_groups(self._logits(step, products[part]))
-                          for part in slices(rows, size)])  # fmt: skip
+        maxima = torch.cat([_of_groups(self._logits(step, products[part]))
+                            for part in slices(rows, size)])  # fmt: skip
+        return maxima.to(products.dtype) if self._is_product() else maxima
 
     def merge(self, rows: slice) -> None:
         """Merge the ranks' results for some rows."""
@@ -251,15 +261,23 @@ def _of_groups(z: Tensor) -> Tensor:
 def _first_largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest elements of each row and their columns; the first of equal elements.
 
-    torch.topk does not document which of several equal elements it returns. But its smallest value
-    is well defined, so columns are ranked by that value and their position.
+    They are in any order. torch.topk does not document which of several equal elements it returns,
+    so elements are ranked by their value and their position. For 16-bit elements, both fit into one
+    number. Otherwise a first topk finds the smallest of the k values, which is well defined.
     """
-    z = z.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    z, columns = z.nan_to_num(torch.inf, torch.inf, -torch.inf), z.shape[1]
+    position = torch.arange(columns - 1, -1, -1, dtype=torch.int32, device=z.device)
+    if z.element_size() == 2 and columns <= 1 << 16:
+        bits = z.add_(0).view(torch.int16)  # -0 becomes 0, because both are equal
+        bits = bits ^ ((bits >> 15) & 0x7FFF)  # in the order of the elements
+        keys = bits.to(torch.int32).mul_(1 << 16).add_(position)
+        keys = keys.topk(k, sorted=False).values
+        column = columns - 1 - (keys & 0xFFFF).long()
+        return z.gather(1, column), column
     smallest = z.topk(k).values[:, -1:]
-    columns = z.shape[1]
-    rank = torch.arange(columns, 0, -1, dtype=torch.int32, device=z.device)
+    rank = position + 1
     rank = torch.where(z > smallest, rank + columns, torch.where(z == smallest, rank, 0))
-    column = rank.topk(k).indices
+    column = rank.topk(k, sorted=False).indices
     return z.gather(1, column), column
 
 

@@ -237,20 +237,27 @@ class CrossEntropyRows(RowFunction):
 CrossEntropyRun = Run[CrossEntropyRows]
 
 
-def run_of(call: Call, state: Tensor | None = None, kept: Tensor | None = None) -> CrossEntropyRun:
-    """Return the run of a call, with the `state` and `kept` tile that its forward returned."""
+def run_of(
+    call: Call,
+    state: Tensor | None = None,
+    kept: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> CrossEntropyRun:
+    """Return the run of a call, with the `state` and `kept` logits that its forward returned."""
     head = Head.of(call, compare=state is None)
-    schedule = _schedule(head, kept)
+    schedule = _schedule(head, *kept)
     return Run(head, CrossEntropyRows(head, state), schedule, kept=kept)
 
 
-def _schedule(head: Head, kept: Tensor | None) -> Schedule:
-    """Return the schedule of the call's plan, or of the plan for its budget."""
+def _schedule(head: Head, tile: Tensor | None, parked: Tensor | None) -> Schedule:
+    """Return the schedule of the call's plan, or of the plan for its budget.
+
+    If the forward kept a tile but no other logits, the plan continues with this tile.
+    """
     call, p, key = head.call, head.problem, head.call.plan
     if not planner.keeping(key, False):
         budget, rates = call.memory_budget, rates_of(call.input.device)
-        if kept is not None:
-            key = planner.resumed(p, (kept.shape[0], kept.shape[1]), budget, rates)
+        if tile is not None and parked is None:
+            key = planner.resumed(p, (tile.shape[0], tile.shape[1]), budget, rates)
         else:
             key = planner.choose(p, budget, rates).key
     return planner.schedule_of(replace(p, vocab=len(head.weight)), key)

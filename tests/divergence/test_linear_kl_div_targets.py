@@ -6,6 +6,8 @@ import torch
 import storage_ops as so
 from storage_ops import losses
 from storage_ops.divergence import reference
+from storage_ops.divergence import targets as targets_of_divergence
+from storage_ops.loss.engine import tokens as tokens_of_loss
 from storage_ops.matmul import of
 
 from ..refused import refused
@@ -93,8 +95,12 @@ def test_the_budget_is_kept(dtype, reduction, times):
 
 
 @pytest.mark.parametrize("same_dtype", [True, False], ids=["one dtype", "another dtype"])
-def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype):
-    """With one dtype the gradient overwrites the teacher's logits."""
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype, temperature):
+    """With one dtype the gradient overwrites the teacher's logits.
+
+    At temperature 1, one kernel computes the gradient of both, over the student's logits.
+    """
     tokens, vocab = 256, 20_003
     tensors, _ = problem(torch.float32, (tokens,), 32, 48, vocab)
     x, w = tensors["x"].requires_grad_(), tensors["w"].requires_grad_()
@@ -102,11 +108,14 @@ def test_only_a_teacher_of_another_dtype_needs_a_third_tile(same_dtype):
     peaks = []
     for target in (None, torch.randint(vocab, (tokens,))):
         with so.memory.measure() as m:
-            loss = so.linear_kl_div(x, w, t, head, target=target, memory_budget="1 GiB")
+            loss = so.linear_kl_div(
+                x, w, t, head, target=target, temperature=temperature, memory_budget="1 GiB"
+            )
             torch.autograd.grad(loss, (x, w))
         peaks.append(m.peak_bytes)
     tile = tokens * vocab * 4
-    assert peaks[1] - peaks[0] < 0.1 * tile if same_dtype else peaks[1] - peaks[0] > 0.9 * tile
+    more = (peaks[1] - peaks[0]) / tile
+    assert more < 0.1 if same_dtype or temperature == 1 else more > 0.9
 
 
 def test_products_of_knowledge_distillation(monkeypatch):
@@ -187,3 +196,50 @@ def test_a_simulation_counts_the_tiles(reduction, with_targets):
         step()
     estimated = so.memory.estimate(step)
     assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_gradient_of_a_certain_target_is_rounded_once(reduction):
+    """p - 1 would lose most of its digits if p was rounded before. These logits are exact."""
+    tokens, vocab = 40, 300
+    target = torch.randperm(vocab)[:tokens]
+    w, head = (torch.randint(2, (vocab, 20)).mul_(2).sub_(1).bfloat16() for _ in range(2))
+    x, t = w[target], head[target]
+    found = []
+    for function, dtype in ((so.linear_kl_div, torch.bfloat16), (reference.linear_kl_div, None)):
+        leaves = [each.to(dtype or torch.float64) for each in (x, w, t, head)]
+        # Every target occurs once, and the bias receives the gradient of the logits.
+        bias = torch.zeros(vocab, dtype=leaves[0].dtype).requires_grad_()
+        options = {"linear_bias": bias, "target": target, "target_weight": 0.5}
+        if dtype:
+            options["memory_budget"] = "10 MiB"
+        loss = function(*leaves, reduction=reduction, **options)
+        others = torch.autograd.grad(loss.sum(), bias)[0].double()
+        found.append(others[target])
+    # Other tokens add their rounded probabilities to the same class.
+    difference = (found[0] - found[1]).abs()
+    assert found[1].abs().median() < 1e-2 and difference.median() < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_target_out_of_range(monkeypatch, reduction, temperature):
+    """A CPU raises an error. A GPU does not wait for the target, and returns nan."""
+    tensors, _ = problem(torch.float32)
+    x, w = (tensors[k].requires_grad_() for k in ("x", "w"))
+    ids = targets()
+    ids[0, 3], ids[1, 2] = 131, 5
+    options = {"target": ids, "temperature": temperature, "reduction": reduction}
+    with pytest.raises(RuntimeError, match=r"`target` 131 is out of range\. Expected ignore"):
+        so.linear_kl_div(x, w, tensors["t"], tensors["tw"], **options)
+    if temperature != 1:
+        return  # the row kernel of a CPU raises
+    for module in (tokens_of_loss, targets_of_divergence):
+        monkeypatch.setattr(module, "may_count", lambda _: False)
+    loss = so.linear_kl_div(x, w, tensors["t"], tensors["tw"], **options)
+    grad = torch.autograd.grad(loss.sum(), x)[0]
+    if reduction == "none":
+        assert loss[0, 3].isnan() and loss.isnan().sum() == 1
+        assert grad[0, 3].isnan().all() and grad[1, 2].isfinite().all()
+    else:
+        assert loss.isnan()

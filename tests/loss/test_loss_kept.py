@@ -144,7 +144,7 @@ def test_a_kept_tile_is_freed_with_its_graph():
         del loss
         gc.collect()
     assert m.kept_bytes <= values.nbytes + 64
-    assert all(tile() is None for _, tile in kept._kept.values())
+    assert all(t() is None for _, tensors in kept._kept.values() for t in tensors)
 
 
 def copied(loss, *args):

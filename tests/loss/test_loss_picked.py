@@ -37,18 +37,34 @@ def in_double(leaves):
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.01}, {"logit_scale": -1.5}])
 @pytest.mark.parametrize("vocab", [200, 5003])  # with 5003, groups of classes are compared first
-def test_topk_orders_equal_logits_by_class(options, key, vocab):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk_orders_equal_logits_by_class(options, key, vocab, dtype):
     """Products of small integers are exact, so there are ties. A soft-cap makes more."""
     _, target = problem()
-    x, w = torch.randint(-2, 3, (12, 6)).float(), torch.randint(-2, 3, (vocab, 6)).float()
+    x, w = torch.randint(-2, 3, (12, 6)).to(dtype), torch.randint(-2, 3, (vocab, 6)).to(dtype)
     plan = key and Forced(key)
     values, ids = so.linear_cross_entropy(
         x, w, target, plan=plan, returns=("topk",), top_k=17, **options
     )
-    right = reference.linear_cross_entropy(x, w, target, returns=("topk",), top_k=17, **options)
+    right = reference.linear_cross_entropy(
+        x.float(), w.float(), target, returns=("topk",), top_k=17, **options
+    )
     torch.testing.assert_close(values, right[0])
     assert torch.equal(ids, right[1])
     assert (values[:, :-1] == values[:, 1:]).sum() > 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("k", [1, 7, 64])
+def test_the_first_of_equal_elements_are_the_largest(dtype, k):
+    values = torch.tensor([-torch.inf, -3, -1e-7, -0.0, 0.0, 1e-7, 2, torch.inf, torch.nan])
+    z = values[torch.randint(len(values), (50, 64))].to(dtype)
+    got = loss_picked._first_largest(z.clone(), k)
+    wide = z.double().nan_to_num(torch.inf, torch.inf, -torch.inf)
+    order = wide.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    place = got[1].sort(1)
+    assert torch.equal(place.values, order.sort(1).values)
+    assert torch.equal(got[0].double(), wide.gather(1, got[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

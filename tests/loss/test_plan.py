@@ -1,4 +1,7 @@
 import dataclasses
+import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +47,15 @@ BOTH, INPUT, WEIGHT, NONE = ("input", "weight"), ("input",), ("weight",), ()
             id="frozen input",
         ),
         pytest.param({"grads": NONE}, "no-grad 1-GEMM", 2, 1, id="no gradients"),
-        pytest.param({"reduction": "none"}, "vocab-sliced 3.5-GEMM", 1, 2, id="no reduction"),
-        pytest.param({"dtype": "fp16"}, "vocab-sliced 3.5-GEMM", 1, 2, id="fp16"),
+        pytest.param({"reduction": "none"}, "vocab-sliced 3-GEMM", 1, 1, id="no reduction"),
+        pytest.param({"dtype": "fp16"}, "vocab-sliced 3-GEMM", 1, 1, id="fp16"),
+        pytest.param(
+            {"reduction": "none", "device": "rtx4090"},
+            "token-chunked 3.23-GEMM",
+            1,
+            2,
+            id="no reduction on a GPU of 24 GB",
+        ),
         pytest.param({"dtype": torch.float32}, "token-chunked 3-GEMM", 4, 1, id="fp32"),
         pytest.param(
             {"accumulate_dtype": "bf16", "memory_budget": "600MiB"},
@@ -177,6 +187,49 @@ def test_the_caller_can_choose_strategy_and_number_of_chunks(capsys):
         so.plan(*R2, device="h200", num_chunks=2, strategy="token-chunked", memory_budget="100MiB")
 
 
+R8 = (4096, 4096, 32000)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (R8, {"memory_budget": "4MB", "accumulate_dtype": "bf16"}),
+        (R8, {"memory_budget": "24MiB"}),
+        (R2, {"memory_budget": "40MiB"}),
+        (R2, {"memory_budget": "40MiB", "reduction": "none"}),
+        ((32768, 768, 50257), {"reduction": "none", "device": "h100"}),
+    ],
+)
+def test_a_budget_that_makes_the_loss_slow_is_named(sizes, options, capsys):
+    options = {"device": "h200"} | options
+    so.plan(*sizes, **options)
+    found = re.search(
+        r"too small +(\S+) of the time of the products alone; a budget of (.*) takes at most 1.35",
+        capsys.readouterr().out,
+    )
+    enough = parse_bytes(found[2], "enough")
+    products = 3 * 2 * math.prod(sizes) / 790e12
+    assert float(found[1]) > 1.35
+    for share, is_slow in ((1, False), (0.95, True)):
+        plan = so.plan(*sizes, **options | {"memory_budget": int(share * enough)})
+        assert ("too small" in capsys.readouterr().out) == is_slow
+        assert (plan.seconds > 1.35 * products) == is_slow
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (R2, {}),
+        (R8, {"memory_budget": "16 MB", "accumulate_dtype": "bf16"}),
+        (R2, {"strategy": "vocab-sliced", "num_chunks": 64}),  # slow for another reason
+        ((64, 16, 1000), {"memory_budget": "100 KiB"}),  # slow with any budget
+    ],
+)
+def test_a_budget_that_is_not_to_blame_is_not_named(sizes, options, capsys):
+    so.plan(*sizes, device="h200", **options)
+    assert "too small" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, options, error, complaint",
     [
@@ -255,9 +308,13 @@ def test_no_tokens():
 )  # fmt: skip
 def test_gpus_are_known_by_name(name, key, monkeypatch):
     assert devices.of_gpu(name) is devices.GPUS.get(key)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    devices._rates_at.cache_clear()
-    assert rates_of(torch.device("cuda", 0)) is devices.GPUS[key or "a100"]
+    rates = devices.GPUS[key or "a100"]
+    for spare, expected in ((300 << 20, rates.memory), (-1, rates.memory - (1 << 30))):
+        present = SimpleNamespace(name=name, total_memory=rates.memory + spare)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, present=present: present)
+        devices._rates_at.cache_clear()
+        found = rates_of(torch.device("cuda", 0))
+        assert found == dataclasses.replace(rates, memory=expected)
     devices._rates_at.cache_clear()
     assert rates_of(torch.device("cpu")) is devices.named("cpu")
 

@@ -77,7 +77,8 @@ def test_stored_logits_are_read_before_they_are_overwritten(vocab, rows, hidden,
 
 @given(PROBLEMS)
 def test_the_default_budget_is_always_enough(p):
-    assert planner.choose(p).peak_bytes <= planner.default_budget(p)
+    for rates in (devices.named("cpu"), devices.GPUS["h200"]):
+        assert planner.choose(p, None, rates).peak_bytes <= planner.default_budget(p, rates)
 
 
 def test_choices():

@@ -121,8 +121,20 @@ def whole(*sizes, item=4, rows=None, columns=64, strategy="token-chunked"):
     return planner.schedule(p, strategy, rows or p.tokens, columns, 0, True)
 
 
+def deferred(*sizes, item=4, columns=64, borrows=True):
+    p = Problem(*sizes, Aten(item), in_forward=False, keeps=True)
+    s = planner.schedule(p, "token-chunked", p.tokens, columns, 0, borrows)
+    assert s.deferred and s.keeps and bool(s.borrowed) == (borrows and item == 2)
+    return s
+
+
 @settings(max_examples=300)
 @given(schedules())
+@example(deferred(20, 25, 400))  # logits are in the weight gradient until the backward
+@example(deferred(20, 25, 400, item=2))
+@example(deferred(20, 25, 400, item=2, borrows=False))
+@example(deferred(30, 18, 390))
+@example(deferred(30, 18, 390, item=2))
 @example(whole(20, 25, 400))  # all logits are stored in the weight gradient
 @example(whole(20, 25, 400, item=2))  # the rows of the first classes also store sums
 @example(whole(30, 18, 390))  # the logits of some rows are stored
@@ -170,6 +182,16 @@ def test_steps_by_size_are_all_steps(s):
         products += times * rows * classes * ((origin == 0) + added)
     flops, _, seconds = cost.predict(s, devices.GPUS["h200"])
     assert flops == 2 * products * s.problem.hidden and math.isfinite(seconds) and seconds > 0
+
+
+def test_the_forward_of_a_deferred_schedule_reads_every_logit_and_adds_none():
+    for s in (deferred(20, 25, 400), deferred(30, 18, 390), deferred(20, 25, 400, item=2)):
+        forward, backward = list(s.statistics()), list(s.gradients(kept=True))
+        assert forward + backward == list(s.steps())
+        assert not any(step.adds or step.phases & GRADIENT for step in forward)
+        assert not any(step.phases & UPDATE for step in backward)
+        again = sum(carry_out(s)["multiplied"].ravel()) - 2 * s.borrowed * s.problem.tokens
+        assert again < 1.6 * s.problem.tokens * s.problem.vocab
 
 
 def test_ranks_merge_a_chunk_while_the_next_is_multiplied():

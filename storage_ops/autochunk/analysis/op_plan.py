@@ -14,20 +14,21 @@ from storage_ops.loss.engine.head import problem_of
 from storage_ops.loss.engine.ranks import ranks_of
 from storage_ops.loss.engine.tokens import tokens_of
 from storage_ops.loss.op import call_of_backward
-from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning import budgets, cost, planner
 from storage_ops.loss.planning.devices import rates_of
 from storage_ops.loss.planning.problem import Problem, padded, parts
 
 EVERY = -(1 << 62)  # no class: with this ignore_index, no token is ignored
 
 
-def budget_of(size: int, memory_budget: int | None) -> int:
-    """Return the most bytes for chunks of a product of `size` bytes.
+def budget_of(size: int, memory_budget: int | None, device: torch.device) -> int:
+    """Return the most bytes for chunks of a product of `size` bytes on a device.
 
-    The default is a quarter of the product, at least 32 MiB and at most 1 GiB, as in the planner of
-    the loss.
+    The default is a quarter of the product, in the bounds of `loss.planning.budgets`.
     """
-    return planner.bounded(size // 4) if memory_budget is None else memory_budget
+    if memory_budget is not None:
+        return memory_budget
+    return budgets.bounded(size // 4, budgets.most(rates_of(device)))
 
 
 def _problem(call: Call) -> Problem:

@@ -42,6 +42,7 @@ from storage_ops.autochunk.prepare.decompose import join_batches, own_sizes
 from storage_ops.autochunk.prepare.ranges import take_apart
 from storage_ops.autochunk.reasons import Conflict, log
 from storage_ops.autochunk.runtime.chunk_op import in_body
+from storage_ops.loss.planning.budgets import LEAST
 
 
 @dataclass
@@ -75,14 +76,16 @@ def recognise(
     if in_body():
         return recognised
     forget_bounds(graph)
-    least = 0 if num_chunks is not None else budget_of(0, memory_budget)
+    least = LEAST if memory_budget is None else memory_budget
+    least = 0 if num_chunks is not None else least
     try:
         classes_last(gm, least)
     except Exception as error:
         log.debug("classes are left in dimension 1", exc_info=error)
     for product in products(graph)[:TRIES]:
         size, largest = numel(product), max(largest, numel(product))
-        small = num_chunks is None and nbytes(product) <= budget_of(nbytes(product), memory_budget)
+        budget = budget_of(nbytes(product), memory_budget, product.meta["example_value"].device)
+        small = num_chunks is None and nbytes(product) <= budget
         # A transform of torch.func wraps its tensors, so the joint pass handles such a graph.
         wrapped = not isinstance(product.meta["example_value"], FakeTensor)
         if small or wrapped or size * LARGE <= largest or not size:

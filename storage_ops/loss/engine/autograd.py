@@ -72,7 +72,7 @@ def set_up(
     places: Sequence[int],
     outputs: Sequence[Tensor],
     differentiable: int,
-    tile: Tensor | None = None,
+    kept: Sequence[Tensor | None] = (None, None),
 ) -> None:
     """Prepare `ctx` for `backward`.
 
@@ -81,7 +81,7 @@ def set_up(
         outputs: the results of the op.
         differentiable: how many of the first results a second pass can differentiate. Gradients
             from the forward are those of the first result alone.
-        tile: logits from which a second pass may start.
+        kept: two tensors with logits from which a second pass may start, or None.
     """
     ctx.places, ctx.call = places, with_tensors(call)
     needs = [ctx.needs_input_grad[place] for place in places]
@@ -99,7 +99,7 @@ def set_up(
         # output.
         ctx.save_for_backward(*(g.detach() for g in outputs[-3:]))
     else:
-        ctx.save_for_backward(tile, outputs[-4].detach(), *tensors)
+        ctx.save_for_backward(*kept, outputs[-4].detach(), *tensors)
 
 
 def backward(
@@ -125,7 +125,7 @@ def backward(
             pairs = zip(saved, needs, strict=False)
             gradients = [times(g, loss, keep) if need else None for g, need in pairs]
     grads = [g if need else None for g, need in zip(gradients, needs, strict=False)]
-    grads = once(grads, [*upstream_grads, *(ctx.roots if ctx.ready else saved[1:])])
+    grads = once(grads, [*upstream_grads, *(ctx.roots if ctx.ready else saved[2:])])
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for place, grad in zip(ctx.places, grads, strict=False):
         result[place] = grad

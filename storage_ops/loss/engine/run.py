@@ -27,11 +27,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storage_ops.loss.engine.head import Head
-from storage_ops.loss.engine.kept import free
+from storage_ops.loss.engine.kept import free, gradient_in
 from storage_ops.loss.engine.ranks import traced
 from storage_ops.loss.engine.selection import Gather, Selection, select
 from storage_ops.loss.engine.sums import Sums
@@ -144,17 +145,18 @@ class Run(Generic[Rows]):
         rows: Rows,
         schedule: Schedule,
         first: Schedule | None = None,
-        kept: Tensor | None = None,
+        kept: tuple[Tensor | None, Tensor | None] = (None, None),
     ):
         """Begin a call.
 
         Args:
             head, rows, schedule: see above.
             first: a schedule for the statistics alone. None: the same as for the gradients.
-            kept: the tile that `statistics` returned in the forward, if this is the backward.
+            kept: in the backward, the tile that `statistics` returned in the forward, and `parked`.
         """
         self.head, self.rows, self.schedule = head, rows, schedule
         self._first, self._kept = first, kept
+        self._memory: Tensor | None = None  # with a deferred schedule: the weight's gradient
         self._walked = schedule  # the schedule that runs now
         self._tile: Tensor | None = None
         self._merges: list[tuple[slice, Iterator[None]]] = []  # pending merges, oldest first
@@ -174,7 +176,28 @@ class Run(Generic[Rows]):
     @functools.cached_property
     def sums(self) -> Sums:
         """Sums of the gradients. Their memory is allocated at the first use."""
-        return Sums(self.head, self.schedule)
+        return Sums(self.head, self.schedule, self._memory)
+
+    @property
+    def parked(self) -> Tensor | None:
+        """Memory of the weight's gradient with logits for the backward, or None.
+
+        It begins after the borrowed classes, so its size tells how many these are.
+        """
+        if not self.schedule.deferred:
+            return None
+        if self._memory is None:
+            weight = self.head.call.weight
+            self._memory = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        return self._memory[self.schedule.borrowed :]
+
+    @property
+    def took_over(self) -> bool:
+        """Return True if the weight's gradient is in the memory that the forward parked logits in.
+
+        Only for a backward, when it has run.
+        """
+        return self._kept[1] is not None and self._memory is not None
 
     def statistics(self) -> Tensor | None:
         """Compute the state of every row.
@@ -192,8 +215,8 @@ class Run(Generic[Rows]):
         """
         kept_tiles = self._take_over()
         self._walk(self.schedule, self.schedule.gradients(self.every, kept_tiles))
-        if kept_tiles and self._kept is not None:
-            free(self._kept)  # free it before sums are rounded
+        if kept_tiles:
+            free(self._kept[0])  # free it before sums are rounded
         return self.sums.finish()
 
     def statistics_and_gradients(self) -> list[Tensor]:
@@ -223,22 +246,36 @@ class Run(Generic[Rows]):
         return (s.rows, s.columns), (padded(s.columns), 1)
 
     def _take_over(self) -> bool:
-        """Copy the kept tile into the buffer if it is this schedule's last tile.
+        """Continue with the logits that the forward kept, if this schedule can.
 
         Returns:
-            True if it is the last tile.
+            True if it can.
         """
-        tile = self._kept
+        tile, parked = self._kept
         if tile is None:
             return False
         shape, stride = self._layout()
         size = shape[0] * stride[0]
         fits = self.schedule.keeps and tile.shape == shape and tile.stride() == stride
-        if fits and tile.untyped_storage().nbytes() >= size * tile.element_size():
+        fits = fits and tile.untyped_storage().nbytes() >= size * tile.element_size()
+        if fits and self._takes_parked(parked):
             self._tile = tile.as_strided((1, size), (size, 1))
             return True
-        free(tile)  # a tile of another schedule, or copied by hooks of saved tensors
+        free(tile, parked)  # of another schedule, or copied by hooks of saved tensors
         return False
+
+    def _takes_parked(self, parked: Tensor | None) -> bool:
+        """Use the memory of `parked` for the weight's gradient. Return False if it does not fit."""
+        deferred = self.schedule.deferred
+        if parked is None or not deferred:
+            return parked is None and not deferred
+        weight, skipped = self.head.call.weight, self.schedule.borrowed
+        first = skipped * weight.shape[1]
+        nbytes = weight.numel() * weight.element_size()
+        same = len(parked) == len(weight) - skipped and parked.storage_offset() == first
+        if same and parked.untyped_storage().nbytes() >= nbytes:
+            self._memory = gradient_in(parked, weight)
+        return self._memory is not None
 
     def _walk(self, schedule: Schedule, steps: Iterable[Step]) -> Tensor | None:
         """Run the steps of a schedule. Return the tile buffer with its final content."""
@@ -315,7 +352,11 @@ class Run(Generic[Rows]):
         """Return the logits of a step at a place in memory."""
         schedule = self._walked
         if place.borrowed is not None:
-            memory = self.sums.unwritten(place.borrowed)
+            if self.parked is None:
+                memory = self.sums.unwritten(place.borrowed)
+            else:  # the sums do not exist yet in the forward
+                assert self._memory is not None
+                memory = self._memory[place.borrowed].view(-1)
         else:
             if self._tile is None:
                 size = schedule.tiles, schedule.rows * padded(schedule.columns)

@@ -26,7 +26,8 @@ class Sums:
         bias: (V,), or None.
     """
 
-    def __init__(self, head: Head, schedule: Schedule) -> None:
+    def __init__(self, head: Head, schedule: Schedule, memory: Tensor | None = None) -> None:
+        """Allocate the sums. `memory`: (V, D), for the weight's gradient of one chunk of tokens."""
         call = head.call
         self._tokens, self._weight, self._schedule = head.tokens, head.weight, schedule
         self._ranks, self._into = head.ranks, call.accumulate_into
@@ -49,6 +50,8 @@ class Sums:
             by_slice = s.by_slice and s.num_slices > 1
             if into is not None:
                 self.weight = into
+            elif memory is not None:
+                self.weight = memory
             elif not s.num_chunks:
                 self.weight = torch.zeros_like(w, memory_format=torch.contiguous_format)
             elif not s.wide_weight or by_slice:

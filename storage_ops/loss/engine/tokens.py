@@ -107,7 +107,8 @@ class Tokens:
         """Return the state with one column for every token, as the backward needs it."""
         total = self.shape.numel()
         if self.kept is None:
-            return torch.nn.functional.pad(state, (0, total - self.count))
+            rest = total - self.count
+            return torch.nn.functional.pad(state, (0, rest)) if rest else state
         return state.new_zeros(len(state), total).index_copy_(1, self.kept, state)
 
     def collect_state(self, state: Tensor) -> Tensor:

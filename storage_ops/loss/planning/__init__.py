@@ -10,6 +10,7 @@
   docstring says where logits are stored.
 * `cost` adds up the bytes and the seconds of a schedule's steps.
 * `planner` proposes schedules, and takes the fastest one that fits the budget.
+* `budgets` has the bounds of default budgets.
 * `devices` has the rates of processors, and finds the kind of device of a tensor.
 * `plan` is the public function `storage_ops.plan`.
 """

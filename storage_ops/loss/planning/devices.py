@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from storage_ops.matmul import scratch
@@ -40,7 +40,8 @@ class Rates:
         fuses: whether code is compiled. Then elementwise ops and ops on rows move no bytes of their
             own.
         threads: threads that a GPU runs at a time.
-        memory: usable bytes of a GPU, about, in whole GiB; 0 for a CPU. An H200's is measured.
+        memory: usable bytes of a GPU, in whole GiB; 0 for a CPU. A GPU that is present has the
+            memory that its driver reports. In the table, an H200's is measured, and
             docs/make-it-fit.md has the sources of the others.
     """
 
@@ -189,7 +190,12 @@ def _rates_at(device: torch.device) -> Rates:
 
     if device.type != "cuda":
         return named("cpu")
-    return of_gpu(torch.cuda.get_device_name(device)) or GPUS["a100"]
+    properties = torch.cuda.get_device_properties(device)
+    rates = of_gpu(properties.name) or GPUS["a100"]
+    # GPUs of one name can differ in memory, and so can the parts that MIG divides a GPU into.
+    # Whole GiB agree with the table, so a GPU has the same plans when it is named in advance.
+    memory = properties.total_memory >> 30 << 30
+    return rates if memory == rates.memory else replace(rates, memory=memory)
 
 
 def has_row_kernel_for(t: Tensor) -> bool:

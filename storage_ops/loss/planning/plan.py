@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from storage_ops import matmul
-from storage_ops.loss.planning import cost, planner
+from storage_ops.loss.planning import budgets, cost, planner
 from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
@@ -51,14 +52,19 @@ def _own_or_wide(argument: str, dtype: Any, own: str) -> str | None:
     return name
 
 
-def default_device() -> str:
-    """Return the name of the current GPU's rates, or "cpu"."""
+def _present() -> Rates:
+    """Return the rates of the current GPU, or of the CPU if there is no GPU."""
     import torch
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rates = rates_of(device)
-    return next(name for name in DEVICES if named(name) is rates)
+    return rates_of(device)
+
+
+def default_device() -> str:
+    """Return the name of the current GPU's rates, or "cpu"."""
+    present = _present().name
+    return next(name for name in DEVICES if named(name).name == present)
 
 
 def problem_of(
@@ -141,7 +147,7 @@ def pick(
     num_chunks: int | None = None,
 ) -> Plan:
     """Return the best plan for a problem, or the one with this strategy and num_chunks."""
-    names = planner.allowed(p)
+    names = planner.allowed(replace(p, keeps=False))
     if strategy is not None and strategy not in names:
         raise ValueError(
             f"`strategy` is {strategy!r}. Expected one of {', '.join(names)} with these grads, "
@@ -153,9 +159,40 @@ def pick(
     return planner.choose(p, memory_budget, rates, strategy, num_chunks)
 
 
+def fast_budget(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> int | None:
+    """Return the least budget for a fast plan, if the budget makes the chosen plan slow.
+
+    A plan is slow if it takes more than SLOW of the time of its products alone. None: it is not
+    slow, no budget helps, or the plan was not chosen for its budget.
+    """
+    floor, whole = planner.floor_seconds(p, rates), planner.whole_budget(p)
+    limit = budgets.SLOW * floor
+
+    def seconds(budget: int) -> float:
+        return planner.choose(p, budget, rates).seconds
+
+    if chosen.seconds <= limit or seconds(whole) > limit:
+        return None
+    if chosen != planner.choose(p, memory_budget, rates):
+        return None
+    return budgets.least_within(limit, seconds, chosen.peak_bytes, whole)
+
+
+def _if_slow(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
+    budget = fast_budget(chosen, p, rates, memory_budget)
+    if budget is None:
+        return ""
+    ratio = chosen.seconds / planner.floor_seconds(p, rates)
+    enough = readable(budget, up=True)
+    return (
+        f"  too small          {ratio:.2f} of the time of the products alone; a budget of {enough} "
+        f"takes at most {budgets.SLOW}\n"
+    )
+
+
 def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) -> str:
     """Return a few lines about a plan, its budget, and the source of its rates."""
-    default = planner.default_budget(p)
+    default = planner.default_budget(p, rates)
     if memory_budget is not None:
         budget = readable(memory_budget)
     elif chosen.peak_bytes <= default:
@@ -167,6 +204,7 @@ def describe(chosen: Plan, p: Problem, rates: Rates, memory_budget: int | None) 
     return (
         f"{chosen}\n"
         f"  memory budget      {budget}; the smallest possible is {least}\n"
+        f"{_if_slow(chosen, p, rates, memory_budget)}"
         f"  rates              {rates.name}: {rate}, {metric(rates.bandwidth, 'B/s')}"
     )
 
@@ -190,6 +228,9 @@ def plan(
     num_chunks: int | None = None,
 ) -> Plan:
     """Print and return how `linear_cross_entropy` will run, before it allocates memory.
+
+    If the budget makes the loss slower than 1.35 of its matrix products alone, the text has the
+    least budget that does not.
 
     Args:
         tokens, hidden, vocab: N, D and V of `input (N, D) @ linear_weight (V, D).T`.
@@ -241,12 +282,13 @@ def plan(
         >>> loss = storage_ops.linear_cross_entropy(x, w, torch.randint(1000, (64,)), plan=tight)
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget, "`memory_budget`")
+    rates = _present() if device is None else None
     device = default_device() if device is None else device
     p = problem_of(
         tokens, hidden, vocab, dtype, grads, reduction, accumulate_dtype, logits_dtype, max_valid,
         device, gradient_tolerance, share,
     )  # fmt: skip
-    rates = named(device)
+    rates = rates or named(device)
     chosen = pick(p, rates, budget, strategy, num_chunks)
     print(describe(chosen, p, rates, budget))
     return chosen

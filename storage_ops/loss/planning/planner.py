@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from storage_ops.loss.planning import cost
+from storage_ops.loss.planning import budgets, cost
 from storage_ops.loss.planning.devices import Rates, named
 from storage_ops.loss.planning.problem import Problem, padded, parts
 from storage_ops.loss.planning.schedule import (
@@ -26,7 +26,7 @@ from storage_ops.loss.planning.schedule import (
 )
 from storage_ops.quantities import InLines, metric, readable
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 # A plan that computes logits twice keeps at least 1 / KEPT of its rows' logits.
 KEPT = 16
 WIDEST = 4096  # most columns of parts of waiting logits, if the products have no preferred width
@@ -47,9 +47,10 @@ class Plan(InLines):
             `columns` is less than the vocabulary, that many classes are kept. With one chunk, the
             others wait in the memory of the weight's gradient. It has room for all of them if there
             are no more tokens than the hidden size, otherwise for as many rows. Logits without room
-            are computed twice. "vocab-sliced": one pass for the statistics of the rows, then logits
-            are computed again for the gradient. "running-rescale": slices of the vocabulary with a
-            frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
+            are computed twice. If the backward computes the gradients, there is one chunk, and
+            logits wait until then. "vocab-sliced": one pass for the statistics of the rows, then
+            logits are computed again for the gradient. "running-rescale": slices of the vocabulary
+            with a frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
         rows, columns: tokens and classes of the tile of logits in scratch memory.
         widest: classes that are processed at a time: `columns`, unless all logits wait.
         threads: how many CPU threads have scratch memory for products. A budget may not have room
@@ -128,6 +129,10 @@ def schedule(
 
     With `borrows`, it borrows classes if it can.
     """
+    if strategy == TOKEN_CHUNKED and any(p.grads) and not p.in_forward:
+        # The forward must finish all statistics, so there is one chunk. If all logits fit into the
+        # tile, none is elsewhere.
+        rows, strategy = p.tokens, strategy if columns < p.vocab else VOCAB_SLICED
     borrowed = borrowed_classes(p, strategy, rows) if borrows else 0
     classes = p.vocab - borrowed
     columns, rows = max(1, min(columns, classes)), max(1, min(rows, p.tokens))
@@ -172,7 +177,8 @@ def schedule_of(p: Problem, key: str) -> Schedule:
     bare = keeping(key, False)
     p = replace(p, keeps=bare != key)
     strategy, rows, columns, *more = bare.split()
-    strategy = strategy if strategy in allowed(p) else VOCAB_SLICED
+    wide = any(p.grads) or int(columns) >= p.vocab  # otherwise whole rows would exceed the tile
+    strategy = strategy if strategy in allowed(p) and wide else VOCAB_SLICED
     defaults = ["0", str(p.matmul.threads), "0"]
     widest, threads, borrows = map(int, more + defaults[len(more) :])
     fewer = with_threads(p, min(p.matmul.threads, threads))
@@ -187,7 +193,9 @@ def resumed(
 
     If the budget has no room for such a plan, it is the key of another plan.
     """
-    budget = default_budget(p) if memory_budget is None else memory_budget
+    budget = memory_budget
+    if budget is None:
+        budget = default_budget(p, rates or named("cpu"))
     for fewer in _with_fewer_threads(p):
         tried = schedule(fewer, VOCAB_SLICED, *tile)
         if cost.peak(tried) <= budget:
@@ -255,6 +263,8 @@ def allowed(p: Problem) -> list[str]:
     result: list[str] = [VOCAB_SLICED]
     if p.in_forward or not any(p.grads):
         result.insert(0, TOKEN_CHUNKED)
+    elif p.keeps and p.tokens and parks(p, p.tokens):
+        result.append(TOKEN_CHUNKED)
     if p.in_forward and p.rescales and not p.selects and p.grads == (True, False, False):
         result.append(RUNNING_RESCALE)
     return result
@@ -295,13 +305,15 @@ def candidates(
     names = allowed(p) if strategy is None else [strategy]
     for name in names:
         whole_rows = 0  # tokens whose logits fit whole
-        if name != RUNNING_RESCALE:
+        deferred = name == TOKEN_CHUNKED and any(p.grads) and not p.in_forward
+        if name != RUNNING_RESCALE and not deferred:
             whole_rows = _tallest(p, name, budget) if num_chunks is None else 0
             whole = {n for n in heights | {whole_rows} if n and FEWER * n >= whole_rows}
             tiles |= {(name, rows, vocab, 0, 0) for rows in whole}
         for borrowed in {0, borrowed_classes(p, name, tokens)}:
             if name == TOKEN_CHUNKED:
-                tiles |= set(_chunked(p, heights, whole_rows, borrowed, budget))
+                several = {tokens} & heights if deferred else heights
+                tiles |= set(_chunked(p, several, whole_rows, borrowed, budget))
             else:
                 tiles |= set(_sliced(p, name, heights, borrowed, budget, cached))
     schedules = [schedule(p, *tile[:-1], borrows=tile[-1] > 0) for tile in sorted(tiles)]
@@ -390,26 +402,30 @@ def _slowed(p: Problem, plan: Plan) -> Plan:
     return replace(plan, seconds=plan.seconds * (p.matmul.threads / plan.threads))
 
 
-def bounded(part: int) -> int:
-    """Return the default budget for a part of the logits, clamped to 32 MiB to 1 GiB."""
-    return min(max(part, 32 * MIB), GIB)
-
-
-def default_budget(p: Problem) -> int:
-    """Return a part of the logits, 32 MiB to 1 GiB, plus the fp32 sum of a 16-bit weight gradient.
+@functools.lru_cache(maxsize=256)
+def default_budget(p: Problem, rates: Rates) -> int:
+    """Return the default budget: for a part of the logits, and the fp32 sum of a weight gradient.
 
     The part is a quarter on a CPU, and all logits on a GPU, whose products are slow with few rows
-    or columns. The sum allows chunks of tokens, which need one product less than other plans. It is
-    left out if there are no more tokens than the hidden size, because then all logits wait in the
-    gradient of the weight. With gradient_tolerance, the memory of the selection is added.
+    or columns. `budgets` has the bounds. The sum is that of a 16-bit weight gradient. It allows
+    chunks of tokens, which need one product less than other plans. It is left out if there are no
+    more tokens than the hidden size, because then all logits wait in the gradient of the weight.
+    With gradient_tolerance, the memory of the selection is added.
     """
     part = p.tokens * padded(p.vocab) * p.logit_bytes // (1 if p.matmul.cuda else 4)
-    chunked = TOKEN_CHUNKED in allowed(p) and p.grads[1] and not p.into
+    chunked = p.in_forward and p.grads[1] and not p.into
     sums = p.vocab * p.hidden * 4 if p.mixed and chunked and p.tokens > p.hidden else 0
     least = peak_bytes(p, VOCAB_SLICED, 1, min(64, max(p.vocab, 1)))
     if p.selects:
         least += cost.selection_bytes(p, max(p.tokens, 1), max(p.vocab, 1))
-    return least + sums + bounded(part)
+
+    def budget(most: int) -> int:
+        return least + sums + budgets.bounded(part, most)
+
+    def seconds(budget: int) -> float:
+        return _fastest(p, budget, rates).seconds
+
+    return budgets.larger_if_worth(budget, seconds, budgets.most(rates))
 
 
 @functools.lru_cache(maxsize=256)
@@ -428,11 +444,35 @@ def choose(
         ValueError: no plan keeps to the budget. The error has the smallest possible budget.
     """
     rates = rates or named("cpu")
-    budget = default_budget(p) if memory_budget is None else memory_budget
-    if memory_budget is None and (strategy or num_chunks):
+    if memory_budget is not None:
+        return _fastest(p, memory_budget, rates, strategy, num_chunks)
+    budget = default_budget(p, rates)
+    if strategy or num_chunks:
         budget = max(budget, smallest_budget(p, strategy, num_chunks))
-    forward_and_gradients = (1 + sum(p.grads[:2])) * 2 * p.tokens * p.hidden * p.vocab
-    least_seconds = forward_and_gradients / p.matmul.rate(rates)
+    return _fastest(p, budget, rates, strategy, num_chunks)
+
+
+def floor_seconds(p: Problem, rates: Rates) -> float:
+    """Return the seconds of the matrix products alone, each computed once."""
+    products = 1 + sum(p.grads[:2])
+    return products * 2 * p.tokens * p.hidden * p.vocab / p.matmul.rate(rates)
+
+
+def whole_budget(p: Problem) -> int:
+    """Return the budget for all logits in one tile, with all other memory."""
+    whole = peak_bytes(p, allowed(p)[0], max(p.tokens, 1), max(p.vocab, 1))
+    return max(whole, smallest_budget(p))
+
+
+def _fastest(
+    p: Problem,
+    budget: int,
+    rates: Rates,
+    strategy: str | None = None,
+    num_chunks: int | None = None,
+) -> Plan:
+    """Return the fastest plan within a budget. Without one, raise the error of `choose`."""
+    least_seconds = floor_seconds(p, rates)
     plans: list[Plan] = []
     for fewer in _with_fewer_threads(p):
         slower = p.matmul.threads / fewer.matmul.threads

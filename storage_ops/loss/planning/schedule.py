@@ -28,7 +28,8 @@ gradient of the weight, (V, D), is allocated in any case. Until it is written, i
 
 If gradients are computed in a separate backward, the forward keeps its last tile for it. The logits
 of this tile are not computed again, and with one tile these are all logits. The backward processes
-the tiles from the last to the first.
+the tiles from the last to the first. A *deferred* schedule has one chunk of tokens. Its forward
+allocates the gradient of the weight too, and logits wait or are parked there until the backward.
 
 No place is overwritten before its content was read for the last time.
 """
@@ -191,7 +192,13 @@ class Schedule:
     @property
     def keeps(self) -> bool:
         """Return True if the last tile of the statistics stays in memory for the gradients."""
-        return self.problem.keeps and not self.borrowed
+        return self.problem.keeps and (self.deferred or not self.borrowed)
+
+    @property
+    def deferred(self) -> bool:
+        """Return True if logits are in the weight's gradient between forward and backward."""
+        p = self.problem
+        return self.strategy == TOKEN_CHUNKED and any(p.grads) and not p.in_forward
 
     @property
     def exposed_merges(self) -> int:
@@ -236,6 +243,9 @@ class Schedule:
 
     def statistics(self, every: bool = True) -> Iterator[Step]:
         """Yield the steps for the state of every row."""
+        if self.deferred:
+            yield from self._halves(every)[0]
+            return
         for step in self._tiles(0, self.problem.vocab, UPDATE, 0, every):
             yield step
             if step.classes.stop == self.problem.vocab:  # merge while the next chunk is multiplied
@@ -245,8 +255,12 @@ class Schedule:
     def gradients(self, every: bool = True, kept: bool = False) -> Iterator[Step]:
         """Yield the steps for gradients from the finished state. All logits are computed again.
 
-        `kept`: the last tile is in the buffer, and not computed again.
+        `kept`: the last tile is in the buffer, and not computed again. With a deferred schedule,
+        nor are the logits in the weight's gradient.
         """
+        if self.deferred and kept:
+            yield from self._halves(every)[1]
+            return
         tiles = self._tiles(self.borrowed, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
         yield from _from_the_last(tiles) if kept else tiles
         yield from self._borrowed_last(every)
@@ -268,10 +282,21 @@ class Schedule:
         elif self.columns >= p.vocab:
             yield from self._tiles(0, p.vocab, UPDATE | GRADIENT, both, every)
         else:
-            yield from self._tiles(0, self.borrowed, UPDATE, 0, every)
-            widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
-            yield from self._waiting(widths, every) if widths else self._keeping(every)
-            yield from self._borrowed_last(every)
+            yield from self._in_weight(every)
+
+    def _in_weight(self, every: bool) -> Iterator[Step]:
+        """Yield statistics and gradients, with logits in the weight's gradient where they fit."""
+        p = self.problem
+        yield from self._tiles(0, self.borrowed, UPDATE, 0, every)
+        widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
+        yield from self._waiting(widths, every) if widths else self._keeping(every)
+        yield from self._borrowed_last(every)
+
+    def _halves(self, every: bool) -> tuple[list[Step], list[Step]]:
+        """Return the steps of a deferred schedule for its forward, and those for its backward."""
+        steps = list(self._in_weight(every))
+        middle = [step.phases for step in steps].index(MERGE) + 1 if steps else 0
+        return steps[:middle], steps[middle:]
 
     def _tiles(self, start: int, stop: int, phases: int, adds: int, every: bool) -> Iterator[Step]:
         """Yield every tile of these classes in the buffer, slice by slice."""
@@ -398,7 +423,8 @@ def parks(p: Problem, rows: int) -> bool:
     # A tile adds to the gradient of the classes that it selects, so the gradient must start as 0.
     if p.selects:
         return False
-    return p.in_forward and p.grads[1] and not p.into and rows >= p.tokens
+    one_pass = p.in_forward or p.keeps
+    return one_pass and p.grads[1] and not p.into and rows >= p.tokens
 
 
 def parked_rows(rows: int, columns: int, hidden: int) -> int:
