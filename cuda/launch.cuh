@@ -26,15 +26,57 @@ inline int attribute(cudaDeviceAttr which, int32_t device) {
   return value;
 }
 
-// Launches a kernel with this many blocks, and threads per block.
+// The size of a launch.
+struct Grid {
+  unsigned blocks, threads;  // threads of a block
+  unsigned cluster = 1;      // neighbouring blocks that run at the same time
+  size_t dynamic_bytes = 0;  // of a block's memory, for dynamic_shared_memory
+};
+
+// A launch in the form of the runtime, for the duration of a call.
+class Launch {
+ public:
+  explicit Launch(const Grid& grid, cudaStream_t stream = nullptr) {
+    config_.gridDim = dim3{grid.blocks, 1, 1};
+    config_.blockDim = dim3{grid.threads, 1, 1};
+    config_.dynamicSmemBytes = grid.dynamic_bytes;
+    config_.stream = stream;
+    cluster_.id = cudaLaunchAttributeClusterDimension;
+    cluster_.val.clusterDim.x = grid.cluster;
+    cluster_.val.clusterDim.y = cluster_.val.clusterDim.z = 1;
+    config_.attrs = &cluster_;
+    config_.numAttrs = grid.cluster > 1 ? 1 : 0;  // not every GPU has clusters
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute cluster_{};
+};
+
 template <typename... Parameters>
-void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
+void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
             const std::remove_cv_t<Parameters>&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3{blocks, 1, 1};
-  config.blockDim = dim3{threads, 1, 1};
-  config.stream = stream;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  STD_CUDA_CHECK(cudaLaunchKernelEx(Launch(grid, stream).config(), kernel, arguments...));
+}
+
+// Lets blocks of a kernel have this many bytes of dynamic memory, if they are more than the
+// default.
+template <typename... Parameters>
+void allow_dynamic_memory(void (*kernel)(Parameters...), size_t bytes) {
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(bytes)));
+}
+
+// Returns the number of clusters of a launch that run at the same time.
+template <typename... Parameters>
+int clusters_at_once(void (*kernel)(Parameters...), const Grid& grid) {
+  int count = 0;
+  STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, Launch(grid).config()));
+  return count;
 }
 
 // 16 bytes of memory, and their numbers in the arithmetic type.

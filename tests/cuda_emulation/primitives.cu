@@ -52,21 +52,103 @@ __global__ void unaligned(unsigned* out, unsigned) {
   *reinterpret_cast<uint4*>(out + 1 + threadIdx.x) = {};
 }
 
-constexpr void (*kKernels[])(unsigned*, unsigned) = {exchange,  rotate, unwritten, two_barriers,
-                                                     two_masks, beyond, unaligned};
+// A block of shared memory that is copied from the first numbers of `out`, which are written
+// before.
+uint4* copied(unsigned* out, unsigned bytes) {
+  const unsigned thread = threadIdx.x;
+  uint4* const shared = storage_ops::dynamic_shared_memory();
+  out[thread] = 100 + thread;
+  __syncthreads();
+  if (thread < blockDim.x / 4) {
+    storage_ops::copy_async(shared + thread, reinterpret_cast<const uint4*>(out) + thread, bytes);
+  }
+  storage_ops::end_group_of_copies();
+  return shared;
+}
+
+__global__ void copies(unsigned* out, unsigned) {
+  const auto* shared = reinterpret_cast<const unsigned*>(copied(out, 12));
+  storage_ops::wait_for_copies<0>();
+  __syncthreads();
+  out[threadIdx.x] = shared[blockDim.x - 1 - threadIdx.x];
+}
+
+// Waits for the first of two groups, so that the second one has not landed.
+__global__ void early_reads(unsigned* out, unsigned) {
+  uint4* const shared = copied(out, 16);
+  if (threadIdx.x >= blockDim.x / 4) return;
+  const uint4* const from = reinterpret_cast<const uint4*>(out) + threadIdx.x;
+  storage_ops::copy_async(shared + blockDim.x / 4 + threadIdx.x, from, 16);
+  storage_ops::end_group_of_copies();
+  storage_ops::wait_for_copies<1>();
+  const unsigned landed = shared[threadIdx.x].x, other = shared[blockDim.x / 4 + threadIdx.x].x;
+  storage_ops::wait_for_copies<0>();
+  out[4 * threadIdx.x] = landed;
+  out[4 * threadIdx.x + 1] = other;
+}
+
+__global__ void copies_without_waiting(unsigned* out, unsigned) { copied(out, 16); }
+
+__global__ void unaligned_copies(unsigned* out, unsigned) { copied(out + 1, 16); }
+
+// Each thread passes a number to the same thread of the next block of its cluster.
+__global__ void pass_on(unsigned* out, unsigned blocks) {
+  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const unsigned rank = storage_ops::cluster_rank(), next = rank + 1 < blocks ? rank + 1 : 0;
+  storage_ops::cluster_barrier();
+  storage_ops::shared_memory_of<unsigned[1024]>(next)[threadIdx.x] = thread;
+  storage_ops::cluster_barrier();
+  out[thread] = storage_ops::shared_memory<unsigned[1024]>()[threadIdx.x];
+}
+
+__global__ void block_that_may_not_have_begun(unsigned*, unsigned) {
+  storage_ops::shared_memory_of<unsigned[1024]>(1)[threadIdx.x] = 1;
+}
+
+__global__ void block_of_another_cluster(unsigned*, unsigned blocks) {
+  storage_ops::cluster_barrier();
+  storage_ops::shared_memory_of<unsigned[1024]>(blocks)[threadIdx.x] = 1;
+}
+
+__global__ void block_that_leaves(unsigned*, unsigned) {
+  storage_ops::cluster_barrier();
+  if (storage_ops::cluster_rank() == 0) return;
+  storage_ops::cluster_barrier();
+}
+
+constexpr void (*kKernels[])(unsigned*, unsigned) = {exchange,
+                                                     rotate,
+                                                     unwritten,
+                                                     two_barriers,
+                                                     two_masks,
+                                                     beyond,
+                                                     unaligned,
+                                                     copies,
+                                                     early_reads,
+                                                     copies_without_waiting,
+                                                     unaligned_copies,
+                                                     pass_on,
+                                                     block_that_may_not_have_begun,
+                                                     block_of_another_cluster,
+                                                     block_that_leaves};
 
 }  // namespace
 
 // Runs a kernel by its number. The emulation writes its error to `message`.
-extern "C" __attribute__((visibility("default"))) void run_primitive(int kernel, unsigned blocks,
-                                                                     unsigned threads,
-                                                                     unsigned* out, char* message,
-                                                                     size_t room) {
+extern "C" __attribute__((visibility("default"))) void run_primitive(
+    int kernel, unsigned blocks, unsigned threads, unsigned cluster, size_t dynamic_bytes,
+    unsigned* out, char* message, size_t room) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3{blocks, 1, 1};
   config.blockDim = dim3{threads, 1, 1};
+  config.dynamicSmemBytes = dynamic_bytes;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = dim3{cluster, 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   try {
-    const cudaError_t error = cudaLaunchKernelEx(&config, kKernels[kernel], out, blocks * threads);
+    const cudaError_t error = cudaLaunchKernelEx(&config, kKernels[kernel], out, cluster);
     std::snprintf(message, room, error == cudaSuccess ? "" : "launch error %d", error);
   } catch (const std::exception& error) {
     std::snprintf(message, room, "%s", error.what());

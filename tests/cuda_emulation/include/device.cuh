@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "block.h"
 
@@ -13,6 +14,10 @@ T& shared_memory() {
   return *static_cast<T*>(emulation::shared_memory(&key, sizeof(T)));
 }
 
+inline uint4* dynamic_shared_memory() {
+  return static_cast<uint4*>(emulation::dynamic_shared_memory());
+}
+
 // CUDA documents an error of at most 2 ulp. Subnormal operands and results are zero.
 inline float exp2_approx(float x) {
   if (std::isnan(x)) return x;
@@ -21,5 +26,36 @@ inline float exp2_approx(float x) {
 }
 
 inline float max_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
+
+// Until a copy has landed, its destination is nan. The source is read at the start or at the end.
+inline void copy_async(uint4* to, const uint4* from, unsigned bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof *from || bytes > sizeof *from) __builtin_trap();
+  *to = {~0u, ~0u, ~0u, ~0u};
+  emulation::Copy copy{to, from, bytes, emulation::coin()};
+  if (copy.early) copy.read();
+  emulation::begin_copy(copy);
+}
+
+inline void end_group_of_copies() { emulation::end_group_of_copies(); }
+
+template <int n>
+void wait_for_copies() {
+  for (emulation::Copy& copy : emulation::landed(n)) {
+    if (!copy.early) copy.read();
+    std::memcpy(copy.to, copy.data, sizeof copy.data);
+  }
+}
+
+inline unsigned cluster_rank() { return emulation::cluster_rank(); }
+
+inline void cluster_barrier(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::cluster_barrier({"cluster_barrier", file, line});
+}
+
+template <typename T>
+T& shared_memory_of(unsigned rank) {
+  T& own = shared_memory<T>();
+  return *static_cast<T*>(emulation::in_block(rank, &own));
+}
 
 }  // namespace storage_ops
