@@ -52,20 +52,25 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Clusters are blocks that run at the same time and write to the shared memory of each other. A GPU
-// before sm_90 has none, so that each block is a cluster of its own.
+// before sm_90 has none. There each block is a cluster of its own, and sends nothing.
+#if __CUDA_ARCH__ >= 900
+#define STORAGE_OPS_CLUSTERS 1
+#else
+#define STORAGE_OPS_CLUSTERS 0
+#endif
 
 // Returns the number of this block in its cluster.
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
+#if STORAGE_OPS_CLUSTERS
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
   return rank;
 }
 
-// Waits for all threads of the cluster, and orders their accesses to all memory.
+// Waits for all threads of the cluster. It also waits for their writes to memory, which takes long.
 __device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
+#if STORAGE_OPS_CLUSTERS
   asm volatile(
       "barrier.cluster.arrive.release;\n"
       "barrier.cluster.wait.acquire;" ::
@@ -75,15 +80,69 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// Returns `shared_memory<T>()` of another block of the cluster. The other block must have come to a
-// barrier of the cluster before, and must not end before the access.
-template <typename T>
-__device__ __forceinline__ T& shared_memory_of([[maybe_unused]] unsigned rank) {
-  T* memory = &shared_memory<T>();
-#if __CUDA_ARCH__ >= 900
-  asm("mapa.u64 %0, %0, %1;" : "+l"(memory) : "r"(rank));
+// A place in shared memory for one letter from each of up to n blocks of a cluster. It is used
+// again and again. The letters of one use are a round.
+template <unsigned n>
+struct Mailbox {
+  uint4 letters[n];
+  uint64_t arrived;  // an mbarrier that counts bytes
+
+#if STORAGE_OPS_CLUSTERS
+  static __device__ __forceinline__ unsigned address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+  }
+  static __device__ __forceinline__ unsigned address_in(unsigned rank, const void* p) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(p)), "r"(rank));
+    return there;
+  }
 #endif
-  return *memory;
-}
+
+  // Prepares the mailbox. One thread calls this before the first barrier of the cluster.
+  __device__ __forceinline__ void open() {
+#if STORAGE_OPS_CLUSTERS
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&arrived)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // Says how many letters a round has. One thread calls this once in a round.
+  __device__ __forceinline__ void expect([[maybe_unused]] unsigned count) {
+#if STORAGE_OPS_CLUSTERS
+    const auto bytes = static_cast<unsigned>(count * sizeof(uint4));
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&arrived)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+
+  // Sends a letter from this block to the same mailbox of a block, which may be this one.
+  __device__ __forceinline__ void send([[maybe_unused]] unsigned to,
+                                       [[maybe_unused]] const uint4& letter) const {
+#if STORAGE_OPS_CLUSTERS
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address_in(to, letters + cluster_rank())),
+        "r"(letter.x), "r"(letter.y), "r"(letter.z), "r"(letter.w), "r"(address_in(to, &arrived))
+        : "memory");
+#endif
+  }
+
+  // Waits until the letters of a round have arrived. `odd` says whether the round has an odd
+  // number.
+  __device__ __forceinline__ void wait([[maybe_unused]] unsigned odd) const {
+#if STORAGE_OPS_CLUSTERS
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(address(&arrived)),
+        "r"(odd)
+        : "memory");
+#endif
+  }
+};
 
 }  // namespace storage_ops

@@ -1,9 +1,9 @@
 // The streamed form of the row kernel, for calls that update the state and overwrite the logits.
 //
 // A row stays in shared memory between its two passes, so that memory is read once and written
-// once. Each thread copies the packs that it will use, `kSlots` packs ahead and across the ends of
-// rows. So copies need neither registers nor barriers, and continue while threads wait for each
-// other. A row that is too long for a block is divided among the blocks of a cluster.
+// once. Each thread copies the numbers that it will use, up to kSlots pieces ahead and across the
+// ends of rows. So copies need neither registers nor barriers, and continue while threads wait for
+// each other. A row that is too long for a block is divided among the blocks of a cluster.
 #pragma once
 
 #include "rows.cuh"
@@ -14,18 +14,18 @@ namespace storage_ops::kernels {
 // while the other waits.
 constexpr unsigned kStreamThreads = 512, kStreamBlocks = 2;
 
-// A piece of a row is one pack of each thread. A block has memory for kSlots pieces. At most
-// kRowPieces are of the row in work, so that the others are copied during its first pass.
-constexpr unsigned kSlots = 13, kRowPieces = 9;
+// A piece of a row is kPiecePacks packs of each thread. A block has memory for kSlots pieces. At
+// most kRowPieces are of the row in work, and the others are copied during its first pass.
+constexpr unsigned kPiecePacks = 2, kSlots = 7, kRowPieces = 5;
 
 constexpr unsigned kMostClusterBlocks = 8;  // the most that every GPU with clusters supports
 
 // How rows are divided.
 struct Division {
-  unsigned blocks;  // of a row; 0 if a row is too long
-  unsigned packs;   // of a row in each block; the last block may have fewer
-  unsigned pieces;  // of a row in each block
-  unsigned threads;
+  unsigned blocks;   // of a row; 0 if rows cannot be streamed
+  unsigned packs;    // of a row in each block; the last block may have fewer
+  unsigned pieces;   // of a row in each block
+  unsigned threads;  // of a block
 };
 
 // The result of a block for its part of a row.
@@ -33,199 +33,274 @@ struct PartResult {
   float shift, sum;
   int64_t rank;  // of the first maximum
 };
+static_assert(sizeof(PartResult) == sizeof(uint4));
 
 struct StreamScratch {
   float max[1][kMaxWarps], sums[1][kMaxWarps];
   int64_t rank[1][kMaxWarps];
-  // Results of all blocks. Blocks may write those of the next row before all threads have read
-  // those of the last one, so rows alternate.
-  PartResult parts[2][kMostClusterBlocks];
+  // Results of all blocks. Other blocks may send those of the next row before all threads of this
+  // block have read those of the last one, so rows alternate.
+  Mailbox<kMostClusterBlocks> results[2];
 };
 
-// The packs of a row that one thread processes, and their copies in shared memory.
+// The numbers that one thread processes: of the row in work, and of rows to come.
 template <typename T>
-struct ThreadPacks {
-  const RowArguments<T, float>& a;
-  const Division& d;
-  uint4* const memory;
-  unsigned begin, end;  // the packs of the block
-  unsigned slot = 0;    // of the first piece of the row in work
-  unsigned turns;       // rows between two rows of a block, plus 1
-  // The piece that is copied next, its row, and the target of the row after that.
-  unsigned next_piece = 0;
-  int64_t next_row, target_after;
-  bool reads_next;
+class ThreadNumbers {
+ public:
+  static constexpr unsigned kNumbers = kPiecePacks * kPack<T>;  // of a piece
 
-  __device__ __forceinline__ ThreadPacks(const RowArguments<T, float>& args,
-                                         const Division& division)
-      : a(args), d(division), memory(dynamic_shared_memory() + threadIdx.x) {
-    const auto all = static_cast<unsigned>((a.columns + kPack<T> - 1) / kPack<T>);
-    begin = min_of(cluster_rank() * d.packs, all);
-    end = min_of(begin + d.packs, all);
-    turns = gridDim.x / d.blocks;
-    next_row = first_row();
-    target_after = a.index[next_row];
+  __device__ __forceinline__ ThreadNumbers(const RowArguments<T, float>& a, const Division& d)
+      : a_(a),
+        d_(d),
+        slots_(dynamic_shared_memory() + threadIdx.x),
+        begin_(cluster_rank() * d.packs),
+        bytes_(bytes_of_block()),
+        rows_between_(static_cast<int>(gridDim.x / d.blocks)),
+        next_row_(first_row()),
+        target_after_(a.index[next_row_]) {
     look_at_next_row();
+#pragma unroll 1
     for (unsigned s = 0; s < kSlots; ++s) copy_next(s);
   }
 
-  static __device__ __forceinline__ unsigned min_of(unsigned x, unsigned y) {
-    return x < y ? x : y;
+  __device__ __forceinline__ int first_row() const {
+    return static_cast<int>(blockIdx.x / d_.blocks);
+  }
+  // Returns the next row of the block, or one beyond the last row.
+  __device__ __forceinline__ int row_after(int row) const {
+    const int last = static_cast<int>(a_.rows) - rows_between_;
+    return row < last ? row + rows_between_ : static_cast<int>(a_.rows);
   }
 
-  __device__ __forceinline__ int64_t first_row() const { return blockIdx.x / d.blocks; }
-
-  __device__ __forceinline__ unsigned pack_of(unsigned piece) const {
-    return begin + piece * blockDim.x + threadIdx.x;
+  // Calls `body(piece, products)` for the pieces of the row in work, once they have landed.
+  // Products beyond the end of the row are -inf.
+  //
+  // Each piece ends one group of copies here, and one when it is overwritten. So kSlots - 1 groups
+  // have followed that of a piece when it is needed.
+  template <typename Body>
+  __device__ __forceinline__ void read(Body body) const {
+#pragma unroll 1
+    for (unsigned piece = 0; piece < d_.pieces; ++piece) {
+      wait_for_copies<kSlots - 1>();
+      end_group_of_copies();
+      float products[kNumbers];
+      if (is_full(piece)) {
+        load<true>(piece, products);
+      } else {
+        load<false>(piece, products);
+      }
+      body(piece, products);
+    }
   }
 
-  // The number of columns in a pack, of which the last one may have fewer.
-  __device__ __forceinline__ unsigned width(unsigned pack) const {
-    return min_of(static_cast<unsigned>(a.columns) - pack * kPack<T>, kPack<T>);
+  // Loads a piece that was read before. Some of its products may be beyond the end of the row,
+  // unless it `kIsFull`.
+  template <bool kIsFull>
+  __device__ __forceinline__ void load(unsigned piece, float (&products)[kNumbers]) const {
+#pragma unroll
+    for (unsigned u = 0; u < kPiecePacks; ++u) {
+      float numbers[kPack<T>];
+      const int count = kIsFull ? static_cast<int>(kPack<T>) : numbers_from(pack_of(piece, u));
+      if (count > 0) unpack(slot(slot_of(piece), u), numbers, T());
+#pragma unroll
+      for (int k = 0; k < kPack<T>; ++k) {
+        const bool inside = kIsFull || k < count;
+        products[u * kPack<T> + k] = inside ? numbers[k] : -std::numeric_limits<float>::infinity();
+      }
+    }
+  }
+
+  // Overwrites a row by `body(product)` for each product, and continues with the next row. The
+  // slots become free for rows to come. If not `kReads`, the products are undefined.
+  template <bool kReads, typename Body>
+  __device__ __forceinline__ void overwrite(int row, Body body) {
+    T* const out = a_.logits + row * a_.stride + static_cast<int64_t>(begin_) * kPack<T>;
+#pragma unroll 1
+    for (unsigned piece = 0; piece < d_.pieces; ++piece) {
+      if (is_full(piece)) {
+        overwrite_piece<kReads, true>(out, piece, body);
+      } else {
+        overwrite_piece<kReads, false>(out, piece, body);
+      }
+      copy_next(slot_of(piece));
+    }
+    first_slot_ = slot_of(d_.pieces);
+  }
+
+  // Returns the column of a number of a piece.
+  __device__ __forceinline__ int64_t column_of(unsigned piece, unsigned k) const {
+    const unsigned pack = begin_ + pack_of(piece, k / kPack<T>);
+    return static_cast<int64_t>(pack) * kPack<T> + k % kPack<T>;
+  }
+
+  // Returns the product of a column in the row in work if it is one of this thread, or nullptr.
+  __device__ __forceinline__ const T* find(int64_t column) const {
+    const int64_t local = column - static_cast<int64_t>(begin_) * kPack<T>;
+    if (local < 0 || local * static_cast<int64_t>(sizeof(T)) >= bytes_) return nullptr;
+    const unsigned pack = static_cast<unsigned>(local) / kPack<T>, turn = pack / blockDim.x;
+    if (pack % blockDim.x != threadIdx.x) return nullptr;
+    const uint4& found = slot(slot_of(turn / kPiecePacks), turn % kPiecePacks);
+    return reinterpret_cast<const T*>(&found) + local % kPack<T>;
+  }
+
+ private:
+  // Returns the bytes of a row in this block. They are not positive if the row is too short.
+  __device__ __forceinline__ int bytes_of_block() const {
+    const int left = static_cast<int>(a_.columns * sizeof(T) - begin_ * sizeof(uint4));
+    const auto most = static_cast<int>(d_.packs * sizeof(uint4));
+    return left < most ? left : most;
+  }
+
+  // Returns true if all threads have all numbers of a piece.
+  __device__ __forceinline__ bool is_full(unsigned piece) const { return piece + 1 < d_.pieces; }
+
+  // Returns the number of a thread's pack in the block's part of a row.
+  __device__ __forceinline__ unsigned pack_of(unsigned piece, unsigned u) const {
+    return (piece * kPiecePacks + u) * blockDim.x + threadIdx.x;
+  }
+
+  // Returns how many numbers a row has from a pack on.
+  __device__ __forceinline__ int numbers_from(unsigned pack) const {
+    return (bytes_ - static_cast<int>(pack * sizeof(uint4))) / static_cast<int>(sizeof(T));
   }
 
   __device__ __forceinline__ unsigned slot_of(unsigned piece) const {
-    return slot + piece < kSlots ? slot + piece : slot + piece - kSlots;
+    const unsigned s = first_slot_ + piece;
+    return s < kSlots ? s : s - kSlots;
   }
 
-  __device__ __forceinline__ uint4& at(unsigned slot_of_piece) const {
-    return memory[slot_of_piece * blockDim.x];
+  __device__ __forceinline__ uint4& slot(unsigned s, unsigned u) const {
+    return slots_[(s * kPiecePacks + u) * blockDim.x];
+  }
+
+  template <bool kReads, bool kIsFull, typename Body>
+  __device__ __forceinline__ void overwrite_piece(T* out, unsigned piece, Body body) const {
+    float numbers[kNumbers];
+    if constexpr (kReads) load<kIsFull>(piece, numbers);
+#pragma unroll
+    for (unsigned u = 0; u < kPiecePacks; ++u) {
+      const unsigned own = pack_of(piece, u);
+      float results[kPack<T>];
+#pragma unroll
+      for (int k = 0; k < kPack<T>; ++k) results[k] = body(numbers[u * kPack<T> + k]);
+      uint4 bits;
+      pack(results, bits, T());
+      const int count = kIsFull ? kPack<T> : numbers_from(own);
+      if (count >= kPack<T>) {
+        reinterpret_cast<uint4*>(out)[own] = bits;
+      } else if (count > 0) {  // the last numbers of a row, one by one from the slot
+        uint4& kept = slot(slot_of(piece), u);
+        kept = bits;
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) {
+          out[own * kPack<T> + k] = reinterpret_cast<const T*>(&kept)[k];
+        }
+      }
+    }
   }
 
   // Decides whether the next row is read at all. Its target was loaded one row before.
   __device__ __forceinline__ void look_at_next_row() {
-    reads_next = next_row < a.rows && target_of(a, target_after) == Target::kClass;
-    if (next_row + turns < a.rows) target_after = a.index[next_row + turns];
+    const bool exists = next_row_ < a_.rows;
+    const bool reads = exists && target_of(a_, target_after_) == Target::kClass;
+    next_left_ = reads ? bytes_ - static_cast<int>(threadIdx.x * sizeof(uint4)) : 0;
+    next_from_ =
+        reinterpret_cast<const uint4*>(a_.logits + next_row_ * a_.stride) + begin_ + threadIdx.x;
+    const int after = row_after(next_row_);
+    if (after < a_.rows) target_after_ = a_.index[after];
   }
 
   // Starts to copy the next piece to a slot whose piece is no longer needed.
   __device__ __forceinline__ void copy_next(unsigned free_slot) {
-    const unsigned pack = pack_of(next_piece);
-    if (reads_next && pack < end) {
-      const T* row = a.logits + next_row * a.stride;
-      copy_async(&at(free_slot), reinterpret_cast<const uint4*>(row) + pack,
-                 width(pack) * static_cast<unsigned>(sizeof(T)));
+#pragma unroll
+    for (unsigned u = 0; u < kPiecePacks; ++u) {
+      const int left = next_left_ - static_cast<int>(u * blockDim.x * sizeof(uint4));
+      const uint4* const from = next_from_ + u * blockDim.x;
+      if (left > 0) copy_async(&slot(free_slot, u), from, left < 16 ? left : 16);
     }
     end_group_of_copies();
-    if (++next_piece < d.pieces) return;
-    next_piece = 0;
-    next_row += turns;
+    next_left_ -= static_cast<int>(kPiecePacks * blockDim.x * sizeof(uint4));
+    next_from_ += kPiecePacks * blockDim.x;
+    if (++next_piece_ < d_.pieces) return;
+    next_piece_ = 0;
+    next_row_ = row_after(next_row_);
     look_at_next_row();
   }
 
-  // Calls `body(piece, pack, logits)` for the logits of this thread in a row, once they have
-  // landed.
-  //
-  // Every piece ends one group here and one group when it is overwritten. So kSlots - 1 groups have
-  // followed that of a piece when it is needed.
-  template <typename Body>
-  __device__ __forceinline__ void first_pass(Body body) const {
-    for (unsigned piece = 0; piece < d.pieces; ++piece) {
-      wait_for_copies<kSlots - 1>();
-      end_group_of_copies();
-      const unsigned pack = pack_of(piece);
-      if (pack >= end) continue;
-      float z[kPack<T>];
-      load_logits(piece, pack, z);
-      body(piece, pack, z);
-    }
-  }
-
-  // Columns beyond the row count as -inf.
-  __device__ __forceinline__ void load_logits(unsigned piece, unsigned pack,
-                                              float (&z)[kPack<T>]) const {
-    unpack(at(slot_of(piece)), z, T());
-#pragma unroll
-    for (float& logit : z) logit *= a.transform.scale;
-    const unsigned columns = width(pack);
-    if (columns == kPack<T>) return;
-#pragma unroll
-    for (unsigned k = 1; k < kPack<T>; ++k) {
-      if (k >= columns) z[k] = -std::numeric_limits<float>::infinity();
-    }
-  }
-
-  // Overwrites a row in memory by the numbers that `body(piece, pack, numbers)` sets. The slots
-  // become free for the rows to come.
-  template <typename Body>
-  __device__ __forceinline__ void overwrite(int64_t row, Body body) {
-    T* const out = a.logits + row * a.stride;
-    for (unsigned piece = 0; piece < d.pieces; ++piece) {
-      const unsigned pack = pack_of(piece);
-      if (pack < end) {
-        float numbers[kPack<T>];
-        body(piece, pack, numbers);
-        const unsigned columns = width(pack);
-        if (columns == kPack<T>) {
-          uint4 bits;
-          ::storage_ops::pack(numbers, bits, T());
-          reinterpret_cast<uint4*>(out)[pack] = bits;
-        } else {
-#pragma unroll
-          for (unsigned k = 0; k < kPack<T>; ++k) {
-            if (k < columns) out[pack * kPack<T> + k] = static_cast<T>(numbers[k]);
-          }
-        }
-      }
-      copy_next(slot_of(piece));
-    }
-    slot = slot_of(d.pieces);
-  }
+  const RowArguments<T, float>& a_;
+  const Division& d_;
+  uint4* const slots_;
+  const unsigned begin_;  // the first pack of the block
+  const int bytes_;
+  const int rows_between_;
+  unsigned first_slot_ = 0;  // of the row in work
+  // The piece that is copied next, where this thread reads it, the bytes of the row from there on,
+  // its row, and the target of the row after.
+  unsigned next_piece_ = 0;
+  const uint4* next_from_;
+  int next_left_, next_row_;
+  int64_t target_after_;
 };
 
-// A thread's state of the logits that it has seen, and the piece with its first maximum.
+// A thread's state of the products that it has read, and the piece with its first maximum.
 struct StreamedPart {
   RowState<float> state;
   unsigned best = 0;
 };
 
+// The block that works on rows. The scale of the logits is positive.
 template <typename T>
-struct StreamedRow {
+struct StreamingBlock {
   const RowArguments<T, float>& a;
-  ThreadPacks<T>& packs;
+  const Division& d;
+  ThreadNumbers<T>& numbers;
   StreamScratch& scratch;
+  static constexpr unsigned kNumbers = ThreadNumbers<T>::kNumbers;
 
   __device__ __forceinline__ StreamedPart read() const {
     StreamedPart own;
     RowState<float>& state = own.state;
-    packs.first_pass([&](unsigned piece, unsigned, const auto& z) {
-      float max = z[0];
+    const float scale = a.transform.scale;
+    numbers.read([&](unsigned piece, const auto& products) {
+      float most = products[0];
 #pragma unroll
-      for (const float& logit : z) max = maximum(max, logit);
+      for (const float& product : products) most = maximum(most, product);
+      const float max = most * scale;
       if (max > state.max()) own.best = piece;
       state = moved(state, shift_of(maximum(max, state.max())));
 #pragma unroll
-      for (const float& logit : z) state.sum += exponential(logit - state.shift);
+      for (const float& product : products) {
+        state.sum += exponential(product * scale - state.shift);
+      }
     });
     return own;
   }
 
   // Returns the first rank of this thread's columns, where `max` is the maximum of the block.
   __device__ __forceinline__ int64_t rank_of_own(const StreamedPart& own, float max) const {
-    int64_t rank = rank_of_none(a);
-    const bool nan = max != max;
+    const bool is_nan = max != max;
     const bool has_maximum =
         own.state.max() == max && max > -std::numeric_limits<float>::infinity();
-    if (!nan && !has_maximum) return rank;
+    if (!is_nan && !has_maximum) return rank_of_none(a);
 #pragma unroll 1
-    for (unsigned piece = nan ? 0 : own.best; piece < packs.d.pieces; ++piece) {
-      const unsigned pack = packs.pack_of(piece);
-      if (pack >= packs.end) break;
-      float z[kPack<T>];
-      packs.load_logits(piece, pack, z);
+    for (unsigned piece = is_nan ? 0 : own.best; piece < d.pieces; ++piece) {
+      float products[kNumbers];
+      numbers.template load<false>(piece, products);
+      int64_t rank = rank_of_none(a);
 #pragma unroll
-      for (unsigned k = kPack<T>; k-- > 0;) {
-        const int64_t column = static_cast<int64_t>(pack) * kPack<T> + k;
-        if (nan && z[k] != z[k]) rank = column;
-        if (!nan && z[k] == max) rank = a.columns + column;
+      for (unsigned k = kNumbers; k-- > 0;) {  // backwards, so that the first one remains
+        const float logit = products[k] * a.transform.scale;
+        if (is_nan && logit != logit) rank = numbers.column_of(piece, k);
+        if (logit == max) rank = a.columns + numbers.column_of(piece, k);
       }
-      if (rank != rank_of_none(a)) break;
+      if (rank != rank_of_none(a)) return rank;
     }
-    return rank;
+    return rank_of_none(a);
   }
 
-  // Returns the result of the row, from the parts of all threads and blocks.
-  __device__ __forceinline__ PartResult combine(const StreamedPart& own, unsigned turn) const {
+  // Returns the result of the row, from the parts of all threads and blocks. `number` counts the
+  // rows of this block with a result.
+  __device__ __forceinline__ PartResult combine(const StreamedPart& own, unsigned number) const {
     const auto larger = [](float x, float y) { return maximum(x, y); };
     const auto add = [](float x, float y) { return x + y; };
     const auto first = [](int64_t x, int64_t y) { return x < y ? x : y; };
@@ -238,122 +313,123 @@ struct StreamedRow {
       rank[0] = rank_of_own(own, max[0]);
       block_reduce(rank, rank_of_none(a), scratch.rank, first);
     }
-    const PartResult part{shift_of(max[0]), sums[0], rank[0]};
-    const unsigned blocks = packs.d.blocks, lane = threadIdx.x % 32;
-    if (blocks == 1) return part;
-    if (threadIdx.x < blocks) {
-      shared_memory_of<StreamScratch>(threadIdx.x).parts[turn][cluster_rank()] = part;
+    PartResult part{shift_of(max[0]), sums[0], rank[0]};
+    if (d.blocks == 1) return part;
+    auto& results = scratch.results[number % 2];
+    if (threadIdx.x == 0) results.expect(d.blocks);
+    if (threadIdx.x < d.blocks) {
+      uint4 letter;
+      std::memcpy(&letter, &part, sizeof letter);
+      results.send(threadIdx.x, letter);
     }
-    cluster_barrier();
+    results.wait(number / 2 % 2);
     // Every warp combines the blocks in the same order.
-    PartResult other{0, 0, rank_of_none(a)};
-    if (lane < blocks) other = scratch.parts[turn][lane];
-    const RowState<float> state{other.shift, other.sum};
-    float all[] = {state.max()};
-    warp_reduce(all, larger);
-    sums[0] = moved(state, shift_of(all[0])).sum;
+    part = {0, 0, rank_of_none(a)};
+    const unsigned lane = threadIdx.x % 32;
+    if (lane < d.blocks) std::memcpy(&part, &results.letters[lane], sizeof part);
+    const RowState<float> state{part.shift, part.sum};
+    max[0] = state.max();
+    warp_reduce(max, larger);
+    sums[0] = moved(state, shift_of(max[0])).sum;
     warp_reduce(sums, add);
-    rank[0] = state.max() == all[0] || other.rank < a.columns ? other.rank : rank_of_none(a);
+    rank[0] = state.max() == max[0] || part.rank < a.columns ? part.rank : rank_of_none(a);
     warp_reduce(rank, first);
-    return {shift_of(all[0]), sums[0], rank[0]};
+    return {shift_of(max[0]), sums[0], rank[0]};
   }
 
-  __device__ __forceinline__ void without_class(int64_t row, Target target) const {
-    if (threadIdx.x == 0 && cluster_rank() == 0) store_without_class(a, row, target);
-    const auto value = gradient_without_class<float>(target);
-    packs.overwrite(row, [&](unsigned, unsigned, auto& numbers) {
-#pragma unroll
-      for (float& number : numbers) number = value;
-    });
-  }
-
-  __device__ __forceinline__ void work(int64_t row, int64_t index, unsigned turn) const {
-    // These numbers arrive during the first pass.
-    const RowState<float> previous = a.load_state(row);
-    const Upstream<float> upstream = a.grad ? a.load_upstream(row) : Upstream<float>();
+  __device__ __forceinline__ void work(int row, int64_t index, unsigned number) const {
     const StreamedPart own = read();
-    // The thread that has the target's pack also writes the target's gradient.
-    const int64_t column = index - a.first_column;
-    bool has_target = column >= 0 && column < a.columns;
-    const unsigned pack = has_target ? static_cast<unsigned>(column / kPack<T>) : 0;
-    has_target = has_target && pack >= packs.begin && pack < packs.end &&
-                 (pack - packs.begin) % blockDim.x == threadIdx.x;
-    const unsigned piece = has_target ? (pack - packs.begin) / blockDim.x : 0;
-    float logit = 0;
-    if (has_target) {
-      const T* const numbers = reinterpret_cast<const T*>(&packs.at(packs.slot_of(piece)));
-      logit = static_cast<float>(numbers[column % kPack<T>]) * a.transform.scale;
+    // These numbers arrive during the reductions. A tile without shares has no other ones.
+    const float* const stored = a.state + row;
+    const RowState<float> previous{stored[0], stored[a.state_stride]};
+    Upstream<float> upstream;
+    if (a.grad) {
+      const Upstream<float> all = a.load_upstream(row);
+      upstream.target = all.target;
+      upstream.lse = all.lse;
     }
-    const PartResult result = combine(own, turn);
+    // The thread that has the target's product also writes its gradient.
+    const int64_t column = index - a.first_column;
+    const T* const target = numbers.find(column);
+    const bool has_target = target != nullptr;
+    const float logit = has_target ? static_cast<float>(*target) * a.transform.scale : 0.0f;
+    const PartResult result = combine(own, number);
     const RowState<float> tile{result.shift, result.sum};
     const RowState<float> state = merge(previous, tile);
     if (threadIdx.x == 0 && cluster_rank() == 0) {
       if (a.argmax != nullptr) store_argmax(a, row, previous, tile, result.rank);
-      a.store_state(row, state);
+      a.state[row] = state.shift;
+      a.state[a.state_stride + row] = state.sum;
     }
     if (has_target) a.target_logit(row) = logit;
     const RowGradient<float> gradient = gradient_of_row(a, state, upstream);
-    const float factor = gradient.inverse_sum * gradient.probability * a.transform.scale;
-    packs.overwrite(row, [&](unsigned current, unsigned pack_of_current, auto& z) {
-      packs.load_logits(current, pack_of_current, z);
-#pragma unroll
-      for (float& logit_of_class : z) {
-        logit_of_class = exponential(logit_of_class - gradient.shift) * factor;
-      }
-    });
+    const float scale = a.transform.scale;
+    const float factor = gradient.inverse_sum * gradient.probability * scale;
+    numbers.template overwrite<true>(
+        row, [&](float product) { return exponential(product * scale - gradient.shift) * factor; });
     if (a.grad && has_target) {
       // Computed before p is rounded to 16 bits, because p - 1 would then lose most of its digits.
       const float value = gradient.at(logit, 0) - gradient.target;
       a.logits[row * a.stride + column] = static_cast<T>(value * a.transform.slope(logit));
     }
   }
+
+  __device__ __forceinline__ void skip(int row, Target target) const {
+    if (threadIdx.x == 0 && cluster_rank() == 0) store_without_class(a, row, target);
+    const auto value = gradient_without_class<float>(target);
+    numbers.template overwrite<false>(row, [&](float) { return value; });
+  }
 };
 
-// Two reductions of a row have a barrier each. So all threads have read the numbers of a reduction
-// before the same reduction of the next row overwrites them.
+// A row has at least two reductions, each with a barrier. So all threads have read the numbers of a
+// reduction before the same reduction of the next row overwrites them.
 template <typename T>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     streamed_rows_kernel(const __grid_constant__ RowArguments<T, float> a,
                          const __grid_constant__ Division d) {
   auto& scratch = shared_memory<StreamScratch>();
-  ThreadPacks<T> packs(a, d);
-  const StreamedRow<T> block{a, packs, scratch};
-  if (d.blocks > 1) cluster_barrier();  // all blocks have begun
-  unsigned turn = 0;
-  for (int64_t row = packs.first_row(); row < a.rows; row += packs.turns) {
+  if (d.blocks > 1) {
+    if (threadIdx.x < 2) scratch.results[threadIdx.x].open();
+    cluster_barrier();
+  }
+  ThreadNumbers<T> numbers(a, d);
+  const StreamingBlock<T> block{a, d, numbers, scratch};
+  unsigned number = 0;
+  for (int row = numbers.first_row(); row < a.rows; row = numbers.row_after(row)) {
     const int64_t index = a.index[row];
     const Target target = target_of(a, index);
     if (target == Target::kClass) {
-      block.work(row, index, turn);
-      turn = 1 - turn;
+      block.work(row, index, number++);
     } else {
-      block.without_class(row, target);
+      block.skip(row, target);
     }
   }
 }
 
-// Returns how the rows of a tile are divided on a GPU. There are no blocks if they cannot be
-// streamed.
+// Returns how the rows of a tile are divided on a GPU.
 template <typename T>
 Division division_of(const RowArguments<T, float>& a, int32_t device) {
   const bool aligned = reinterpret_cast<uintptr_t>(a.logits) % sizeof(uint4) == 0 &&
                        a.stride * sizeof(T) % sizeof(uint4) == 0;
-  const bool twice = a.update && (a.grad || a.exponentials) && a.columns > 0;
-  if (!aligned || !twice) return {};
+  const bool twice = a.update && (a.grad || a.exponentials);
+  if (!aligned || !twice || a.columns == 0 || !(a.transform.scale > 0)) return {};
   const int64_t room =
       attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / kStreamBlocks -
       attribute(cudaDevAttrReservedSharedMemoryPerBlock, device) -
       static_cast<int64_t>(sizeof(StreamScratch));
+  const int64_t warp_bytes = kSlots * kPiecePacks * sizeof(uint4) * 32;
   const int64_t packs = (a.columns + kPack<T> - 1) / kPack<T>;
   // Short rows get fewer threads, so that each still has several packs.
-  const int64_t most = std::min<int64_t>(kStreamThreads, room / (kSlots * sizeof(uint4)) / 32 * 32);
-  const int64_t threads = std::min(most, (packs + 127) / 128 * 32);
-  const unsigned most_blocks = attribute(cudaDevAttrClusterLaunch, device) ? kMostClusterBlocks : 1;
-  for (unsigned blocks = 1; threads > 0 && blocks <= most_blocks; blocks *= 2) {
-    const int64_t part = (packs + blocks - 1) / blocks, pieces = (part + threads - 1) / threads;
+  constexpr int64_t kWarpPacks = 4 * 32;
+  const int64_t warps = std::min(
+      {int64_t{kStreamThreads / 32}, room / warp_bytes, (packs + kWarpPacks - 1) / kWarpPacks});
+  const int64_t piece = warps * 32 * kPiecePacks;
+  const unsigned most = attribute(cudaDevAttrClusterLaunch, device) ? kMostClusterBlocks : 1;
+  for (unsigned blocks = 1; piece > 0 && blocks <= most; blocks *= 2) {
+    const int64_t part = (packs + blocks - 1) / blocks, pieces = (part + piece - 1) / piece;
     if (pieces > kRowPieces) continue;
     return {blocks, static_cast<unsigned>(part), static_cast<unsigned>(pieces),
-            static_cast<unsigned>(threads)};
+            static_cast<unsigned>(warps * 32)};
   }
   return {};
 }
@@ -362,13 +438,13 @@ template <typename T>
 void launch_streamed_rows(const RowArguments<T, float>& a, const Division& d,
                           const Tensor& logits) {
   const auto kernel = streamed_rows_kernel<T>;
-  Grid grid{d.blocks, d.threads, d.blocks, kSlots * d.threads * sizeof(uint4)};
-  const int32_t device = logits.get_device_index();
+  Grid grid{d.blocks, d.threads, d.blocks, kSlots * kPiecePacks * d.threads * sizeof(uint4)};
   allow_dynamic_memory(kernel, grid.dynamic_bytes);
   // More clusters than run at the same time would wait until the others have finished all rows.
   const int64_t clusters = d.blocks > 1
                                ? clusters_at_once(kernel, grid)
-                               : kStreamBlocks * attribute(cudaDevAttrMultiProcessorCount, device);
+                               : int64_t{kStreamBlocks} * attribute(cudaDevAttrMultiProcessorCount,
+                                                                    logits.get_device_index());
   grid.blocks *= static_cast<unsigned>(std::clamp<int64_t>(a.rows, 1, clusters));
   launch(kernel, grid, current_stream(logits), a, d);
 }

@@ -24,7 +24,7 @@ namespace {
 
 constexpr unsigned kMostWarps = 32;
 
-enum class Wait { kNothing, kWarp, kBlock, kCluster, kDone };
+enum class Wait { kNothing, kWarp, kBlock, kCluster, kLetters, kDone };
 
 struct Block;
 
@@ -45,11 +45,19 @@ struct Allocation {
   size_t bytes;
 };
 
+struct Mail {
+  unsigned rounds = 0;  // that have all letters
+  unsigned expected = 0, arrived = 0;
+  std::vector<Thread*> waiting;
+  char even_token, odd_token;  // for the sanitizer
+};
+
 struct Block {
   unsigned rank;  // in the cluster
   Index index;
   std::vector<Thread*> threads;  // by number
   std::map<const void*, Allocation> shared;
+  std::map<const void*, Mail> mail;
   unsigned at_barrier = 0, done = 0, in_exchange[kMostWarps] = {};  // counts and lane masks
   char even_barrier, odd_barrier;                                   // tokens for the sanitizer
 };
@@ -247,6 +255,23 @@ void wait(Wait reason, Site site) {
   std::abort();  // a thread that gave up does not continue
 }
 
+Mail& mail_of(Block& block, const void* mailbox) {
+  const auto found = block.mail.find(mailbox);
+  if (found == block.mail.end()) give_up(" uses a mailbox that is not open");
+  return found->second;
+}
+
+// Continues the threads that wait for a round, if it has all of its letters.
+void end_round(Mail& mail) {
+  if (mail.expected == 0 || mail.arrived < mail.expected) return;
+  if (mail.arrived > mail.expected) give_up(" sends a letter that is not expected");
+  mail.expected = mail.arrived = 0;
+  ++mail.rounds;
+  for (Thread* thread : mail.waiting) thread->waits = Wait::kNothing;
+  ready.insert(ready.end(), mail.waiting.begin(), mail.waiting.end());
+  mail.waiting.clear();
+}
+
 Allocation& allocation(Block& block, const void* key, size_t bytes) {
   const Unwatched unwatched;
   Allocation& result = block.shared[key];
@@ -295,17 +320,42 @@ void* shared_memory(const void* key, size_t bytes) {
 
 void* dynamic_shared_memory() { return shared_memory(&cluster, launch_shape.dynamic_bytes); }
 
-void* in_block(unsigned rank, void* own) {
-  if (rank >= cluster.size()) give_up(" asks for a block outside of its cluster");
-  if (current->all_passed == 0) give_up(" asks for a block that may not have begun");
+const void* in_block(unsigned rank, const void* own) {
+  if (rank >= cluster.size()) give_up(" sends to a block outside of its cluster");
+  if (current->all_passed == 0) give_up(" sends to a block that may not have begun");
   Block& other = cluster[rank];
-  if (other.done > 0) give_up(" asks for a block that may have ended");
+  if (other.done > 0) give_up(" sends to a block that may have ended");
   for (auto& [key, mine] : current->block->shared) {
-    const ptrdiff_t offset = static_cast<char*>(own) - mine.memory.get();
+    const ptrdiff_t offset = static_cast<const char*>(own) - mine.memory.get();
     if (offset < 0 || static_cast<size_t>(offset) >= mine.bytes) continue;
     return allocation(other, key, mine.bytes).memory.get() + offset;
   }
-  give_up(" asks for memory that is not shared");
+  give_up(" sends to memory that is not shared");
+}
+
+void open_mailbox(const void* mailbox) { current->block->mail[mailbox] = {}; }
+
+void expect_letters(const void* mailbox, unsigned count) {
+  Mail& mail = mail_of(*current->block, mailbox);
+  if (mail.expected > 0) give_up(" expects letters before the last round has ended");
+  mail.expected = count;
+  end_round(mail);
+}
+
+void deliver(const void* mailbox, unsigned rank) {
+  Mail& mail = mail_of(cluster[rank], mailbox);
+  release(mail.rounds % 2 ? &mail.odd_token : &mail.even_token);
+  ++mail.arrived;
+  end_round(mail);
+}
+
+void wait_for_letters(const void* mailbox, bool odd, Site site) {
+  Mail& mail = mail_of(*current->block, mailbox);
+  if (mail.rounds % 2 == odd) {
+    mail.waiting.push_back(current);
+    wait(Wait::kLetters, site);
+  }
+  acquire(odd ? &mail.odd_token : &mail.even_token);
 }
 
 void begin_copy(const Copy& copy) {

@@ -46,7 +46,19 @@ void cluster_barrier(Site site);
 
 // Returns the place of `own`, an object in shared memory, in another block of the cluster. Throws
 // if that block may not have begun, or has ended.
-void* in_block(unsigned rank, void* own);
+const void* in_block(unsigned rank, const void* own);
+
+// A mailbox is an object in shared memory to which blocks of a cluster send letters, in rounds.
+void open_mailbox(const void* mailbox);
+
+// Says how many letters the round of a mailbox has.
+void expect_letters(const void* mailbox, unsigned count);
+
+// Notes that a letter has arrived in a mailbox of a block.
+void deliver(const void* mailbox, unsigned rank);
+
+// Waits until a round has its letters. `odd` says whether the round has an odd number.
+void wait_for_letters(const void* mailbox, bool odd, Site site);
 
 // A copy from global to shared memory that a thread has started and not waited for.
 struct Copy {

@@ -91,26 +91,55 @@ __global__ void copies_without_waiting(unsigned* out, unsigned) { copied(out, 16
 
 __global__ void unaligned_copies(unsigned* out, unsigned) { copied(out + 1, 16); }
 
-// Each thread passes a number to the same thread of the next block of its cluster.
-__global__ void pass_on(unsigned* out, unsigned blocks) {
-  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
-  const unsigned rank = storage_ops::cluster_rank(), next = rank + 1 < blocks ? rank + 1 : 0;
+using Mailbox = storage_ops::Mailbox<8>;
+
+// Each block sends letters to all blocks of its cluster in four rounds, in two mailboxes. Each
+// thread writes the sum of the letters that it gets.
+__global__ void letters(unsigned* out, unsigned blocks) {
+  auto& mailboxes = storage_ops::shared_memory<Mailbox[2]>();
+  const unsigned thread = threadIdx.x;
+  if (thread < 2) mailboxes[thread].open();
   storage_ops::cluster_barrier();
-  storage_ops::shared_memory_of<unsigned[1024]>(next)[threadIdx.x] = thread;
-  storage_ops::cluster_barrier();
-  out[thread] = storage_ops::shared_memory<unsigned[1024]>()[threadIdx.x];
+  unsigned sum = 0;
+  for (unsigned round = 0; round < 4; ++round) {
+    Mailbox& mailbox = mailboxes[round % 2];
+    if (thread == 0) mailbox.expect(blocks);
+    if (thread < blocks) mailbox.send(thread, {(blockIdx.x + 1) * (round + 1), 0, 0, 0});
+    mailbox.wait(round / 2 % 2);
+    for (unsigned k = 0; k < blocks; ++k) sum += mailbox.letters[k].x;
+    __syncthreads();
+  }
+  out[blockIdx.x * blockDim.x + thread] = sum;
 }
 
-__global__ void block_that_may_not_have_begun(unsigned*, unsigned) {
-  storage_ops::shared_memory_of<unsigned[1024]>(1)[threadIdx.x] = 1;
+__global__ void letters_before_all_blocks_begin(unsigned*, unsigned) {
+  auto& mailbox = storage_ops::shared_memory<Mailbox>();
+  mailbox.open();
+  mailbox.send(1, {});
 }
 
-__global__ void block_of_another_cluster(unsigned*, unsigned blocks) {
+__global__ void letters_to_another_cluster(unsigned*, unsigned blocks) {
+  auto& mailbox = storage_ops::shared_memory<Mailbox>();
+  if (threadIdx.x == 0) mailbox.open();
   storage_ops::cluster_barrier();
-  storage_ops::shared_memory_of<unsigned[1024]>(blocks)[threadIdx.x] = 1;
+  mailbox.send(blocks, {});
 }
 
-__global__ void block_that_leaves(unsigned*, unsigned) {
+__global__ void letters_that_do_not_come(unsigned*, unsigned blocks) {
+  auto& mailbox = storage_ops::shared_memory<Mailbox>();
+  if (threadIdx.x == 0) mailbox.open();
+  storage_ops::cluster_barrier();
+  if (threadIdx.x == 0) mailbox.expect(blocks);
+  if (threadIdx.x == 0 && storage_ops::cluster_rank() > 0) mailbox.send(0, {});
+  mailbox.wait(0);
+}
+
+__global__ void letters_in_a_closed_mailbox(unsigned*, unsigned) {
+  storage_ops::cluster_barrier();
+  storage_ops::shared_memory<Mailbox>().send(1, {});
+}
+
+__global__ void a_block_that_leaves(unsigned*, unsigned) {
   storage_ops::cluster_barrier();
   if (storage_ops::cluster_rank() == 0) return;
   storage_ops::cluster_barrier();
@@ -127,10 +156,12 @@ constexpr void (*kKernels[])(unsigned*, unsigned) = {exchange,
                                                      early_reads,
                                                      copies_without_waiting,
                                                      unaligned_copies,
-                                                     pass_on,
-                                                     block_that_may_not_have_begun,
-                                                     block_of_another_cluster,
-                                                     block_that_leaves};
+                                                     letters,
+                                                     letters_before_all_blocks_begin,
+                                                     letters_to_another_cluster,
+                                                     letters_that_do_not_come,
+                                                     letters_in_a_closed_mailbox,
+                                                     a_block_that_leaves};
 
 }  // namespace
 

@@ -12,8 +12,9 @@ from .ops import SANITIZER
 
 KERNELS = [
     "exchange", "rotate", "unwritten", "two_barriers", "two_masks", "beyond", "unaligned",
-    "copies", "early_reads", "copies_without_waiting", "unaligned_copies", "pass_on",
-    "block_that_may_not_have_begun", "block_of_another_cluster", "block_that_leaves",
+    "copies", "early_reads", "copies_without_waiting", "unaligned_copies", "letters",
+    "letters_before_all_blocks_begin", "letters_to_another_cluster", "letters_that_do_not_come",
+    "letters_in_a_closed_mailbox", "a_block_that_leaves",
 ]  # fmt: skip
 pytestmark = pytest.mark.skipif(SANITIZER != "", reason="some of the kernels are wrong on purpose")
 
@@ -76,10 +77,10 @@ def test_copies_of_a_later_group_have_not_landed(run):
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 8])
-def test_blocks_of_a_cluster_write_to_the_memory_of_each_other(run, cluster):
-    out, error = run("pass_on", 16, 64, cluster)
-    right = np.roll(np.arange(16 * 64).reshape(-1, cluster, 64), 1, axis=1)
-    assert error == "" and np.array_equal(out.ravel(), right.ravel())
+def test_blocks_of_a_cluster_send_letters_to_each_other(run, cluster):
+    out, error = run("letters", 16, 32, cluster)
+    sums = (1 + np.arange(16)).reshape(-1, cluster).sum(1) * (1 + 2 + 3 + 4)
+    assert error == "" and (out.reshape(16 // cluster, -1) == sums[:, None]).all()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,11 @@ def test_blocks_of_a_cluster_write_to_the_memory_of_each_other(run, cluster):
         ("unaligned", "not aligned"),
         ("unaligned_copies", "not aligned"),
         ("copies_without_waiting", "without waiting for its copies"),
-        ("block_that_may_not_have_begun", "may not have begun"),
-        ("block_of_another_cluster", "outside of its cluster"),
-        ("block_that_leaves", "cluster_barrier at primitives.cu.* has returned"),
+        ("letters_before_all_blocks_begin", "may not have begun"),
+        ("letters_to_another_cluster", "outside of its cluster"),
+        ("letters_that_do_not_come", "does not end: .*Mailbox::wait at primitives.cu"),
+        ("letters_in_a_closed_mailbox", "not open"),
+        ("a_block_that_leaves", "cluster_barrier at primitives.cu.* has returned"),
     ],
 )
 def test_undefined_behaviour_that_a_gpu_may_ignore_is_an_error(run, kernel, expected):

@@ -27,8 +27,8 @@ def in_place_of_the_kernel(compiled):
 
 @pytest.mark.parametrize(
     "columns, dtype, cluster",
-    [(2304, torch.bfloat16, 1), (2305, torch.bfloat16, 2), (4609, torch.float16, 4),
-     (9217, torch.bfloat16, 8), (9216, torch.float32, 8), (18433, torch.bfloat16, 0),
+    [(2560, torch.bfloat16, 1), (2561, torch.bfloat16, 2), (5121, torch.float16, 4),
+     (10241, torch.bfloat16, 8), (10240, torch.float32, 8), (20481, torch.bfloat16, 0),
      (1000, torch.float64, 0)],
 )  # fmt: skip
 def test_a_row_has_as_many_blocks_as_it_needs(compiled, columns, dtype, cluster):

@@ -122,7 +122,7 @@ enum cudaDeviceAttr {
 // Attributes of a small device, so that some of the tests' rows fill its cache, and others several
 // times. The same holds for the shared memory of a block and of a cluster.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  constexpr int kValues[] = {4, 40 << 10, 17 << 10, 1 << 10, 1};
+  constexpr int kValues[] = {4, 40 << 10, 18 << 10, 1 << 10, 1};
   *value = kValues[which];
   return cudaSuccess;
 }

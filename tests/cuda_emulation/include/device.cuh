@@ -52,10 +52,21 @@ inline void cluster_barrier(const char* file = __builtin_FILE(), int line = __bu
   emulation::cluster_barrier({"cluster_barrier", file, line});
 }
 
-template <typename T>
-T& shared_memory_of(unsigned rank) {
-  T& own = shared_memory<T>();
-  return *static_cast<T*>(emulation::in_block(rank, &own));
-}
+template <unsigned n>
+struct Mailbox {
+  uint4 letters[n];
+  uint64_t arrived;
+
+  void open() { emulation::open_mailbox(this); }
+  void expect(unsigned count) { emulation::expect_letters(this, count); }
+  void send(unsigned to, const uint4& letter) const {
+    auto* const there = static_cast<const Mailbox*>(emulation::in_block(to, this));
+    const_cast<Mailbox*>(there)->letters[cluster_rank()] = letter;
+    emulation::deliver(there, to);
+  }
+  void wait(unsigned odd, const char* file = __builtin_FILE(), int line = __builtin_LINE()) const {
+    emulation::wait_for_letters(this, odd, {"Mailbox::wait", file, line});
+  }
+};
 
 }  // namespace storage_ops
