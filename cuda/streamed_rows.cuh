@@ -55,6 +55,7 @@ class ThreadNumbers {
         slots_(dynamic_shared_memory() + threadIdx.x),
         begin_(cluster_rank() * d.packs),
         bytes_(bytes_of_block()),
+        full_pieces_(bytes_ / static_cast<int>(kPiecePacks * blockDim.x * sizeof(uint4))),
         rows_between_(static_cast<int>(gridDim.x / d.blocks)),
         next_row_(first_row()),
         target_after_(a.index[next_row_]) {
@@ -144,15 +145,16 @@ class ThreadNumbers {
   }
 
  private:
-  // Returns the bytes of a row in this block. They are not positive if the row is too short.
+  // Returns the bytes of a row in this block, which are not positive if the row is too short.
   __device__ __forceinline__ int bytes_of_block() const {
     const int left = static_cast<int>(a_.columns * sizeof(T) - begin_ * sizeof(uint4));
     const auto most = static_cast<int>(d_.packs * sizeof(uint4));
     return left < most ? left : most;
   }
 
-  // Returns true if all threads have all numbers of a piece.
-  __device__ __forceinline__ bool is_full(unsigned piece) const { return piece + 1 < d_.pieces; }
+  // Returns true if all threads have all numbers of a piece. The last block of a row may have fewer
+  // full pieces than the others.
+  __device__ __forceinline__ bool is_full(int piece) const { return piece < full_pieces_; }
 
   // Returns the number of a thread's pack in the block's part of a row.
   __device__ __forceinline__ unsigned pack_of(unsigned piece, unsigned u) const {
@@ -231,7 +233,7 @@ class ThreadNumbers {
   const Division& d_;
   uint4* const slots_;
   const unsigned begin_;  // the first pack of the block
-  const int bytes_;
+  const int bytes_, full_pieces_;
   const int rows_between_;
   unsigned first_slot_ = 0;  // of the row in work
   // The piece that is copied next, where this thread reads it, the bytes of the row from there on,

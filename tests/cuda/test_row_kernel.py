@@ -42,7 +42,7 @@ OPTIONS = {
     "lse": {"upstream": [1.0, 0.0, -0.5]},
     "upstream_per_row": {"upstream": None, "phases": SLOPE},
     "streamed": {"phases": STREAMED},
-    "streamed_lse": {"phases": STREAMED, "logit_scale": -0.7, "upstream": [1.0, 0.0, -0.5]},
+    "streamed_lse": {"phases": STREAMED, "logit_scale": 0.7, "upstream": [1.0, 0.0, -0.5]},
     "all": {
         "bias": True, "weight": True, "probabilities": True, "label_smoothing": 0.2,
         "softcap": 12.0, "logit_scale": 0.9, "upstream": None, "phases": SLOPE,

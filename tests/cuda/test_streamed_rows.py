@@ -32,7 +32,7 @@ def agree(p, *calls):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 2, 8, 9, 255, 1279, 1280, 1281, 2561, 5122, 10241, 20480])
+@pytest.mark.parametrize("columns", [1, 2, 8, 9, 255, 1279, 1280, 1281, 2561, 4103, 5122, 8206, 10241, 20480])
 def test_rows_of_any_length(dtype, columns):
     agree(Rows(dtype, columns), (0, columns, UPDATE | GRADIENT))
 

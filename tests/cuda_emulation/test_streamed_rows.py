@@ -40,11 +40,11 @@ def test_a_row_has_as_many_blocks_as_it_needs(compiled, columns, dtype, cluster)
 
 
 @pytest.mark.parametrize("phases", [UPDATE, GRADIENT, UPDATE | GRADIENT])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_calls_that_cannot_be_streamed_take_the_direct_form(compiled, phases, offset):
-    p = Rows(torch.float32, 400)
+@pytest.mark.parametrize("offset, scale", [(0, 0.5), (1, 1.0), (0, -1.0)])
+def test_calls_that_cannot_be_streamed_take_the_direct_form(compiled, phases, offset, scale):
+    p = Rows(torch.float32, 400, logit_scale=scale)
     p.run(Place("cpu", compiled), (offset, 400, phases | STREAMED))
-    streams = phases == UPDATE | GRADIENT and offset == 0
+    streams = phases == UPDATE | GRADIENT and offset == 0 and scale > 0
     assert (compiled.library.emulation_dynamic_bytes() > 0) == streams
 
 
