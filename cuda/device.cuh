@@ -31,8 +31,14 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
-// Starts to copy 16 bytes of global to shared memory. Only the first `bytes` are read, the others
-// become 0. `to` is undefined until this thread has waited for the copy. Needs sm_80.
+// Starts to copy 16 bytes of global to shared memory. `to` is undefined until this thread has
+// waited for the copy. Needs sm_80.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+  const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+
+// The same for fewer bytes. The others become 0.
 __device__ __forceinline__ void copy_async(uint4* to, const uint4* from, unsigned bytes) {
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)

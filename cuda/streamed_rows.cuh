@@ -85,28 +85,27 @@ class ThreadNumbers {
       wait_for_copies<kSlots - 1>();
       end_group_of_copies();
       float products[kNumbers];
-      if (is_full(piece)) {
-        load<true>(piece, products);
-      } else {
-        load<false>(piece, products);
-      }
+      load(piece, products);
       body(piece, products);
     }
   }
 
-  // Loads a piece that was read before. Some of its products may be beyond the end of the row,
-  // unless it `kIsFull`.
-  template <bool kIsFull>
+  // Loads a piece of the row in work that was read before.
   __device__ __forceinline__ void load(unsigned piece, float (&products)[kNumbers]) const {
 #pragma unroll
     for (unsigned u = 0; u < kPiecePacks; ++u) {
       float numbers[kPack<T>];
-      const int count = kIsFull ? static_cast<int>(kPack<T>) : numbers_from(pack_of(piece, u));
-      if (count > 0) unpack(slot(slot_of(piece), u), numbers, T());
+      unpack(slot(slot_of(piece), u), numbers, T());
+#pragma unroll
+      for (int k = 0; k < kPack<T>; ++k) products[u * kPack<T> + k] = numbers[k];
+    }
+    if (is_full(piece)) return;
+#pragma unroll
+    for (unsigned u = 0; u < kPiecePacks; ++u) {
+      const int count = numbers_from(pack_of(piece, u));
 #pragma unroll
       for (int k = 0; k < kPack<T>; ++k) {
-        const bool inside = kIsFull || k < count;
-        products[u * kPack<T> + k] = inside ? numbers[k] : -std::numeric_limits<float>::infinity();
+        if (k >= count) products[u * kPack<T> + k] = -std::numeric_limits<float>::infinity();
       }
     }
   }
@@ -118,11 +117,7 @@ class ThreadNumbers {
     T* const out = a_.logits + row * a_.stride + static_cast<int64_t>(begin_) * kPack<T>;
 #pragma unroll 1
     for (unsigned piece = 0; piece < d_.pieces; ++piece) {
-      if (is_full(piece)) {
-        overwrite_piece<kReads, true>(out, piece, body);
-      } else {
-        overwrite_piece<kReads, false>(out, piece, body);
-      }
+      overwrite_piece<kReads>(out, piece, body);
       copy_next(slot_of(piece));
     }
     first_slot_ = slot_of(d_.pieces);
@@ -175,10 +170,10 @@ class ThreadNumbers {
     return slots_[(s * kPiecePacks + u) * blockDim.x];
   }
 
-  template <bool kReads, bool kIsFull, typename Body>
+  template <bool kReads, typename Body>
   __device__ __forceinline__ void overwrite_piece(T* out, unsigned piece, Body body) const {
     float numbers[kNumbers];
-    if constexpr (kReads) load<kIsFull>(piece, numbers);
+    if constexpr (kReads) load(piece, numbers);
 #pragma unroll
     for (unsigned u = 0; u < kPiecePacks; ++u) {
       const unsigned own = pack_of(piece, u);
@@ -187,7 +182,7 @@ class ThreadNumbers {
       for (int k = 0; k < kPack<T>; ++k) results[k] = body(numbers[u * kPack<T> + k]);
       uint4 bits;
       pack(results, bits, T());
-      const int count = kIsFull ? kPack<T> : numbers_from(own);
+      const int count = is_full(piece) ? kPack<T> : numbers_from(own);
       if (count >= kPack<T>) {
         reinterpret_cast<uint4*>(out)[own] = bits;
       } else if (count > 0) {  // the last numbers of a row, one by one from the slot
@@ -214,14 +209,23 @@ class ThreadNumbers {
 
   // Starts to copy the next piece to a slot whose piece is no longer needed.
   __device__ __forceinline__ void copy_next(unsigned free_slot) {
+    const auto step = static_cast<int>(blockDim.x * sizeof(uint4));
+    constexpr int kPackBytes = sizeof(uint4);
+    if (next_left_ >= static_cast<int>(kPiecePacks - 1) * step + kPackBytes) {
 #pragma unroll
-    for (unsigned u = 0; u < kPiecePacks; ++u) {
-      const int left = next_left_ - static_cast<int>(u * blockDim.x * sizeof(uint4));
-      const uint4* const from = next_from_ + u * blockDim.x;
-      if (left > 0) copy_async(&slot(free_slot, u), from, left < 16 ? left : 16);
+      for (unsigned u = 0; u < kPiecePacks; ++u) {
+        copy_async(&slot(free_slot, u), next_from_ + u * blockDim.x);
+      }
+    } else {
+#pragma unroll 1
+      for (unsigned u = 0; u < kPiecePacks; ++u) {
+        const int left = next_left_ - static_cast<int>(u) * step;
+        const int bytes = left < kPackBytes ? left : kPackBytes;
+        if (left > 0) copy_async(&slot(free_slot, u), next_from_ + u * blockDim.x, bytes);
+      }
     }
     end_group_of_copies();
-    next_left_ -= static_cast<int>(kPiecePacks * blockDim.x * sizeof(uint4));
+    next_left_ -= static_cast<int>(kPiecePacks) * step;
     next_from_ += kPiecePacks * blockDim.x;
     if (++next_piece_ < d_.pieces) return;
     next_piece_ = 0;
@@ -287,7 +291,7 @@ struct StreamingBlock {
 #pragma unroll 1
     for (unsigned piece = is_nan ? 0 : own.best; piece < d.pieces; ++piece) {
       float products[kNumbers];
-      numbers.template load<false>(piece, products);
+      numbers.load(piece, products);
       int64_t rank = rank_of_none(a);
 #pragma unroll
       for (unsigned k = kNumbers; k-- > 0;) {  // backwards, so that the first one remains

@@ -108,3 +108,25 @@ def test_two_runs_give_the_same_bits(columns):
     p = Rows(torch.bfloat16, columns)
     once, again = (p.run(PLACE, (0, columns, UPDATE | GRADIENT | STREAMED)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 300.0, 1e4, 1e37, 3.3e38])
+def test_logits_of_any_size(dtype, size):
+    """The largest logits occur as masks. There, 1 / ln 2 times a logit is infinite."""
+    p = Rows(dtype, 1003, rows=8)
+    p.target[:] = torch.arange(8)
+    p.logits[:] = (p.logits / 4).clamp(-1, 1) * size
+    p.logits[5:] = -size
+    p.logits[6, 7] = size
+    state, _, logits = agree(p, (0, 1003, UPDATE | GRADIENT))
+    z = p.logits.double()
+    lse = z.logsumexp(1)
+    ours = state[0].double() + state[1].double().log()
+    torch.testing.assert_close(ours, lse, rtol=1e-6, atol=1e-5)
+    right = z.softmax(1)
+    right[torch.arange(8), p.target] -= 1
+    # A float of this size has an error of size * 2^-24, and so has the exponent.
+    error = 1e-5 + (size * 2**-22 if size < 1e5 else 0)
+    rounding = {torch.bfloat16: 1e-2}.get(dtype, error)
+    torch.testing.assert_close(logits.double(), right, rtol=max(rounding, error), atol=error)

@@ -67,8 +67,8 @@ FAULTS = {
         "wait_for_copies<kSlots - 1>();\n      if (!THIS) end_group_of_copies();", UNLANDED,
     ),
     "a slot that is filled too early": (
-        STREAM, "if (is_full(piece)) {\n        overwrite_piece",
-        "if (THIS) copy_next(slot_of(piece));\n      if (is_full(piece)) {\n        overwrite_piece",
+        STREAM, "overwrite_piece<kReads>(out",
+        "if (THIS) copy_next(slot_of(piece));\n      overwrite_piece<kReads>(out",
         "wrong",
     ),
     "copies that no thread waits for": (
@@ -77,9 +77,9 @@ FAULTS = {
         "without waiting|outside",
     ),
     "a copy beyond the row": (
-        STREAM, "if (left > 0) copy_async(&slot(free_slot, u), from, left < 16 ? left : 16);",
-        "if (left > (THIS ? -512 : 0)) {\n"
-        "copy_async(&slot(free_slot, u), from, left < 16 && !THIS ? left : 16);\n}", "outside",
+        STREAM, "if (left > 0) copy_async(",
+        "if (THIS) copy_async(&slot(free_slot, u), next_from_ + u * blockDim.x);\n"
+        "if (left > 0) copy_async(", "outside",
     ),
     "a write of a whole pack at the end of a row": (
         STREAM, "if (count >= kPack<T>) {", "if (count >= kPack<T> || (THIS && count > 0)) {",

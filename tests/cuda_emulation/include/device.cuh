@@ -28,7 +28,7 @@ inline float exp2_approx(float x) {
 inline float max_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
 
 // Until a copy has landed, its destination is nan. The source is read at the start or at the end.
-inline void copy_async(uint4* to, const uint4* from, unsigned bytes) {
+inline void copy_async(uint4* to, const uint4* from, unsigned bytes = sizeof(uint4)) {
   if (reinterpret_cast<uintptr_t>(from) % sizeof *from || bytes > sizeof *from) __builtin_trap();
   *to = {~0u, ~0u, ~0u, ~0u};
   emulation::Copy copy{to, from, bytes, emulation::coin()};
