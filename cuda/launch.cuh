@@ -233,22 +233,36 @@ __device__ __forceinline__ void warp_reduce(V (&values)[n], Combine combine) {
 
 constexpr int kMaxWarps = 32;
 
+// The first part of `block_reduce`, until its barrier. Reductions with one barrier share it.
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void reduce_before_barrier(V (&values)[n], V (*scratch)[kMaxWarps],
+                                                      Combine combine) {
+  warp_reduce(values, combine);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) scratch[k][threadIdx.x / 32] = values[k];
+  }
+}
+
+// The part of `block_reduce` after its barrier.
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void reduce_after_barrier(V (&values)[n], V identity,
+                                                     V (*scratch)[kMaxWarps], Combine combine) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < n; ++k) values[k] = lane < blockDim.x / 32 ? scratch[k][lane] : identity;
+  warp_reduce(values, combine);
+}
+
 // Combines n values per thread over all threads, and returns the results to every thread. The order
 // is fixed, so that two runs give the same bits. A kernel with several reductions gives each its
 // own `scratch`, so that one barrier is enough.
 template <int n, typename V, typename Combine>
 __device__ __forceinline__ void block_reduce(V (&values)[n], V identity, V (*scratch)[kMaxWarps],
                                              Combine combine) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  warp_reduce(values, combine);
-  if (lane == 0) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) scratch[k][warp] = values[k];
-  }
+  reduce_before_barrier(values, scratch, combine);
   __syncthreads();
-#pragma unroll
-  for (int k = 0; k < n; ++k) values[k] = lane < blockDim.x / 32 ? scratch[k][lane] : identity;
-  warp_reduce(values, combine);
+  reduce_after_barrier(values, identity, scratch, combine);
 }
 
 }  // namespace storage_ops

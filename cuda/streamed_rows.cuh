@@ -29,15 +29,14 @@ struct Division {
 };
 
 // The result of a block for its part of a row.
-struct PartResult {
+struct alignas(uint4) PartResult {
   float shift, sum;
-  int64_t rank;  // of the first maximum
+  unsigned rank;  // of the first maximum
 };
-static_assert(sizeof(PartResult) == sizeof(uint4));
 
 struct StreamScratch {
   float max[1][kMaxWarps], sums[1][kMaxWarps];
-  int64_t rank[1][kMaxWarps];
+  unsigned rank[1][kMaxWarps];
   // Results of all blocks. Other blocks may send those of the next row before all threads of this
   // block have read those of the last one, so rows alternate.
   Mailbox<kMostClusterBlocks> results[2];
@@ -84,6 +83,7 @@ class ThreadNumbers {
     for (unsigned piece = 0; piece < d_.pieces; ++piece) {
       wait_for_copies<kSlots - 1>();
       end_group_of_copies();
+      if (!has(piece)) continue;
       float products[kNumbers];
       load(piece, products);
       body(piece, products);
@@ -117,16 +117,20 @@ class ThreadNumbers {
     T* const out = a_.logits + row * a_.stride + static_cast<int64_t>(begin_) * kPack<T>;
 #pragma unroll 1
     for (unsigned piece = 0; piece < d_.pieces; ++piece) {
-      overwrite_piece<kReads>(out, piece, body);
+      if (has(piece)) overwrite_piece<kReads>(out, piece, body);
       copy_next(slot_of(piece));
     }
     first_slot_ = slot_of(d_.pieces);
   }
 
+  // Returns true if this thread has numbers of a piece.
+  __device__ __forceinline__ bool has(unsigned piece) const {
+    return is_full(piece) || numbers_from(pack_of(piece, 0)) > 0;
+  }
+
   // Returns the column of a number of a piece.
-  __device__ __forceinline__ int64_t column_of(unsigned piece, unsigned k) const {
-    const unsigned pack = begin_ + pack_of(piece, k / kPack<T>);
-    return static_cast<int64_t>(pack) * kPack<T> + k % kPack<T>;
+  __device__ __forceinline__ unsigned column_of(unsigned piece, unsigned k) const {
+    return (begin_ + pack_of(piece, k / kPack<T>)) * kPack<T> + k % kPack<T>;
   }
 
   // Returns the product of a column in the row in work if it is one of this thread, or nullptr.
@@ -282,26 +286,31 @@ struct StreamingBlock {
     return own;
   }
 
+  __device__ __forceinline__ unsigned columns() const { return static_cast<unsigned>(a.columns); }
+  __device__ __forceinline__ unsigned no_rank() const {
+    return static_cast<unsigned>(rank_of_none(a));
+  }
+
   // Returns the first rank of this thread's columns, where `max` is the maximum of the block.
-  __device__ __forceinline__ int64_t rank_of_own(const StreamedPart& own, float max) const {
+  __device__ __forceinline__ unsigned rank_of_own(const StreamedPart& own, float max) const {
     const bool is_nan = max != max;
     const bool has_maximum =
         own.state.max() == max && max > -std::numeric_limits<float>::infinity();
-    if (!is_nan && !has_maximum) return rank_of_none(a);
+    unsigned rank = no_rank();
+    if (!is_nan && !has_maximum) return rank;
 #pragma unroll 1
-    for (unsigned piece = is_nan ? 0 : own.best; piece < d.pieces; ++piece) {
+    for (unsigned piece = is_nan ? 0 : own.best; piece < d.pieces && rank == no_rank(); ++piece) {
+      if (!numbers.has(piece)) break;
       float products[kNumbers];
       numbers.load(piece, products);
-      int64_t rank = rank_of_none(a);
 #pragma unroll
       for (unsigned k = kNumbers; k-- > 0;) {  // backwards, so that the first one remains
         const float logit = products[k] * a.transform.scale;
         if (is_nan && logit != logit) rank = numbers.column_of(piece, k);
-        if (logit == max) rank = a.columns + numbers.column_of(piece, k);
+        if (logit == max) rank = columns() + numbers.column_of(piece, k);
       }
-      if (rank != rank_of_none(a)) return rank;
     }
-    return rank_of_none(a);
+    return rank;
   }
 
   // Returns the result of the row, from the parts of all threads and blocks. `number` counts the
@@ -309,16 +318,16 @@ struct StreamingBlock {
   __device__ __forceinline__ PartResult combine(const StreamedPart& own, unsigned number) const {
     const auto larger = [](float x, float y) { return maximum(x, y); };
     const auto add = [](float x, float y) { return x + y; };
-    const auto first = [](int64_t x, int64_t y) { return x < y ? x : y; };
+    const auto first = [](unsigned x, unsigned y) { return x < y ? x : y; };
     float max[] = {own.state.max()};
     block_reduce(max, -std::numeric_limits<float>::infinity(), scratch.max, larger);
     float sums[] = {moved(own.state, shift_of(max[0])).sum};
-    block_reduce(sums, 0.0f, scratch.sums, add);
-    int64_t rank[] = {rank_of_none(a)};
-    if (a.argmax != nullptr) {
-      rank[0] = rank_of_own(own, max[0]);
-      block_reduce(rank, rank_of_none(a), scratch.rank, first);
-    }
+    unsigned rank[] = {a.argmax != nullptr ? rank_of_own(own, max[0]) : no_rank()};
+    reduce_before_barrier(sums, scratch.sums, add);
+    reduce_before_barrier(rank, scratch.rank, first);
+    __syncthreads();
+    reduce_after_barrier(sums, 0.0f, scratch.sums, add);
+    reduce_after_barrier(rank, no_rank(), scratch.rank, first);
     PartResult part{shift_of(max[0]), sums[0], rank[0]};
     if (d.blocks == 1) return part;
     auto& results = scratch.results[number % 2];
@@ -330,7 +339,7 @@ struct StreamingBlock {
     }
     results.wait(number / 2 % 2);
     // Every warp combines the blocks in the same order.
-    part = {0, 0, rank_of_none(a)};
+    part = {0, 0, no_rank()};
     const unsigned lane = threadIdx.x % 32;
     if (lane < d.blocks) std::memcpy(&part, &results.letters[lane], sizeof part);
     const RowState<float> state{part.shift, part.sum};
@@ -338,7 +347,7 @@ struct StreamingBlock {
     warp_reduce(max, larger);
     sums[0] = moved(state, shift_of(max[0])).sum;
     warp_reduce(sums, add);
-    rank[0] = state.max() == max[0] || part.rank < a.columns ? part.rank : rank_of_none(a);
+    rank[0] = state.max() == max[0] || part.rank < columns() ? part.rank : no_rank();
     warp_reduce(rank, first);
     return {shift_of(max[0]), sums[0], rank[0]};
   }
@@ -387,8 +396,8 @@ struct StreamingBlock {
   }
 };
 
-// A row has at least two reductions, each with a barrier. So all threads have read the numbers of a
-// reduction before the same reduction of the next row overwrites them.
+// A row has two barriers. So all threads have read the numbers of a reduction before the same
+// reduction of the next row overwrites them.
 template <typename T>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     streamed_rows_kernel(const __grid_constant__ RowArguments<T, float> a,
@@ -401,14 +410,19 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   ThreadNumbers<T> numbers(a, d);
   const StreamingBlock<T> block{a, d, numbers, scratch};
   unsigned number = 0;
-  for (int row = numbers.first_row(); row < a.rows; row = numbers.row_after(row)) {
-    const int64_t index = a.index[row];
+  int row = numbers.first_row();
+  int64_t index = a.index[row];
+  while (row < a.rows) {
+    const int after = numbers.row_after(row);
+    const int64_t index_after = after < a.rows ? a.index[after] : 0;  // arrives during this row
     const Target target = target_of(a, index);
     if (target == Target::kClass) {
       block.work(row, index, number++);
     } else {
       block.skip(row, target);
     }
+    row = after;
+    index = index_after;
   }
 }
 
@@ -451,7 +465,7 @@ void launch_streamed_rows(const RowArguments<T, float>& a, const Division& d,
                                ? clusters_at_once(kernel, grid)
                                : int64_t{kStreamBlocks} * attribute(cudaDevAttrMultiProcessorCount,
                                                                     logits.get_device_index());
-  grid.blocks *= static_cast<unsigned>(std::clamp<int64_t>(a.rows, 1, clusters));
+  grid.blocks *= static_cast<unsigned>(std::max<int64_t>(1, std::min(a.rows, clusters)));
   launch(kernel, grid, current_stream(logits), a, d);
 }
 
