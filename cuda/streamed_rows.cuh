@@ -83,14 +83,19 @@ class ThreadNumbers {
     for (unsigned piece = 0; piece < d_.pieces; ++piece) {
       wait_for_copies<kSlots - 1>();
       end_group_of_copies();
-      if (!has(piece)) continue;
       float products[kNumbers];
-      load(piece, products);
-      body(piece, products);
+      if (is_full(piece)) {
+        load<true>(piece, products);
+        body(piece, products);
+      } else if (has(piece)) {
+        load<false>(piece, products);
+        body(piece, products);
+      }
     }
   }
 
-  // Loads a piece of the row in work that was read before.
+  // Loads a piece of the row in work that was read before, and that may be full.
+  template <bool kIsFull>
   __device__ __forceinline__ void load(unsigned piece, float (&products)[kNumbers]) const {
 #pragma unroll
     for (unsigned u = 0; u < kPiecePacks; ++u) {
@@ -99,13 +104,14 @@ class ThreadNumbers {
 #pragma unroll
       for (int k = 0; k < kPack<T>; ++k) products[u * kPack<T> + k] = numbers[k];
     }
-    if (is_full(piece)) return;
+    if constexpr (!kIsFull) {
 #pragma unroll
-    for (unsigned u = 0; u < kPiecePacks; ++u) {
-      const int count = numbers_from(pack_of(piece, u));
+      for (unsigned u = 0; u < kPiecePacks; ++u) {
+        const int count = numbers_from(pack_of(piece, u));
 #pragma unroll
-      for (int k = 0; k < kPack<T>; ++k) {
-        if (k >= count) products[u * kPack<T> + k] = -std::numeric_limits<float>::infinity();
+        for (int k = 0; k < kPack<T>; ++k) {
+          if (k >= count) products[u * kPack<T> + k] = -std::numeric_limits<float>::infinity();
+        }
       }
     }
   }
@@ -117,7 +123,11 @@ class ThreadNumbers {
     T* const out = a_.logits + row * a_.stride + static_cast<int64_t>(begin_) * kPack<T>;
 #pragma unroll 1
     for (unsigned piece = 0; piece < d_.pieces; ++piece) {
-      if (has(piece)) overwrite_piece<kReads>(out, piece, body);
+      if (is_full(piece)) {
+        overwrite_piece<kReads, true>(out, piece, body);
+      } else if (has(piece)) {
+        overwrite_piece<kReads, false>(out, piece, body);
+      }
       copy_next(slot_of(piece));
     }
     first_slot_ = slot_of(d_.pieces);
@@ -174,10 +184,10 @@ class ThreadNumbers {
     return slots_[(s * kPiecePacks + u) * blockDim.x];
   }
 
-  template <bool kReads, typename Body>
+  template <bool kReads, bool kIsFull, typename Body>
   __device__ __forceinline__ void overwrite_piece(T* out, unsigned piece, Body body) const {
     float numbers[kNumbers];
-    if constexpr (kReads) load(piece, numbers);
+    if constexpr (kReads) load<kIsFull>(piece, numbers);
 #pragma unroll
     for (unsigned u = 0; u < kPiecePacks; ++u) {
       const unsigned own = pack_of(piece, u);
@@ -186,7 +196,7 @@ class ThreadNumbers {
       for (int k = 0; k < kPack<T>; ++k) results[k] = body(numbers[u * kPack<T> + k]);
       uint4 bits;
       pack(results, bits, T());
-      const int count = is_full(piece) ? kPack<T> : numbers_from(own);
+      const int count = kIsFull ? kPack<T> : numbers_from(own);
       if (count >= kPack<T>) {
         reinterpret_cast<uint4*>(out)[own] = bits;
       } else if (count > 0) {  // the last numbers of a row, one by one from the slot
@@ -302,7 +312,7 @@ struct StreamingBlock {
     for (unsigned piece = is_nan ? 0 : own.best; piece < d.pieces && rank == no_rank(); ++piece) {
       if (!numbers.has(piece)) break;
       float products[kNumbers];
-      numbers.load(piece, products);
+      numbers.template load<false>(piece, products);
 #pragma unroll
       for (unsigned k = kNumbers; k-- > 0;) {  // backwards, so that the first one remains
         const float logit = products[k] * a.transform.scale;

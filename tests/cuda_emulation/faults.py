@@ -67,8 +67,8 @@ FAULTS = {
         "wait_for_copies<kSlots - 1>();\n      if (!THIS) end_group_of_copies();", UNLANDED,
     ),
     "a slot that is filled too early": (
-        STREAM, "overwrite_piece<kReads>(out",
-        "if (THIS) copy_next(slot_of(piece));\n      overwrite_piece<kReads>(out",
+        STREAM, "if (is_full(piece)) {\n        overwrite_piece",
+        "if (THIS) copy_next(slot_of(piece));\n      if (is_full(piece)) {\n        overwrite_piece",
         "wrong",
     ),
     "copies that no thread waits for": (
