@@ -80,7 +80,9 @@ def blocks_of(row_bytes: int) -> int:
     return 0
 
 
-def seconds(rows: int, part: float, passes: tuple[float, float], issue: float, wait: float) -> float:
+def seconds(
+    rows: int, part: float, passes: tuple[float, float], issue: float, wait: float
+) -> float:
     """Return how long a multiprocessor takes.
 
     Args:

@@ -95,14 +95,16 @@ def all_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for case in cases:
                 median, least, most = times[case]
                 ms = milliseconds(seconds[case])
-                results.append({
-                    "shape": label,
-                    "case": case,
-                    "time / copy": round(median, 3),
-                    "least - most": f"{least:.2f} - {most:.2f}",
-                    "ms": ms,
-                    "GB/s": round(2 * logits.nbytes / ms / 1e6, 1),
-                })
+                results.append(
+                    {
+                        "shape": label,
+                        "case": case,
+                        "time / copy": round(median, 3),
+                        "least - most": f"{least:.2f} - {most:.2f}",
+                        "ms": ms,
+                        "GB/s": round(2 * logits.nbytes / ms / 1e6, 1),
+                    }
+                )
             judged(results, logits)
             yield from results
 

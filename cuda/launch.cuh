@@ -71,6 +71,15 @@ void allow_dynamic_memory(void (*kernel)(Parameters...), size_t bytes) {
                                       static_cast<int>(bytes)));
 }
 
+// Returns true if the GPU has clusters, and a kernel was compiled for such a GPU. It may also have
+// been translated from code for an older one.
+template <typename... Parameters>
+bool has_clusters(void (*kernel)(Parameters...), int32_t device) {
+  cudaFuncAttributes facts{};
+  STD_CUDA_CHECK(cudaFuncGetAttributes(&facts, kernel));
+  return facts.ptxVersion >= 90 && attribute(cudaDevAttrClusterLaunch, device) != 0;
+}
+
 // Returns the number of clusters of a launch that run at the same time.
 template <typename... Parameters>
 int clusters_at_once(void (*kernel)(Parameters...), const Grid& grid) {

@@ -454,7 +454,7 @@ Division division_of(const RowArguments<T, float>& a, int32_t device) {
   const int64_t warps = std::min(
       {int64_t{kStreamThreads / 32}, room / warp_bytes, (packs + kWarpPacks - 1) / kWarpPacks});
   const int64_t piece = warps * 32 * kPiecePacks;
-  const unsigned most = attribute(cudaDevAttrClusterLaunch, device) ? kMostClusterBlocks : 1;
+  const unsigned most = has_clusters(streamed_rows_kernel<T>, device) ? kMostClusterBlocks : 1;
   for (unsigned blocks = 1; piece > 0 && blocks <= most; blocks *= 2) {
     const int64_t part = (packs + blocks - 1) / blocks, pieces = (part + piece - 1) / piece;
     if (pieces > kRowPieces) continue;

@@ -1,4 +1,4 @@
-"""The streamed form of the row kernel agrees with the direct form, also at the edges of its plan."""
+"""The streamed form of the row kernel agrees with the direct form, also at its edges."""
 
 import itertools
 
@@ -20,9 +20,7 @@ def agree(p, *calls):
     streamed = p.run(PLACE, *((begin, end, phases | STREAMED) for begin, end, phases in calls))
     state, argmax, logits = p.run(PLACE, *calls)
     kept = [0, 1, 5]  # the other rows are defined only if the call asks for them
-    torch.testing.assert_close(
-        streamed[0][kept], state[kept], rtol=1e-5, atol=1e-5, equal_nan=True
-    )
+    torch.testing.assert_close(streamed[0][kept], state[kept], rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(streamed[1], argmax)
     rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(logits.dtype, 1e-5)
     torch.testing.assert_close(
@@ -32,7 +30,9 @@ def agree(p, *calls):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1, 2, 8, 9, 255, 1279, 1280, 1281, 2561, 4103, 5122, 8206, 10241, 20480])
+@pytest.mark.parametrize(
+    "columns", [1, 2, 8, 9, 255, 1279, 1280, 1281, 2561, 4103, 5122, 8206, 10241, 20480]
+)
 def test_rows_of_any_length(dtype, columns):
     agree(Rows(dtype, columns), (0, columns, UPDATE | GRADIENT))
 

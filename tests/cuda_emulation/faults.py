@@ -68,8 +68,8 @@ FAULTS = {
     ),
     "a slot that is filled too early": (
         STREAM, "if (is_full(piece)) {\n        overwrite_piece",
-        "if (THIS) copy_next(slot_of(piece));\n      if (is_full(piece)) {\n        overwrite_piece",
-        "wrong",
+        "if (THIS) copy_next(slot_of(piece));\n"
+        "if (is_full(piece)) {\n        overwrite_piece", "wrong",
     ),
     "copies that no thread waits for": (
         STREAM, "const bool exists = next_row_ < a_.rows;",

@@ -164,6 +164,16 @@ size_t& allowed_bytes(Kernel kernel) {
 
 }  // namespace emulation
 
+struct cudaFuncAttributes {
+  int ptxVersion;  // of the GPU that the kernel was compiled for
+};
+
+template <typename... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* facts, void (*)(Parameters...)) {
+  facts->ptxVersion = __CUDA_ARCH__ / 10;
+  return cudaSuccess;
+}
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 template <typename... Parameters>
