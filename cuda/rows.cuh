@@ -40,15 +40,16 @@ __device__ __forceinline__ int64_t rank_of_none(const RowArguments<T, A>& a) {
   return 2 * a.columns;
 }
 
-// Stores the class of the column with this rank, unless an earlier tile has it.
+// Stores the class of the column with the first rank of a tile, unless an earlier tile has the
+// maximum. `now` is the state of this tile, with or without the earlier ones.
 template <typename T, typename A>
 __device__ __forceinline__ void store_argmax(const RowArguments<T, A>& a, int64_t row,
-                                             const RowState<A>& previous, const RowState<A>& tile,
+                                             const RowState<A>& previous, const RowState<A>& now,
                                              int64_t rank) {
   if (previous.max() != previous.max()) return;
   if (rank < a.columns) {
     a.argmax[row] = a.first_column + rank;
-  } else if (rank < rank_of_none(a) && tile.max() > previous.max()) {
+  } else if (rank < rank_of_none(a) && now.max() > previous.max()) {
     a.argmax[row] = a.first_column + rank - a.columns;
   }
 }

@@ -323,9 +323,12 @@ struct StreamingBlock {
     return rank;
   }
 
-  // Returns the result of the row, from the parts of all threads and blocks. `number` counts the
-  // rows of this block with a result.
-  __device__ __forceinline__ PartResult combine(const StreamedPart& own, unsigned number) const {
+  // Returns the state of the row after this tile, and the first rank if the tile has a new maximum.
+  // `previous` is the state before, in the first block only. `number` counts the rows of this block
+  // with a result.
+  __device__ __forceinline__ PartResult combine(const StreamedPart& own,
+                                                const RowState<float>& previous,
+                                                unsigned number) const {
     const auto larger = [](float x, float y) { return maximum(x, y); };
     const auto add = [](float x, float y) { return x + y; };
     const auto first = [](unsigned x, unsigned y) { return x < y ? x : y; };
@@ -338,7 +341,9 @@ struct StreamingBlock {
     __syncthreads();
     reduce_after_barrier(sums, 0.0f, scratch.sums, add);
     reduce_after_barrier(rank, no_rank(), scratch.rank, first);
-    PartResult part{shift_of(max[0]), sums[0], rank[0]};
+    const RowState<float> merged = merge(previous, {shift_of(max[0]), sums[0]});
+    const bool is_new = max[0] > previous.max() || rank[0] < columns();
+    PartResult part{merged.shift, merged.sum, is_new ? rank[0] : no_rank()};
     if (d.blocks == 1) return part;
     auto& results = scratch.results[number % 2];
     if (threadIdx.x == 0) results.expect(d.blocks);
@@ -364,9 +369,13 @@ struct StreamingBlock {
 
   __device__ __forceinline__ void work(int row, int64_t index, unsigned number) const {
     const StreamedPart own = read();
-    // These numbers arrive during the reductions. A tile without shares has no other ones.
-    const float* const stored = a.state + row;
-    const RowState<float> previous{stored[0], stored[a.state_stride]};
+    // These numbers arrive during the reductions. A tile without shares has no other ones. Other
+    // blocks would not know when they may still read the state.
+    RowState<float> previous;
+    if (cluster_rank() == 0) {
+      previous.shift = a.state[row];
+      previous.sum = a.state[a.state_stride + row];
+    }
     Upstream<float> upstream;
     if (a.grad) {
       const Upstream<float> all = a.load_upstream(row);
@@ -378,11 +387,10 @@ struct StreamingBlock {
     const T* const target = numbers.find(column);
     const bool has_target = target != nullptr;
     const float logit = has_target ? static_cast<float>(*target) * a.transform.scale : 0.0f;
-    const PartResult result = combine(own, number);
-    const RowState<float> tile{result.shift, result.sum};
-    const RowState<float> state = merge(previous, tile);
+    const PartResult result = combine(own, previous, number);
+    const RowState<float> state{result.shift, result.sum};
     if (threadIdx.x == 0 && cluster_rank() == 0) {
-      if (a.argmax != nullptr) store_argmax(a, row, previous, tile, result.rank);
+      if (a.argmax != nullptr) store_argmax(a, row, previous, state, result.rank);
       a.state[row] = state.shift;
       a.state[a.state_stride + row] = state.sum;
     }
