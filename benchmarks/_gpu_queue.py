@@ -152,9 +152,15 @@ QUEUE = (
     Call(
         "rows",
         "whether the row kernel reaches its goal: 1.18 of a copy at (4096, 128256) in bfloat16, "
-        "1.25 at 32000 and 256000 classes",
+        "1.25 at 32000 and 256000 classes; and which of its forms to keep at each shape",
         ("csrc/rows", "cuda", "storage_ops/loss"),
-        (Stage("row_kernel", 120, "row_kernel"), Stage("op_peaks", 90, "op_peaks")),
+        (
+            tests("streamed_rows", 70, "tests/cuda/test_streamed_rows.py"),
+            Stage("row_kernel", 150, "row_kernel"),
+            Stage("op_peaks", 90, "op_peaks"),
+            tests("streamed_races", 90, "tests/cuda/test_streamed_rows.py", "-k",
+                  "any_length or ignored", tool="racecheck"),
+        ),
     ),
     Call(
         "host",

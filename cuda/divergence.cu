@@ -175,7 +175,7 @@ void divergence_rows(Tensor logits, Tensor teacher, std::optional<Tensor> bias,
     const int64_t warps = (a.columns + kColumns - 1) / kColumns;
     const auto threads =
         static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, kPairThreads / 32));
-    launch(kernel_of<T, A>(kind), static_cast<unsigned>(a.rows), threads, current_stream(logits),
+    launch(kernel_of<T, A>(kind), {static_cast<unsigned>(a.rows), threads}, current_stream(logits),
            a);
   });
 }

@@ -26,15 +26,66 @@ inline int attribute(cudaDeviceAttr which, int32_t device) {
   return value;
 }
 
-// Launches a kernel with this many blocks, and threads per block.
+// The size of a launch.
+struct Grid {
+  unsigned blocks, threads;  // threads of a block
+  unsigned cluster = 1;      // neighbouring blocks that run at the same time
+  size_t dynamic_bytes = 0;  // of a block's memory, for dynamic_shared_memory
+};
+
+// A launch in the form of the runtime, for the duration of a call.
+class Launch {
+ public:
+  explicit Launch(const Grid& grid, cudaStream_t stream = nullptr) {
+    config_.gridDim = dim3{grid.blocks, 1, 1};
+    config_.blockDim = dim3{grid.threads, 1, 1};
+    config_.dynamicSmemBytes = grid.dynamic_bytes;
+    config_.stream = stream;
+    cluster_.id = cudaLaunchAttributeClusterDimension;
+    cluster_.val.clusterDim.x = grid.cluster;
+    cluster_.val.clusterDim.y = cluster_.val.clusterDim.z = 1;
+    config_.attrs = &cluster_;
+    config_.numAttrs = grid.cluster > 1 ? 1 : 0;  // not every GPU has clusters
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute cluster_{};
+};
+
 template <typename... Parameters>
-void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, cudaStream_t stream,
+void launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
             const std::remove_cv_t<Parameters>&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3{blocks, 1, 1};
-  config.blockDim = dim3{threads, 1, 1};
-  config.stream = stream;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  STD_CUDA_CHECK(cudaLaunchKernelEx(Launch(grid, stream).config(), kernel, arguments...));
+}
+
+// Lets blocks of a kernel have this many bytes of dynamic memory, if they are more than the
+// default.
+template <typename... Parameters>
+void allow_dynamic_memory(void (*kernel)(Parameters...), size_t bytes) {
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(bytes)));
+}
+
+// Returns true if the GPU has clusters, and a kernel was compiled for such a GPU. It may also have
+// been translated from code for an older one.
+template <typename... Parameters>
+bool has_clusters(void (*kernel)(Parameters...), int32_t device) {
+  cudaFuncAttributes facts{};
+  STD_CUDA_CHECK(cudaFuncGetAttributes(&facts, kernel));
+  return facts.ptxVersion >= 90 && attribute(cudaDevAttrClusterLaunch, device) != 0;
+}
+
+// Returns the number of clusters of a launch that run at the same time.
+template <typename... Parameters>
+int clusters_at_once(void (*kernel)(Parameters...), const Grid& grid) {
+  int count = 0;
+  STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, Launch(grid).config()));
+  return count;
 }
 
 // 16 bytes of memory, and their numbers in the arithmetic type.
@@ -191,22 +242,36 @@ __device__ __forceinline__ void warp_reduce(V (&values)[n], Combine combine) {
 
 constexpr int kMaxWarps = 32;
 
+// The first part of `block_reduce`, until its barrier. Reductions with one barrier share it.
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void reduce_before_barrier(V (&values)[n], V (*scratch)[kMaxWarps],
+                                                      Combine combine) {
+  warp_reduce(values, combine);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) scratch[k][threadIdx.x / 32] = values[k];
+  }
+}
+
+// The part of `block_reduce` after its barrier.
+template <int n, typename V, typename Combine>
+__device__ __forceinline__ void reduce_after_barrier(V (&values)[n], V identity,
+                                                     V (*scratch)[kMaxWarps], Combine combine) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < n; ++k) values[k] = lane < blockDim.x / 32 ? scratch[k][lane] : identity;
+  warp_reduce(values, combine);
+}
+
 // Combines n values per thread over all threads, and returns the results to every thread. The order
 // is fixed, so that two runs give the same bits. A kernel with several reductions gives each its
 // own `scratch`, so that one barrier is enough.
 template <int n, typename V, typename Combine>
 __device__ __forceinline__ void block_reduce(V (&values)[n], V identity, V (*scratch)[kMaxWarps],
                                              Combine combine) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  warp_reduce(values, combine);
-  if (lane == 0) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) scratch[k][warp] = values[k];
-  }
+  reduce_before_barrier(values, scratch, combine);
   __syncthreads();
-#pragma unroll
-  for (int k = 0; k < n; ++k) values[k] = lane < blockDim.x / 32 ? scratch[k][lane] : identity;
-  warp_reduce(values, combine);
+  reduce_after_barrier(values, identity, scratch, combine);
 }
 
 }  // namespace storage_ops

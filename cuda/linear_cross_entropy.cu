@@ -1,12 +1,13 @@
-// CUDA row kernel of linear cross-entropy. A block processes one row at a time. The first read of a
-// row is for its sum, the second for its gradient. The second read goes backwards, so that it
-// begins with data in the caches. The kernel does not wait for the host, and does not depend on the
-// order of blocks. For a target out of range it reads no logit, and makes the sum and gradient nan.
+// CUDA row kernel of linear cross-entropy, and its direct form. A block processes one row at a
+// time. The first read of a row is for its sum, the second for its gradient. The second read goes
+// backwards, so that it begins with data in the caches. The kernel does not wait for the host, and
+// does not depend on the order of blocks. For a target out of range it reads no logit, and makes
+// the sum and gradient nan. `streamed_rows.cuh` has the other form.
 #include <algorithm>
 #include <type_traits>
 
-#include "launch.cuh"
-#include "rows/cross_entropy_rows.h"
+#include "rows.cuh"
+#include "streamed_rows.cuh"
 
 // Not anonymous, because nvcc would include its process number in the names.
 namespace storage_ops::kernels {
@@ -152,11 +153,11 @@ struct BlockRow {
     }
   }
 
-  // Writes the first column with a nan, or else with the maximum, unless an earlier tile has it.
+  // Writes the class of the first column with a nan, or else with the maximum.
   __device__ __forceinline__ void write_argmax(const RowState<A>& previous, const RowState<A>& all,
                                                const Partial<A>& own, Scratch<A>& scratch) const {
-    const int64_t none = 2 * a.columns;
-    int64_t rank[] = {none};  // the column of a nan, or a.columns + the column of the maximum
+    const int64_t none = rank_of_none(a);
+    int64_t rank[] = {none};
     A max = -std::numeric_limits<A>::infinity();
 #pragma unroll 1
     for (int k = 0; own.state.max() == all.max() && k < kPack<T>; ++k) {
@@ -174,12 +175,7 @@ struct BlockRow {
       }
     }
     block_reduce(rank, none, scratch.rank, [](int64_t x, int64_t y) { return x < y ? x : y; });
-    if (threadIdx.x != 0 || previous.max() != previous.max()) return;
-    if (rank[0] < a.columns) {
-      a.argmax[i] = a.first_column + rank[0];
-    } else if (rank[0] < none && all.max() > previous.max()) {
-      a.argmax[i] = a.first_column + rank[0] - a.columns;
-    }
+    if (threadIdx.x == 0) store_argmax(a, i, previous, all, rank[0]);
   }
 
   __device__ __forceinline__ void overwrite(const RowGradient<A>& gradient) const {
@@ -213,16 +209,10 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
                                             Scratch<A>& scratch) {
   const BlockRow<kGeneral, T, A> block(a, i);
   const int64_t index = a.index ? a.index[i] : -1;
-  const bool ignored = a.index && index == a.ignore_index;
-  const bool outside = a.index && (index < 0 || index >= a.vocabulary);
-  if (ignored || outside) {
-    const A nan = std::numeric_limits<A>::quiet_NaN();
-    if (a.update && threadIdx.x == 0) {
-      a.store_state(i, {0, ignored ? A(1) : nan, 0, 0, 0});
-      a.target_logit(i) = 0;
-      if (a.argmax != nullptr) a.argmax[i] = -1;
-    }
-    if (a.grad || a.exponentials) block.fill(ignored ? A(0) : nan);
+  const Target target = target_of(a, index);
+  if (target != Target::kClass) {
+    if (a.update && threadIdx.x == 0) store_without_class(a, i, target);
+    if (a.grad || a.exponentials) block.fill(gradient_without_class<A>(target));
     return;
   }
   Partial<A> own;
@@ -245,8 +235,8 @@ __device__ __forceinline__ void work_on_row(const RowArguments<T, A>& a, int64_t
     if (has_target) a.target_logit(i) = logit[0];
   }
   if (!a.grad && !a.exponentials) return;
-  RowGradient<A> gradient(state, a.grad ? a.load_upstream(i) : Upstream<A>());
-  if (!a.grad) gradient.inverse_sum = gradient.probability = 1;
+  const RowGradient<A> gradient =
+      gradient_of_row(a, state, a.grad ? a.load_upstream(i) : Upstream<A>());
   block.overwrite(gradient);
   if (!a.grad) return;
   __syncthreads();
@@ -292,8 +282,31 @@ void launch_rows(const RowArguments<T, A>& a, const Tensor& logits) {
   const int64_t most = kThreads<A> / 32 / (is_short ? 2 : 1);
   const auto threads = static_cast<unsigned>(32 * std::clamp<int64_t>(warps, 1, most));
   const int64_t blocks = kGeneral ? a.rows : rows_at_once(a, logits.get_device_index());
-  launch(cross_entropy_rows_kernel<kGeneral, T, A>, static_cast<unsigned>(blocks), threads,
+  launch(cross_entropy_rows_kernel<kGeneral, T, A>, {static_cast<unsigned>(blocks), threads},
          current_stream(logits), a);
+}
+
+// Bits of `phases`, with which a benchmark or a test asks for one of the forms.
+enum Form : int64_t { kDirect = 16, kStreamed = 32 };
+
+// The form of all other calls whose rows can be streamed. Only the direct one has been measured.
+// "Short rows and long rows" in docs/design/loss-on-a-gpu.md predicts the times of both, and says
+// how to choose. Then the other form, and this choice, are deleted for the rows that it loses.
+constexpr Form kChosen = kDirect;
+
+constexpr Form form_of(int64_t phases) {
+  const int64_t asked = phases & (kDirect | kStreamed);
+  return asked ? static_cast<Form>(asked) : kChosen;
+}
+
+template <typename T, typename A>
+void launch_plain_rows(const RowArguments<T, A>& a, const Tensor& logits, Form form) {
+  if constexpr (std::is_same_v<A, float>) {
+    const Division division =
+        form == kStreamed ? division_of(a, logits.get_device_index()) : Division{};
+    if (division.blocks > 0) return launch_streamed_rows(a, division, logits);
+  }
+  launch_rows<false>(a, logits);
 }
 
 void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias,
@@ -314,9 +327,11 @@ void cross_entropy_rows(Tensor logits, Tensor target, std::optional<Tensor> bias
     // With only the first three rows of upstream, the entropy has no gradient.
     const bool general = tensors.bias || a.spread() || a.slope || a.transform.softcap != 0 ||
                          (a.grad && a.upstream_count > 3);
-    const auto run = general ? launch_rows<true, decltype(logit), decltype(arithmetic)>
-                             : launch_rows<false, decltype(logit), decltype(arithmetic)>;
-    run(a, logits);
+    if (general) {
+      launch_rows<true>(a, logits);
+    } else {
+      launch_plain_rows(a, logits, form_of(phases));
+    }
   });
 }
 

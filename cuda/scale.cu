@@ -44,7 +44,7 @@ void scale(Tensor self, Tensor factor) {
                       "_scale: `factor` must be in the dtype of the arithmetic.");
     const int64_t blocks = (count * sizeof(T) + kScaleBytes - 1) / kScaleBytes;
     const auto grid = static_cast<unsigned>(std::min(blocks, kScaleBlocks));
-    launch(scale_kernel<T, A>, grid, kScaleThreads, current_stream(self),
+    launch(scale_kernel<T, A>, {grid, kScaleThreads}, current_stream(self),
            static_cast<T*>(self.mutable_data_ptr()), count,
            static_cast<const A*>(factor.const_data_ptr()));
   });

@@ -116,11 +116,11 @@ void tile_sums(Tensor out, Tensor tile, std::optional<Tensor> lse, std::optional
     const cudaStream_t stream = current_stream(tile);
     if (s.bucket != nullptr) {
       const auto rows = static_cast<unsigned>(s.tile.rows);
-      launch(bucket_sums_kernel<T, A>, rows, kSumThreads<A>, stream, s);
+      launch(bucket_sums_kernel<T, A>, {rows, kSumThreads<A>}, stream, s);
     } else {
       constexpr int64_t kColumns = 32 * kPack<T>;
       const auto blocks = static_cast<unsigned>((s.tile.columns + kColumns - 1) / kColumns);
-      launch(column_sums_kernel<T, A>, blocks, kSumThreads<A>, stream, s);
+      launch(column_sums_kernel<T, A>, {blocks, kSumThreads<A>}, stream, s);
     }
   });
 }
@@ -221,7 +221,7 @@ void gather_gradient(Tensor out, std::optional<Tensor> sums, Tensor tile, Tensor
     using A = decltype(arithmetic);
     const auto g = gathered_gradient<T, O, A>(t, softcap, logit_scale);
     const int64_t blocks = (tile.size(1) + kGatherColumns - 1) / kGatherColumns;
-    launch(gather_gradient_kernel<T, O, A>, static_cast<unsigned>(blocks), kGatherThreads,
+    launch(gather_gradient_kernel<T, O, A>, {static_cast<unsigned>(blocks), kGatherThreads},
            current_stream(tile), g);
   });
 }
@@ -270,7 +270,7 @@ void put_rows(Tensor out, Tensor rows, Tensor part, bool add) {
                             out.stride(0),
                             out.size(0),
                             add};
-      launch(put_rows_kernel<A, T, P>, static_cast<unsigned>(a.count), kGatherThreads,
+      launch(put_rows_kernel<A, T, P>, {static_cast<unsigned>(a.count), kGatherThreads},
              current_stream(out), a);
     };
     if (part.scalar_type() == out.scalar_type())

@@ -96,7 +96,8 @@ def test_a_rehearsal_writes_results_for_make_results(tmp_path):
     done = call("--call", "rows", "--dry-run", "--out", tmp_path)
     assert done.returncode == 0, done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [result["stem"] for result in results] == ["row_kernel", "op_peaks"]
+    stems = [result["stem"] for result in results]
+    assert stems == ["tests_cuda", "row_kernel", "op_peaks", "tests_racecheck"]
     assert all(result["quick"] and result["call"] == "rows" for result in results)
     assert "row_kernel           ok" in done.stdout
 

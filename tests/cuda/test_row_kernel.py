@@ -27,6 +27,7 @@ class Place(NamedTuple):
 
 INF, NAN = float("inf"), float("nan")
 CPU, GPU = Place("cpu", torch.ops.storage_ops), Place("cuda", torch.ops.storage_ops)
+STREAMED = 32  # a bit of the phases that asks for the streamed form of the kernel
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = {
     "plain": {},
@@ -40,6 +41,8 @@ OPTIONS = {
     "z_loss": {"upstream": [1.0, 0.0, 0.0, 0.0, 1e-2]},
     "lse": {"upstream": [1.0, 0.0, -0.5]},
     "upstream_per_row": {"upstream": None, "phases": SLOPE},
+    "streamed": {"phases": STREAMED},
+    "streamed_lse": {"phases": STREAMED, "logit_scale": 0.7, "upstream": [1.0, 0.0, -0.5]},
     "all": {
         "bias": True, "weight": True, "probabilities": True, "label_smoothing": 0.2,
         "softcap": 12.0, "logit_scale": 0.9, "upstream": None, "phases": SLOPE,
@@ -67,10 +70,9 @@ class Rows:
     """Random arguments of the row kernel, and runs of it on copies of them."""
 
     # fmt: off
-    def __init__(self, dtype, columns, *, bias=False, weight=False, probabilities=False,
+    def __init__(self, dtype, columns, *, rows=33, bias=False, weight=False, probabilities=False,
                  upstream=(1.0,), phases=0, softcap=0.0, logit_scale=1.0, label_smoothing=0.0):
         # fmt: on
-        rows = 33
         self.arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
         self.logits = (4 * torch.randn(rows, columns)).to(dtype)
         self.target = torch.randint(columns, (rows,))

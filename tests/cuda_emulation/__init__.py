@@ -9,6 +9,8 @@ for the inputs (`tests/conftest.py`). The tests detect:
 * missing barriers, by wrong results in some order of threads, and by ThreadSanitizer in any order
 * results that depend on unwritten values, since shared memory, variables, and in `test_loss.py` the
   results of `torch.empty`, are nan at first
+* asynchronous copies that are read before their thread has waited, or that no thread waits for
+* letters between blocks of a cluster that are lost, too many, or sent to a block that has ended
 * unaligned accesses, and accesses outside of tensors, since `memory.py` runs kernels on copies
   between pages without access
 * everything that the sanitizers detect, since `make sanitize` compiles the kernels with each

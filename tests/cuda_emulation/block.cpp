@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -20,28 +22,56 @@ Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace {
 
-constexpr unsigned kMostThreads = 1024;
+constexpr unsigned kMostWarps = 32;
 
-enum class Wait { kNothing, kWarp, kBlock, kDone };
+enum class Wait { kNothing, kWarp, kBlock, kCluster, kLetters, kDone };
+
+struct Block;
 
 struct Thread {
   Fiber fiber;
+  Block* block;
   unsigned number;  // index in the block
   Wait waits;
-  Site site;        // of the call in which it waits
-  unsigned mask;    // of the lanes for which it waits
-  unsigned passed;  // number of barriers
+  Site site;                    // of the call in which it waits
+  unsigned mask;                // of the lanes for which it waits
+  unsigned passed, all_passed;  // numbers of barriers of the block and of the cluster
   uint64_t offered, heard[kLanes];
+  std::deque<std::vector<Copy>> groups;  // of copies, the last one still open
+};
+
+struct Allocation {
+  std::unique_ptr<char[]> memory;
+  size_t bytes;
+};
+
+struct Mail {
+  unsigned rounds = 0;  // that have all letters
+  unsigned expected = 0, arrived = 0;
+  std::vector<Thread*> waiting;
+  char even_token, odd_token;  // for the sanitizer
+};
+
+struct Block {
+  unsigned rank;  // in the cluster
+  Index index;
+  std::vector<Thread*> threads;  // by number
+  std::map<const void*, Allocation> shared;
+  std::map<const void*, Mail> mail;
+  unsigned at_barrier = 0, done = 0, in_exchange[kMostWarps] = {};  // counts and lane masks
+  char even_barrier, odd_barrier;                                   // tokens for the sanitizer
 };
 
 std::mt19937_64 random_bits;
 std::vector<std::unique_ptr<Thread>> pool;
-std::vector<Thread*> block, ready;  // the block's threads by number, and those to continue
-std::map<const void*, std::unique_ptr<char[]>> shared;
+std::vector<Block> cluster;
+std::vector<Thread*> threads, ready;  // of the cluster, and those to continue
+Shape launch_shape{};                 // of the last launch
 const std::function<void()>* body = nullptr;
 Thread* current = nullptr;
-unsigned at_barrier = 0, in_exchange[kMostThreads / kLanes];  // numbers of threads and lane masks
-char launched, finished, even_barrier, odd_barrier;           // tokens for the sanitizer
+unsigned at_cluster_barrier = 0;
+std::string misuse;  // the error of the running thread, set by a call
+char launched, finished, even_cluster, odd_cluster;  // tokens for the sanitizer
 
 Index index_of(unsigned number) {
   const Index& b = blockDim;
@@ -54,7 +84,7 @@ std::string described(const Thread* thread) {
     return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) +
            ")";
   };
-  const std::string name = "thread " + text(t) + " of block " + text(blockIdx);
+  const std::string name = "thread " + text(t) + " of block " + text(thread->block->index);
   if (thread->waits == Wait::kDone) return name + " has returned";
   if (thread->waits == Wait::kNothing) return name;
   const char* slash = std::strrchr(thread->site.file, '/');
@@ -108,6 +138,7 @@ void run_thread() {
   acquire(&launched);
   (*body)();
   release(&finished);
+  ++current->block->done;
   current->waits = Wait::kDone;
   current->fiber.leave();
 }
@@ -127,10 +158,11 @@ void let_go(const std::vector<Thread*>& group) {
 // If all lanes for which the thread waits have arrived, continues them and the thread.
 void meet_in_warp(const Thread* thread) {
   const unsigned warp = thread->number / kLanes, mask = thread->mask;
-  in_exchange[warp] |= 1u << thread->number % kLanes;
-  if ((in_exchange[warp] & mask) != mask) return;
-  in_exchange[warp] &= ~mask;
-  Thread* const* const members = &block[warp * kLanes];
+  unsigned& arrived = thread->block->in_exchange[warp];
+  arrived |= 1u << thread->number % kLanes;
+  if ((arrived & mask) != mask) return;
+  arrived &= ~mask;
+  Thread* const* const members = &thread->block->threads[warp * kLanes];
   std::vector<Thread*> lanes;
   uint64_t offered[kLanes] = {};
   for (unsigned lane = 0; lane < kLanes; ++lane) {
@@ -143,22 +175,34 @@ void meet_in_warp(const Thread* thread) {
   let_go(lanes);
 }
 
-void run_block(Handlers& handlers) {
-  shared.clear();
-  at_barrier = 0;
-  std::fill(std::begin(in_exchange), std::end(in_exchange), 0);
+// Creates the blocks of a cluster whose first block has this number in the grid.
+void create(unsigned first) {
+  const Index &grid = gridDim, &size = blockDim;
+  cluster = std::vector<Block>(launch_shape.cluster);
+  threads.clear();
+  at_cluster_barrier = 0;
   // Blocks get different fibers. Otherwise, a sanitizer would confuse threads of two blocks.
   std::shuffle(pool.begin(), pool.end(), random_bits);
-  block.clear();
-  for (unsigned k = 0; k < blockDim.x * blockDim.y * blockDim.z; ++k) {
-    Thread* const thread = pool[k].get();
-    thread->number = k;
-    thread->waits = Wait::kNothing;
-    thread->passed = 0;
-    thread->fiber.start(run_thread);
-    block.push_back(thread);
+  for (Block& block : cluster) {
+    block.rank = static_cast<unsigned>(&block - cluster.data());
+    const unsigned b = first + block.rank;
+    block.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
+    for (unsigned k = 0; k < size.x * size.y * size.z; ++k) {
+      Thread* const thread = pool[threads.size()].get();
+      thread->block = &block;
+      thread->number = k;
+      thread->waits = Wait::kNothing;
+      thread->passed = thread->all_passed = 0;
+      thread->groups.assign(1, {});
+      thread->fiber.start(run_thread);
+      threads.push_back(thread);
+      block.threads.push_back(thread);
+    }
   }
-  ready = block;
+}
+
+void run_cluster(Handlers& handlers) {
+  ready = threads;
   std::shuffle(ready.begin(), ready.end(), random_bits);
   // The next thread is any thread, or the last one to become ready, so that a few get far ahead.
   const bool in_any_order = random_bits() & 1;
@@ -167,20 +211,34 @@ void run_block(Handlers& handlers) {
     if (in_any_order) std::swap(ready[random_bits() % ready.size()], ready.back());
     current = ready.back();
     ready.pop_back();
+    Block& block = *current->block;
     threadIdx = index_of(current->number);
+    blockIdx = block.index;
     current->fiber.enter();
     handlers.check();
-    if (current->waits == Wait::kDone) ++done;
+    if (std::string what = std::exchange(misuse, {}); !what.empty())
+      fail(described(current) + what);
+    if (current->waits == Wait::kDone) {
+      ++done;
+      const auto empty = [](const std::vector<Copy>& group) { return group.empty(); };
+      if (!std::all_of(current->groups.begin(), current->groups.end(), empty)) {
+        fail(described(current) + " without waiting for its copies");
+      }
+    }
     if (current->waits == Wait::kWarp) meet_in_warp(current);
-    if (current->waits == Wait::kBlock && ++at_barrier == block.size()) {
-      at_barrier = 0;
-      let_go(block);
+    if (current->waits == Wait::kBlock && ++block.at_barrier == block.threads.size()) {
+      block.at_barrier = 0;
+      let_go(block.threads);
+    }
+    if (current->waits == Wait::kCluster && ++at_cluster_barrier == threads.size()) {
+      at_cluster_barrier = 0;
+      let_go(threads);
     }
   }
   acquire(&finished);
-  if (done == block.size()) return;
+  if (done == threads.size()) return;
   const auto by_state = [](const Thread* a, const Thread* b) { return a->waits < b->waits; };
-  const auto [first, last] = std::minmax_element(block.begin(), block.end(), by_state);
+  const auto [first, last] = std::minmax_element(threads.begin(), threads.end(), by_state);
   fail("a block does not end: " + described(*first) + ", " + described(*last));
 }
 
@@ -190,19 +248,61 @@ void wait(Wait reason, Site site) {
   current->fiber.leave();
 }
 
+// Ends the launch with an error of the running thread.
+[[noreturn]] void give_up(const char* what) {
+  misuse = what;
+  current->fiber.leave();
+  std::abort();  // a thread that gave up does not continue
+}
+
+Mail& mail_of(Block& block, const void* mailbox) {
+  const auto found = block.mail.find(mailbox);
+  if (found == block.mail.end()) give_up(" uses a mailbox that is not open");
+  return found->second;
+}
+
+// Continues the threads that wait for a round, if it has all of its letters.
+void end_round(Mail& mail) {
+  if (mail.expected == 0 || mail.arrived < mail.expected) return;
+  if (mail.arrived > mail.expected) give_up(" sends a letter that is not expected");
+  mail.expected = mail.arrived = 0;
+  ++mail.rounds;
+  for (Thread* thread : mail.waiting) thread->waits = Wait::kNothing;
+  ready.insert(ready.end(), mail.waiting.begin(), mail.waiting.end());
+  mail.waiting.clear();
+}
+
+Allocation& allocation(Block& block, const void* key, size_t bytes) {
+  const Unwatched unwatched;
+  Allocation& result = block.shared[key];
+  if (result.memory == nullptr) {
+    result = {std::make_unique<char[]>(bytes), bytes};
+    std::memset(result.memory.get(), 0xff, bytes);
+  }
+  return result;
+}
+
 }  // namespace
 
 void barrier(Site site) {
   // Threads at the next barrier must not synchronize with threads that still leave this one.
-  char* const token = current->passed++ % 2 ? &odd_barrier : &even_barrier;
+  Block& block = *current->block;
+  char* const token = current->passed++ % 2 ? &block.odd_barrier : &block.even_barrier;
   release(token);
   wait(Wait::kBlock, site);
   acquire(token);
 }
 
+void cluster_barrier(Site site) {
+  char* const token = current->all_passed++ % 2 ? &odd_cluster : &even_cluster;
+  release(token);
+  wait(Wait::kCluster, site);
+  acquire(token);
+}
+
 const uint64_t* exchange(unsigned mask, uint64_t offered, bool fence, Site site) {
   Thread* const self = current;
-  Thread* const warp = block[self->number / kLanes * kLanes];
+  Thread* const warp = self->block->threads[self->number / kLanes * kLanes];
   uint64_t* const token = &warp->heard[self->passed % 2];
   self->mask = mask;
   self->offered = offered;
@@ -212,34 +312,103 @@ const uint64_t* exchange(unsigned mask, uint64_t offered, bool fence, Site site)
   return self->heard;
 }
 
+unsigned cluster_rank() { return current->block->rank; }
+
 void* shared_memory(const void* key, size_t bytes) {
-  const Unwatched unwatched;
-  auto& memory = shared[key];
-  if (memory == nullptr) {
-    memory = std::make_unique<char[]>(bytes);
-    std::memset(memory.get(), 0xff, bytes);
-  }
-  return memory.get();
+  return allocation(*current->block, key, bytes).memory.get();
 }
 
-void launch(Index grid, Index size, const std::function<void()>& kernel) {
-  gridDim = grid;
-  blockDim = size;
+void* dynamic_shared_memory() { return shared_memory(&cluster, launch_shape.dynamic_bytes); }
+
+const void* in_block(unsigned rank, const void* own) {
+  if (rank >= cluster.size()) give_up(" sends to a block outside of its cluster");
+  if (current->all_passed == 0) give_up(" sends to a block that may not have begun");
+  Block& other = cluster[rank];
+  if (other.done > 0) give_up(" sends to a block that may have ended");
+  for (auto& [key, mine] : current->block->shared) {
+    const ptrdiff_t offset = static_cast<const char*>(own) - mine.memory.get();
+    if (offset < 0 || static_cast<size_t>(offset) >= mine.bytes) continue;
+    return allocation(other, key, mine.bytes).memory.get() + offset;
+  }
+  give_up(" sends to memory that is not shared");
+}
+
+void open_mailbox(const void* mailbox) { current->block->mail[mailbox] = {}; }
+
+void expect_letters(const void* mailbox, unsigned count) {
+  Mail& mail = mail_of(*current->block, mailbox);
+  if (mail.expected > 0) give_up(" expects letters before the last round has ended");
+  mail.expected = count;
+  end_round(mail);
+}
+
+void deliver(const void* mailbox, unsigned rank) {
+  Mail& mail = mail_of(cluster[rank], mailbox);
+  release(mail.rounds % 2 ? &mail.odd_token : &mail.even_token);
+  ++mail.arrived;
+  end_round(mail);
+}
+
+void wait_for_letters(const void* mailbox, bool odd, Site site) {
+  Mail& mail = mail_of(*current->block, mailbox);
+  if (mail.rounds % 2 == odd) {
+    mail.waiting.push_back(current);
+    wait(Wait::kLetters, site);
+  }
+  acquire(odd ? &mail.odd_token : &mail.even_token);
+}
+
+void begin_copy(const Copy& copy) {
+  const Unwatched unwatched;
+  current->groups.back().push_back(copy);
+}
+
+void end_group_of_copies() {
+  const Unwatched unwatched;
+  current->groups.emplace_back();
+}
+
+std::vector<Copy> landed(size_t pending) {
+  const Unwatched unwatched;
+  std::vector<Copy> copies;
+  auto& groups = current->groups;
+  for (; groups.size() > pending + 1; groups.pop_front()) {
+    copies.insert(copies.end(), groups.front().begin(), groups.front().end());
+  }
+  return copies;
+}
+
+bool coin() { return random_bits() & 1; }
+
+void launch(const Shape& shape, const std::function<void()>& kernel) {
+  gridDim = shape.grid;
+  blockDim = shape.block;
+  launch_shape = shape;
   body = &kernel;
-  const size_t threads = size_t{size.x} * size.y * size.z;
-  while (pool.size() < threads) pool.push_back(std::make_unique<Thread>());
-  std::vector<unsigned> blocks(size_t{grid.x} * grid.y * grid.z);
-  std::iota(blocks.begin(), blocks.end(), 0);
-  std::shuffle(blocks.begin(), blocks.end(), random_bits);
+  const size_t size = size_t{blockDim.x} * blockDim.y * blockDim.z * shape.cluster;
+  while (pool.size() < size) pool.push_back(std::make_unique<Thread>());
+  std::vector<unsigned> clusters(size_t{gridDim.x} * gridDim.y * gridDim.z / shape.cluster);
+  std::iota(clusters.begin(), clusters.end(), 0);
+  std::shuffle(clusters.begin(), clusters.end(), random_bits);
   Handlers handlers;
   release(&launched);
-  for (unsigned b : blocks) {
-    blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-    run_block(handlers);
+  for (unsigned c : clusters) {
+    create(c * shape.cluster);
+    run_cluster(handlers);
   }
 }
 
 }  // namespace emulation
+
+// Returns the size of the clusters of the last launch.
+extern "C" __attribute__((visibility("default"))) unsigned emulation_cluster() {
+  return emulation::launch_shape.cluster;
+}
+
+// Returns the dynamic memory of a block in the last launch.
+extern "C" __attribute__((visibility("default"))) size_t emulation_dynamic_bytes() {
+  return emulation::launch_shape.dynamic_bytes;
+}
 
 extern "C" __attribute__((visibility("default"))) void emulation_seed(uint64_t seed) {
   emulation::random_bits.seed(seed);

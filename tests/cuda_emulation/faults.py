@@ -11,28 +11,30 @@ import torch
 
 from storage_ops.loss.planning.schedule import GRADIENT, UPDATE
 
-from ..cuda.test_row_kernel import OPTIONS, Place, Rows
+from ..cuda.test_row_kernel import OPTIONS, STREAMED, Place, Rows
 from . import build
 from .ops import SANITIZER, Emulated
 
 NAMESPACE = "storage_ops_planted"
-KERNEL, HEADER = "linear_cross_entropy.cu", "launch.cuh"
+KERNEL, HEADER, STREAM = "linear_cross_entropy.cu", "launch.cuh", "streamed_rows.cuh"
+FILES = (KERNEL, HEADER, STREAM, "rows.cuh")
 # Each fault has a file, the right code, the wrong code that replaces it while THIS is true, and the
-# effect: wrong results, or the message of the emulation.
+# effect: wrong results of a race, other wrong results, or the message of the emulation.
+RACE, UNLANDED = "wrong results", "wrong|without waiting for its copies"
 FAULTS = {
     "no barrier in a reduction": (
-        HEADER, "__syncthreads();", "if (!THIS) __syncthreads();", "wrong results",
+        HEADER, "__syncthreads();", "if (!THIS) __syncthreads();", RACE,
     ),
     "no barrier before the state is stored": (
         KERNEL, "merge(state, all);\n  }\n  __syncthreads();",
-        "merge(state, all);\n  }\n  if (!THIS) __syncthreads();", "wrong results",
+        "merge(state, all);\n  }\n  if (!THIS) __syncthreads();", RACE,
     ),
     "no barrier before the target's gradient": (
         KERNEL, "if (!a.grad) return;\n  __syncthreads();",
-        "if (!a.grad) return;\n  if (!THIS) __syncthreads();", "wrong results",
+        "if (!a.grad) return;\n  if (!THIS) __syncthreads();", RACE,
     ),
     "scratch that is still in use": (
-        KERNEL, "scratch.sums, add", "THIS ? scratch.max : scratch.sums, add", "wrong results",
+        KERNEL, "scratch.sums, add", "THIS ? scratch.max : scratch.sums, add", RACE,
     ),
     "a barrier that one thread does not come to": (
         KERNEL, "if (!a.grad && !a.exponentials) return;",
@@ -56,12 +58,54 @@ FAULTS = {
         HEADER, "if (p >= packs) continue;\n      A numbers",
         "if (p >= packs + THIS) continue;\n      A numbers", "outside|wrong",
     ),
+    "a piece that has not landed": (
+        STREAM, "wait_for_copies<kSlots - 1>();",
+        "if (THIS) wait_for_copies<kSlots>(); else wait_for_copies<kSlots - 1>();", UNLANDED,
+    ),
+    "a group that is missing": (
+        STREAM, "wait_for_copies<kSlots - 1>();\n      end_group_of_copies();",
+        "wait_for_copies<kSlots - 1>();\n      if (!THIS) end_group_of_copies();", UNLANDED,
+    ),
+    "a slot that is filled too early": (
+        STREAM, "if (is_full(piece)) {\n        overwrite_piece",
+        "if (THIS) copy_next(slot_of(piece));\n"
+        "if (is_full(piece)) {\n        overwrite_piece", "wrong",
+    ),
+    "copies that no thread waits for": (
+        STREAM, "const bool exists = next_row_ < a_.rows;",
+        "const bool exists = THIS ? next_row_ < a_.rows + rows_between_ : next_row_ < a_.rows;",
+        "without waiting|outside",
+    ),
+    "a copy beyond the row": (
+        STREAM, "if (left > 0) copy_async(",
+        "if (THIS) copy_async(&slot(free_slot, u), next_from_ + u * blockDim.x);\n"
+        "if (left > 0) copy_async(", "outside",
+    ),
+    "a write of a whole pack at the end of a row": (
+        STREAM, "if (count >= kPack<T>) {", "if (count >= kPack<T> || (THIS && count > 0)) {",
+        "outside|wrong",
+    ),
+    "letters of two rows in one mailbox": (
+        STREAM, "scratch.results[number % 2]", "scratch.results[THIS ? 0 : number % 2]",
+        "does not end|before the last round|not expected|wrong",
+    ),
+    "letters that are read before they arrive": (
+        STREAM, "results.wait(number / 2 % 2);",
+        "if (!THIS || threadIdx.x == 0) results.wait(number / 2 % 2);", RACE,
+    ),
+    "a block that gets no letter": (
+        STREAM, "if (threadIdx.x < d.blocks) {", "if (threadIdx.x < d.blocks - THIS) {",
+        "does not end: .*Mailbox::wait",
+    ),
+    "letters before all blocks have begun": (
+        STREAM, "    cluster_barrier();", "    if (!THIS) cluster_barrier();", "may not have begun",
+    ),
 }  # fmt: skip
 
 
 def compile_planted(folder: Path, sanitizer: str = SANITIZER) -> Path:
     """Compile the kernel with all faults, of which `plant` enables one. Return the library."""
-    texts = {name: (build.ROOT / "cuda" / name).read_text() for name in (KERNEL, HEADER)}
+    texts = {name: (build.ROOT / "cuda" / name).read_text() for name in FILES}
     for number, (file, right, wrong, _) in enumerate(FAULTS.values(), 1):
         assert right in texts[file], right
         texts[file] = texts[file].replace(right, wrong.replace("THIS", f"(planted == {number})"))
@@ -84,7 +128,9 @@ def effect_of_fault(ops: Emulated, trials: int = 12) -> str:
         p = Rows((torch.float32, torch.bfloat16)[trial % 2], columns, **options)
         cut = columns // 3 | 1  # the second slice is not aligned to a vector
         sliced = [(*s, phase) for phase in (UPDATE, GRADIENT) for s in ((0, cut), (cut, columns))]
+        streamed = Rows(p.logits.dtype, columns + 3, phases=STREAMED, upstream=[1.0, 0.0, -0.5])
         try:
+            streamed.compare(Place("cpu", ops), (0, columns + 3, UPDATE | GRADIENT))
             p.compare(Place("cpu", ops), (0, columns, UPDATE | GRADIENT))
             p.compare(Place("cpu", ops), *sliced)
         except RuntimeError as error:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from . import build
-from .faults import FAULTS, NAMESPACE, compile_planted, effect_of_fault, plant
+from .faults import FAULTS, NAMESPACE, RACE, compile_planted, effect_of_fault, plant
 from .ops import SANITIZER, Emulated
 
-RACES = [fault for fault, (*_, shows) in FAULTS.items() if shows == "wrong results"]
+RACES = [fault for fault, (*_, shows) in FAULTS.items() if shows == RACE]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def watched(compiled, tmp_path_factory):
     return compile_planted(tmp_path_factory.mktemp("watched"), "thread")
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(
     bool(os.environ.get("CI")), reason="`make sanitize` watches the kernels themselves"
 )

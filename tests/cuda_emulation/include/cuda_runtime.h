@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <map>
 
 #include "block.h"
 #include "stable.h"
@@ -107,32 +108,105 @@ inline float __fdividef(float a, float b) {
 // The runtime. Streams are ignored, and a launch returns when the kernel has ended.
 using cudaStream_t = void*;
 using cudaError_t = int;
-constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidConfiguration = 9;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9,
+                      cudaErrorInvalidClusterSize = 912;
 
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrL2CacheSize,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrReservedSharedMemoryPerBlock,
+  cudaDevAttrClusterLaunch,
+};
 
 // Attributes of a small device, so that some of the tests' rows fill its cache, and others several
-// times.
+// times. The same holds for the shared memory of a block and of a cluster.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  *value = which == cudaDevAttrMultiProcessorCount ? 4 : 40 << 10;
+  constexpr int kValues[] = {4, 40 << 10, 18 << 10, 1 << 10, 1};
+  *value = kValues[which];
   return cudaSuccess;
 }
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
 };
+
+namespace emulation {
+
+// The most blocks of a cluster, and bytes of shared memory of a block unless its kernel allows
+// more.
+constexpr uint64_t kMostBlocks = 8, kDynamicBytes = 4 << 10;
+
+inline uint64_t volume(const dim3& d) { return uint64_t{d.x} * d.y * d.z; }
+
+inline dim3 cluster_of(const cudaLaunchConfig_t* config) {
+  return config->numAttrs > 0 ? config->attrs->val.clusterDim : dim3{};
+}
+
+template <typename Kernel>
+size_t& allowed_bytes(Kernel kernel) {
+  static std::map<Kernel, size_t> bytes;
+  return bytes.try_emplace(kernel, kDynamicBytes).first->second;
+}
+
+}  // namespace emulation
+
+struct cudaFuncAttributes {
+  int ptxVersion;  // of the GPU that the kernel was compiled for
+};
+
+template <typename... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* facts, void (*)(Parameters...)) {
+  facts->ptxVersion = __CUDA_ARCH__ / 10;
+  return cudaSuccess;
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+template <typename... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute, int value) {
+  int most = 0, kept = 0;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
+  cudaDeviceGetAttribute(&kept, cudaDevAttrReservedSharedMemoryPerBlock, 0);
+  if (value > most - kept) return cudaErrorInvalidValue;
+  emulation::allowed_bytes(kernel) = value;
+  return cudaSuccess;
+}
+
+// As on a GPU, fewer clusters than multiprocessors have room for, so that rows need several turns.
+template <typename... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...),
+                                           const cudaLaunchConfig_t*) {
+  *count = 3;
+  return cudaSuccess;
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  const auto volume = [](const dim3& d) { return uint64_t{d.x} * d.y * d.z; };
-  const bool grid = config->gridDim.x <= 0x7fffffff && config->gridDim.y <= 0xffff;
-  if (!grid || volume(config->gridDim) == 0 || volume(config->blockDim) == 0 ||
-      volume(config->blockDim) > 1024) {
+  using emulation::volume;
+  const dim3 &grid = config->gridDim, &block = config->blockDim;
+  const dim3 cluster = emulation::cluster_of(config);
+  if (grid.x > 0x7fffffff || grid.y > 0xffff || volume(grid) == 0 || volume(block) == 0 ||
+      volume(block) > 1024 || grid.x % cluster.x != 0 || cluster.y != 1 || cluster.z != 1) {
     return cudaErrorInvalidConfiguration;
   }
-  emulation::launch(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+  if (cluster.x > emulation::kMostBlocks) return cudaErrorInvalidClusterSize;
+  if (config->dynamicSmemBytes > emulation::allowed_bytes(kernel)) return cudaErrorInvalidValue;
+  emulation::launch({grid, block, cluster.x, config->dynamicSmemBytes},
+                    [&] { kernel(arguments...); });
   return cudaSuccess;
 }
