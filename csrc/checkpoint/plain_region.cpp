@@ -170,13 +170,17 @@ bool is_as_before(PyObject* attention) {
   return same.get() == Py_True;
 }
 
-// Runs the function once more, keeps the tensors that it saves, and binds its output. Returns false
-// to let Python decide, because the state, an argument or the output has changed.
-bool repeat(PlainRegion& plain) {
-  if (!is_current(plain.snapshot.get()) || !is_as_before(plain.attention.get())) return false;
+// Runs the function once more, and binds its output. Returns the object with the tensors that it
+// saves. Returns null to let Python decide, because the state, an argument or the output has
+// changed.
+Ref repeat(PlainRegion& plain) {
+  if (!is_current(plain.snapshot.get()) || !is_as_before(plain.attention.get())) return {};
   const bool discarded = plain.output && plain.output->is_discarded;
   auto arguments = inputs_again(plain.inputs.get());
-  if (!arguments) return false;
+  if (!arguments) return {};
+  // While the function runs, the end of a backward in another thread may free those of the region.
+  const Ref fn = Ref::to(plain.fn.get()), snapshot = Ref::to(plain.snapshot.get()),
+            own = Ref::to(plain.contexts.get());
   Hooked hooked(std::move(arguments->needing_grad));
   Ref again = owned(recompute_of(plain.saved.get(), plain.stops && !discarded));
   auto& recomputed = data_of<Recomputed>(again.get());
@@ -185,31 +189,28 @@ bool repeat(PlainRegion& plain) {
     const Ref pack = owned(pack_hook_again(again.get()));
     const Ref unpack = owned(PyObject_GetAttrString(again.get(), "read"));
     Ref hooks = owned(hooks_context(pack.get(), unpack.get()));
-    PyObject* own = plain.contexts.get();
-    contexts = with_first(std::move(hooks), own, 1, PyTuple_Size(own));
-    contexts.insert(contexts.begin(), Ref::to(plain.snapshot.get()));
+    contexts = with_first(std::move(hooks), own.get(), 1, PyTuple_Size(own.get()));
+    contexts.insert(contexts.begin(), Ref::to(snapshot.get()));
   }
-  const Ref result(
-      call_in(contexts, plain.fn.get(), arguments->args.get(), arguments->kwargs.get()));
+  const Ref result(call_in(contexts, fn.get(), arguments->args.get(), arguments->kwargs.get()));
   std::optional<Error> error;
   if (!result) error.emplace();
-  put_back(plain.snapshot.get());
+  put_back(snapshot.get());
   owned(drop_graphs(again.get()));
   hooked.forget();
   // TorchScript turns every exception into a RuntimeError.
   if (error && !recomputed.stopped && !error->is_a(names.stop)) {
-    owned(PyObject_CallFunctionObjArgs(functions.explain, plain.name.get(), plain.fn.get(),
+    owned(PyObject_CallFunctionObjArgs(functions.explain, plain.name.get(), fn.get(),
                                        error->value(), nullptr));
     error->raise();
   }
   if (error && !error->is_a(names.stop) && !error->is_a(PyExc_RuntimeError)) error->raise();
   if (plain.checks && !all_fit(recomputed)) {
-    owned(PyObject_CallFunctionObjArgs(functions.check, again.get(), plain.name.get(),
-                                       plain.contexts.get(), nullptr));
+    owned(PyObject_CallFunctionObjArgs(functions.check, again.get(), plain.name.get(), own.get(),
+                                       nullptr));
   }
-  if (discarded && !bind(plain, result.get())) return false;
-  plain.recomputed = std::move(again);
-  return true;
+  if (discarded && !bind(plain, result.get())) return {};
+  return again;
 }
 
 void end_backward(PlainRegion& plain, bool retained) {
@@ -255,6 +256,7 @@ bool is_unwritten(const Recomputed& recomputed, size_t index) {
 PlainRegion::~PlainRegion() { forget_output(*this); }
 
 PyObject* region_of(PlainRegion& plain) {
+  const Lock lock(plain.mutex);
   if (!plain.region) {
     const Ref task(PyLong_FromLong(plain.task)), output = parts_of_output(plain);
     const Ref parts =
@@ -297,17 +299,19 @@ Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs) {
   return outputs;
 }
 
-bool recompute_in_task(const SharedRegion& shared) {
+Ref recompute_in_task(const SharedRegion& shared) {
   PlainRegion& plain = *shared;
   const int task = torch::autograd::get_current_graph_task_id();
-  if (plain.region || plain.is_running || !plain.fn || task == -1 || is_in_group()) return false;
-  if (plain.recomputed && plain.task == task) return true;
+  if (plain.region || plain.is_running || !plain.fn || task == -1 || is_in_group()) return {};
+  if (plain.recomputed && plain.task == task) return Ref::to(plain.recomputed.get());
   plain.recomputed = Ref();
-  if (!repeat(plain)) return false;
+  Ref again = repeat(plain);
+  if (!again) return {};
+  plain.recomputed = Ref::to(again.get());
   plain.task = task;
-  begin_task(plain.recomputed.get(), task);
+  begin_task(again.get(), task);
   call_at_end(shared);
-  return true;
+  return again;
 }
 
 at::Tensor read_natively(PyObject* unpack_target, size_t index) {
@@ -316,12 +320,13 @@ at::Tensor read_natively(PyObject* unpack_target, size_t index) {
   }
   const SharedRegion shared = data_of<SharedRegion>(PyCFunction_GetSelf(unpack_target));
   const Lock lock(shared->mutex);
-  if (!recompute_in_task(shared)) return {};
-  auto& recomputed = data_of<Recomputed>(shared->recomputed.get());
-  Saved& saved = recomputed.saved();
+  const Ref again = recompute_in_task(shared);
+  if (!again) return {};
+  auto& recomputed = data_of<Recomputed>(again.get());
   if (is_unwritten(recomputed, index)) return {};
   Kept kept;
   {
+    Saved& saved = recomputed.saved();
     const std::lock_guard<std::mutex> guard(saved.mutex);
     if (index >= recomputed.tensors.size() || !recomputed.tensors[index].is_there()) return {};
     if (!torch::autograd::get_current_graph_task_keep_graph()) saved.release(index);

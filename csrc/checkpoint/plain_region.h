@@ -82,9 +82,9 @@ Ref call_method(PyObject* object, const char* name, PyObject* argument = nullptr
 // Runs the function, and returns what it returns.
 Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs);
 
-// Repeats the function for the running backward pass, unless that was done. Returns false to let
-// Python decide.
-bool recompute_in_task(const SharedRegion& shared);
+// Repeats the function for the running backward pass, unless that was done. Returns the object with
+// the tensors that it saves, or null to let Python decide.
+Ref recompute_in_task(const SharedRegion& shared);
 
 // Calls `fn(hidden)` as a consumer of the output of a region. Returns null if the output is not a
 // usual one, before the consumer is called. Else `hidden` is moved from.

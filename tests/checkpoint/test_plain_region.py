@@ -205,6 +205,29 @@ def test_two_threads(path, kind):
     assert len(results) == 40 and all(torch.equal(each, right) for each in results)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_that_run_a_backward_of_the_same_graph(path, kind):
+    ours, x = nn.Sequential(module(kind), nn.Sigmoid(), module(kind)), torch.randn(3, 8)
+    ours[0].dropout = ours[2].dropout = 0.0  # threads share the random numbers of the process
+    y, start, wrong = ours(x).sum(), threading.Barrier(3), []
+    weight = next(ours.parameters())
+    right = torch.autograd.grad(y, weight, retain_graph=True)[0]
+
+    def work():
+        start.wait()
+        for _ in range(30):
+            grad = torch.autograd.grad(y, weight, retain_graph=True)[0]
+            if not torch.equal(grad, right):
+                wrong.append(grad)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 @pytest.mark.parametrize("inner", KINDS)
 @pytest.mark.parametrize("outer", KINDS)
 def test_regions_inside_of_regions(path, outer, inner):
