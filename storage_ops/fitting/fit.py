@@ -23,6 +23,7 @@ from storage_ops.fitting.actions import (
     ActionName,
     loss_actions,
 )
+from storage_ops.fitting.calibration import calibrated
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.heads import CompiledLoss, heads_in, patching
@@ -217,7 +218,8 @@ class Search:
         self._accumulate = accumulate
         self._assume, self._assumption = assume, Assumption(assume)
         self._losses: dict[Action, Any] = {}
-        self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
+        self._on_gpu = is_gpu(model, batches, device)
+        self._rates = calibrated(rates_for(device, model))
         self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the variant and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         optimizer_object, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)

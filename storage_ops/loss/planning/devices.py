@@ -7,9 +7,10 @@ import functools
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from storage_ops.loss.planning.op_times import HostTimes, MeasuredTimes
 from storage_ops.matmul import scratch
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class Rates:
             this many multiplications.
         merge_seconds: assumed time for ranks to merge some rows, in two collectives of a few
             numbers each.
-        asking: seconds that Python takes to ask a policy about an op, or to look up a saved result.
-            0 if the device works meanwhile.
+        host: seconds of the host that add to the time of ops. 0 if the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time. 0 if the
             device has no other memory.
         fuses: whether code is compiled. Then elementwise ops and ops on rows move no bytes of their
@@ -42,6 +42,8 @@ class Rates:
         threads: threads that a GPU runs at a time.
         memory: usable bytes of a GPU, about, in whole GiB; 0 for a CPU. An H200's is measured.
             docs/make-it-fit.md has the sources of the others.
+        op_times: measured times of ops, for predictions of `fit`. Plans of the loss do not use
+            them, so that a calibration changes no result.
     """
 
     name: str
@@ -55,11 +57,12 @@ class Rates:
     few_rows16: float = 0.0
     copying: float = 10.0
     merge_seconds: float = 1e-3
-    asking: float = 0.0
+    host: HostTimes = HostTimes()
     link: float = 0.0
     fuses: bool = False
     threads: int = 0
     memory: int = 0
+    op_times: MeasuredTimes = field(default=MeasuredTimes(), compare=False)
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Return the rate of products of elements of this size, in operations per second."""
@@ -82,12 +85,14 @@ def _gpu(
                  merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
 
+# Host times of a CPU: measured by `calibrate` on an AMD EPYC with AVX-512, with regions in C++.
+_HOST = HostTimes(op=7e-6, region=1.4e-4, discard=2.1e-4, decision=7e-6)
 # Both CPUs: two cores, torch 2.13. The rates of an AMD EPYC with AVX-512 are fitted to the times of
 # the products alone, in chunks and in slices. On an Intel Xeon with AMX, plans by its rates were
 # the fastest. Processors of one kind have similar ratios of rates, and plans depend on ratios only.
-_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, asking=1e-5)
+_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, host=_HOST)
 _AMX = Rates(
-    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, asking=1e-5
+    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, host=_HOST
 )
 
 # Matrix products: NVIDIA's data sheets (dense peaks) times 0.8, which large bf16 products reach.
