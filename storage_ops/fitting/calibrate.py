@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -29,7 +30,8 @@ from storage_ops.progress import say, showing
 _DTYPES = (torch.float32, torch.bfloat16)
 # An op is left out if it was measured only with less work (operations or bytes). The time of such
 # an op says nothing about large calls.
-_LARGE = 1e5
+_LARGE = 1e4
+_ALWAYS = 2  # sizes that are measured in any case
 _LEAST = 1e-7  # seconds of a kernel that takes no longer than its launch
 _HEAD_START = 50_000  # cycles for which a GPU waits, so that the host launches an op meanwhile
 # Layers by which the host is measured, and repetitions.
@@ -53,7 +55,8 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
 
     Args:
         device: "cpu" or "cuda". None: the GPU if there is one, else the CPU.
-        seconds: time to measure. The largest sizes are left out if it is over before them.
+        seconds: time to measure ops. The largest sizes are left out if it is over before them. A
+            CPU takes about three seconds more, for checkpoints.
 
     Returns:
         The measured times, which print as a table.
@@ -69,7 +72,8 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
     where = _device(device)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"`seconds` is {seconds!r}. Expected a positive number.")
-    with showing("calibrate"), torch.random.fork_rng(), torch.enable_grad():
+    gpus = [where] if where.type == "cuda" else []
+    with showing("calibrate"), torch.random.fork_rng(gpus), torch.enable_grad():
         sizes = SIZES if where.type == "cuda" else SIZES[:SIZES_OF_CPU]
         calls = _measured(where, sizes, seconds)
         launch = _launch(calls, sizes[0])
@@ -82,19 +86,20 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    has_gpu = torch.cuda.is_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
-        device = "cuda" if has_gpu else "cpu"
+        device = "cuda" if gpus else "cpu"
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError):
         where = torch.device("meta")
-    if where.type == "cuda" and has_gpu:
-        return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-    if where.type != "cpu":
+    if where.type == "cuda" and gpus and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where.type != "cpu" and not (where.type == "cuda" and where.index < gpus):
+        expected = "'cpu'" if not gpus else f"'cpu' or 'cuda', of which there are {gpus}"
         raise ValueError(
-            f"`device` is {device!r}. Expected a device of this machine: 'cpu'"
-            f"{' or a GPU' if has_gpu else ''}. Calibrate a GPU on the machine that has it."
+            f"`device` is {device!r}. Expected a device of this machine: {expected}. Calibrate a "
+            "GPU on the machine that has it."
         )
     return where
 
@@ -154,16 +159,15 @@ def _measured(
     is_first = True
     while is_first or time.monotonic() < end:
         for size, dtype in itertools.product(sizes, _DTYPES):
-            if size is not sizes[0] and time.monotonic() > end:
+            if size not in sizes[:_ALWAYS] and time.monotonic() > end:
                 continue
             say(f"width {size.width}, {str(dtype).removeprefix('torch.')}")
-            try:
-                for name, run in steps(size, device, dtype):
-                    key = size, dtype, name
+            for name, run in steps(size, device, dtype):
+                key = size, dtype, name
+                # A GPU may be too small, or a device may lack an op. Then other samples suffice.
+                with contextlib.suppress(RuntimeError):
                     calls = _timed(run, device, warm=is_first)
                     best[key] = _fastest(best.get(key, calls), calls)
-            except torch.OutOfMemoryError:
-                continue  # too large for this GPU
         is_first = False
     return best
 
@@ -177,7 +181,7 @@ def _points(calls: dict[_Sample, list[_Timed]], launch: float) -> dict[str, dict
     for (name, dtype), pairs in samples.items():
         if max(work for work, _ in pairs) >= _LARGE:
             points[name][dtype] = reduced(pairs)
-    return points
+    return dict(points)
 
 
 def _timed(run: Step, device: torch.device, warm: bool) -> list[_Timed]:
@@ -192,9 +196,7 @@ def _timed(run: Step, device: torch.device, warm: bool) -> list[_Timed]:
     return [(call, seconds()) for call, seconds in stopwatch.calls]
 
 
-def _fastest(
-    first: list[_Timed], second: list[_Timed]
-) -> list[_Timed]:
+def _fastest(first: list[_Timed], second: list[_Timed]) -> list[_Timed]:
     """Return the lower time of each op in two runs of a step. Other processes only slow ops."""
     if [call for call, _ in first] != [call for call, _ in second]:
         return second

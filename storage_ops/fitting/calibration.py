@@ -37,8 +37,6 @@ class Calibration(Tabular):
         host: measured times of the host. All are 0 for a GPU.
         path: the file that keeps them.
 
-    Example:
-        >>> calibration = storage_ops.calibrate("cpu")  # doctest: +SKIP
     """
 
     device: str
@@ -121,7 +119,8 @@ def load(path: Path) -> Calibration | None:
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         device = facts["device"]
-        if any(facts[key] != value for key, value in _versions(device).items()):
+        versions = _versions(device)
+        if path.name != path_of(device).name or any(facts[k] != versions[k] for k in versions):
             return None
         points = {
             str(op): {
@@ -147,7 +146,7 @@ def _all() -> Iterator[Calibration]:
     """Yield the valid calibrations of all devices."""
     for path in sorted(folder().glob("*.json")):
         calibration = load(path)
-        if calibration is not None and calibration.path == path_of(calibration.device):
+        if calibration is not None:
             yield calibration
 
 
@@ -167,9 +166,3 @@ def calibration_of(rates: Rates) -> Calibration | None:
         if of_table is not None and of_table.name == rates.name:
             return calibration
     return None
-
-
-def calibrated(rates: Rates) -> Rates:
-    """Return rates with measured times, if the device is calibrated."""
-    calibration = calibration_of(rates)
-    return rates if calibration is None else calibration.used_in(rates)

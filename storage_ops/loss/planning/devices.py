@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from storage_ops.loss.planning.op_times import HostTimes, MeasuredTimes
@@ -42,7 +42,8 @@ class Rates:
         threads: threads that a GPU runs at a time.
         memory: usable bytes of a GPU, about, in whole GiB; 0 for a CPU. An H200's is measured.
             docs/make-it-fit.md has the sources of the others.
-        op_times: measured times of ops, for predictions of `fit`. Plans of the loss do not use
+        op_times: measured times of ops, for predictions of `fit`. Ops without them take the time
+            that follows from the rates. Plans of the loss do not use
             them, so that a calibration changes no result.
     """
 
@@ -57,12 +58,12 @@ class Rates:
     few_rows16: float = 0.0
     copying: float = 10.0
     merge_seconds: float = 1e-3
-    host: HostTimes = HostTimes()
+    host: HostTimes = field(default_factory=HostTimes)
     link: float = 0.0
     fuses: bool = False
     threads: int = 0
     memory: int = 0
-    op_times: MeasuredTimes = field(default=MeasuredTimes(), compare=False)
+    op_times: MeasuredTimes = field(default_factory=MeasuredTimes, compare=False)
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Return the rate of products of elements of this size, in operations per second."""
@@ -95,6 +96,19 @@ _AMX = Rates(
     "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, host=_HOST
 )
 
+# Measured times, in the format of a calibration (`Calibration.op_times`). The products are those of
+# the floor in benchmarks/results/nvidia-h200/linear_cross_entropy.json, a third of it each. The
+# copies are in row_kernel.json, with bytes read and written. No other op was measured alone.
+_OF_H200 = MeasuredTimes(
+    {
+        "aten::mm": {"bfloat16": ((1.074e12, 1.335e-3), (4.304e12, 5.451e-3))},
+        "aten::copy_": {
+            "bfloat16": ((5.243e8, 1.25e-4), (8.234e8, 1.94e-4), (2.101e9, 4.92e-4)),
+            "float32": ((1.049e9, 2.47e-4), (1.647e9, 3.86e-4), (4.203e9, 9.78e-4)),
+        },
+    }
+)
+
 # Matrix products: NVIDIA's data sheets (dense peaks) times 0.8, which large bf16 products reach.
 # fp32 runs on the ordinary cores (TF32 is off by default). Memory: data sheet times 0.9. Both rates
 # of the H200 were measured (790 TFLOP/s, 4.3 TB/s). Links: PCIe x16 of the generation in the data
@@ -104,7 +118,9 @@ _AMX = Rates(
 # Threads: multiprocessors of the data sheet, times the threads of one.
 _GEN6, _GEN5, _GEN4, _C2C = 0.8 * 128e9, 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
-    "h200": _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
+    "h200": replace(
+        _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048), op_times=_OF_H200
+    ),
     "h100": _gpu("H100 SXM", 79, 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
     "gh200": _gpu("GH200", 94, 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
     "b200": _gpu("B200", 178, 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),

@@ -69,8 +69,8 @@ class MeasuredTimes:
 def interpolated(points: Points, work: float) -> float:
     """Return the seconds for some work: straight lines between points, on logarithmic scales.
 
-    The rate of the largest point holds for more work. Less work than that of the smallest point
-    continues the first line.
+    The rate of the largest point holds for more work. For less work than that of the smallest point
+    the first line goes on, but a smaller call never has a higher rate.
     """
     if work <= 0:
         return 0.0
@@ -80,6 +80,8 @@ def interpolated(points: Points, work: float) -> float:
     place = max(1, bisect_left(points, work, key=lambda point: point[0]))
     (x0, y0), (x1, y1) = points[place - 1], points[place]
     slope = math.log(y1 / y0) / math.log(x1 / x0)
+    if work < x0:
+        slope = min(slope, 1.0)
     return y0 * math.exp(slope * math.log(work / x0))
 
 
