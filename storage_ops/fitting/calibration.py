@@ -138,7 +138,7 @@ def load(path: Path) -> Calibration | None:
 def _positive(number: object) -> float:
     value = float(number)  # type: ignore[arg-type]
     if not 0 < value < float("inf"):
-        raise ValueError(f"{number!r} is not a positive number")
+        raise ValueError(f"A point has {number!r}. Expected a positive number.")
     return value
 
 
