@@ -72,6 +72,9 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
     where = _device(device)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"`seconds` is {seconds!r}. Expected a positive number.")
+    name = device_name(where)
+    path = path_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)  # an error comes before the work
     gpus = [where] if where.type == "cuda" else []
     with showing("calibrate"), torch.random.fork_rng(gpus), torch.enable_grad():
         sizes = SIZES if where.type == "cuda" else SIZES[:SIZES_OF_CPU]
@@ -79,8 +82,7 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
         launch = _launch(calls, sizes[0])
         times = MeasuredTimes(_points(calls, launch))
         host = HostTimes() if where.type == "cuda" else _host_times(launch)
-    name = device_name(where)
-    calibration = Calibration(name, times, host, path_of(name))
+    calibration = Calibration(name, times, host, path)
     calibration.save()
     return calibration
 

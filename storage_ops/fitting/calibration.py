@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ class Calibration(Tabular):
         op_times: measured times of ops.
         host: measured times of the host. All are 0 for a GPU.
         path: the file that keeps them.
-
     """
 
     device: str
@@ -104,7 +102,7 @@ def device_name(device: torch.device) -> str:
 
 def folder() -> Path:
     """Return the folder of calibrations in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "storage_ops" / "calibrations"
 
 
@@ -142,14 +140,6 @@ def _positive(number: object) -> float:
     return value
 
 
-def _all() -> Iterator[Calibration]:
-    """Yield the valid calibrations of all devices."""
-    for path in sorted(folder().glob("*.json")):
-        calibration = load(path)
-        if calibration is not None:
-            yield calibration
-
-
 def calibration_of(rates: Rates) -> Calibration | None:
     """Return the calibration of the device with these rates, or None.
 
@@ -161,8 +151,9 @@ def calibration_of(rates: Rates) -> Calibration | None:
         own = torch.device("cuda", torch.cuda.current_device())
         if rates_of(own).name == rates.name:
             return load(path_of(device_name(own)))
-    for calibration in _all():
-        of_table = of_gpu(calibration.device)
+    for path in sorted(folder().glob("*.json")):
+        calibration = load(path)
+        of_table = None if calibration is None else of_gpu(calibration.device)
         if of_table is not None and of_table.name == rates.name:
             return calibration
     return None
