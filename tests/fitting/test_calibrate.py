@@ -317,8 +317,8 @@ def unet_like():
     return Pictures(32), (torch.randn(4, 3, 64, 64),)
 
 
-# Points of a step by which a predicted full checkpoint may differ from the measured one. The errors
-# on an idle machine are about a tenth of these, but other processes slow single steps.
+# How far a predicted ratio may be from the measured one. It is wide, because other processes slow
+# single steps: the errors on a busy machine were up to 0.16.
 MARGIN = 0.2
 
 
