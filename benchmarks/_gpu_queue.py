@@ -103,6 +103,17 @@ QUEUE = (
         for kind in ("GPT", "Llama")
     ),
     Call(
+        "predictions",
+        "whether a calibration predicts steps of all six models within 3 points, and which ops of "
+        "this GPU to keep beside the table of devices",
+        PLANS,
+        tuple(
+            Stage(f"predictions_{number}", 235, "fit:predictions",
+                  ("--models", *kinds, "--repeats", "7"), ("--models", kinds[0]))
+            for number, kinds in enumerate((("GPT", "Llama", "Mixtral"), ("ViT", "T5", "UNet")))
+        ),
+    ),
+    Call(
         "chunker",
         "whether the general rewrite is faster than Inductor's chunker, and whether recognising "
         "losses pays",
@@ -226,7 +237,7 @@ CODE = {
     "autochunk_compilation": CHUNKER, "storage": ("storage_ops/storage", "csrc/storage"),
     "output_discard": CHECKPOINTS, "selective_checkpoint": CHECKPOINTS,
     "fit": PLANS, "fit_plans": PLANS, "fit_budgets": PLANS, "fit_compiled": PLANS,
-    "carried_plans": PLANS,
+    "carried_plans": PLANS, "fit_predictions": PLANS,
     # Simulations, which run no C++ code.
     "published_peaks": ("storage_ops",), "model_types": ("storage_ops",),
 }  # fmt: skip

@@ -50,6 +50,7 @@ else:
     from storage_ops.checkpoint.layers.wrapper import CheckpointWrapper
     from storage_ops.checkpoint.state.execution import disable_checkpointing, register_rng_tracker
     from storage_ops.divergence.api import linear_kl_div
+    from storage_ops.fitting.calibrate import calibrate
     from storage_ops.fitting.fit import fit
     from storage_ops.fitting.largest import find_largest
     from storage_ops.fitting.plan import FitPlan, load_fit
@@ -86,6 +87,7 @@ __all__ = [
     "OutputDiscardCheckpoint",
     "apply_activation_checkpoint",
     "autochunk",
+    "calibrate",
     "check_discarded",
     "checkpoint_report",
     "disable_checkpointing",

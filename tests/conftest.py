@@ -166,6 +166,15 @@ def earlier_objects_are_frozen():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_calibration_of_the_user(tmp_path_factory):
+    """Predict times by the table of devices, and keep calibrations of tests out of the cache."""
+    folder = tmp_path_factory.mktemp("calibrations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("storage_ops.fitting.calibration.folder", lambda: folder)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def guards_are_not_timed():
     """Keep Dynamo from timing guards, for which it empties the caches of the processor."""

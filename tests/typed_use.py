@@ -212,6 +212,8 @@ def memory(model: nn.Module, x: Tensor, path: Path) -> int:
 
 
 def fitting(model: nn.Module, x: Tensor, path: Path) -> so.FitPlan:
+    times = so.calibrate("cpu", seconds=10).op_times
+    assert_type(times.seconds("aten::mm", "float32", 1e9), float | None)
     plan: so.FitPlan = so.fit(model, x, budget="70GiB", optimizer=torch.optim.AdamW)
     plan.apply()
     plan.undo()

@@ -31,6 +31,11 @@ CASES = {
         "plans for a Llama of 1.5 billion parameters, made on the meta device for an H100 and "
         "carried out here",
     ),
+    "predictions": (
+        "fit_predictions",
+        "predicted against measured times of full checkpoints and of plans, by the table of "
+        "devices and by a calibration",
+    ),
     "timeline": (
         "fit_timeline",
         "simulated memory over a step of that Llama, without a plan and with one for half the peak",

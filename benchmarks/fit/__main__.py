@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import fit
 from benchmarks._harness import expect, finish, parser, skip
-from benchmarks.fit import accuracy, processes, ways
+from benchmarks.fit import accuracy, predictions, processes, ways
 from benchmarks.fit.models import models
 
 KINDS = ("GPT", "Llama", "ViT", "Mixtral", "T5", "UNet")
@@ -20,6 +20,7 @@ MODEL_CASES: dict[str, tuple[Callable[..., Rows], Callable[..., dict[str, int]],
     "plans": (ways.plans, ways.size, 3),
     "compiled": (processes.compiled, ways.size, 3),
     "carried": (ways.carried, ways.size_of_carried, 1),
+    "predictions": (predictions.predictions, ways.size, 6),
     "timeline": (ways.timelines, ways.size_of_carried, 1),
 }
 # Case -> rows for no model of KINDS, after the rows of the models.

@@ -1,4 +1,4 @@
-"""`python -m storage_ops {info,demo,plan,will-it-fit,fit,bench}`, and `storage-ops-plan`.
+"""`python -m storage_ops {info,demo,plan,will-it-fit,fit,calibrate,bench}`, and `storage-ops-plan`.
 
 Each command is a module here with `HELP`, an `EXAMPLE` for the end of its --help,
 `add_arguments(parser)`, which groups the options, and `run(args, console)`, which returns the exit
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import storage_ops
-from storage_ops.cli import bench, demo, fit, info, output, plan, will_it_fit
+from storage_ops.cli import bench, calibrate, demo, fit, info, output, plan, will_it_fit
 from storage_ops.cli.workload import ModelError
 from storage_ops.quantities import WIDTH
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": plan,
     "will-it-fit": will_it_fit,
     "fit": fit,
+    "calibrate": calibrate,
     "bench": bench,
 }
 

@@ -8,4 +8,7 @@ both simulations, and `roofline.py` the time of ops. `loss_variants.py` combines
 for each way to compute the loss, and `solve.py` finds the fastest plan from them. `fit.py`
 simulates the whole step with the plan, and returns it (`plan.py`). `largest.py` repeats this for
 batches of other sizes, or for other GPUs.
+
+`calibrate.py` measures the times of ops in the steps of small models (`samples.py`), and the host's
+time for actions. `calibration.py` keeps them in a file and finds the one of a device.
 """

@@ -23,6 +23,7 @@ from storage_ops.fitting.actions import (
     ActionName,
     loss_actions,
 )
+from storage_ops.fitting.calibration import calibration_of
 from storage_ops.fitting.choices import costs_of
 from storage_ops.fitting.conditions import Conditions
 from storage_ops.fitting.heads import CompiledLoss, heads_in, patching
@@ -102,6 +103,9 @@ def fit(
     For a compiled model, or one with compiled layers, the seconds are those of compiled code, in
     which ops of single elements and of rows take no time. A compiled layer is assumed to hold its
     saved tensors to the end of its backward. The peak is that of eager mode.
+
+    Seconds are predicted from times that `calibrate` measured on the device. Without a calibration,
+    they are predicted from a table of the rates of devices. The plan says which.
 
     Args:
         model: a model without checkpoints, in the mode and dtype in which it is trained; on the
@@ -217,7 +221,12 @@ class Search:
         self._accumulate = accumulate
         self._assume, self._assumption = assume, Assumption(assume)
         self._losses: dict[Action, Any] = {}
-        self._on_gpu, self._rates = is_gpu(model, batches, device), rates_for(device, model)
+        self._on_gpu = is_gpu(model, batches, device)
+        self._rates = rates_for(device, model)
+        calibration = calibration_of(self._rates)
+        self._is_calibrated = calibration is not None
+        if calibration is not None:
+            self._rates = calibration.used_in(self._rates)
         self._steps: dict[tuple[int, ...], _Simulated] = {}  # by the variant and the choices
         self._known: dict[Any, list[tuple[Action, Cost]]] = {}
         optimizer_object, workspace = optimizer_of(model, optimizer), workspace_bytes(device, model)
@@ -455,7 +464,7 @@ class Search:
         return FitPlan(
             self._model, self._loss, self._actions(number, choice), peak, seconds, budget,
             self._rates.name, list(rows.values()), totals, own.seconds, self._conditions,
-            self._hint() if seconds > 0 else "",
+            self._is_calibrated, self._hint() if seconds > 0 else "",
         )  # fmt: skip
 
 

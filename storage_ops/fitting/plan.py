@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # The class of the model. It is covariant, because a plan only returns the model.
 ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Module)
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_FORMAT = 4
+_FORMAT = 5
 _LAYERS = "settings of layers"
 
 
@@ -68,6 +68,8 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             are computed from single layers, or simulated if that is not exact.
         step_seconds: predicted seconds of a step without recomputing and without the optimizer.
         conditions: the shapes of the batch, autocast and gradient accumulation of the step.
+        is_calibrated: whether the seconds are predicted from times that `calibrate` measured, and
+            not from the table of devices.
         hint: a sentence about arguments of `fit` that would save more, or "".
 
     Example:
@@ -81,7 +83,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         self, model: ModelT_co, loss: Callable[[Any], Tensor] | None,
         actions: list[tuple[Unit, Action]], peak_bytes: int, seconds: float, budget: int,
         device: str, rows: list[Row], totals: dict[str, tuple[int, float]], step_seconds: float,
-        conditions: Conditions, hint: str = "",
+        conditions: Conditions, is_calibrated: bool, hint: str = "",
     ) -> None:  # fmt: skip
         self._model, self._loss, self._actions = model, loss, actions
         self._aspects = _aspects(model)
@@ -89,6 +91,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         self.peak_bytes, self.seconds, self.budget = peak_bytes, seconds, budget
         self.device, self.rows, self.totals = device, rows, totals
         self.step_seconds, self.conditions, self.hint = step_seconds, conditions, hint
+        self.is_calibrated = is_calibrated
 
     def apply(self) -> ModelT_co:
         """Change the layers of the model. An error leaves all of them unchanged.
@@ -183,6 +186,7 @@ class FitPlan(Tabular, Generic[ModelT_co]):
             "totals": self.totals,
             "step_seconds": self.step_seconds,
             "conditions": self.conditions.as_dict(),
+            "is_calibrated": self.is_calibrated,
             "rows": [asdict(row) for row in self.rows],
             "actions": [
                 {"layer": unit.name, "print": unit.print, **action.as_dict()}
@@ -211,7 +215,8 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         peak, budget = (readable(n, up=True) for n in (self.peak_bytes, self.budget))
         lines = [
             f"peak {peak} of {budget} allowed, {metric(self.seconds, 's')} added to a step{share}, "
-            f"predicted for {self.device}"
+            f"predicted for {self.device} "
+            + ("(calibrated)" if self.is_calibrated else "(device table)")
         ]
         lines += [
             f"{name}: peak {readable(highest, up=True)}, {metric(seconds, 's')} added"
@@ -337,6 +342,7 @@ def load_fit(
         device, known = str(values["device"]), dict(values["fingerprint"])
         name_of_model = str(values["model"])
         conditions = Conditions.from_dict(values["conditions"])
+        is_calibrated = bool(values["is_calibrated"])
     except (
         AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
@@ -364,8 +370,9 @@ def load_fit(
         )
     actions = [(units[name], action) for name, _, action in saved]
     return FitPlan(
-        model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds, conditions
-    )
+        model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds, conditions,
+        is_calibrated,
+    )  # fmt: skip
 
 
 def _aspects(model: nn.Module) -> dict[str, str]:

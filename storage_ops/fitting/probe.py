@@ -132,7 +132,7 @@ class Probe:
         # Copies hide in a forward and in a backward; what does not is waited for.
         copying = away / self._rates.link if away else 0.0
         parts = in_forward, times.seconds - in_forward
-        python = times.roofline.of_python(action, calls)
+        host = times.roofline.of_host(action, calls)
         kept = levels[before] - base
         freed = {block for _, block, taken in step_ledger.ledger.events[:before] if not taken}
         kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
@@ -143,7 +143,7 @@ class Probe:
             kept,
             max(levels[ready : after + 1]) - base,
             max(levels[before:]) - base + saved_bytes,
-            times.seconds + python + sum(max(copying - part, 0.0) for part in parts),
+            times.seconds + host + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from storage_ops.simulate.captured import Captured
 from storage_ops.simulate.estimate import call_simulated, simulating
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.values.assume import Assumption
+
+Tensors = Mapping[int, Tensor]  # by storage
 
 
 class StepLedger:
@@ -57,6 +59,18 @@ class StepLedger:
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a function in a simulation, and translate its errors."""
         return call_simulated(fn, args, {})
+
+
+def computes(op: Overload, inputs: Tensors, outputs: Tensors) -> bool:
+    """Return True if a call of an op takes time on the device. Tensors are by storage."""
+    if is_view(op) or is_allocation(op):
+        return False
+    return bool(outputs) and (is_mutating(op) or not outputs.keys() <= inputs.keys())
+
+
+def traffic_of(inputs: Tensors, outputs: Tensors) -> int:
+    """Return the bytes that a call of an op reads and writes. Tensors are by storage."""
+    return sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
 
 
 class OpTimes(TorchDispatchMode):
@@ -103,12 +117,14 @@ class OpTimes(TorchDispatchMode):
             self._made.pop(key, None)
         sizes = [_nbytes(t) for t in new_tensors.values()]
         seconds = 0.0
-        if outputs and (new_tensors or is_mutating(op)) and not (is_view(op) or is_allocation(op)):
-            traffic = sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
+        if computes(op, inputs, outputs):
+            traffic = traffic_of(inputs, outputs)
             if op is torch.ops.storage_ops.linear_cross_entropy.default:
                 call = Call(*args, **kwargs)
-                seconds = loss_seconds(call, self._rates) * self.roofline.share
                 vocab, hidden = call.weight.shape
+                flops = 2 * call.input.numel() * vocab
+                seconds = loss_seconds(call, self._rates)
+                seconds *= self.roofline.relative_time(flops, call.input.dtype)
                 self.logits = max(self.logits, _nbytes(call.input) // hidden * vocab)
             else:
                 first = next(iter(outputs.values()))

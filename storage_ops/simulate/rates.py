@@ -10,6 +10,7 @@ from torch import nn
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.checkpoint.selective.copies import active
 from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
+from storage_ops.loss.planning.op_times import HostTimes
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
@@ -32,5 +33,5 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     if copies is not None and not rates.link:
         rates = replace(rates, link=copies.bytes_per_second)
     if any(map(is_compiled, model.modules())):
-        rates = replace(rates, asking=0.0, fuses=True)
+        rates = replace(rates, host=HostTimes(), fuses=True)
     return rates

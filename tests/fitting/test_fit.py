@@ -15,6 +15,7 @@ from storage_ops.fitting.fit import Search
 from storage_ops.fitting.step import OpTimes
 from storage_ops.fitting.units import units_of
 from storage_ops.loss.planning.devices import named
+from storage_ops.loss.planning.op_times import HostTimes
 from storage_ops.memory import measure, simulate_step
 from storage_ops.simulate.rates import rates_for
 from storage_ops.simulate.step import arguments, loss_of
@@ -103,10 +104,11 @@ def test_peaks_and_gradients(name, one_thread):
 
 @pytest.fixture
 def asking_is_free(monkeypatch):
-    """Set the cost of a Python policy to 0, so that small layers are planned like large ones."""
+    """Set the host's time of actions to 0, so that small layers are planned like large ones."""
 
     def rates(device, model):
-        return dataclasses.replace(rates_for(device, model), asking=0.0)
+        host = HostTimes(op=named("cpu").host.op)
+        return dataclasses.replace(rates_for(device, model), host=host)
 
     monkeypatch.setattr("storage_ops.fitting.fit.rates_for", rates)
 

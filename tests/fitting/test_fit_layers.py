@@ -92,7 +92,7 @@ def test_a_plan_is_refused_for_a_model_that_differs_by_a_tuple(tmp_path):
         storage_ops.load_fit(
             tmp_path / "fit.json", nn.Sequential(Part(shape=(4, 1)), Part(shape=(1, 4)))
         )
-    text = (tmp_path / "fit.json").read_text().replace('"format": 4', '"format": 1')
+    text = (tmp_path / "fit.json").read_text().replace('"format": 5', '"format": 1')
     (tmp_path / "fit.json").write_text(text)
     with pytest.raises(ValueError, match="`format` is 1, which another version of storage_ops"):
         storage_ops.load_fit(tmp_path / "fit.json", nn.Sequential(Part(shape=(1, 4))))

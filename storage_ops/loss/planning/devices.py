@@ -7,9 +7,10 @@ import functools
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from storage_ops.loss.planning.op_times import HostTimes, MeasuredTimes
 from storage_ops.matmul import scratch
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class Rates:
             this many multiplications.
         merge_seconds: assumed time for ranks to merge some rows, in two collectives of a few
             numbers each.
-        asking: seconds that Python takes to ask a policy about an op, or to look up a saved result.
-            0 if the device works meanwhile.
+        host: seconds of the host that add to the time of ops. 0 if the device works meanwhile.
         link: bytes per second to and from host memory, in each direction at the same time. 0 if the
             device has no other memory.
         fuses: whether code is compiled. Then elementwise ops and ops on rows move no bytes of their
@@ -43,6 +43,9 @@ class Rates:
         memory: usable bytes of a GPU, in whole GiB; 0 for a CPU. A GPU that is present has the
             memory that its driver reports. In the table, an H200's is measured, and
             docs/make-it-fit.md has the sources of the others.
+        op_times: measured times of ops, for predictions of `fit`. Ops without them take the time
+            that follows from the rates. Plans of the loss do not use
+            them, so that a calibration changes no result.
     """
 
     name: str
@@ -56,11 +59,12 @@ class Rates:
     few_rows16: float = 0.0
     copying: float = 10.0
     merge_seconds: float = 1e-3
-    asking: float = 0.0
+    host: HostTimes = field(default_factory=HostTimes)
     link: float = 0.0
     fuses: bool = False
     threads: int = 0
     memory: int = 0
+    op_times: MeasuredTimes = field(default_factory=MeasuredTimes, compare=False)
 
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Return the rate of products of elements of this size, in operations per second."""
@@ -83,12 +87,27 @@ def _gpu(
                  merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
 
+# Host times of a CPU: measured by `calibrate` on an AMD EPYC with AVX-512, with regions in C++.
+_HOST = HostTimes(op=7e-6, region=1e-4, discard=2.4e-4, decision=9e-6)
 # Both CPUs: two cores, torch 2.13. The rates of an AMD EPYC with AVX-512 are fitted to the times of
 # the products alone, in chunks and in slices. On an Intel Xeon with AMX, plans by its rates were
 # the fastest. Processors of one kind have similar ratios of rates, and plans depend on ratios only.
-_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, asking=1e-5)
+_AVX512 = Rates("cpu", 390e9, 200e9, 90e9, 14e9, 1 << 20, 2e-5, False, 6.0, host=_HOST)
 _AMX = Rates(
-    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, asking=1e-5
+    "cpu with AMX", 1100e9, 340e9, 170e9, 22e9, 2 << 20, 2e-5, False, copying=150.0, host=_HOST
+)
+
+# Measured times, in the format of a calibration (`Calibration.op_times`). The products are those of
+# the floor in benchmarks/results/nvidia-h200/linear_cross_entropy.json, a third of it each. The
+# copies are in row_kernel.json, with bytes read and written. No other op was measured alone.
+_OF_H200 = MeasuredTimes(
+    {
+        "aten::mm": {"bfloat16": ((1.074e12, 1.335e-3), (4.304e12, 5.451e-3))},
+        "aten::copy_": {
+            "bfloat16": ((5.243e8, 1.25e-4), (8.234e8, 1.94e-4), (2.101e9, 4.92e-4)),
+            "float32": ((1.049e9, 2.47e-4), (1.647e9, 3.86e-4), (4.203e9, 9.78e-4)),
+        },
+    }
 )
 
 # Matrix products: NVIDIA's data sheets (dense peaks) times 0.8, which large bf16 products reach.
@@ -100,7 +119,9 @@ _AMX = Rates(
 # Threads: multiprocessors of the data sheet, times the threads of one.
 _GEN6, _GEN5, _GEN4, _C2C = 0.8 * 128e9, 0.8 * 64e9, 0.8 * 32e9, 0.8 * 450e9
 GPUS = {
-    "h200": _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048),
+    "h200": replace(
+        _gpu("H200", 139, 790e12, 54e12, 4.3e12, 25 << 20, _GEN5, 132 * 2048), op_times=_OF_H200
+    ),
     "h100": _gpu("H100 SXM", 79, 790e12, 54e12, 3.0e12, 25 << 20, _GEN5, 132 * 2048),
     "gh200": _gpu("GH200", 94, 790e12, 54e12, 3.6e12, 25 << 20, _C2C, 132 * 2048),
     "b200": _gpu("B200", 178, 1800e12, 64e12, 7.2e12, 60 << 20, _GEN5, 148 * 2048),
