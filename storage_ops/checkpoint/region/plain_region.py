@@ -1,10 +1,13 @@
 """Call a function as a region, in C++ where the call is usual.
 
 `run` is how checkpointed modules call their forward. A call is usual if its arguments are plain
-tensors, no mode is active, and the library can note the state before it. Then the library's
-`PlainRegion` runs it and recomputes it (`csrc/checkpoint/plain_region.cpp`). It becomes a `Region`
-as soon as something is unusual: another state before the recompute, a second backward pass, a
-backward pass inside the forward, compiled autograd, or a tensor that another region discards.
+tensors, numbers, strings and tuples of them, and no mode is active. The library must also be able
+to note the state before the call. Then its `PlainRegion` runs and recomputes the function
+(`csrc/checkpoint/plain_region.cpp`).
+
+It becomes a `Region` as soon as something is unusual. Examples are another state before the
+recompute, a backward pass inside the forward, and compiled autograd. A tensor that another region
+discards is one, too.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Rates:
             memory that its driver reports. In the table, an H200's is measured, and
             docs/make-it-fit.md has the sources of the others.
         op_times: measured times of ops, for predictions of `fit`. Ops without them take the time
-            that follows from the rates. Plans of the loss do not use
-            them, so that a calibration changes no result.
+            that follows from the rates. Plans of the loss do not use them, so that a calibration
+            changes no result.
     """
 
     name: str
