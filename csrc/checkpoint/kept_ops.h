@@ -153,12 +153,12 @@ inline void abandon_all(bool needs_python) {
   }
 }
 
-struct Inside : at::ObserverContext {
-  Frame* frame;
-  explicit Inside(Frame* f) : frame(f) { ++frame->depth; }
-};
+// For each op that runs: the region whose depth it has increased, or null. An object for each op,
+// as `RecordFunction` can keep, takes longer.
+inline thread_local std::vector<Frame*> running_ops;
 
-inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& call) {
+// Returns the region in which an op begins, or null if the op is not counted.
+inline Frame* counting(const at::RecordFunction& call) {
   thread_local std::unordered_map<const char*, const Op*> known;
   Frame* f = top_frame;
   if (!f) return nullptr;
@@ -187,11 +187,20 @@ inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& 
     if (op->is_collective) abandon_all(true);  // its writes do not increment versions
     log_op(op);
   }
-  return std::make_unique<Inside>(f);
+  return f;
 }
 
-inline void op_ends(const at::RecordFunction&, at::ObserverContext* context) {
-  if (auto* inside = static_cast<Inside*>(context)) --inside->frame->depth;
+inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& call) {
+  Frame* f = counting(call);
+  if (f) ++f->depth;
+  running_ops.push_back(f);
+  return nullptr;
+}
+
+inline void op_ends(const at::RecordFunction&, at::ObserverContext*) {
+  if (running_ops.empty()) return;  // the callback was added again inside of the op
+  if (Frame* f = running_ops.back()) --f->depth;
+  running_ops.pop_back();
 }
 
 // ---- ops of policies ----------------------------------------------------------------------------

@@ -152,6 +152,7 @@ thread_local at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
 void push(Frame& frame) {
   if (!top_frame) {
+    running_ops.clear();
     callback = at::addThreadLocalCallback(
         at::RecordFunctionCallback(op_begins, op_ends).scopes({at::RecordScope::FUNCTION}));
   }
