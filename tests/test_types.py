@@ -10,7 +10,7 @@ import torch
 import storage_ops as so
 from storage_ops.checkpoint.discard import output_discard
 from storage_ops.checkpoint.layers import config
-from storage_ops.checkpoint.region import region
+from storage_ops.checkpoint.region import options
 from storage_ops.checkpoint.selective import policies
 from storage_ops.divergence import checks
 from storage_ops.fitting import actions
@@ -107,8 +107,8 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(4, 4))
         (of_losses.Normalize, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"normalize": "?"}),
         (of_losses.Estimator, so.losses.grpo, (X, W, TARGET, X[:, 0, 0]), {"kl_estimator": "?"}),
         (config.Mode, so.ActivationCheckpointConfig, (), {"mode": "?"}),
-        (region.DeterminismCheck, so.ActivationCheckpointConfig, (), {"determinism_check": "?"}),
-        (region.DeterminismCheck, so.OutputDiscardCheckpoint, (), {"determinism_check": "?"}),
+        (options.DeterminismCheck, so.ActivationCheckpointConfig, (), {"determinism_check": "?"}),
+        (options.DeterminismCheck, so.OutputDiscardCheckpoint, (), {"determinism_check": "?"}),
         (policies.PolicyName, so.ActivationCheckpointConfig, (), {"policy": "?"}),
         (actions.ActionName, so.fit, (LAYERS, X, "1GiB"), {"actions": ["?"]}),
         (transformers.Logits, so.patch_causal_lm, (LAYERS,), {"logits": "?"}),

@@ -285,6 +285,7 @@ PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
 }  // namespace
 
 std::unique_ptr<SavedVariableHooks> hooks_of_torch() {
+  if (!engine_of_torch) return Engine::get_default_engine().get_default_saved_variable_hooks();
   return engine_of_torch->get_default_saved_variable_hooks();
 }
 

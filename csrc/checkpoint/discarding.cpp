@@ -83,7 +83,7 @@ void restore(const SharedRegion& shared) {
   PlainRegion& plain = *shared;
   {
     const Lock lock(plain.mutex);
-    if (!plain.region && !plain.output->is_discarded) return;
+    if (!plain.region && (!plain.output || !plain.output->is_discarded)) return;
     if (recompute_in_task(shared)) return;
   }
   call_method(region_of(plain), "restore");
@@ -99,9 +99,9 @@ class ConsumerHooks final : public SavedVariableHooks {
     if (!is_output_ || !Py_IsInitialized()) return;
     const WithGil gil;
     const KeptError kept;
-    --shared_->output->uses;
+    if (shared_->output) --shared_->output->uses;
     if (!shared_->region) return;
-    const Ref key(PyLong_FromVoidPtr(shared_->output->key()));
+    const Ref key(PyLong_FromVoidPtr(key_));
     const Ref done(PyObject_CallMethod(shared_->region.get(), "forget_use", "O", key.get()));
     if (!done) PyErr_WriteUnraisable(shared_->region.get());
   }
@@ -110,7 +110,8 @@ class ConsumerHooks final : public SavedVariableHooks {
     bool by_python = !is_plain(t.unsafeGetTensorImpl());
     if (!by_python) {
       const WithGil gil;
-      is_output_ = t.storage().unsafeGetStorageImpl() == shared_->output->key();
+      key_ = t.storage().unsafeGetStorageImpl();
+      is_output_ = shared_->output && key_ == shared_->output->key();
       by_python = shared_->region || (!is_output_ && has_producer(t));
       if (!by_python && is_output_) ++shared_->output->uses;
     }
@@ -162,6 +163,7 @@ class ConsumerHooks final : public SavedVariableHooks {
   std::unique_ptr<SavedVariableHooks> python_;  // torch's, if it does the work
   at::Tensor tensor_;
   int64_t version_ = 0;
+  c10::StorageImpl* key_ = nullptr;  // of the output's storage, which may be freed
   bool is_output_ = false;
 };
 
@@ -176,21 +178,21 @@ PyObject* pack(PyObject* capsule, PyObject* t) {
 PyMethodDef pack_def{"pack", pack, METH_O, nullptr};
 
 // Calls a consumer with the output as its argument.
-Ref call_with_hooks(const SharedRegion& shared, PyObject* fn) {
+Ref call_with_hooks(const SharedRegion& shared, PyObject* fn, PyObject* output) {
   const Ref capsule = weak_capsule(shared);
   const Ref pack = owned(PyCFunction_NewEx(&pack_def, capsule.get(), functions.consumers));
   std::vector<Ref> contexts;
   contexts.push_back(owned(hooks_context(pack.get(), functions.unpack)));
-  const Ref args = owned(PyTuple_Pack(1, shared->output->tensor.get()));
+  const Ref args = owned(PyTuple_Pack(1, output));
   return owned(call_in(contexts, fn, args.get(), nullptr));
 }
 
 // Returns true if only consumers' saved tensors reference the output besides `hidden`, and it was
 // not modified.
 bool may_discard(const PlainRegion& plain, PyObject* hidden) {
+  if (plain.region || !plain.output) return false;
   const Output& output = *plain.output;
-  return !plain.region && has_one_owner(hidden) &&
-         output.handle.storage().use_count() == 2 + output.uses &&
+  return has_one_owner(hidden) && output.handle.storage().use_count() == 2 + output.uses &&
          output.handle._version() == output.version;
 }
 
@@ -218,16 +220,17 @@ Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_
     output.version = t._version();
     describe_plain(t, output.description);
   }
-  plain.output->tensor = std::move(hidden);
+  const Ref output = std::move(hidden);
+  plain.output->tensor = Ref::to(output.get());
   note_producer(shared);
   Ref outputs;
   try {
-    outputs = call_with_hooks(shared, fn);
+    outputs = call_with_hooks(shared, fn, output.get());
   } catch (...) {
-    plain.output->tensor = Ref();  // it references this region
+    if (plain.output) plain.output->tensor = Ref();  // it references this region
     throw;
   }
-  const Ref output = std::move(plain.output->tensor);
+  if (plain.output) plain.output->tensor = Ref();
   if (may_discard(plain, output.get())) {
     const Ref handle = owned(THPVariable_Wrap(plain.output->handle));
     owned(PyObject_CallFunctionObjArgs(functions.discard, handle.get(), plain.name.get(), nullptr));
@@ -235,7 +238,6 @@ Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_
   } else {
     if (!plain.region) plain.output->tensor = Ref::to(output.get());
     PyObject* region = region_of(plain);
-    plain.output->tensor = Ref();
     owned(PyObject_CallFunctionObjArgs(functions.finish, region, nullptr));
   }
   return outputs;
@@ -265,7 +267,7 @@ bool bind(PlainRegion& plain, PyObject* result) {
   const Ref again = owned(THPVariable_Wrap(alias_of(t)));
   owned(PyObject_CallFunctionObjArgs(functions.bind, handle.get(), again.get(), nullptr));
   forget_output(plain);
-  output.is_discarded = false;
+  plain.output.reset();  // from now on, only the saved tensors keep the bytes
   return true;
 }
 

@@ -7,6 +7,7 @@
 // key, which must not be replaced.
 #pragma once
 #include "op_log.h"
+#include "saved_tensors.h"
 // Python.h, which it includes, comes first.
 #include <ATen/Context.h>
 #include <ATen/core/boxing/impl/boxing.h>
@@ -32,6 +33,7 @@ struct Shapes {
   int64_t right = -1;  // its position among the arguments; negative if the shape does not matter
   bool others = true;  // all shapes but the named ones
   std::vector<std::vector<int64_t>> named;
+  bool offloads = false;  // whether the results go to host memory
 
   bool has(const torch::jit::Stack& stack, size_t arguments) const {
     if (right < 0) return true;
@@ -65,6 +67,7 @@ struct Policy {
 struct Store {
   Ref policy_object;
   Policy* policy = nullptr;
+  Ref away;  // the results in host memory
   bool preserves_random = true;
   Log log;
   size_t seen = 0;
@@ -251,6 +254,7 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
   run();
   if (store.is_abandoned) return;
   auto result = std::make_unique<Result>();
+  result->offloads = store.policy->ops.at(op).offloads;
   std::optional<c10::Device> device;
   bool is_new = true, is_inference = false;
   for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
@@ -302,6 +306,14 @@ inline void replay(Store& store, Cursor& cursor, const Op* op, torch::jit::Stack
   for (auto& [generator, state] : (*result)->random) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(state);
+  }
+  if ((*result)->trips) {
+    const WithGil gil;
+    Ref& trips = (*result)->trips;
+    if (!Ref(PyObject_CallFunctionObjArgs(texts.arrive, trips.get(), nullptr))) {
+      throw_python_error();  // a KeyboardInterrupt stays one
+    }
+    trips = Ref();
   }
   cursor.use(position);
   torch::jit::drop(*stack, arguments);

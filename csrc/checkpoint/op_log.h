@@ -26,7 +26,7 @@ namespace storage_ops {
 
 // The Python functions that `setup_results` got as arguments.
 struct Texts {
-  PyObject *difference, *failure, *modified, *end, *follow, *top_hooks, *origin;
+  PyObject *difference, *failure, *modified, *end, *follow, *top_hooks, *origin, *arrive;
 };
 
 inline Texts texts;
@@ -139,6 +139,8 @@ struct Result {
   // version counter of its own.
   c10::SmallVector<std::pair<at::Tensor, int64_t>, 3> versions;
   std::vector<std::pair<at::Generator, at::Tensor>> random;  // generator states after the op
+  bool offloads = false;
+  Ref trips;  // of its bytes to host memory and back. Empty when the result is freed.
 
   void watch(const at::Tensor& t) { versions.emplace_back(t, t._version()); }
   bool is_modified() const {

@@ -209,7 +209,7 @@ Ref repeat(PlainRegion& plain) {
     owned(PyObject_CallFunctionObjArgs(functions.check, again.get(), plain.name.get(), own.get(),
                                        nullptr));
   }
-  if (discarded && !bind(plain, result.get())) return {};
+  if (discarded && plain.output && !bind(plain, result.get())) return {};
   return again;
 }
 
@@ -266,6 +266,7 @@ PyObject* region_of(PlainRegion& plain) {
                            plain.saved.get(), plain.is_running ? Py_True : Py_False,
                            or_none(plain.recomputed), task.get(), output.get()));
     plain.region = owned(PyObject_CallObject(functions.make, parts.get()));
+    plain.output.reset();  // the region in Python has it
   }
   return plain.region.get();
 }

@@ -26,7 +26,7 @@ struct RegionFunctions {
 
 inline RegionFunctions functions;
 
-// The output of a region, which is discarded after a consumer has run.
+// The output of a region, which is discarded after a consumer has run, until it is bound back.
 struct Output {
   at::Tensor handle;  // an alias, which keeps the storage but not the graph
   Ref tensor;         // what the function returned, until the discard

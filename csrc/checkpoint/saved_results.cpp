@@ -82,10 +82,11 @@ std::string name_and_shapes(PyObject* row, Shapes& shapes) {
   const char* name = nullptr;
   PyObject* named = nullptr;
   long long right = -1;
-  int others = 1;
-  if (!PyArg_ParseTuple(row, "sLpO!", &name, &right, &others, &PyList_Type, &named)) {
+  int others = 1, offloads = 0;
+  if (!PyArg_ParseTuple(row, "sLpO!p", &name, &right, &others, &PyList_Type, &named, &offloads)) {
     throw PythonError();
   }
+  shapes.offloads = offloads != 0;
   shapes.right = right;
   shapes.others = others != 0;
   for (Py_ssize_t i = 0; i < PyList_Size(named); ++i) {
@@ -201,6 +202,7 @@ PyObject* enter(PyObject* self, PyObject*) {
         store.is_repeating = true;
         return Ref::to(self).release();
       }
+      if (store.away) owned(PyObject_CallMethod(store.away.get(), "fetch", nullptr));
       context.frame.cursor = std::make_unique<Cursor>(store.log);
     }
     const Ref hooks = owned(PyObject_CallFunctionObjArgs(texts.top_hooks, Py_False, nullptr));
@@ -228,6 +230,20 @@ PyObject* names_of(const std::vector<const Op*>& ops) {
   return names.release();
 }
 
+// Returns the tensors of a result, and all that share their storages.
+Ref tensors_of(const Result& result) {
+  const Ref values = owned(PyList_New(0)), others = owned(PyList_New(0));
+  const auto add = [](const Ref& list, const at::Tensor& t) {
+    const Ref object = owned(THPVariable_Wrap(t));
+    if (PyList_Append(list.get(), object.get()) < 0) throw PythonError();
+  };
+  for (const c10::IValue& value : result.values) {
+    for_tensors(value, [&](const at::Tensor& t) { add(values, t); });
+  }
+  for (const auto& [t, version] : result.versions) add(others, t);
+  return owned(PyTuple_Pack(2, values.get(), others.get()));
+}
+
 // Ends the log of a forward. Drops results that the forward has modified in place.
 PyObject* finish(Store& store) {
   Log& log = store.log;
@@ -249,8 +265,23 @@ PyObject* finish(Store& store) {
     }
   }
   log.add(&end_of_forward);
-  const Ref names(names_of(all)), lost(names_of(modified));
-  return PyObject_CallFunction(texts.end, "sOO", log.region.c_str(), names.get(), lost.get());
+  const Ref names(names_of(all)), lost(names_of(modified)), offloaded = owned(PyList_New(0));
+  std::vector<Result*> leaving;
+  for (Event& each : log.events) {
+    if (!each.result || !each.result->offloads) continue;
+    leaving.push_back(each.result.get());
+    const Ref tensors = tensors_of(*each.result);
+    if (PyList_Append(offloaded.get(), tensors.get()) < 0) throw PythonError();
+  }
+  const Ref away = owned(PyObject_CallFunction(texts.end, "sOOO", log.region.c_str(), names.get(),
+                                               lost.get(), offloaded.get()));
+  if (away.get() == Py_None) return none();
+  store.away = Ref::to(PyTuple_GetItem(away.get(), 0));
+  for (size_t i = 0; i < leaving.size(); ++i) {
+    PyObject* trips = PyTuple_GetItem(away.get(), 1);
+    leaving[i]->trips = Ref::to(PyList_GetItem(trips, static_cast<Py_ssize_t>(i)));
+  }
+  return none();
 }
 
 PyObject* leave(PyObject* self, PyObject* error) {
@@ -318,13 +349,13 @@ PyObject* new_results(PyTypeObject* type, PyObject* arguments, PyObject*) {
   });
 }
 
-// setup_results(difference, failure, modified, end, follow, top_hooks, origin, ignored)
+// setup_results(difference, failure, modified, end, follow, top_hooks, origin, arrive, ignored)
 PyObject* setup_results(PyObject*, PyObject* arguments) {
   Texts functions;
   PyObject* ignored = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOO", &functions.difference, &functions.failure,
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOO", &functions.difference, &functions.failure,
                         &functions.modified, &functions.end, &functions.follow,
-                        &functions.top_hooks, &functions.origin, &ignored)) {
+                        &functions.top_hooks, &functions.origin, &functions.arrive, &ignored)) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < PyList_Size(ignored); ++i) {

@@ -49,12 +49,13 @@ SETS = {
     "shapes": policies.save_mm_shapes([(16, 64), (8, 8)]),
     "all but shapes": policies.difference(policies.matmuls, policies.save_mm_shapes([(16, 64)])),
     "every_kth of shapes": policies.every_kth(policies.save_mm_shapes([(16, 64)]), 2),
+    "offload": policies.offload(policies.matmuls),
+    "some offloaded": policies.union(policies.attention, policies.offload(policies.matmuls)),
 }
 OTHERS = {
     "everything": policies.everything,
     "communication": policies.communication,
     "save_calls": policies.save_calls([("aten::mm", 0)]),
-    "offload": policies.offload(policies.matmuls),
     "function": lambda ctx, op, *args, **kwargs: True,
     "every_kth of every_kth": policies.every_kth(policies.every_other_mm, 2),
     "difference of every_kth": policies.difference(policies.matmuls, policies.every_other_mm),
@@ -69,6 +70,21 @@ def test_which_policies_are_sets_of_ops():
         {"aten::mm": op_sets.ALL}, 1
     )
     assert op_sets.ops_saved(policies.every_other_mm).k == 2
+
+
+def test_sets_of_offloaded_ops():
+    mm = policies.save("aten.mm.default")
+    both = policies.union(mm, policies.save("aten.bmm.default"))
+    shaped, away = policies.save_mm_shapes([(1, 2)]), policies.offload(both)
+    every = frozenset({"aten::mm", "aten::bmm"})
+    assert op_sets.ops_saved(away).offloaded == every
+    second = op_sets.OpsSaved(dict.fromkeys(every, op_sets.ALL), 2, every)
+    assert op_sets.ops_saved(policies.every_kth(away, 2)) == second
+    assert op_sets.ops_saved(policies.offload(policies.every_kth(both, 2))) == second
+    assert op_sets.ops_saved(policies.union(mm, away)).offloaded == {"aten::bmm"}
+    assert op_sets.ops_saved(policies.difference(away, mm)).offloaded == {"aten::bmm"}
+    assert op_sets.ops_saved(policies.difference(mm, away)) == ({}, 1, frozenset())
+    assert op_sets.ops_saved(policies.union(shaped, away)) is None  # by the shape of each product
 
 
 def test_sets_of_shapes():

@@ -439,7 +439,8 @@ class Region:
 
     def forget_use(self, key: int) -> None:
         """Note that a saved tensor of a consumer that shared this storage was freed."""
-        self.uses[key] -= 1
+        if key in self.uses:  # not if the library has bound the output back before
+            self.uses[key] -= 1
 
     def _note_saved(self, t: Tensor) -> None:
         key = storage_key(t)

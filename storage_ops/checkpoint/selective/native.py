@@ -121,19 +121,30 @@ def warn_of_modified(region: str, names: Iterable[str]) -> None:
     )
 
 
-def _end(region: str, unsaved: list[str], modified: list[str]) -> None:
+def _end(
+    region: str,
+    unsaved: list[str],
+    modified: list[str],
+    offloaded: list[tuple[list[Tensor], list[Tensor]]],
+) -> tuple[offload.Away, list[list[offload.Trip]]] | None:
     """End the forward of a region.
 
     Args:
         region: its name.
         unsaved: the ops that ran, if no result was saved.
         modified: the ops whose results were modified in the region.
+        offloaded: for each result that goes to host memory: its tensors, and all that share them.
+
+    Returns:
+        The results in host memory, and for each of `offloaded` its copies; None if there are none.
     """
     if unsaved:
         warn_of_nothing(region, Counter(unsaved))
+    trips = [offload.trips_of(values, others) for values, others in offloaded]
     offload.region_ended()
     if modified:
         warn_of_modified(region, modified)
+    return (offload.Away(trip for each in trips for trip in each), trips) if any(trips) else None
 
 
 def _follow(note: Callable[[Tensor], None], hooks: tuple[Any, Any]) -> saved_tensors_hooks:
@@ -155,7 +166,7 @@ def _set_up() -> Any:
     if native is not None:
         native.setup_results(
             describe_difference, describe_failure, describe_modified, _end, _follow,
-            torch._C._autograd._top_saved_tensors_default_hooks, _origin,
+            torch._C._autograd._top_saved_tensors_default_hooks, _origin, offload.arrive,
             sorted(map(name_of, SAC_IGNORED_OPS)),
         )  # fmt: skip
     return native

@@ -17,8 +17,16 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from storage_ops.checkpoint.selective.copies import Copies, Copy, read_as
-from storage_ops.storage.storage import discard_storage, is_discarded, share_storage
+from storage_ops.checkpoint.saved.guard import by_storage, storage_key
+from storage_ops.checkpoint.saved.ref_counts import is_shared_by_at_most
+from storage_ops.checkpoint.selective.copies import Copies, Copy, copies_for, read_as
+from storage_ops.storage.storage import (
+    discard_storage,
+    is_discarded,
+    is_own,
+    locals_of,
+    share_storage,
+)
 
 _MESSAGE = (
     "This result of a checkpointed region is in host memory, by a policy that says 'offload', and "
@@ -57,6 +65,36 @@ class Trip:
         elif self._out is not None:
             self._out.wait()  # it reads memory that may be freed next
         self._out = self._back = None
+
+
+def trips_of(values: list[Tensor], others: Iterable[Tensor]) -> list[Trip]:
+    """Begin to copy the bytes of a result to host memory, if they have no other users.
+
+    Args:
+        values: the tensors of the result.
+        others: all other tensors with these bytes that the region knows.
+    """
+    trips = []
+    ours = {id(t): t for t in (*values, *others)}
+    for key, t in by_storage(values).items():
+        references = sum(storage_key(each) == key for each in ours.values())
+        inside = locals_of("offload", "a result", t)
+        copies = copies_for(inside[0]) if len(inside) == 1 else None
+        if (
+            copies is not None
+            and not is_discarded(t)
+            and is_own(inside[0])
+            and is_shared_by_at_most(key, references)
+        ):
+            trips.append(Trip(inside[0], copies))
+    return trips
+
+
+def arrive(trips: list[Trip]) -> None:
+    """Bring the bytes of a result back to the device permanently. Empty the list."""
+    while trips:
+        trips[0].arrive()
+        trips.pop(0)
 
 
 class Away:

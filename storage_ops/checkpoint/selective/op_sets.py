@@ -57,10 +57,12 @@ class OpsSaved(NamedTuple):
         shapes: for each op whose results it saves, the shapes of the right factor for which it
             does.
         k: it saves the first of these results and every k-th after it.
+        offloaded: the ops whose saved results are in host memory.
     """
 
     shapes: dict[str, Shapes]
     k: int = 1
+    offloaded: frozenset[str] = frozenset()
 
 
 def ops_saved(policy: Policy) -> OpsSaved | None:
@@ -75,7 +77,10 @@ def ops_saved(policy: Policy) -> OpsSaved | None:
         return OpsSaved({name: shapes for name in _names_of_rows(policy) if _right(name) >= 0})
     if isinstance(policy, policies._EveryKth):
         inner = ops_saved(policy.policy)
-        return OpsSaved(inner.shapes, policy.k) if inner is not None and inner.k == 1 else None
+        return inner._replace(k=policy.k) if inner is not None and inner.k == 1 else None
+    if isinstance(policy, policies._Offload):
+        inner = ops_saved(policy.policy)
+        return None if inner is None else inner._replace(offloaded=frozenset(inner.shapes))
     if isinstance(policy, policies._Union):
         parts = [ops_saved(part) for part in policy.parts]
     elif isinstance(policy, policies._Difference):
@@ -91,16 +96,35 @@ def ops_saved(policy: Policy) -> OpsSaved | None:
             before = saved.get(name, NONE)
             is_union = isinstance(policy, policies._Union)
             saved[name] = before.with_those_of(shapes) if is_union else before.without(shapes)
-    return OpsSaved({name: shapes for name, shapes in saved.items() if shapes != NONE})
+    known = [part for part in parts if part is not None]
+    if isinstance(policy, policies._Difference):
+        offloaded = known[0].offloaded
+    else:  # a result is on the device if one of the policies saves it there
+        offloaded = frozenset[str]().union(*(part.offloaded for part in known))
+        for part in known:
+            kept = frozenset(part.shapes) - part.offloaded
+            if any(part.shapes[name] != ALL for name in offloaded & kept):
+                return None
+            offloaded -= kept
+    shapes_of = {name: shapes for name, shapes in saved.items() if shapes != NONE}
+    return OpsSaved(shapes_of, offloaded=offloaded & frozenset(shapes_of))
 
 
-def rows_of(ops: OpsSaved) -> list[tuple[str, int, bool, list[Shape]]]:
-    """Return a tuple for each op: its name, the position of the right factor, and its shapes.
+def rows_of(ops: OpsSaved) -> list[tuple[str, int, bool, list[Shape], bool]]:
+    """Return a tuple for each op, which the library reads.
 
-    The position is -1 if the op is saved for all shapes.
+    It has the name, the position of the right factor, whether shapes that are not named are saved,
+    the named shapes, and whether results are offloaded. The position is -1 if the op is saved for
+    all shapes.
     """
     return [
-        (name, -1 if shapes == ALL else _right(name), shapes.others, sorted(shapes.named))
+        (
+            name,
+            -1 if shapes == ALL else _right(name),
+            shapes.others,
+            sorted(shapes.named),
+            name in ops.offloaded,
+        )
         for name, shapes in sorted(ops.shapes.items())
     ]
 

@@ -32,13 +32,11 @@ from storage_ops.checkpoint.saved.matching import Cursor, Log, describe_modified
 from storage_ops.checkpoint.saved.ref_counts import is_shared_by_at_most
 from storage_ops.checkpoint.selective import native, offload, policies
 from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, written_by
-from storage_ops.checkpoint.selective.copies import copies_for
 from storage_ops.checkpoint.selective.offload import Away, Trip
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.state.execution import rng_of
 from storage_ops.foundation.op_names import Op, name_of, readable
 from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of
-from storage_ops.storage.storage import is_discarded, is_own, locals_of
 
 # A function that sets the state, and the state.
 RandomState = list[tuple[Callable[[Tensor], object], Tensor]]
@@ -187,18 +185,7 @@ class _Result:
 
     def depart(self) -> None:
         """Begin to copy the bytes to host memory, if they have no other users."""
-        ours = {id(t): t for t in (*tensors_in(self.value), *(t for t, _ in self.versions))}
-        for key, t in by_storage(tensors_in(self.value)).items():
-            references = sum(storage_key(each) == key for each in ours.values())
-            inside = locals_of("offload", "a result", t)
-            copies = copies_for(inside[0]) if len(inside) == 1 else None
-            if (
-                copies is not None
-                and not is_discarded(t)
-                and is_own(inside[0])
-                and is_shared_by_at_most(key, references)
-            ):
-                self.trips.append(Trip(inside[0], copies))
+        self.trips = offload.trips_of(tensors_in(self.value), [t for t, _ in self.versions])
 
     def pack(self, hooks: Hooks) -> None:
         """Pass the tensors to saved-tensor hooks. Later modifications are not detected."""
@@ -207,9 +194,7 @@ class _Result:
 
     def read(self) -> Any:
         """Return the result of the op. Its tensors have no history."""
-        while self.trips:
-            self.trips[0].arrive()
-            self.trips.pop(0)
+        offload.arrive(self.trips)
         return with_tensors(_unpacked, self.value, (Tensor, _Packed))
 
 
