@@ -26,10 +26,14 @@ from storage_ops.loss.reference import reduced, results_of
 _COPIES = 6  # float32 copies of a piece's logits in its backward: base, low rank, sum, softmax, ...
 
 
-@torch.compiler.assume_constant_result
 def _most(device: torch.device) -> int:
-    """Return the largest default budget on a device. Dynamo cannot trace the look-up."""
+    """Return the largest default budget on a device."""
     return most(rates_of(device))
+
+
+# Dynamo cannot trace the look-up. `torch.compiler.assume_constant_result` sets this attribute, but
+# imports Dynamo, which takes a second.
+_most._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def piece_rows(hidden: Tensor, classes: int, itemsize: int, budget: int | None) -> int:
