@@ -7,17 +7,15 @@
 namespace storage_ops {
 namespace {
 
-// The error that code of Python sees as the one being handled, while context managers end.
+// Lets code of Python see an error as the one being handled, while a context manager ends.
 class Handled {
  public:
-  Handled() { PyErr_GetExcInfo(&before_[0], &before_[1], &before_[2]); }
-  ~Handled() { PyErr_SetExcInfo(before_[0], before_[1], before_[2]); }
-
-  static void set(PyObject* const error[3]) {
-    PyObject* own[3];
-    for (int i = 0; i < 3; ++i) own[i] = Ref::to(error[i] ? error[i] : Py_None).release();
-    PyErr_SetExcInfo(own[0], own[1], own[2]);
+  explicit Handled(const Error& error) {
+    PyErr_GetExcInfo(&before_[0], &before_[1], &before_[2]);
+    PyErr_SetExcInfo(Ref::to(error.kind()).release(), Ref::to(error.value()).release(),
+                     Ref::to(error.trace()).release());
   }
+  ~Handled() { PyErr_SetExcInfo(before_[0], before_[1], before_[2]); }
 
  private:
   PyObject* before_[3];
@@ -37,27 +35,17 @@ PyObject* leave(const std::vector<Ref>& contexts, const std::vector<Ref>& exits,
       if (!done) result = Ref();
       continue;
     }
-    PyObject* error[3];
-    PyErr_Fetch(&error[0], &error[1], &error[2]);
-    PyErr_NormalizeException(&error[0], &error[1], &error[2]);
-    if (error[2]) PyException_SetTraceback(error[1], error[2]);
-    const Ref kind(error[0]), value(error[1]), trace(error[2]);
+    Error error;
     int is_suppressed = -1;
     {
-      const Handled handled;
-      Handled::set(error);
-      PyObject* traceback = trace ? trace.get() : Py_None;
-      const Ref done(
-          PyObject_CallFunctionObjArgs(exit, context, kind.get(), value.get(), traceback, nullptr));
+      const Handled handled(error);
+      const Ref done(PyObject_CallFunctionObjArgs(exit, context, error.kind(), error.value(),
+                                                  error.trace(), nullptr));
       if (done) is_suppressed = PyObject_IsTrue(done.get());
     }
-    if (is_suppressed < 0) continue;  // with an error of its own
-    if (is_suppressed) {
-      result = Ref(none());
-    } else {
-      PyErr_Restore(Ref::to(kind.get()).release(), Ref::to(value.get()).release(),
-                    trace ? Ref::to(trace.get()).release() : nullptr);
-    }
+    if (is_suppressed > 0) result = Ref(none());
+    if (is_suppressed == 0) error.restore();
+    // Otherwise the context manager has set an error of its own.
   }
   return result.release();
 }

@@ -36,14 +36,10 @@ Engine* engine_of_torch = nullptr;  // the same object as long as the process li
 struct Callables {
   Ref pack, unpack;
   PackHook hook;
-  bool is_consumer = false;
-  WeakRegion consumed;  // the region whose output a consumer gets
+  WeakRegion consumed;  // the region whose output a consumer gets, if these are its hooks
 
   Callables(PyObject* p, PyObject* u)
-      : pack(Ref::to(p)), unpack(Ref::to(u)), hook(pack_hook_of(p)) {
-    consumed = consumed_region(p);
-    is_consumer = !consumed.expired();
-  }
+      : pack(Ref::to(p)), unpack(Ref::to(u)), hook(pack_hook_of(p)), consumed(consumed_region(p)) {}
 
   // Returns a tensor of a region that does not need Python, or an undefined tensor.
   at::Tensor read_natively(size_t index) const {
@@ -164,8 +160,7 @@ class Hooks final : public SavedVariableHooks {
   }
 
  private:
-  // Lets the region decide. torch's hooks throw the exception that stands for a Python
-  // error in torch, whose class does not compile with the stable ABI of CPython.
+  // Lets the region decide.
   at::Tensor read_of_region() const {
     const WithGil gil;
     try {
@@ -191,7 +186,7 @@ class Hooks final : public SavedVariableHooks {
 };
 
 std::unique_ptr<SavedVariableHooks> Callables::hooks(const Shared& shared) const {
-  if (is_consumer) return consumer_hooks(consumed);
+  if (SharedRegion region = consumed.lock()) return consumer_hooks(std::move(region));
   return std::make_unique<Hooks>(shared);
 }
 

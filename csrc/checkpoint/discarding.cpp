@@ -170,8 +170,8 @@ class ConsumerHooks final : public SavedVariableHooks {
 // The hooks in Python, which other users of torch's stack of hooks see.
 PyObject* pack(PyObject* capsule, PyObject* t) {
   return guarded([&] {
-    const Ref region = owned(producer(capsule, nullptr));
-    return PyObject_CallFunctionObjArgs(functions.pack, region.get(), t, nullptr);
+    owned(producer(capsule, nullptr));  // from now on, the region in Python counts the uses
+    return PyObject_CallFunctionObjArgs(functions.pack, t, nullptr);
   });
 }
 
@@ -205,8 +205,8 @@ WeakRegion consumed_region(PyObject* pack_function) {
   return *weak_in(PyCFunction_GetSelf(pack_function));
 }
 
-std::unique_ptr<SavedVariableHooks> consumer_hooks(const WeakRegion& region) {
-  return std::make_unique<ConsumerHooks>(region.lock());
+std::unique_ptr<SavedVariableHooks> consumer_hooks(SharedRegion region) {
+  return std::make_unique<ConsumerHooks>(std::move(region));
 }
 
 Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_t first_node) {

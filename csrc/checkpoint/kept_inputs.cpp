@@ -109,7 +109,7 @@ Ref rebuild_kwargs(const Inputs& inputs, const std::vector<Ref>* tensors) {
 Ref list_of(const std::vector<Ref>& objects) {
   Ref list = owned(PyList_New(0));
   for (const Ref& each : objects) {
-    if (PyList_Append(list.get(), each.get()) < 0) throw PythonError();
+    append(list, each);
   }
   return list;
 }
@@ -168,7 +168,7 @@ PyObject* traits(PyObject* self, PyObject*) {
       const Ref strides = tuple_of(input.strides.data(), input.strides.size());
       PyObject* needs_grad = input.needs_grad ? Py_True : Py_False;
       const Ref pair = owned(PyTuple_Pack(2, needs_grad, strides.get()));
-      if (PyList_Append(list.get(), pair.get()) < 0) throw PythonError();
+      append(list, pair);
     }
     return list.release();
   });
@@ -177,6 +177,10 @@ PyObject* traits(PyObject* self, PyObject*) {
 // has_producer(): returns True if another region can recompute the storage of a tensor.
 PyObject* get_has_producer(PyObject* self, PyObject*) {
   return PyBool_FromLong(data_of<Inputs>(self).has_producer);
+}
+
+Py_ssize_t count(PyObject* self) {
+  return static_cast<Py_ssize_t>(data_of<Inputs>(self).tensors.size());
 }
 
 PyMethodDef methods[] = {{"again", again, METH_NOARGS, nullptr},
@@ -220,6 +224,7 @@ bool add_inputs(PyObject* module) {
   PyType_Slot slots[] = {{Py_tp_new, slot(new_inputs)},
                          {Py_tp_dealloc, slot(destroy<Inputs>)},
                          {Py_tp_methods, methods},
+                         {Py_sq_length, slot(count)},
                          {0, nullptr}};
   return add_type<Inputs>(module, "storage_ops._saved_tensors.KeptInputs", slots) != nullptr;
 }

@@ -70,11 +70,10 @@ PyObject* read(PyObject* self, PyObject* index) {
 PyMethodDef note_def{"note", note, METH_O, nullptr};
 PyMethodDef read_def{"read", read, METH_O, nullptr};
 
-std::vector<Ref> with_first(Ref first, PyObject* contexts, Py_ssize_t begin, Py_ssize_t end) {
-  std::vector<Ref> all;
-  all.push_back(std::move(first));
-  for (Py_ssize_t i = begin; i < end; ++i) all.push_back(Ref::to(PyTuple_GetItem(contexts, i)));
-  return all;
+void add_some(std::vector<Ref>& contexts, PyObject* tuple, Py_ssize_t begin, Py_ssize_t end) {
+  for (Py_ssize_t i = begin; i < end; ++i) {
+    contexts.push_back(Ref::to(PyTuple_GetItem(tuple, i)));
+  }
 }
 
 // forward(args, kwargs): runs the function; returns what it returns.
@@ -143,28 +142,6 @@ class Hooked {
   std::vector<std::pair<Ref, Py_ssize_t>> before_;
 };
 
-// The Python error that is set. It is dropped if it is not restored.
-class Error {
- public:
-  Error() {
-    PyObject* parts[3];
-    PyErr_Fetch(&parts[0], &parts[1], &parts[2]);
-    PyErr_NormalizeException(&parts[0], &parts[1], &parts[2]);
-    for (int i = 0; i < 3; ++i) parts_[i] = Ref(parts[i]);
-  }
-  PyObject* value() const { return parts_[1].get(); }
-  bool is_a(PyObject* kind) const {
-    return PyErr_GivenExceptionMatches(parts_[0].get(), kind) != 0;
-  }
-  [[noreturn]] void raise() {
-    PyErr_Restore(parts_[0].release(), parts_[1].release(), parts_[2].release());
-    throw PythonError();
-  }
-
- private:
-  Ref parts_[3];
-};
-
 bool is_as_before(PyObject* attention) {
   const Ref same = owned(PyObject_CallFunctionObjArgs(functions.is_as_before, attention, nullptr));
   return same.get() == Py_True;
@@ -188,9 +165,9 @@ Ref repeat(PlainRegion& plain) {
   {
     const Ref pack = owned(pack_hook_again(again.get()));
     const Ref unpack = owned(PyObject_GetAttrString(again.get(), "read"));
-    Ref hooks = owned(hooks_context(pack.get(), unpack.get()));
-    contexts = with_first(std::move(hooks), own.get(), 1, PyTuple_Size(own.get()));
-    contexts.insert(contexts.begin(), Ref::to(snapshot.get()));
+    contexts.push_back(Ref::to(snapshot.get()));
+    contexts.push_back(owned(hooks_context(pack.get(), unpack.get())));
+    add_some(contexts, own.get(), 1, PyTuple_Size(own.get()));
   }
   const Ref result(call_in(contexts, fn.get(), arguments->args.get(), arguments->kwargs.get()));
   std::optional<Error> error;
@@ -282,16 +259,18 @@ Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs) {
   const Ref reading = owned(PyCFunction_NewEx(&read_def, self, nullptr));
   const Ref pack = pack_hook(plain.saved.get(), noting.get(), false);
   const Ref unpack = unpack_hook(plain.saved.get(), reading.get());
-  Ref hooks = owned(hooks_context(pack.get(), unpack.get()));
+  std::vector<Ref> contexts;
+  contexts.push_back(owned(hooks_context(pack.get(), unpack.get())));
   PyObject* own = plain.contexts.get();
-  const auto contexts =
-      with_first(std::move(hooks), own, 0, std::min<Py_ssize_t>(PyTuple_Size(own), 1));
+  add_some(contexts, own, 0, std::min<Py_ssize_t>(PyTuple_Size(own), 1));
   plain.is_running = true;
   Ref outputs(call_in(contexts, plain.fn.get(), args, kwargs));
   if (!outputs) {
     Error error;
-    owned(PyObject_CallFunctionObjArgs(functions.explain_forward, plain.name.get(), error.value(),
-                                       nullptr));
+    if (error.is_a(PyExc_RuntimeError)) {
+      owned(PyObject_CallFunctionObjArgs(functions.explain_transform, plain.name.get(),
+                                         error.value(), nullptr));
+    }
     error.raise();
   }
   if (plain.region || !is_unchanged(plain.snapshot.get())) call_method(region_of(plain), "finish");
@@ -347,15 +326,18 @@ PyMethodDef methods[] = {{"forward", forward, METH_VARARGS, nullptr},
                          {"region", get_region, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
-// setup_regions(make, explain_forward, explain, check, forget_hooks, group, is_as_before,
+// setup_regions(make, explain_transform, explain, check, forget_hooks, group, is_as_before,
 //               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers)
 PyObject* setup_regions(PyObject*, PyObject* arguments) {
   RegionFunctions all;
-  PyObject** const places[] = {
-      &all.make,         &all.explain_forward, &all.explain,      &all.check,
-      &all.forget_hooks, &all.group,           &all.is_as_before, &all.number_issued,
-      &all.groups,       &all.discard,         &all.bind,         &all.finish,
-      &all.pack,         &all.unpack,          &all.packed,       &all.consumers};
+  PyObject** const places[] = {&all.make,         &all.explain_transform,
+                               &all.explain,      &all.check,
+                               &all.forget_hooks, &all.group,
+                               &all.is_as_before, &all.number_issued,
+                               &all.groups,       &all.discard,
+                               &all.bind,         &all.finish,
+                               &all.pack,         &all.unpack,
+                               &all.packed,       &all.consumers};
   Py_ssize_t at = 0;
   for (PyObject** place : places) {
     *place = PyTuple_GetItem(arguments, at++);

@@ -20,7 +20,7 @@ namespace storage_ops {
 
 // The Python functions and objects that `setup_regions` got as arguments.
 struct RegionFunctions {
-  PyObject *make, *explain_forward, *explain, *check, *forget_hooks, *group, *is_as_before;
+  PyObject *make, *explain_transform, *explain, *check, *forget_hooks, *group, *is_as_before;
   PyObject *number_issued, *groups, *discard, *bind, *finish, *pack, *unpack, *packed, *consumers;
 };
 
@@ -101,6 +101,6 @@ void forget_output(PlainRegion& plain);
 
 // Returns the region whose output the code around which this pack hook is consumes, if it is ours.
 WeakRegion consumed_region(PyObject* pack);
-std::unique_ptr<torch::autograd::SavedVariableHooks> consumer_hooks(const WeakRegion& region);
+std::unique_ptr<torch::autograd::SavedVariableHooks> consumer_hooks(SharedRegion region);
 
 }  // namespace storage_ops

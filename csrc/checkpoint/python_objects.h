@@ -58,11 +58,41 @@ PyObject* guarded(F&& run) {
   return nullptr;
 }
 
+inline void append(const Ref& list, const Ref& item) {
+  if (PyList_Append(list.get(), item.get()) < 0) throw PythonError();
+}
+
 inline PyObject* none() { return Ref::to(Py_None).release(); }
 
 struct WithGil {
   PyGILState_STATE state = PyGILState_Ensure();
   ~WithGil() { PyGILState_Release(state); }
+};
+
+// The Python error that is set. It is dropped if it is not restored.
+class Error {
+ public:
+  Error() {
+    PyObject* parts[3];
+    PyErr_Fetch(&parts[0], &parts[1], &parts[2]);
+    PyErr_NormalizeException(&parts[0], &parts[1], &parts[2]);
+    if (parts[2]) PyException_SetTraceback(parts[1], parts[2]);
+    for (int i = 0; i < 3; ++i) parts_[i] = Ref(parts[i]);
+  }
+  PyObject* kind() const { return parts_[0].get(); }
+  PyObject* value() const { return parts_[1].get(); }
+  PyObject* trace() const { return parts_[2] ? parts_[2].get() : Py_None; }
+  bool is_a(PyObject* kind) const {
+    return PyErr_GivenExceptionMatches(parts_[0].get(), kind) != 0;
+  }
+  void restore() { PyErr_Restore(parts_[0].release(), parts_[1].release(), parts_[2].release()); }
+  [[noreturn]] void raise() {
+    restore();
+    throw PythonError();
+  }
+
+ private:
+  Ref parts_[3];
 };
 
 // Keeps the Python error that is set, if any, while a destructor calls Python.

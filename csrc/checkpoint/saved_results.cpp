@@ -225,7 +225,7 @@ PyObject* names_of(const std::vector<const Op*>& ops) {
   Ref names = owned(PyList_New(0));
   for (const Op* op : ops) {
     const Ref name = owned(PyUnicode_FromString(op->name.c_str()));
-    if (PyList_Append(names.get(), name.get()) < 0) throw PythonError();
+    append(names, name);
   }
   return names.release();
 }
@@ -235,7 +235,7 @@ Ref tensors_of(const Result& result) {
   const Ref values = owned(PyList_New(0)), others = owned(PyList_New(0));
   const auto add = [](const Ref& list, const at::Tensor& t) {
     const Ref object = owned(THPVariable_Wrap(t));
-    if (PyList_Append(list.get(), object.get()) < 0) throw PythonError();
+    append(list, object);
   };
   for (const c10::IValue& value : result.values) {
     for_tensors(value, [&](const at::Tensor& t) { add(values, t); });
@@ -271,7 +271,7 @@ PyObject* finish(Store& store) {
     if (!each.result || !each.result->offloads) continue;
     leaving.push_back(each.result.get());
     const Ref tensors = tensors_of(*each.result);
-    if (PyList_Append(offloaded.get(), tensors.get()) < 0) throw PythonError();
+    append(offloaded, tensors);
   }
   const Ref away = owned(PyObject_CallFunction(texts.end, "sOOO", log.region.c_str(), names.get(),
                                                lost.get(), offloaded.get()));

@@ -196,7 +196,7 @@ PyObject* list_of(const std::vector<Description>& descriptions, size_t size) {
   Ref list = owned(PyList_New(0));
   for (size_t i = 0; i < size; ++i) {
     const Ref description = python_of(descriptions[i]);
-    if (PyList_Append(list.get(), description.get()) < 0) throw PythonError();
+    append(list, description);
   }
   return list.release();
 }

@@ -143,7 +143,7 @@ PyObject* random(PyObject* self, PyObject*) {
       const Ref state = owned(THPVariable_Wrap(each.state));
       const std::string device = each.generator.device().str();
       const Ref pair = owned(Py_BuildValue("sO", device.c_str(), state.get()));
-      if (PyList_Append(pairs.get(), pair.get()) < 0) throw PythonError();
+      append(pairs, pair);
     }
     return pairs.release();
   });

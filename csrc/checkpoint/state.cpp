@@ -52,7 +52,7 @@ PyObject* written(PyObject* self, PyObject*) {
       if (all[i].version >= 0 && version_of(all[i].tensor) != all[i].version) {
         const auto version = static_cast<long long>(all[i].version);
         const Ref pair = owned(Py_BuildValue("nL", static_cast<Py_ssize_t>(i), version));
-        if (PyList_Append(pairs.get(), pair.get()) < 0) throw PythonError();
+        append(pairs, pair);
       }
     }
     return pairs.release();
@@ -68,7 +68,7 @@ PyObject* frozen_or_not(PyObject* self, PyObject*) {
       if (all[i].tensor.requires_grad() == needed_grad) continue;
       PyObject* before = needed_grad ? Py_True : Py_False;
       const Ref pair = owned(Py_BuildValue("nO", static_cast<Py_ssize_t>(i), before));
-      if (PyList_Append(pairs.get(), pair.get()) < 0) throw PythonError();
+      append(pairs, pair);
     }
     return pairs.release();
   });

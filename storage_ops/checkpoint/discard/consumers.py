@@ -36,6 +36,12 @@ def _read(packed: SavedTensor | _Handed) -> Tensor:
     return packed.read()
 
 
+def _pack(t: Tensor) -> SavedTensor:
+    """Return the object for a tensor that a consumer saves."""
+    region = producer_of(t)
+    return SavedTensor(t) if region is None else SavedOutput(t, region)
+
+
 class ConsumerHooks:
     """Context manager around consumers of regions' outputs.
 
@@ -71,10 +77,9 @@ class ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(t: Tensor) -> SavedTensor | _Handed:
-            region = producer_of(t)
-            if region is not None:
-                return SavedOutput(t, region)
-            return SavedTensor(t) if outer is None else _Handed(outer[0](t), outer[1])
+            if outer is None or producer_of(t) is not None:
+                return _pack(t)
+            return _Handed(outer[0](t), outer[1])
 
         pack.keeps_others = outer is None  # type: ignore[attr-defined]
         self.start = torch._C._autograd._get_sequence_nr()
@@ -116,12 +121,6 @@ class ConsumerHooks:
                     or entry.key in stored
                     or is_referenced(now, before, entry, self._variables)
                 )
-
-
-def _pack(region: Region, t: Tensor) -> SavedTensor:
-    """Return the object for a tensor that a consumer of the output of a region saves."""
-    producer = producer_of(t)
-    return SavedTensor(t) if producer is None else SavedOutput(t, producer)
 
 
 def _packed(t: Tensor, version: int, region: Region | None) -> SavedTensor:

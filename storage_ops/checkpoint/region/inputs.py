@@ -55,8 +55,7 @@ class Inputs:
         self._spec: Any = None
         self.plain: list[Any] = []
         if self._native is not None:
-            count = len(self._native.traits())
-            self.tensors = [self._native.unpack(i) for i in range(count)]
+            self.tensors = [self._native.unpack(i) for i in range(len(self._native))]
             return
         flat, self._spec = _flatten(args, kwargs)
         self.tensors, self.plain, self._at = flat, [], range(len(flat))

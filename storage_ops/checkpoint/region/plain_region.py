@@ -156,12 +156,6 @@ def _discard(handle: Tensor, name: str) -> None:
     discard_storage(handle, guard=guard.message(name), allow_leaf=True)
 
 
-def _explain_forward(name: str, error: BaseException) -> None:
-    """Raise a better error than that of a forward, if there is one."""
-    if isinstance(error, RuntimeError):
-        explain_transform(name, error)
-
-
 def _explain(name: str, fn: Callable[..., object], error: BaseException) -> None:
     """Raise a better error than that of a recompute, if there is one."""
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
@@ -182,7 +176,7 @@ def set_up_consumers(finish: Any, pack: Any, unpack: Any, packed: Any, module: s
 
     Args:
         finish: discards the output of a region after its consumer, if nothing references it.
-        pack, unpack: the hooks of a consumer, for a region and a saved tensor.
+        pack, unpack: the hooks of a consumer.
         packed: returns the object that `unpack` gets, for a tensor, its version and its region.
         module: the module of these functions.
     """
@@ -190,7 +184,7 @@ def set_up_consumers(finish: Any, pack: Any, unpack: Any, packed: Any, module: s
     _native = sys.modules.get(_library.SAVED_TENSORS)
     if _native is not None:
         _native.setup_regions(
-            _make, _explain_forward, _explain, _check, forget_hooks, current_group, is_as_before,
+            _make, explain_transform, _explain, _check, forget_hooks, current_group, is_as_before,
             collectives.number_issued, collectives.GROUPS, _discard, share_storage,
             finish, pack, unpack, packed, module,
         )  # fmt: skip
