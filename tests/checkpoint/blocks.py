@@ -1,5 +1,6 @@
 """Small models and helpers for the tests of selective checkpointing."""
 
+import threading
 from collections import Counter
 
 import torch
@@ -73,6 +74,21 @@ class Calls(nn.Module):
 
     def forward(self, *args):
         return self.fn(*args)
+
+
+def in_threads(work, count):
+    """Run a function in some threads, which begin together, and wait for their ends."""
+    start = threading.Barrier(count)
+
+    def begin():
+        start.wait()
+        work()
+
+    threads = [threading.Thread(target=begin) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Ops(TorchDispatchMode):

@@ -11,7 +11,7 @@ from torch import nn
 import storage_ops as so
 from storage_ops.checkpoint.saved import saved_tensors
 
-from .blocks import Calls
+from .blocks import Calls, in_threads
 from .paths import both_paths
 
 path = both_paths(saved_tensors)
@@ -124,20 +124,15 @@ def test_threads_that_run_a_backward_through_the_same_regions(path):
     x = torch.randn(64, requires_grad=True)
     call = nn.Sequential(*(region(lambda x: x.sin().exp().cos()) for _ in range(4)))
     right = gradient(lambda x: call(x), x)
-    y, wrong, start = call(x).sum(), [], threading.Barrier(4)
+    y, wrong = call(x).sum(), []
 
     def work():
-        start.wait()
         for _ in range(20):
             grad = torch.autograd.grad(y, x, retain_graph=True)[0]
             if not torch.equal(grad, right):
                 wrong.append(grad)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert not wrong
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import threading
 import weakref
 
 import pytest
@@ -16,6 +15,7 @@ from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.outputs import producers
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
 
+from .blocks import in_threads
 from .paths import both_paths, know_at_once
 
 path = both_paths(plain_region)
@@ -197,11 +197,7 @@ def test_two_threads(path, kind):
         for _ in range(20):
             results.append(torch.autograd.grad(ours(x).sum(), ours.up.weight)[0])
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(train, 2)
     assert len(results) == 40 and all(torch.equal(each, right) for each in results)
 
 
@@ -209,22 +205,17 @@ def test_two_threads(path, kind):
 def test_threads_that_run_a_backward_of_the_same_graph(path, kind):
     ours, x = nn.Sequential(module(kind), nn.Sigmoid(), module(kind)), torch.randn(3, 8)
     ours[0].dropout = ours[2].dropout = 0.0  # threads share the random numbers of the process
-    y, start, wrong = ours(x).sum(), threading.Barrier(3), []
+    y, wrong = ours(x).sum(), []
     weight = next(ours.parameters())
     right = torch.autograd.grad(y, weight, retain_graph=True)[0]
 
     def work():
-        start.wait()
         for _ in range(30):
             grad = torch.autograd.grad(y, weight, retain_graph=True)[0]
             if not torch.equal(grad, right):
                 wrong.append(grad)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 3)
     assert not wrong
 
 

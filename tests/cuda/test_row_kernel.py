@@ -154,19 +154,25 @@ def test_row_kernel_writes_exponentials(dtype, options):
     Rows(dtype, 3001, **OPTIONS[options]).compare(GPU, (0, 3001, UPDATE | EXPONENTIALS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [5, 1000, 50257])
-def test_row_kernel_finds_the_first_maximum(dtype, columns):
-    p, middle = Rows(dtype, columns), columns // 3
+def with_equal_maxima(dtype, columns):
+    """Return rows, some with several maxima, infinities or nan, and the first maximum of each."""
+    p = Rows(dtype, columns)
     p.target.clamp_(0)
     p.logits.clamp_(max=1)
     p.logits[:, torch.randint(columns, (16,))] = 1
-    p.logits[4, columns // 2 :] = float("nan")
-    p.logits[5] = -float("inf")
-    p.logits[6, middle:] = float("inf")
-    p.logits[7, columns - 1] = float("inf")
+    p.logits[4, columns // 2 :] = NAN
+    p.logits[5] = -INF
+    p.logits[6, columns // 3 :] = INF
+    p.logits[7, columns - 1] = INF
     right = p.logits.double().argmax(1)
     right[5] = -7  # no logit is above -inf
+    return p, right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [5, 1000, 50257])
+def test_row_kernel_finds_the_first_maximum(dtype, columns):
+    (p, right), middle = with_equal_maxima(dtype, columns), columns // 3
     for slices in ([(0, columns)], [(0, middle), (middle, columns)]):
         state, argmax, _ = p.run(GPU, *((begin, end, UPDATE) for begin, end in slices))
         assert torch.equal(argmax, right)

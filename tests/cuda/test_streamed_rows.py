@@ -7,7 +7,7 @@ import torch
 
 from storage_ops.loss.planning.schedule import EXPONENTIALS, GRADIENT, UPDATE
 
-from .test_row_kernel import GPU, INF, NAN, STREAMED, Rows
+from .test_row_kernel import GPU, INF, NAN, STREAMED, Rows, with_equal_maxima
 
 pytestmark = pytest.mark.cuda
 
@@ -73,16 +73,7 @@ def test_ignored_rows_and_targets_out_of_range(columns, ignored):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [5, 1000, 5003])
 def test_the_first_maximum(dtype, columns):
-    p, middle = Rows(dtype, columns), columns // 3
-    p.target.clamp_(0)
-    p.logits.clamp_(max=1)
-    p.logits[:, torch.randint(columns, (16,))] = 1
-    p.logits[4, columns // 2 :] = NAN
-    p.logits[5] = -INF
-    p.logits[6, middle:] = INF
-    p.logits[7, columns - 1] = INF
-    right = p.logits.double().argmax(1)
-    right[5] = -7  # no logit is above -inf
+    p, right = with_equal_maxima(dtype, columns)
     state, argmax, _ = agree(p, (0, columns, UPDATE | EXPONENTIALS))
     assert torch.equal(argmax, right)
     assert state[1, 4].isnan() and state[1, 5] == 0 and state[0, 6] == INF

@@ -12,6 +12,8 @@ from storage_ops.loss.planning import planner
 from storage_ops.loss.row_function import run_of
 from storage_ops.matmul.aten import Aten
 
+from .test_loss_kept import check_simulation
+
 V, DEVICE = 3000, "cpu"
 # Tokens and hidden size. All logits wait if there are no more tokens than the hidden size.
 SIZES = {"wait": (60, 64), "parked": (120, 64)}
@@ -232,11 +234,7 @@ def test_a_simulation_counts_the_memory(dtype):
         rest = torch.ones(400_000)  # while the logits are kept
         torch.autograd.grad(loss.sum() * rest[0], [x, w])
 
-    for _ in range(2):
-        with so.memory.measure() as m:
-            step()
-    estimated = so.memory.estimate(step)
-    assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=0.02)
+    check_simulation(step, rel=0.02)
 
 
 def test_vmap_of_a_backward():

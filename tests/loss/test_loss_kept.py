@@ -212,6 +212,15 @@ def test_compiled_graphs_keep_no_tile():
         torch.testing.assert_close(one, other)
 
 
+def check_simulation(step, rel):
+    """Compare the simulated peak of a step with the measured one."""
+    for _ in range(2):
+        with so.memory.measure() as m:
+            step()
+    estimated = so.memory.estimate(step)
+    assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=rel)
+
+
 @pytest.mark.kernels
 def test_a_simulation_counts_the_kept_tile():
     x, w, target = problem(ignored=False)
@@ -221,11 +230,7 @@ def test_a_simulation_counts_the_kept_tile():
         rest = torch.ones(400_000)  # while the tile is kept
         torch.autograd.grad(loss.sum() * rest[0], [x, w])
 
-    for _ in range(2):
-        with so.memory.measure() as m:
-            step()
-    estimated = so.memory.estimate(step)
-    assert estimated.peak_bytes - estimated.input_bytes == pytest.approx(m.peak_bytes, rel=0.01)
+    check_simulation(step, rel=0.01)
 
 
 def test_sums_into_a_buffer():
