@@ -61,6 +61,7 @@ def kernels() -> list[Native]:
             for name in (
                 "saved_tensors",
                 "call_in",
+                "checksum",
                 "default_hooks",
                 "discarding",
                 "kept_inputs",

@@ -129,6 +129,7 @@ class Hooks final : public SavedVariableHooks {
     } catch (const PythonError&) {
       throw std::runtime_error(message_of_python());
     }
+    if (hook.checksums()) description.checksum = checksum_of(t);
     if (hook.is_recompute) {
       Kept kept;
       kept.tensor = t;

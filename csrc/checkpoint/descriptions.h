@@ -1,5 +1,6 @@
 // Descriptions of tensors that autograd saves, in C++ with the stable ABI of CPython.
 #pragma once
+#include "checksum.h"
 #include "python_objects.h"
 // Python.h, which it includes, comes first.
 #include <ATen/core/Tensor.h>
@@ -29,7 +30,9 @@ struct Description {
   bool is_leaf = false;
   const void* parameter = nullptr;
   int64_t version = 0;
+  at::Tensor checksum;  // undefined if it was not asked for
 
+  // Compares everything but checksums.
   bool is_like(const Description& other) const {
     return dtype == other.dtype && device == other.device && layout == other.layout;
   }
@@ -131,13 +134,20 @@ inline bool describe_plain(const at::TensorBase& t, Description& description) {
 }
 
 // Describes a tensor, with the GIL. `t` is undefined if the object is not a plain tensor.
-inline Description describe(PyObject* object, const at::Tensor& t) {
+inline Description describe(PyObject* object, const at::Tensor& t, bool with_checksum) {
   Description description;
   if (!t.defined()) {
-    description.by_python = owned(PyObject_CallFunctionObjArgs(names.describe, object, nullptr));
-  } else if (!describe_plain(t, description)) {  // a view of a tensor of another class
+    description.by_python = owned(PyObject_CallFunctionObjArgs(
+        names.describe, object, with_checksum ? Py_True : Py_False, nullptr));
+    return description;
+  }
+  if (!describe_plain(t, description)) {  // a view of a tensor of another class
     PyObject* root = object_of(t._base());
     if (is_parameter(root)) description.parameter = root;
+  }
+  if (with_checksum) {
+    const WithoutGil no_gil;
+    description.checksum = checksum_of(t);
   }
   return description;
 }
@@ -162,10 +172,13 @@ inline Ref python_of(const Description& description) {
   const Ref parameter = description.parameter
                             ? owned(PyLong_FromVoidPtr(const_cast<void*>(description.parameter)))
                             : Ref::to(Py_None);
-  return owned(PyObject_CallFunction(names.restore, "OOssOOL", sizes.get(), strides.get(),
+  const Ref checksum = description.checksum.defined()
+                           ? owned(THPVariable_Wrap(description.checksum))
+                           : Ref::to(Py_None);
+  return owned(PyObject_CallFunction(names.restore, "OOssOOLO", sizes.get(), strides.get(),
                                      dtype.c_str(), device.c_str(), parameter.get(),
                                      description.is_leaf ? Py_True : Py_False,
-                                     static_cast<long long>(description.version)));
+                                     static_cast<long long>(description.version), checksum.get()));
 }
 
 // Returns an index. Raises an IndexError if the index is not below `limit`.

@@ -47,6 +47,16 @@ bool is_usual(const at::Tensor& t, uint64_t first_node, PyObject* inputs) {
          t.storage().use_count() == 1 && !has_input_with(inputs, &storage);
 }
 
+// Returns false if Python must describe the tensor.
+bool describe_output(const PlainRegion& plain, const at::Tensor& t, Description& description) {
+  if (!describe_plain(t, description)) return false;
+  if (data_of<Saved>(plain.saved.get()).checksums) {
+    const WithoutGil no_gil;
+    description.checksum = checksum_of(t);
+  }
+  return true;
+}
+
 WeakRegion* weak_in(PyObject* capsule) {
   return static_cast<WeakRegion*>(PyCapsule_GetPointer(capsule, nullptr));
 }
@@ -218,7 +228,7 @@ Ref call_consumer(const SharedRegion& shared, Ref& hidden, PyObject* fn, uint64_
     Output& output = plain.output.emplace();
     output.handle = alias_of(t);
     output.version = t._version();
-    describe_plain(t, output.description);
+    describe_output(plain, t, output.description);
   }
   const Ref output = std::move(hidden);
   plain.output->tensor = Ref::to(output.get());
@@ -260,9 +270,12 @@ bool bind(PlainRegion& plain, PyObject* result) {
   Output& output = *plain.output;
   const at::Tensor t = plain_tensor(result);
   Description description;
-  if (!t.defined() || !describe_plain(t, description) || !output.description.is_like(description)) {
+  if (!t.defined() || !describe_output(plain, t, description) ||
+      !output.description.is_like(description)) {
     return false;
   }
+  const at::Tensor &checksum_before = output.description.checksum, &checksum = description.checksum;
+  if (checksum.defined() && !are_equal({checksum_before}, {checksum})) return false;
   const Ref handle = owned(THPVariable_Wrap(output.handle));
   const Ref again = owned(THPVariable_Wrap(alias_of(t)));
   owned(PyObject_CallFunctionObjArgs(functions.bind, handle.get(), again.get(), nullptr));

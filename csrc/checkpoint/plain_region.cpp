@@ -28,9 +28,9 @@ PlainRegion& region_in(PyObject* self) { return *data_of<SharedRegion>(self); }
 PyObject* new_region(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *fn, *inputs, *snapshot, *facts, *attention, *contexts, *options, *name, *serial;
-    int stops, checks;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOpp", &fn, &inputs, &snapshot, &facts, &attention,
-                          &contexts, &options, &name, &serial, &stops, &checks)) {
+    int stops, checks, checksums;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOppp", &fn, &inputs, &snapshot, &facts, &attention,
+                          &contexts, &options, &name, &serial, &stops, &checks, &checksums)) {
       return nullptr;
     }
     SharedRegion* shared = nullptr;
@@ -46,7 +46,7 @@ PyObject* new_region(PyTypeObject* type, PyObject* arguments, PyObject*) {
     plain.options = Ref::to(options);
     plain.name = Ref::to(name);
     plain.serial = Ref::to(serial);
-    plain.saved = owned(new_saved_tensors());
+    plain.saved = owned(new_saved_tensors(checksums != 0));
     plain.stops = stops != 0;
     plain.checks = checks != 0;
     return object.release();

@@ -63,9 +63,8 @@ class Lock {
  public:
   explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
     if (mutex_.try_lock()) return;
-    PyThreadState* thread = PyEval_SaveThread();
+    const WithoutGil no_gil;
     mutex_.lock();
-    PyEval_RestoreThread(thread);
   }
   ~Lock() { mutex_.unlock(); }
 

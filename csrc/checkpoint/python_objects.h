@@ -69,6 +69,18 @@ struct WithGil {
   ~WithGil() { PyGILState_Release(state); }
 };
 
+// Lets other threads have the GIL while this object lives.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+
 // The Python error that is set. It is dropped if it is not restored.
 class Error {
  public:

@@ -31,7 +31,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
     if (hook.notes_all() || has_producer(t)) {
       owned(PyObject_CallFunctionObjArgs(hook.note(), object, nullptr));
     }
-    return PyLong_FromSize_t(hook.saved().add(describe(object, t)));
+    return PyLong_FromSize_t(hook.saved().add(describe(object, t, hook.checksums())));
   });
 }
 
@@ -84,10 +84,11 @@ PyObject* recompute(PyObject* self, PyObject* stops) {
   return guarded([&] { return recompute_of(self, stops == Py_True); });
 }
 
-PyObject* new_saved(PyTypeObject* type, PyObject*, PyObject*) {
-  return guarded([&] {
-    Saved* saved = nullptr;
-    return make(type, saved);
+PyObject* new_saved(PyTypeObject*, PyObject* arguments, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    int checksums;
+    if (!PyArg_ParseTuple(arguments, "p", &checksums)) return nullptr;
+    return new_saved_tensors(checksums != 0);
   });
 }
 
@@ -105,7 +106,7 @@ PyObject* pack_again(PyObject* self, PyObject* object) {
     at::Tensor t = plain_tensor(object);
     const bool stops = recomputed.stops_with_next();
     note_saved_tensor(self, t.defined());
-    Description description = describe(object, t);
+    Description description = describe(object, t, recomputed.saved().checksums);
     Kept kept;
     if (!t.defined()) kept.by_python = Ref::to(object);
     kept.tensor = std::move(t);
@@ -312,9 +313,11 @@ bool has_producer(const at::Tensor& t) {
   return producer != nullptr;
 }
 
-PyObject* new_saved_tensors() {
+PyObject* new_saved_tensors(bool checksums) {
   Saved* saved = nullptr;
-  return make(saved_type, saved);
+  PyObject* object = make(saved_type, saved);
+  if (object) saved->checksums = checksums;
+  return object;
 }
 
 Ref pack_hook(PyObject* saved, PyObject* note, bool notes_all) {
@@ -382,6 +385,7 @@ PyObject* drop_graphs(PyObject* self) {
 bool all_fit(const Recomputed& recomputed) {
   const auto& before = data_of<Saved>(recomputed.first.get()).tensors;
   if (recomputed.described.size() != recomputed.limit) return false;
+  std::vector<at::Tensor> checksums_before, checksums;
   for (size_t i = 0; i < recomputed.limit; ++i) {
     const Description &first = before[i], &second = recomputed.described[i];
     if (first.by_python || second.by_python || !first.is_like(second)) return false;
@@ -389,8 +393,14 @@ bool all_fit(const Recomputed& recomputed) {
     if (!recomputed.tensors[i].tensor.defined()) return false;
     if (recomputed.tensors[i].tensor._version() != second.version) return false;
     if (first.is_leaf && first.version != second.version) return false;
+    if (first.checksum.defined()) {
+      checksums_before.push_back(first.checksum);
+      checksums.push_back(second.checksum);
+    }
   }
-  return true;
+  if (checksums.empty()) return true;
+  const WithoutGil no_gil;
+  return are_equal(checksums_before, checksums);
 }
 
 }  // namespace storage_ops

@@ -30,6 +30,7 @@ struct Saved {
   std::vector<bool> released;
   size_t unreleased = 0;
   Recomputed* recomputed = nullptr;  // serves the current backward pass; null if it was freed
+  bool checksums = false;            // whether descriptions have checksums
   bool are_small = false;            // whether all tensors of the whole forward are small
 
   size_t add(Description&& description) {
@@ -120,6 +121,8 @@ struct PackHook {
   bool notes_all() const { return PyTuple_GetItem(self, 2) == Py_True; }
   // Of a recompute.
   Recomputed& recomputed() const { return data_of<Recomputed>(self); }
+  // Of both.
+  bool checksums() const { return (is_recompute ? recomputed().saved() : saved()).checksums; }
 };
 
 PackHook pack_hook_of(PyObject* pack);
@@ -129,7 +132,7 @@ bool has_producer(const at::Tensor& t);
 
 // The methods of both classes in saved_tensors.py that a region needs. They throw or return null if
 // a Python error is set.
-PyObject* new_saved_tensors();
+PyObject* new_saved_tensors(bool checksums);
 Ref pack_hook(PyObject* saved, PyObject* note, bool notes_all);
 Ref unpack_hook(PyObject* saved, PyObject* read);
 void finish_saved_tensors(PyObject* saved);

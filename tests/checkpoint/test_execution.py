@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import storage_ops as so
@@ -278,6 +279,33 @@ def test_checksums_of_an_exact_recompute_agree(path, dtype):
     other = torch.randint(-9, 9, (7, 3)).to(dtype)
     producer = lambda x: (F.dropout(x.sin(), 0.3) * other * (x > 0)) * x[:0].sum()  # noqa: E731
     same(run(producer, torch.randn(7, 3), determinism_check="checksum"))
+
+
+def _nested(values, layout):
+    parts = values.split([2, len(values) - 2])
+    return torch.nested.nested_tensor(list(parts), layout=layout)
+
+
+COMPOSED = {
+    "sparse": lambda t: t.to_sparse(),
+    "by rows": lambda t: t.to_sparse_csr(),
+    "by columns": lambda t: t.to_sparse_csc(),
+    "strided parts": lambda t: _nested(t, torch.strided),
+    "jagged parts": lambda t: _nested(t, torch.jagged),
+    "two tensors": lambda t: TwoTensor(t, t.clone()),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.01, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", COMPOSED)
+def test_checksums_of_tensors_that_consist_of_others(kind):
+    x = torch.rand(4, 3) + 0.1
+    other = x.flip(0)
+    same, again, different = (
+        Saved(COMPOSED[kind](t), checksum=True) for t in (x, x.clone(), other)
+    )
+    assert int(same.checksum) == int(again.checksum) != int(different.checksum)
 
 
 def test_checksums_of_complex_numbers(path):

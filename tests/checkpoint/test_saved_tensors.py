@@ -1,5 +1,6 @@
 """C++ code and Python describe and compare the tensors that a region saves in the same way."""
 
+import copy
 import gc
 import weakref
 
@@ -18,12 +19,12 @@ path = both_paths(saved_tensors)
 
 
 def test_info_names_the_code_in_use(path):
-    saved = saved_tensors.saved_tensors(checksums=False, logs_ops=False)
-    assert isinstance(saved, saved_tensors.SavedTensors) == (path == "Python")
-    assert path == "Python" or so.info()["saved_tensors"] == "C++"
-    for checksums, logs_ops in ((True, False), (False, True)):
-        saved = saved_tensors.saved_tensors(checksums, logs_ops)
+    for checksums in (False, True):
+        saved = saved_tensors.saved_tensors(checksums, logs_ops=False)
+        assert isinstance(saved, saved_tensors.SavedTensors) == (path == "Python")
+        saved = saved_tensors.saved_tensors(checksums, logs_ops=True)
         assert isinstance(saved, saved_tensors.SavedTensors)
+    assert path == "Python" or so.info()["saved_tensors"] == "C++"
 
 
 def tensors():
@@ -42,7 +43,9 @@ def tensors():
         "number": torch.tensor(3),
         "empty": torch.empty(0, 2),
         "half": torch.ones(2, dtype=torch.bfloat16),
-        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "complex": torch.randn(2, dtype=torch.complex64).conj(),
+        "negated": torch.randn(2, dtype=torch.complex64).conj().imag,
+        "long": torch.randn((1 << 20) + 3),
         "meta": torch.empty(2, device="meta"),
         "written": changed,
         "sparse": torch.eye(2).to_sparse(),
@@ -51,17 +54,19 @@ def tensors():
     }
 
 
+@pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("name", tensors())
-def test_descriptions_are_equal(path, name):
+def test_descriptions_are_equal(path, name, checksums):
     t = tensors()[name]
-    first = saved_tensors.saved_tensors(False, False)
+    first = saved_tensors.saved_tensors(checksums, False)
     first.hook(lambda t: None, False)(t)
     recomputed = first.recompute(False)
     recomputed.hook()(t)
     recomputed.drop_graphs()
-    expected = Saved(t)
+    expected = Saved(t, checksums)
     for (description,) in (recomputed.before(), recomputed.after()):
         assert all(getattr(description, at) == getattr(expected, at) for at in Saved.__slots__)
+        assert (description.checksum is None) != checksums
         assert str(description) == str(expected)
     saved_tensors.check(recomputed, "a region", str)
     if path != "Python":
@@ -79,6 +84,66 @@ CHANGES = {
     "dtype": (lambda x: x, lambda x: x.double(), "torch.float64 on cpu when it"),
     "device": (lambda x: x, lambda x: x.to("meta"), "torch.float32 on meta when it"),
 }
+
+
+OTHER_BYTES = {
+    "one bit": lambda t: t.view(torch.int32)[1].bitwise_xor_(1),
+    "an exchange": lambda t: t.copy_(t.flip(0)),
+    "a sign of zero": lambda t: t[:1].copy_(-t[:1]),
+}
+
+
+def saved_twice(before, after, checksums):
+    """Return the recompute of a region that saves some tensors, and then others."""
+    first = saved_tensors.saved_tensors(checksums, False)
+    for t in before:
+        first.hook(lambda t: None, False)(t)
+    recomputed = first.recompute(False)
+    for t in after:
+        recomputed.hook()(t)
+    return recomputed
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("change", OTHER_BYTES)
+def test_other_bytes_are_named_if_checksums_are_compared(path, change, device):
+    t = torch.cat((torch.zeros(1), torch.randn(4)))
+    other = t.clone()
+    OTHER_BYTES[change](other.data)  # without a new version
+    equal = torch.ones(2, device=device)
+    for again in (t.clone(), other):
+        for checksums in (False, True):
+            recomputed = saved_twice([equal, t], [equal, again], checksums)
+            fits = again is not other or not checksums
+            assert path == "Python" or recomputed.fits() == fits
+            if fits:
+                saved_tensors.check(recomputed, "a region", str)
+            else:
+                with pytest.raises(RuntimeError, match=r"tensor 1 .* with checksum \w{16} in"):
+                    saved_tensors.check(recomputed, "a region", str)
+
+
+def test_no_mode_sees_checksums_and_they_leave_gradients_alone(path):
+    """The library computes them below modes and policies; a policy never takes their ops."""
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    x = torch.randn(5, 6, requires_grad=True)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
+    (right,) = torch.autograd.grad(plain(x).sum(1).sum(), x)
+    for options in ({}, {"ops_to_save": ["aten.sum", "aten.add", "aten.mul"]}):
+        layer = so.CheckpointWrapper(copy.deepcopy(plain), determinism_check="checksum", **options)
+        for _ in range(4):  # until the library runs the whole region
+            (grad,) = torch.autograd.grad(layer(x).sum(1).sum(), x)
+            assert torch.equal(grad, right)
+        if path != "Python":
+            with Ops():
+                layer(x).sum().backward()
+            assert not [op for op in seen if "bitwise" in op or "arange" in op]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -36,7 +36,7 @@ class Options:
     @property
     def is_usual(self) -> bool:
         """Return True if the library can run a region with these settings."""
-        return not (self.debug or self.counts_saved or self.checksums)
+        return not (self.debug or self.counts_saved)
 
 
 def is_repeatable() -> bool:

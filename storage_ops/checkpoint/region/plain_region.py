@@ -88,7 +88,7 @@ def plain_region(
     checks = options.determinism_check != "none"
     return _native.PlainRegion(
         fn, inputs, *snapshot, F.scaled_dot_product_attention, contexts, options, name,
-        next(serials), options.early_stop, checks,
+        next(serials), options.early_stop, checks, options.checksums,
     )  # fmt: skip
 
 

@@ -8,11 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # elements that are hashed at a time, to limit temporary memory
-# The constants of SplitMix64, as signed numbers.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+from storage_ops.checkpoint.saved.checksums import checksum_of, text_of
 
 set_versions: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
 
@@ -89,12 +85,12 @@ class Saved:
     @staticmethod
     def of(
         shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, device: str,
-        parameter: int | None, is_leaf: bool, version: int,
+        parameter: int | None, is_leaf: bool, version: int, checksum: Tensor | None,
     ) -> Saved:  # fmt: skip
         """Return a description with these values. The library in C++ calls this function."""
         saved = Saved.__new__(Saved)
         layout = torch.Size(shape), stride, getattr(torch, dtype), torch.device(device)
-        saved.layout, saved.checksum, saved.parameter = layout, None, parameter
+        saved.layout, saved.checksum, saved.parameter = layout, checksum, parameter
         saved.is_leaf, saved.version = is_leaf, version
         return saved
 
@@ -114,7 +110,7 @@ class Saved:
     def __str__(self) -> str:
         shape, stride, dtype, device = self.layout
         strides = "" if _is_dense(shape, stride) else f" with strides {stride}"
-        value = "" if self.checksum is None else f" with checksum {_hex(self.checksum)}"
+        value = "" if self.checksum is None else f" with checksum {text_of(self.checksum)}"
         return f"{tuple(shape)} {dtype} on {device}{strides}{value}"
 
 
@@ -150,33 +146,6 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
         dense.append(step)
         step *= max(size, 1)
     return stride == tuple(reversed(dense))
-
-
-def _hex(checksum: Tensor) -> str:
-    return f"{int(checksum) & (1 << 64) - 1:016x}"
-
-
-def checksum_of(t: Tensor) -> Tensor:
-    """Return a 64-bit checksum that depends on every bit of a tensor and on its position.
-
-    The checksum is the sum of SplitMix64 (Steele, Lea and Flood 2014) over the elements and their
-    indices. It needs no device sync. An xor of the elements, such as `torch.hash_tensor`, does not
-    detect the same change in an even number of elements.
-    """
-    t = t.detach()
-    if t.layout != torch.strided or t.numel() == 0:
-        return torch.zeros((), dtype=torch.int64)
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    bits = t.resolve_neg().contiguous().view(-1).view(INTEGERS[t.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    for start in range(0, len(bits), _PIECE):
-        piece = bits[start : start + _PIECE]
-        mixed = torch.arange(start, start + len(piece), device=t.device).mul_(_GAMMA).add_(piece)
-        for shift, factor in _ROUNDS:  # shifts of signed numbers, which hash equally well
-            mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
-        total += mixed.bitwise_xor_(mixed >> 31).sum()
-    return total
 
 
 def compare(

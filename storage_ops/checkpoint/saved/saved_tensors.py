@@ -1,8 +1,8 @@
 """Describe the tensors that autograd saves in a region, and compare them with the recompute.
 
 `csrc/checkpoint/saved_tensors.cpp` does this in C++, in a third of the time. Its library is built
-for one version of torch. The classes here do the same in Python. They are used without a library,
-with checksums, and with `debug=True`. The library calls `Saved` for tensors of subclasses and
+for one version of torch. The classes here do the same in Python. They are used without a library
+and with `debug=True`. The library calls `Saved` for tensors of subclasses and
 tensors without strides, and it leaves every error to `compare`.
 """
 
@@ -221,9 +221,9 @@ def saved_tensors(checksums: bool, logs_ops: bool) -> SavedTensors:
         checksums: whether descriptions include checksums.
         logs_ops: whether ops are logged. Then speed does not matter.
     """
-    if _native is None or checksums or logs_ops:
+    if _native is None or logs_ops:
         return SavedTensors(checksums)
-    tensors: SavedTensors = _native.SavedTensors()
+    tensors: SavedTensors = _native.SavedTensors(checksums)
     return tensors
 
 

@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from storage_ops.checkpoint.saved.saved import INTEGERS, checksum_of, set_versions
+from storage_ops.checkpoint.saved.checksums import INTEGERS, checksum_of
+from storage_ops.checkpoint.saved.saved import set_versions
 from storage_ops.checkpoint.state.containers import Undo
 
 SMALL = 256 << 10
