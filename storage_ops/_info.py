@@ -90,7 +90,7 @@ def problems(facts: Mapping[str, Any]) -> list[str]:
     complaints = [
         f"{name}: {why}." for name, why in skipped.items() if why.startswith("loading failed")
     ]
-    if _library.DISABLED in skipped.values():
+    if any(why.startswith(_library.DISABLE) for why in skipped.values()):
         return complaints
     build = facts["build"]
     if not build.get("compiler"):

@@ -26,7 +26,8 @@ CPU, ALIAS = "libstorage_ops_cpu.so", "libstorage_ops_alias.so"
 # The beginning of the file's name, and the name of the module in the file.
 SAVED, SAVED_TENSORS = "libstorage_ops_saved_", "storage_ops._saved_tensors"
 NO_NATIVE = "STORAGE_OPS_NO_NATIVE=1"  # the build's variable, as setup.py writes it
-DISABLED = "STORAGE_OPS_DISABLE_NATIVE=1"
+DISABLE = "STORAGE_OPS_DISABLE_NATIVE"  # a variable of the environment
+KINDS = ("alias", "binding", "cpu", "cu", "saved")
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,40 @@ def select(torch_version: str, cuda_version: str | None, files: Iterable[str]) -
     return LoadPlan(tuple(chosen), skipped, missing)
 
 
+def switched_off(value: str) -> set[str]:
+    """Return the kinds of libraries that a value of STORAGE_OPS_DISABLE_NATIVE switches off.
+
+    Args:
+        value: "1" for all kinds, or some of them, such as "saved" or "binding,saved".
+
+    Raises:
+        ValueError: the value is neither, nor "0" or empty.
+    """
+    if value in ("", "0", "1"):
+        return set(KINDS) if value == "1" else set()
+    kinds = {kind.strip() for kind in value.split(",")}
+    if not kinds <= set(KINDS):
+        raise ValueError(
+            f"{DISABLE} is {value!r}, expected 1, or some of {', '.join(KINDS)} with commas."
+        )
+    return kinds
+
+
 def load() -> Status:
     """Load the libraries that `select` chooses. Failures are recorded in the status."""
     import torch
 
     result = Status()
-    files = [path.name for path in FOLDER.glob("*.so")]
-    if os.environ.get("STORAGE_OPS_DISABLE_NATIVE") == "1":
-        result.skipped = dict.fromkeys(files, DISABLED)
-        return result
-    plan = select(torch.__version__, torch.version.cuda, files)
-    result.skipped, result.missing = dict(plan.skipped), dict(plan.missing)
+    value = os.environ.get(DISABLE, "")
+    try:
+        off = switched_off(value)
+    except ValueError:  # `warning` tells the user
+        off = set()
+    files = {path.name for path in FOLDER.glob("*.so")}
+    disabled = {name for name in files if re.split(r"[_.\d]", name)[2] in off}
+    plan = select(torch.__version__, torch.version.cuda, files - disabled)
+    result.skipped = {**plan.skipped, **dict.fromkeys(sorted(disabled), f"{DISABLE}={value}")}
+    result.missing = {name: why for name, why in plan.missing.items() if name not in disabled}
     for name in plan.load:
         if name.startswith(SAVED) and "t" in sys.abiflags:
             result.skipped[name] = "it needs a CPython with a GIL"
@@ -150,7 +174,14 @@ def is_pure_by_choice(build: Mapping[str, str]) -> bool:
 
 
 def warning(status: Status) -> str:
-    """Return the warning of an import that unintentionally loaded no native library, or ""."""
+    """Return the warning of an import that unintentionally loaded no native library, or "".
+
+    A value of STORAGE_OPS_DISABLE_NATIVE that means nothing is warned of, too.
+    """
+    try:
+        switched_off(os.environ.get(DISABLE, ""))
+    except ValueError as error:
+        return str(error)
     if status.loaded or CPU not in status.missing or is_pure_by_choice(build_info()):
         return ""
     return (

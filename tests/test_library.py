@@ -151,6 +151,32 @@ def test_everything_works_without_native_libraries():
     assert all(reason == "STORAGE_OPS_DISABLE_NATIVE=1" for reason in info["skipped"].values())
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("off", ["saved", "binding,saved", "cpu", "alias"])
+def test_some_libraries_can_be_switched_off(off):
+    usual = storage_ops.info()
+    info = json.loads(python(USE_EVERYTHING, STORAGE_OPS_DISABLE_NATIVE=off))
+    disabled = {
+        name for name, why in info["skipped"].items() if why == f"STORAGE_OPS_DISABLE_NATIVE={off}"
+    }
+    kinds = tuple(f"libstorage_ops_{kind}" for kind in off.split(","))
+    assert disabled and all(name.startswith(kinds) for name in disabled)
+    assert set(info["loaded"]) == set(usual["loaded"]) - disabled
+    assert info["problems"] == [] and info["missing"] == usual["missing"]
+    if "saved" in off:
+        assert info["saved_tensors"] == "Python"
+
+
+def test_a_value_that_switches_nothing_off_is_named(monkeypatch):
+    for value, off in (("", set()), ("0", set()), ("1", set(_library.KINDS)), ("cpu", {"cpu"})):
+        assert _library.switched_off(value) == off
+    for value in ("yes", "save", "cpu,", "saved cpu"):
+        with pytest.raises(ValueError, match=f"DISABLE_NATIVE is '{value}', expected 1, or some"):
+            _library.switched_off(value)
+        monkeypatch.setenv("STORAGE_OPS_DISABLE_NATIVE", value)
+        assert _library.warning(_library.Status(loaded=[CPU])).startswith(_library.DISABLE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["binding", "alias", "cpu", "saved"])
 def test_a_library_that_does_not_load_is_reported_but_no_error(broken, tmp_path):
