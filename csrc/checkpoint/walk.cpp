@@ -5,11 +5,14 @@
 // followed only after a check that its place still references the object. If an object was freed,
 // another object of the same type may have its address. This does no harm, because the contents of
 // the object are compared too.
+//
+// A temporary object, such as a nested function, may be another one in each call. Only its contents
+// are compared, and pointers to it are not followed: a later walk finds it where this one did.
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
+#include <limits>
 #include <memory>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace storage_ops {
@@ -22,20 +25,24 @@ enum Kind : long {
   kNames,       // some items of a dictionary
 };
 
+constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
 struct Value {
   Ref key;                     // null in a list or tuple
   PyObject* object = nullptr;  // null if there is none
   Ref type;
   bool is_plain = false;  // a walk reads nothing in it, so another plain value does not matter
+  size_t first = kNone;   // of a temporary object: the first value that is this object
 };
 
 struct Place {
   Kind kind;
   PyObject* holder;
-  Ref type;           // of the holder
-  PyObject* dict;     // the `__dict__`, if the kind is `kVars`
-  bool is_restored;   // the recompute restores its values, so each change matters
-  size_t begin, end;  // its values
+  size_t found = kNone;  // of a temporary holder: the first value that is this object
+  Ref type;              // of the holder
+  PyObject* dict;        // the `__dict__`, if the kind is `kVars`
+  bool is_restored;      // the recompute restores its values, so each change matters
+  size_t begin, end;     // its values
 };
 
 struct Walk {
@@ -43,6 +50,7 @@ struct Walk {
   std::vector<Value> values;
   std::vector<Ref> owned;  // functions, and dictionaries of classes, which caches own too
   std::vector<std::vector<PyObject*>> groups;
+  std::unordered_map<PyObject*, size_t> temporary;  // objects, and the first value that is each one
   size_t roots = 0;  // the number of values without a place, which come first
 };
 
@@ -93,16 +101,21 @@ bool each_item(PyObject* holder, F&& each) {
   return true;
 }
 
+PyObject* holder_of(const Place& place, const std::vector<PyObject*>& values) {
+  return place.found == kNone ? place.holder : values[place.found];
+}
+
 // Calls `each` with the index and the present object of every value, until it returns false. Stops
-// and returns false if the keys of a place differ.
+// and returns false if the keys of a place differ. `values` has the objects of earlier values.
 template <typename F>
-bool each_value(const Walk& walk, F&& each) {
+bool each_value(const Walk& walk, const std::vector<PyObject*>& values, F&& each) {
   for (const Place& place : walk.places) {
-    if (type_object(place.holder) != place.type.get()) return false;
+    PyObject* holder = holder_of(place, values);
+    if (type_object(holder) != place.type.get()) return false;
     size_t at = place.begin;
     if (place.kind == kItems || place.kind == kVars) {
-      PyObject* items = place.kind == kVars ? place.dict : place.holder;
-      if (place.kind == kVars && dict_of(place.holder).get() != items) return false;
+      PyObject* items = place.kind == kVars ? place.dict : holder;
+      if (place.kind == kVars && dict_of(holder).get() != items) return false;
       const bool same = each_item(items, [&](PyObject* key, PyObject* value) {
         return at < place.end && walk.values[at].key.get() == key && each(at++, value);
       });
@@ -111,9 +124,9 @@ bool each_value(const Walk& walk, F&& each) {
     for (; at < place.end; ++at) {
       PyObject* key = walk.values[at].key.get();
       if (place.kind == kAttributes) {
-        const Ref value = attribute(place.holder, key);
+        const Ref value = attribute(holder, key);
         if (!each(at, value.get())) return false;
-      } else if (!each(at, PyDict_GetItemWithError(place.holder, key))) {
+      } else if (!each(at, PyDict_GetItemWithError(holder, key))) {
         return false;
       }
     }
@@ -144,13 +157,14 @@ class Recorder {
     ++walk_.roots;
   }
 
-  // Adds a read `(kind, holder, names, is_restored, is_owned)`. Returns false if no earlier read
-  // has found the holder.
+  // Adds a read `(kind, holder, names, is_restored, is_owned, is_temporary)`. Returns false if no
+  // earlier read has found the holder.
   bool add_read(PyObject* read) {
     long kind;
     PyObject *holder, *keys;
-    int is_restored, is_owned;
-    if (!PyArg_ParseTuple(read, "lOOpp", &kind, &holder, &keys, &is_restored, &is_owned)) {
+    int is_restored, is_owned, is_temporary;
+    if (!PyArg_ParseTuple(read, "lOOppp", &kind, &holder, &keys, &is_restored, &is_owned,
+                          &is_temporary)) {
       throw PythonError();
     }
     if (is_owned) {
@@ -158,16 +172,23 @@ class Recorder {
     } else if (known_.count(holder) == 0) {
       return false;
     }
-    known_.insert(holder);
-    Place place{
-        static_cast<Kind>(kind), holder, Ref::to(type_object(holder)), nullptr, is_restored != 0,
-        walk_.values.size(),     0};
+    const size_t found = known_.emplace(holder, kNone).first->second;
+    Place place{};
+    place.kind = static_cast<Kind>(kind);
+    place.holder = holder;
+    place.type = Ref::to(type_object(holder));
+    place.is_restored = is_restored != 0;
+    place.begin = walk_.values.size();
+    if (is_temporary && found != kNone) {
+      place.found = found;
+      walk_.temporary.emplace(holder, found);
+    }
     if (kind == kItems || kind == kVars) {
       PyObject* items = holder;
       if (kind == kVars) {
         place.dict = items = dict_of(holder).get();  // the holder owns it
         if (!items) return false;
-        known_.insert(items);
+        known_.emplace(items, kNone);
       }
       each_item(items, [&](PyObject* key, PyObject* value) { return add(key, value); });
     } else {
@@ -199,7 +220,7 @@ class Recorder {
     if (key) value.key = Ref::to(key);
     value.object = object;
     if (object) {
-      known_.insert(object);
+      known_.emplace(object, walk_.values.size());
       value.type = Ref::to(type_object(object));
       value.is_plain = is_plain(value.type.get());
     }
@@ -216,7 +237,7 @@ class Recorder {
 
   Walk& walk_;
   PyObject* kind_of_;
-  std::unordered_set<PyObject*> known_;
+  std::unordered_map<PyObject*, size_t> known_;  // the first value that is the object, or kNone
   std::unordered_map<PyObject*, bool> kinds_;
 };
 
@@ -235,6 +256,10 @@ PyObject* new_walk(PyTypeObject* type, PyObject* arguments, PyObject*) {
     const bool known =
         each_item(reads, [&](PyObject*, PyObject* read) { return recorder.add_read(read); }) &&
         each_item(groups, [&](PyObject*, PyObject* group) { return recorder.add_group(group); });
+    for (Value& value : walk->values) {
+      const auto found = walk->temporary.find(value.object);
+      if (found != walk->temporary.end()) value.first = found->second;
+    }
     return known ? object.release() : none();
   });
 }
@@ -258,7 +283,7 @@ PyObject* contents(PyObject* self, PyObject* container) {
     const auto& seen = data_of<Seen>(self);
     const auto& walk = data_of<Walk>(seen.walk.get());
     for (const Place& place : walk.places) {
-      if (place.holder != container && place.dict != container) continue;
+      if (holder_of(place, seen.values) != container && place.dict != container) continue;
       const bool is_dict = PyDict_Check(container);
       Ref copy = owned(is_dict ? PyDict_New() : PyList_New(0));
       for (size_t at = place.begin; at < place.end; ++at) {
@@ -277,9 +302,12 @@ PyObject* contents(PyObject* self, PyObject* container) {
 // group(number): returns the objects of the group with this number as a list.
 PyObject* group(PyObject* self, PyObject* number) {
   return guarded([&] {
-    const auto& walk = data_of<Walk>(data_of<Seen>(self).walk.get());
+    const auto& seen = data_of<Seen>(self);
+    const auto& walk = data_of<Walk>(seen.walk.get());
     Ref list = owned(PyList_New(0));
     for (PyObject* object : walk.groups.at(PyLong_AsSize_t(number))) {
+      const auto found = walk.temporary.find(object);
+      if (found != walk.temporary.end()) object = seen.values[found->second];
       if (PyList_Append(list.get(), object) < 0) throw PythonError();
     }
     return list.release();
@@ -307,7 +335,13 @@ PyObject* see_walk(PyObject* self, PyObject* roots) {
   seen->walk = Ref::to(self);
   seen->values.resize(walk.values.size(), nullptr);
   const auto keep = [&](size_t at, PyObject* now) {
-    if (!is_equivalent(walk.values[at], now)) return false;
+    const Value& before = walk.values[at];
+    if (before.first == kNone) {
+      if (!is_equivalent(before, now)) return false;
+    } else if (!now || type_object(now) != before.type.get() ||
+               (before.first != at && now != seen->values[before.first])) {
+      return false;
+    }
     Py_XINCREF(now);
     seen->values[at] = now;
     return true;
@@ -315,7 +349,7 @@ PyObject* see_walk(PyObject* self, PyObject* roots) {
   size_t at = 0;
   const bool same = each_item(
       roots, [&](PyObject*, PyObject* root) { return at < walk.roots && keep(at++, root); });
-  if (!same || at != walk.roots || !each_value(walk, keep)) return none();
+  if (!same || at != walk.roots || !each_value(walk, seen->values, keep)) return none();
   return object.release();
 }
 
@@ -323,7 +357,7 @@ bool is_walk_unchanged(PyObject* self) {
   const auto& seen = data_of<Seen>(self);
   const auto& walk = data_of<Walk>(seen.walk.get());
   size_t place = 0;
-  const bool same = each_value(walk, [&](size_t at, PyObject* now) {
+  const bool same = each_value(walk, seen.values, [&](size_t at, PyObject* now) {
     while (walk.places[place].end <= at) ++place;
     if (now == seen.values[at]) return true;
     return !walk.places[place].is_restored && is_equivalent(walk.values[at], now);

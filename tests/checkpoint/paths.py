@@ -38,7 +38,7 @@ def know_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_before(fn: Any, *arguments: Any) -> Any:
         noted = plain(fn, *arguments)
         for _ in range(CALLS):
-            if noted is not None or known_walks.roots_of(fn, []) is None:
+            if noted is not None or known_walks.start_of(fn, []) is None:
                 break
             Surroundings.of(fn, [], [])
             noted = plain(fn, *arguments)

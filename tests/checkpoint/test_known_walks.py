@@ -293,14 +293,14 @@ def test_walks_are_known():
     if known_walks._native is None:
         pytest.skip("there is no library for this torch")
     fn, _ = known(Block())
-    roots = known_walks.roots_of(functools.partial(Block.forward, fn), [])
-    walk, reads = known_walks.find(roots)
+    start = known_walks.start_of(functools.partial(Block.forward, fn), [])
+    walk, reads = known_walks.find(start)
     assert walk is not None and reads is None
     assert walk.is_unchanged() and set(walk.objects().modules) == {SHIFT, *fn.modules()}
     assert walk.contents(vars(fn)) == vars(fn)
     fn.count += 1
     assert not walk.is_unchanged()
-    assert known_walks.find(roots)[0] is not None  # a changed number does not need a new walk
+    assert known_walks.find(start)[0] is not None  # a changed number does not need a new walk
 
 
 def test_a_known_walk_keeps_no_model(path):

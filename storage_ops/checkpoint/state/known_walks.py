@@ -7,15 +7,21 @@ and returns the result of the walk without Python code. The walk is then *known*
 
 The library can compare code, modules, plain values and containers of them. A walk that finds hooks,
 or tensors other than parameters and buffers, never becomes known.
+
+Nested functions, bound methods and partials are *temporary*: they are often created anew for each
+call. They are equal to earlier ones if they have the same code, and their variables and arguments
+the same values.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,6 +36,8 @@ from storage_ops.foundation.walk import (
     MODULE,
     PARTIAL,
     PLAIN,
+    TENSOR,
+    cells_of,
     kind_of,
     values_in,
 )
@@ -49,20 +57,25 @@ class Reads:
 
     Attributes:
         entries: for each read its kind, the object, names, whether its values are restored for the
-            recompute, and whether the object outlives the model.
+            recompute, whether the object outlives the model, and whether it is temporary.
         are_complete: whether the library can compare all reads.
     """
 
     def __init__(self) -> None:
         """Begin with the hooks that torch calls for every module."""
-        self.entries: list[tuple[int, Any, Sequence[str], bool, bool]] = []
-        self.entries += [(_ITEMS, hooks, (), True, True) for hooks in HOOKS_OF_ALL_MODULES]
+        self.entries: list[tuple[int, Any, Sequence[str], bool, bool, bool]] = []
+        self.entries += [(_ITEMS, hooks, (), True, True, False) for hooks in HOOKS_OF_ALL_MODULES]
         self.are_complete = not any(HOOKS_OF_ALL_MODULES)
 
     def _add(
-        self, kind: int, holder: object, names: Sequence[str] = (), restored: bool = False
+        self,
+        kind: int,
+        holder: object,
+        names: Sequence[str] = (),
+        restored: bool = False,
+        temporary: bool = False,
     ) -> None:
-        self.entries.append((kind, holder, names, restored, False))
+        self.entries.append((kind, holder, names, restored, False, temporary))
 
     def give_up(self) -> None:
         """Note that the walk depends on an object that the library cannot compare."""
@@ -70,20 +83,20 @@ class Reads:
 
     def own(self, functions: Iterable[Any]) -> None:
         """Note functions that classes determine, and that therefore outlive the model."""
-        self.entries += [(_ATTRIBUTES, function, (), False, True) for function in functions]
+        self.entries += [(_ATTRIBUTES, function, (), False, True, False) for function in functions]
 
     def add_class(self, cls: type) -> None:
         """Note the attributes of a class."""
         (attributes,) = gc.get_referents(vars(cls))  # the dictionary behind the mappingproxy
-        self.entries.append((_ITEMS, attributes, (), False, True))
+        self.entries.append((_ITEMS, attributes, (), False, True, False))
 
-    def add_container(self, container: Any, restored: bool) -> None:
+    def add_container(self, container: Any, restored: bool, temporary: bool = False) -> None:
         """Note the items of a list, tuple or dictionary, which are restored if `restored`."""
         kind = type(container)
         is_ordered = kind in _COMPARED or (kind is OrderedDict and not container)
         if len(container) > LONG or not (is_ordered or isinstance(container, tuple)):
             self.give_up()
-        self._add(_ITEMS, container, (), restored)
+        self._add(_ITEMS, container, (), restored, temporary)
 
     def add_object(self, value: object) -> None:
         """Note the attributes of an object."""
@@ -91,27 +104,28 @@ class Reads:
 
     def add_method(self, method: object) -> None:
         """Note the object and the function of a bound method."""
-        self._add(_ATTRIBUTES, method, ("__self__", "__func__"))
+        self._add(_ATTRIBUTES, method, ("__self__", "__func__"), temporary=True)
 
     def add_partial(self, call: Any) -> None:
         """Note the function and the arguments of a `functools.partial`."""
         if type(call) is not functools.partial:  # a subclass may run code to get an attribute
             self.give_up()
-        self._add(_ATTRIBUTES, call, ("func", "args", "keywords"))
-        self.add_container(call.args, False)
-        self.add_container(call.keywords, False)
+        self._add(_ATTRIBUTES, call, ("func", "args", "keywords"), temporary=True)
+        self.add_container(call.args, False, temporary=True)
+        self.add_container(call.keywords, False, temporary=True)
 
     def add_function(self, fn: Any, names_of_globals: Sequence[str]) -> None:
         """Note the code, the closure, the defaults and some globals of a function."""
-        self._add(_ATTRIBUTES, fn, _OF_FUNCTION)
+        temporary = _is_nested(fn)
+        self._add(_ATTRIBUTES, fn, _OF_FUNCTION, temporary=temporary)
         self._add(_NAMES, fn.__globals__, names_of_globals)
         if fn.__closure__:
-            self._add(_ITEMS, fn.__closure__)
+            self._add(_ITEMS, fn.__closure__, temporary=temporary)
             for cell in fn.__closure__:
-                self._add(_ATTRIBUTES, cell, ("cell_contents",))
+                self._add(_ATTRIBUTES, cell, ("cell_contents",), temporary=temporary)
         for defaults in (fn.__defaults__, fn.__kwdefaults__):
             if defaults:
-                self.add_container(defaults, False)
+                self.add_container(defaults, False, temporary)
 
     def add_module(self, module: nn.Module) -> None:
         """Note the attributes, the parameters, the buffers and the submodules of a module."""
@@ -207,11 +221,23 @@ class KnownWalk:
         return Objects(*map(self._seen.group, range(_GROUPS)), *self._facts)
 
 
+class Start(NamedTuple):
+    """Where a walk begins.
+
+    Attributes:
+        roots: functions and modules.
+        key: is equal for later calls whose walks may find the same.
+    """
+
+    roots: list[Any]
+    key: tuple[int, ...]
+
+
 _known: dict[tuple[int, ...], _Entry] = {}
 
 
-def roots_of(fn: Callable[..., Any], arguments: list[Any]) -> list[Any] | None:
-    """Return the functions and modules at which a walk begins; None if it cannot become known.
+def start_of(fn: Callable[..., Any], arguments: list[Any]) -> Start | None:
+    """Return where the walk of a call begins; None if it cannot become known.
 
     Args:
         fn: the function of the region. A bound method or a partial is split into its parts.
@@ -222,42 +248,93 @@ def roots_of(fn: Callable[..., Any], arguments: list[Any]) -> list[Any] | None:
     if arguments and any(kind_of(type(value)) != PLAIN for value in arguments):
         return None
     roots: list[Any] = []
+    nested: list[Any] = []
+    key: list[int] = []
     stack: list[Any] = [fn]
     while stack:
         value = stack.pop()
         kind = kind_of(type(value))
-        if kind in (FUNCTION, MODULE):
+        if kind == MODULE:
             roots.append(value)
+            key.append(id(value))
+        elif kind == FUNCTION:
+            roots.append(value)
+            if _is_nested(value):
+                nested.append(value)
+            else:
+                key.append(id(value))
         elif kind == PARTIAL:
-            stack += (value.func, *value.args, *value.keywords.values())
+            stack += _parts(value, kind)
         elif kind == METHOD:
             stack += (value.__self__, value.__func__)
         elif kind != PLAIN:
             return None
-    return roots[::-1]  # in the order in which a walk puts the parts of a call on its stack
+    if nested and not _add_keys(nested, key):
+        return None
+    # In the order in which a walk puts the parts of a call on its stack.
+    return Start(roots[::-1], tuple(key))
 
 
-def known_from(roots: list[Any]) -> _Entry | None:
-    """Return the entry of a known walk from these roots that copies no bytes; None without one."""
-    entry = _known.get(tuple(map(id, roots)))
+def _is_nested(fn: FunctionType) -> bool:
+    """Return True if a function was defined in another one, which may define it in each call."""
+    return bool(fn.__code__.co_flags & inspect.CO_NESTED)
+
+
+def _parts(value: Any, kind: int) -> Iterable[Any]:
+    """Return the values that a temporary object consists of."""
+    if kind == PARTIAL:
+        return (value.func, *value.args, *value.keywords.values())
+    if kind == METHOD:
+        return (value.__self__, value.__func__)
+    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    return (*(content for _, _, content in cells_of(value)), *defaults)
+
+
+def _add_keys(functions: list[Any], key: list[int]) -> bool:
+    """Add the parts of a key that stand for nested functions.
+
+    Returns:
+        Whether walks from these functions may become known.
+    """
+    seen = set()  # functions may reference themselves
+    stack = functions
+    while stack:
+        value = stack.pop()
+        kind = kind_of(type(value))
+        if kind == TENSOR:
+            return False
+        if kind in (METHOD, PARTIAL) or (kind == FUNCTION and _is_nested(value)):
+            if kind == FUNCTION:
+                key.append(id(value.__code__))
+            if id(value) not in seen:
+                seen.add(id(value))
+                stack += _parts(value, kind)
+        elif kind != PLAIN:
+            key.append(id(value))
+    return True
+
+
+def known_from(start: Start) -> _Entry | None:
+    """Return the entry of a known walk that begins here and copies no bytes; None without one."""
+    entry = _known.get(start.key)
     has_bytes = entry is None or entry.walk is None or entry.facts[-1]
     return None if has_bytes else entry
 
 
-def find(roots: list[Any]) -> tuple[KnownWalk | None, Reads | None]:
-    """Return the known walk from these roots, if there is one.
+def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:
+    """Return the known walk that begins here, if there is one.
 
     Returns:
         The known walk, or None; and an empty `Reads` if the caller must walk and note its reads.
     """
-    key = tuple(map(id, roots))
+    key = start.key
     known = _known.get(key)
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
         known = _known[key] = _Entry()
     elif known.walk is not None:
-        seen = known.walk.see(roots)
+        seen = known.walk.see(start.roots)
         if seen is not None:
             known.attempts = 0
             return KnownWalk(seen, known.facts), None
@@ -267,20 +344,20 @@ def find(roots: list[Any]) -> tuple[KnownWalk | None, Reads | None]:
     return None, None
 
 
-def know(roots: list[Any], reads: Reads, objects: Objects) -> None:
-    """Make a walk from these roots known.
+def know(start: Start, reads: Reads, objects: Objects) -> None:
+    """Make a walk known.
 
     Args:
-        roots: the result of `roots_of`.
+        start: where it began.
         reads: the reads of the walk.
         objects: the result of the walk.
     """
-    known = _known[tuple(map(id, roots))]
+    known = _known[start.key]
     known.attempts += 1
     if not reads.are_complete:
         known.attempts = _ATTEMPTS
     else:
-        known.walk = _native.Walk(kind_of, roots, reads.entries, objects[:_GROUPS])
+        known.walk = _native.Walk(kind_of, start.roots, reads.entries, objects[:_GROUPS])
         known.facts = objects[_GROUPS:]
 
 

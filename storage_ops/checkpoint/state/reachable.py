@@ -102,13 +102,13 @@ class Surroundings:
         surroundings = Surroundings()
         for t in tensors:
             surroundings._add_device(t)
-        start = known_walks.roots_of(fn, arguments)
+        start = known_walks.start_of(fn, arguments)
         if start is not None:
             surroundings.known, surroundings._reads = known_walks.find(start)
             if surroundings.known is not None:
                 return surroundings
         no_names = frozenset[str]()
-        called = [fn] if start is None else start
+        called = [fn] if start is None else start.roots
         roots = [*((value, 0, False, no_names) for value in called)]
         roots += [(value, 0, True, no_names) for value in arguments]
         surroundings._reach(roots, {id(t) for t in tensors})

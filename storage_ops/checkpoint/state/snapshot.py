@@ -123,11 +123,11 @@ def snapshot_before(
     for t in tensors:
         if not (t.is_cpu or t.is_cuda or t.is_meta):
             return None
-    roots = known_walks.roots_of(fn, arguments)
-    if roots is None or (known := known_walks.known_from(roots)) is None:
+    start = known_walks.start_of(fn, arguments)
+    if start is None or (known := known_walks.known_from(start)) is None:
         return None
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    native = _native.Snapshot(known.walk, roots, preserve_rng_state, gpus)
+    native = _native.Snapshot(known.walk, start.roots, preserve_rng_state, gpus)
     if native is None:
         return None
     known.attempts = 0
