@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/installed $(VENV)/built
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py csrc/*.* csrc/*/* cuda/*)
 
-.PHONY: demo test test-all measured-programs model-types test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
+.PHONY: demo test test-all test-python measured-programs model-types test-transformers-4 test-oldest test-newest sanitize build lint types format bench results docs wheel test-wheel lock clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## train a small GPT with and without storage_ops
@@ -21,6 +21,12 @@ test: $(READY)  ## run the tests; with CI set, a part of those with hundreds of 
 
 test-all: $(READY)  ## run all tests, as `make test` does without CI
 	CI= $(PYTEST)
+
+# A torch for which there is no library of regions runs them in Python. Most tests that run regions in
+# eager mode are in these folders; TESTS=tests runs all others as well.
+TESTS ?= tests/checkpoint tests/distributed tests/integrations
+test-python: $(READY)  ## run tests of regions without their library
+	STORAGE_OPS_DISABLE_NATIVE=saved $(PYTEST) $(TESTS)
 
 # Only these pages need timm, torchvision, diffusers and torch-geometric.
 measured-programs: $(READY)  ## write docs/measured-programs.md, in .venv
@@ -80,7 +86,9 @@ sanitize: build/sanitize-address build/sanitize-thread  ## run the tests of the 
 	  tests/storage tests/loss tests/divergence tests/matmul \
 	  tests/checkpoint/test_saved_tensors.py tests/checkpoint/test_native_policies.py \
 	  tests/checkpoint/test_noted_parameters.py tests/checkpoint/test_known_walks.py \
-	  tests/checkpoint/test_default_hooks.py tests/checkpoint/test_snapshot.py -k "$(SANITIZE_NOT)"
+	  tests/checkpoint/test_default_hooks.py tests/checkpoint/test_snapshot.py \
+	  tests/checkpoint/test_plain_region.py tests/checkpoint/test_call_in.py \
+	  tests/checkpoint/test_nested_functions.py -k "$(SANITIZE_NOT)"
 	$(call SANITIZED,thread,$(THREADS_ENV)) tests/storage/test_storage_threads.py
 	$(EMULATED_IN_THREADS)
 	$(EMULATED_IN_MEMORY)
