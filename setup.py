@@ -62,6 +62,7 @@ def kernels() -> list[Native]:
                 "saved_tensors",
                 "call_in",
                 "checksum",
+                "copied_buffers",
                 "default_hooks",
                 "discarding",
                 "kept_inputs",

@@ -1,9 +1,8 @@
 #include "checksum.h"
 
+#include "unseen.h"
+// The project's headers come first.
 #include <ATen/Functions.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <array>
@@ -12,14 +11,6 @@
 
 namespace storage_ops {
 namespace {
-
-// Hides ops from autograd, policies, Python modes and profilers.
-struct Unseen {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const c10::impl::ExcludeDispatchKeyGuard no_modes{
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
-  const at::RecordFunctionGuard no_callbacks{false};
-};
 
 constexpr int64_t kPiece = 1 << 20;  // elements that are hashed at a time, to limit memory
 // The constants of SplitMix64, as signed numbers.

@@ -273,6 +273,7 @@ Ref run_forward(PyObject* self, PyObject* args, PyObject* kwargs) {
     }
     error.raise();
   }
+  finish_snapshot(plain.snapshot.get());
   if (plain.region || !is_unchanged(plain.snapshot.get())) call_method(region_of(plain), "finish");
   plain.is_running = false;
   finish_saved_tensors(plain.saved.get());

@@ -22,14 +22,18 @@ PyObject* note_parameters(PyObject* seen);
 bool are_unwritten(PyObject* noted);
 bool need_the_same_gradients(PyObject* noted);
 
-// Snapshot.is_unchanged, Snapshot.is_current and Snapshot.put_back.
+// Snapshot.is_unchanged, Snapshot.is_current, Snapshot.finish and Snapshot.put_back.
 bool is_unchanged(PyObject* snapshot);
 bool is_current(PyObject* snapshot);
+void finish_snapshot(PyObject* snapshot);
 void put_back(PyObject* snapshot);
 
 // Walk.see and Seen.is_unchanged.
 PyObject* see_walk(PyObject* walk, PyObject* roots);
 bool is_walk_unchanged(PyObject* seen);
+
+// Returns the buffers that a known walk has seen.
+const std::vector<PyObject*>& buffers_of(PyObject* seen);
 
 // Add types and functions to the module. Return false if a Python error is set.
 bool add_call_in(PyObject* module);

@@ -1,5 +1,6 @@
 // The state around a call whose walk is known, and which usually is the same at the recompute. It
 // is noted and compared without Python code. storage_ops/checkpoint/state/snapshot.py explains it.
+#include "copied_buffers.h"
 #include "descriptions.h"
 #include "saved_results.h"
 // Python.h, which it includes, comes first.
@@ -42,6 +43,7 @@ struct Snapshot {
   uint64_t settings = 0;
   int gpu = -1;  // the current one
   std::vector<RandomState> random;
+  CopiedBuffers buffers;
   bool is_entered = false, had_grad = false;
 };
 
@@ -63,19 +65,21 @@ void note_random(Snapshot& snapshot, const c10::Device& device) {
   snapshot.random.push_back({std::move(generator), std::move(state), {}});
 }
 
-// Snapshot(walk, roots, preserves_random, gpus): notes the state before a call. Returns None if the
-// walk would differ, or if a mode is active.
+// Snapshot(walk, roots, preserves_random, gpus, trusted): notes the state before a call, and copies
+// the buffers. Returns None if the walk would differ, if a mode is active, or if Python must copy a
+// buffer.
 PyObject* new_snapshot(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *walk, *roots;
+    PyObject *walk, *roots, *trusted;
     int preserves_random, gpus;
-    if (!PyArg_ParseTuple(arguments, "OOpi", &walk, &roots, &preserves_random, &gpus)) {
+    if (!PyArg_ParseTuple(arguments, "OOpiO", &walk, &roots, &preserves_random, &gpus, &trusted)) {
       return nullptr;
     }
     Ref seen = is_any_mode_active() ? Ref(none()) : owned(see_walk(walk, roots));
     if (seen.get() == Py_None) return none();
     Snapshot* snapshot = nullptr;
     Ref object = owned(make(type, snapshot));
+    if (!snapshot->buffers.copy(buffers_of(seen.get()), trusted)) return none();
     snapshot->noted = owned(note_parameters(seen.get()));
     snapshot->seen = std::move(seen);
     snapshot->settings = settings();
@@ -108,6 +112,7 @@ PyObject* get_current(PyObject* self, PyObject*) {
 
 void put_back(Snapshot& snapshot) {
   for (RandomState& each : snapshot.random) each.put_back();
+  snapshot.buffers.put_back();
   if (std::exchange(snapshot.is_entered, false)) c10::GradMode::set_enabled(snapshot.had_grad);
 }
 
@@ -116,6 +121,7 @@ PyObject* enter(PyObject* self, PyObject*) {
     auto& snapshot = data_of<Snapshot>(self);
     try {
       for (RandomState& each : snapshot.random) each.restore();
+      snapshot.buffers.restore();
     } catch (...) {
       put_back(snapshot);
       throw;
@@ -133,6 +139,16 @@ PyObject* leave(PyObject* self, PyObject*) {
     put_back(data_of<Snapshot>(self));
     return none();
   });
+}
+
+PyObject* finish(PyObject* self, PyObject*) {
+  finish_snapshot(self);
+  return none();
+}
+
+// copies(): returns the arguments of `Contents.of_library` for each buffer.
+PyObject* copies(PyObject* self, PyObject*) {
+  return guarded([&] { return data_of<Snapshot>(self).buffers.to_python().release(); });
 }
 
 // random(): returns the noted states of random generators as pairs of a device and a tensor.
@@ -166,6 +182,8 @@ PyObject* get_settings(PyObject* self, void*) {
 PyMethodDef methods[] = {{"is_unwritten", is_unwritten, METH_NOARGS, nullptr},
                          {"is_unchanged", get_unchanged, METH_NOARGS, nullptr},
                          {"is_current", get_current, METH_NOARGS, nullptr},
+                         {"finish", finish, METH_NOARGS, nullptr},
+                         {"copies", copies, METH_NOARGS, nullptr},
                          {"random", random, METH_NOARGS, nullptr},
                          {"put_back", leave, METH_NOARGS, nullptr},
                          {"__enter__", enter, METH_NOARGS, nullptr},
@@ -191,6 +209,8 @@ bool is_current(PyObject* object) {
          current_gpu(snapshot.gpu >= 0) == snapshot.gpu && are_unwritten(snapshot.noted.get()) &&
          need_the_same_gradients(snapshot.noted.get()) && is_walk_unchanged(snapshot.seen.get());
 }
+
+void finish_snapshot(PyObject* object) { data_of<Snapshot>(object).buffers.finish(); }
 
 void put_back(PyObject* object) { put_back(data_of<Snapshot>(object)); }
 

@@ -63,7 +63,7 @@ struct Seen {
   std::vector<PyObject*> values;  // owned
 };
 
-constexpr size_t kParameters = 1;  // the number of their group
+constexpr size_t kParameters = 1, kBuffers = 2;  // the numbers of their groups
 
 PyTypeObject* seen_type = nullptr;
 
@@ -368,6 +368,10 @@ bool is_walk_unchanged(PyObject* self) {
 PyObject* note_parameters(PyObject* seen) {
   const auto& walk = data_of<Walk>(data_of<Seen>(seen).walk.get());
   return note_parameters(walk.groups.at(kParameters));
+}
+
+const std::vector<PyObject*>& buffers_of(PyObject* seen) {
+  return data_of<Walk>(data_of<Seen>(seen).walk.get()).groups.at(kBuffers);
 }
 
 bool add_walk(PyObject* module) {

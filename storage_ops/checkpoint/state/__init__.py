@@ -7,6 +7,7 @@
   modules (`calls.py`).
 * `effects.py` restores state that the region may write: bytes (`contents.py`), attributes and items
   (`holders.py`, `places.py`, `containers.py`), and if a parameter is frozen (`parameters.py`).
+  `registered.py` lists the parameters and buffers of modules.
 * `repeated_writes.py` leaves out or refuses writes that the recompute must not run again.
 * `caches.py` removes empty key-value caches from the arguments of layers in training.
 * `unchanged.py` restores modules, objects and random generators after a run on fake tensors, and

@@ -74,6 +74,25 @@ class Contents:
         self._sums = [_sums(t)] if summed and not copied else []
         self._comparison: _Comparison | None = None
 
+    @classmethod
+    def of_library(
+        cls, t: Tensor, before: Tensor, version: int, after: int, trusted: bool
+    ) -> Contents:
+        """Return an object for a small tensor that the library has copied before the forward.
+
+        Args:
+            t: the tensor.
+            before: the copy.
+            version, after: the versions of the tensor before and after the forward.
+            trusted: as in `__init__`.
+        """
+        self = cls.__new__(cls)
+        self.version, self.after = version, after
+        self._ref, self._tensor, self._before = weakref.ref(t), t, before
+        self._is_small, self._trusted = True, trusted
+        self._sums, self._comparison = [], None
+        return self
+
     def finish(self) -> None:
         """Drop the copy of a larger tensor that the forward has not written."""
         t = self._ref()

@@ -32,8 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.jit import ScriptModule
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -53,15 +51,15 @@ from storage_ops.checkpoint.state.contents import written as _written
 from storage_ops.checkpoint.state.holders import (
     Holders,
     is_uninitialized,
-    named_tensors,
     values_of,
 )
 from storage_ops.checkpoint.state.known_walks import KnownWalk
 from storage_ops.checkpoint.state.parameters import noted
 from storage_ops.checkpoint.state.places import remembered, value_of
 from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.registered import buffers_of, named_tensors
 from storage_ops.checkpoint.state.repeated_writes import RepeatedWrites, fail_parameter
-from storage_ops.foundation.walk import is_leaf, is_of_torch
+from storage_ops.foundation.walk import is_leaf
 
 _parametrize: Any = parametrize
 _COPIED = (Tensor, nn.Parameter, nn.Buffer)
@@ -91,18 +89,21 @@ class Effects:
         self._running = True
 
     @classmethod
-    def of_snapshot(cls, walk: KnownWalk, noted_parameters: Any, running: bool) -> Effects:
-        """Return the effects of a call that the library has noted. No bytes were copied.
+    def of_snapshot(
+        cls, walk: KnownWalk, noted_parameters: Any, copies: list[Contents], running: bool
+    ) -> Effects:
+        """Return the effects of a call that the library has noted.
 
         Args:
             walk: the known walk of the call.
             noted_parameters: the versions of parameters before the call.
+            copies: the buffers that the library has copied.
             running: whether the call still runs. If not, it has changed nothing.
         """
         self = cls.__new__(cls)
         self._surroundings = Surroundings(known=walk)
         self._lazy_holders, self._parametrizations = None, None
-        self._noted, self._bytes, self._written = noted_parameters, [], []
+        self._noted, self._bytes, self._written = noted_parameters, copies, []
         self._running = running
         return self
 
@@ -237,7 +238,6 @@ def _cache(enabled: int, values: dict[Any, Any]) -> None:
 
 def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
     """Yield a `Contents` for each tensor that the region may write. Some have no copy."""
-    tensors = [named_tensors(module) for module in surroundings.modules]
     seen: set[int] = set()
     unseen = surroundings.writes & UNSEEN != 0
     left = LARGE_BUDGET if unseen else BUDGET
@@ -260,19 +260,16 @@ def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
             copied = True
         yield Contents(t, trusted, copied, summed)
 
-    for module, (_, buffers) in zip(surroundings.modules, tensors, strict=True):
-        if buffers:
-            own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
-            for t in buffers.values():
-                if is_lazy(t):
-                    yield Uninitialized(t)
-                elif t is not None and not t.requires_grad:
-                    yield from contents(t, not own)
+    for t, trusted in buffers_of(surroundings.modules):
+        if is_lazy(t):
+            yield Uninitialized(t)
+        else:
+            yield from contents(t, trusted)
     may_write = may_write_parameters(surroundings.writes)
-    for module, (parameters, _) in zip(surroundings.modules, tensors, strict=True):
+    for module in surroundings.modules:
         is_candidate = may_write or "max_norm" in module.__dict__  # an attribute of embeddings
         if is_candidate and _may_write_parameters(module, surroundings.writes):
-            for t in parameters.values():
+            for t in named_tensors(module)[0].values():
                 if not is_uninitialized(t):
                     yield from contents(t)
     captured = (

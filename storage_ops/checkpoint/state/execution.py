@@ -27,6 +27,7 @@ from typing_extensions import Self
 from storage_ops import _library
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
+from storage_ops.checkpoint.state.contents import Contents
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.known_walks import KnownWalk
 from storage_ops.checkpoint.state.modes import NO_MODES, active_modes
@@ -313,7 +314,8 @@ class ExecutionState:
         self._others = [True, False, attention]
         self._undo = []
         self._modules, self._known, self._training, self._calls = [], walk, [], None
-        self.effects = Effects.of_snapshot(walk, snapshot.noted, running)
+        copies = [Contents.of_library(*copy) for copy in snapshot.copies()]
+        self.effects = Effects.of_snapshot(walk, snapshot.noted, copies, running)
         self._rng = [(*rng_of(torch.device(name)), state) for name, state in snapshot.random()]
         return self
 

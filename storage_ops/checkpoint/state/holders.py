@@ -19,6 +19,7 @@ from storage_ops.checkpoint.state.places import (
     value_of,
 )
 from storage_ops.checkpoint.state.reachable import Surroundings
+from storage_ops.checkpoint.state.registered import named_tensors
 from storage_ops.foundation.walk import values_in
 
 _MANY = 4096  # items of a container beyond which it is data
@@ -121,20 +122,6 @@ def is_uninitialized(t: Tensor | None) -> bool:
     """Return True for a lazy parameter that has no shape yet."""
     # The class is tested first, because isinstance is slow with a Parameter's metaclass.
     return type(t) is not nn.Parameter and isinstance(t, nn.UninitializedParameter)
-
-
-NamedTensors = tuple[dict[str, Any], dict[str, Any]]
-
-
-def named_tensors(module: nn.Module) -> NamedTensors:
-    """Return the parameters and the buffers of a module, without those of its submodules.
-
-    For a TorchScript module, the dictionaries are copies. Its tensors are never replaced.
-    """
-    parameters, buffers = module._parameters, module._buffers
-    if isinstance(parameters, dict):
-        return parameters, buffers
-    return dict(parameters.items()), dict(buffers.items())
 
 
 def _items(surroundings: Surroundings, contents_of: Callable[[Any], Any]) -> Iterator[Items]:

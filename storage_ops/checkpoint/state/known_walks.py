@@ -161,15 +161,18 @@ class Objects(NamedTuple):
     Attributes:
         modules, objects, containers: as in `Surroundings`.
         parameters: the parameters of the modules.
+        buffers: the buffers that the library copies before a call.
         scopes: the scopes of the variables whose values are modules.
         values: the values of these variables.
         names: the names of these variables.
         code, writes: as in `Surroundings`.
-        has_bytes: whether there may be tensors whose bytes must be copied.
+        trusted: for each of `buffers`, whether every write to it increments its version.
+        has_others: whether there may be other tensors whose bytes must be copied.
     """
 
     modules: list[nn.Module]
     parameters: list[Tensor]
+    buffers: list[Tensor]
     objects: list[dict[str, Any]]
     containers: list[Any]
     scopes: list[Any]
@@ -177,10 +180,11 @@ class Objects(NamedTuple):
     names: list[str]
     code: list[frozenset[str]]
     writes: int
-    has_bytes: bool
+    trusted: tuple[bool, ...]
+    has_others: bool
 
 
-_GROUPS = 6  # the first fields of `Objects`, which reference objects of the model
+_GROUPS = 7  # the first fields of `Objects`, which reference objects of the model
 
 
 class _Entry:
@@ -210,7 +214,8 @@ class KnownWalk:
     @property
     def has_bytes(self) -> bool:
         """Return True if there may be tensors whose bytes must be copied."""
-        return bool(self._facts[-1])
+        *_, trusted, has_others = self._facts
+        return bool(trusted or has_others)
 
     def noted(self) -> Any:
         """Return the result of `parameters.noted` for the parameters."""
@@ -315,10 +320,10 @@ def _add_keys(functions: list[Any], key: list[int]) -> bool:
 
 
 def known_from(start: Start) -> _Entry | None:
-    """Return the entry of a known walk that begins here and copies no bytes; None without one."""
+    """Return the entry of a known walk that begins here; None if Python must copy bytes for it."""
     entry = _known.get(start.key)
-    has_bytes = entry is None or entry.walk is None or entry.facts[-1]
-    return None if has_bytes else entry
+    has_others = entry is None or entry.walk is None or entry.facts[-1]
+    return None if has_others else entry
 
 
 def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.state import code_writes, known_walks
+from storage_ops.checkpoint.state.contents import SMALL
 from storage_ops.checkpoint.state.known_walks import KnownWalk, Objects, Reads
+from storage_ops.checkpoint.state.registered import buffers_of
 from storage_ops.foundation.walk import (
     CONTAINER,
     CONTAINERS,
@@ -141,14 +143,20 @@ class Surroundings:
         parameters: list[Tensor] = [
             p for m in self.modules for p in m._parameters.values() if p is not None
         ]
-        has_bytes = code_writes.may_write_parameters(self.writes) or any(
-            "max_norm" in vars(m) or any(b is not None for b in m._buffers.values())
-            for m in self.modules
+        has_others = code_writes.may_write_parameters(self.writes) or any(
+            "max_norm" in vars(m) for m in self.modules
         )
+        buffers: dict[Tensor, bool] = {}
+        for t, trusted in buffers_of(self.modules):
+            buffers.setdefault(t, trusted)
+            is_plain = type(t) in (Tensor, nn.Buffer) and t.layout is torch.strided
+            has_others = has_others or not is_plain or t.nbytes > SMALL
+        if has_others:  # then Python copies all of them
+            buffers = {}
         scopes, names, values = zip(*self.names, strict=True) if self.names else ((), (), ())
         return Objects(
-            self.modules, parameters, self.objects, self.containers, list(scopes), list(values),
-            list(names), self.code, self.writes, has_bytes,
+            self.modules, parameters, list(buffers), self.objects, self.containers, list(scopes),
+            list(values), list(names), self.code, self.writes, tuple(buffers.values()), has_others,
         )  # fmt: skip
 
     def _add_device(self, t: Tensor) -> None:

@@ -56,6 +56,7 @@ class Snapshot:
 
     def finish(self) -> None:
         """Note that the forward has ended."""
+        self._native.finish()
         if not self._native.is_unchanged():
             self._state().finish()
         self._running = False
@@ -127,7 +128,7 @@ def snapshot_before(
     if start is None or (known := known_walks.known_from(start)) is None:
         return None
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    native = _native.Snapshot(known.walk, start.roots, preserve_rng_state, gpus)
+    native = _native.Snapshot(known.walk, start.roots, preserve_rng_state, gpus, known.facts[-2])
     if native is None:
         return None
     known.attempts = 0
