@@ -152,6 +152,31 @@ def test_the_library_runs_new_functions_of_the_same_code(path, kind, regions):
     assert in_c == [path == "C++" and kind not in STAYS_IN_PYTHON] * 3
 
 
+@pytest.mark.parametrize(
+    "producer",
+    [torch.sin, F.gelu, functools.partial(torch.mul, other=2.0), F.silu],
+    ids=["sin", "gelu", "partial", "silu"],
+)
+def test_the_library_runs_functions_of_torch(path, producer, regions):
+    last, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    run = so.output_discard(producer, last)
+    for _ in range(CALLS):
+        right = torch.autograd.grad(last(producer(x)).square().sum(), (x, last.weight))
+        got = torch.autograd.grad(run(x).square().sum(), (x, last.weight))
+        assert all(map(torch.equal, got, right))
+    assert (regions[-1] is not None) == (path == "C++")
+
+
+def test_a_method_of_a_tensor_stays_in_python(path, regions):
+    last, gate = nn.Linear(4, 4), torch.rand(4)
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(CALLS):
+        (right,) = torch.autograd.grad(last(gate * x).sum(), x)
+        (got,) = torch.autograd.grad(so.output_discard(gate.mul, last)(x).sum(), x)
+        assert torch.equal(got, right)
+    assert regions[-1] is None
+
+
 def a_number(block):
     block.scale = 3.0
 

@@ -21,7 +21,7 @@ import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -272,6 +272,8 @@ def start_of(fn: Callable[..., Any], arguments: list[Any]) -> Start | None:
             stack += _parts(value, kind)
         elif kind == METHOD:
             stack += (value.__self__, value.__func__)
+        elif type(value) is BuiltinFunctionType:  # such as torch.sin, in which a walk reads nothing
+            stack.append(value.__self__)
         elif kind != PLAIN:
             return None
     if nested and not _add_keys(nested, key):
