@@ -19,7 +19,7 @@ namespace storage_ops {
 namespace {
 
 enum Kind : long {
-  kItems,       // all items of a list, tuple or dictionary
+  kItems,       // all items of a list, tuple, dictionary, set or deque
   kVars,        // all items of the `__dict__` of an object
   kAttributes,  // some attributes of an object whose class runs no Python code for them
   kNames,       // some items of a dictionary
@@ -28,7 +28,7 @@ enum Kind : long {
 constexpr size_t kNone = std::numeric_limits<size_t>::max();
 
 struct Value {
-  Ref key;                     // null in a list or tuple
+  Ref key;                     // null if the container is no dictionary
   PyObject* object = nullptr;  // null if there is none
   Ref type;
   bool is_plain = false;  // a walk reads nothing in it, so another plain value does not matter
@@ -90,6 +90,14 @@ bool each_item(PyObject* holder, F&& each) {
     while (PyDict_Next(holder, &position, &key, &value)) {
       if (!each(key, value)) return false;
     }
+    return true;
+  }
+  if (!PyList_Check(holder) && !PyTuple_Check(holder)) {  // a set or a deque
+    const Ref items = owned(PyObject_GetIter(holder));
+    while (const Ref value{PyIter_Next(items.get())}) {
+      if (!each(nullptr, value.get())) return false;
+    }
+    if (PyErr_Occurred()) throw PythonError();
     return true;
   }
   const bool is_list = PyList_Check(holder);

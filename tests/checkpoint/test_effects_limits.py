@@ -190,6 +190,7 @@ def test_an_interrupt_at_any_op_of_the_backward_leaves_the_buffers():
     assert raised > 20
 
 
+@pytest.mark.walks_twice  # in C++ there are no lines
 def test_an_interrupt_at_any_line_that_restores_state_leaves_the_buffers():
     """A signal can arrive between two lines of Python, where no op runs."""
     x, files = torch.randn(5, 4, requires_grad=True), (execution.__file__, contents.__file__)

@@ -44,6 +44,11 @@ looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _WIDTH = 4093  # words in a row of the sums: a prime, so that it divides no usual tensor size
 
 
+def is_any_parameter_written() -> bool:
+    """Return True if a forward has written a parameter, so that later forwards copy it."""
+    return len(written) > 0 and any(isinstance(t, nn.Parameter) for t in list(written))
+
+
 class Contents:
     """A tensor that may be written, and its copy from before the forward, if there is one.
 

@@ -19,7 +19,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from storage_ops import _library
 from storage_ops.checkpoint.state.calls import HOOKS_OF_ALL_MODULES
+from storage_ops.checkpoint.state.code_writes import may_write_parameters
 from storage_ops.checkpoint.state.containers import copy_of
 from storage_ops.foundation.walk import (
     FUNCTION,
@@ -45,7 +46,7 @@ from storage_ops.foundation.walk import (
 # Kinds of reads, with the numbers of csrc/checkpoint/walk.cpp: all items of a container, all
 # entries of an object's `__dict__`, some attributes of an object, some items of a dictionary.
 _ITEMS, _VARS, _ATTRIBUTES, _NAMES = range(4)
-_COMPARED = (list, dict, defaultdict)  # containers whose order the library can compare
+_COMPARED = (list, dict, defaultdict, set, deque)  # containers whose order the library can compare
 _OF_FUNCTION = ("__code__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MANY = 4096  # the number of walks that can be known at the same time
@@ -91,7 +92,7 @@ class Reads:
         self.entries.append((_ITEMS, attributes, (), False, True, False))
 
     def add_container(self, container: Any, restored: bool, temporary: bool = False) -> None:
-        """Note the items of a list, tuple or dictionary, which are restored if `restored`."""
+        """Note the items of a container, which are restored if `restored`."""
         kind = type(container)
         is_ordered = kind in _COMPARED or (kind is OrderedDict and not container)
         if len(container) > LONG or not (is_ordered or isinstance(container, tuple)):
@@ -155,8 +156,26 @@ class Reads:
                 self.give_up()
 
 
+class Facts(NamedTuple):
+    """What a walk has found besides objects. It does not change between calls.
+
+    Attributes:
+        names: the names of the variables whose values are modules.
+        code, writes: as in `Surroundings`.
+        trusted: for each buffer in `Objects`, whether every write to it increments its version.
+        has_others: whether Python must copy the bytes of other tensors before each call. Parameters
+            that the code may write in place are copied only until it is known if it does.
+    """
+
+    names: list[str]
+    code: list[frozenset[str]]
+    writes: int
+    trusted: tuple[bool, ...]
+    has_others: bool
+
+
 class Objects(NamedTuple):
-    """The result of a walk: lists of objects, and facts about code that do not change.
+    """The objects that a walk has found.
 
     Attributes:
         modules, objects, containers: as in `Surroundings`.
@@ -164,10 +183,6 @@ class Objects(NamedTuple):
         buffers: the buffers that the library copies before a call.
         scopes: the scopes of the variables whose values are modules.
         values: the values of these variables.
-        names: the names of these variables.
-        code, writes: as in `Surroundings`.
-        trusted: for each of `buffers`, whether every write to it increments its version.
-        has_others: whether there may be other tensors whose bytes must be copied.
     """
 
     modules: list[nn.Module]
@@ -177,32 +192,25 @@ class Objects(NamedTuple):
     containers: list[Any]
     scopes: list[Any]
     values: list[Any]
-    names: list[str]
-    code: list[frozenset[str]]
-    writes: int
-    trusted: tuple[bool, ...]
-    has_others: bool
 
 
-_GROUPS = 7  # the first fields of `Objects`, which reference objects of the model
-
-
-class _Entry:
+class Entry:
     """A walk that may be known."""
 
     def __init__(self) -> None:
         self.walk: Any = None
-        self.facts: tuple[Any, ...] = ()  # the other fields of `Objects`
+        self.facts = Facts([], [], 0, (), False)
         self.attempts = 0  # the number of walks noted since a call last found the same
+        self.are_looked_at = False  # whether the modules are known to be in `contents.looked_at`
 
 
 class KnownWalk:
     """The result of a known walk for one call."""
 
-    __slots__ = ("_facts", "_seen", "is_unchanged")
+    __slots__ = ("_seen", "facts", "is_unchanged")
 
-    def __init__(self, seen: Any, facts: tuple[Any, ...]) -> None:
-        self._seen, self._facts = seen, facts
+    def __init__(self, seen: Any, facts: Facts) -> None:
+        self._seen, self.facts = seen, facts
         self.is_unchanged: Callable[[], bool] = seen.is_unchanged
 
     def contents(self, container: Any) -> Any:
@@ -214,16 +222,16 @@ class KnownWalk:
     @property
     def has_bytes(self) -> bool:
         """Return True if there may be tensors whose bytes must be copied."""
-        *_, trusted, has_others = self._facts
-        return bool(trusted or has_others)
+        facts = self.facts
+        return bool(facts.trusted or facts.has_others or may_write_parameters(facts.writes))
 
     def noted(self) -> Any:
         """Return the result of `parameters.noted` for the parameters."""
         return self._seen.noted()
 
     def objects(self) -> Objects:
-        """Return the result of the walk."""
-        return Objects(*map(self._seen.group, range(_GROUPS)), *self._facts)
+        """Return the objects that the walk has found."""
+        return Objects(*map(self._seen.group, range(len(Objects._fields))))
 
 
 class Start(NamedTuple):
@@ -238,7 +246,7 @@ class Start(NamedTuple):
     key: tuple[int, ...]
 
 
-_known: dict[tuple[int, ...], _Entry] = {}
+_known: dict[tuple[int, ...], Entry] = {}
 
 
 def start_of(fn: Callable[..., Any], arguments: list[Any]) -> Start | None:
@@ -321,10 +329,10 @@ def _add_keys(functions: list[Any], key: list[int]) -> bool:
     return True
 
 
-def known_from(start: Start) -> _Entry | None:
+def known_from(start: Start) -> Entry | None:
     """Return the entry of a known walk that begins here; None if Python must copy bytes for it."""
     entry = _known.get(start.key)
-    has_others = entry is None or entry.walk is None or entry.facts[-1]
+    has_others = entry is None or entry.walk is None or entry.facts.has_others
     return None if has_others else entry
 
 
@@ -339,7 +347,7 @@ def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:
     if known is None:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = _Entry()
+        known = _known[key] = Entry()
     elif known.walk is not None:
         seen = known.walk.see(start.roots)
         if seen is not None:
@@ -351,21 +359,21 @@ def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:
     return None, None
 
 
-def know(start: Start, reads: Reads, objects: Objects) -> None:
+def know(start: Start, reads: Reads, objects: Objects, facts: Facts) -> None:
     """Make a walk known.
 
     Args:
         start: where it began.
         reads: the reads of the walk.
-        objects: the result of the walk.
+        objects, facts: the result of the walk.
     """
     known = _known[start.key]
     known.attempts += 1
     if not reads.are_complete:
         known.attempts = _ATTEMPTS
     else:
-        known.walk = _native.Walk(kind_of, start.roots, reads.entries, objects[:_GROUPS])
-        known.facts = objects[_GROUPS:]
+        known.walk = _native.Walk(kind_of, start.roots, reads.entries, objects)
+        known.facts = facts
 
 
 _native: Any = sys.modules.get(_library.SAVED_TENSORS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from storage_ops.checkpoint.state import code_writes, known_walks
 from storage_ops.checkpoint.state.contents import SMALL
-from storage_ops.checkpoint.state.known_walks import KnownWalk, Objects, Reads
+from storage_ops.checkpoint.state.known_walks import Facts, KnownWalk, Objects, Reads
 from storage_ops.checkpoint.state.registered import buffers_of
 from storage_ops.foundation.walk import (
     CONTAINER,
@@ -118,21 +118,21 @@ class Surroundings:
         surroundings.writes |= code_writes.of_calls(*map(tuple, code))
         if start is not None and surroundings._reads is not None:
             reads = surroundings._reads
-            known_walks.know(start, reads, surroundings._objects(reads))
+            known_walks.know(start, reads, *surroundings._result(reads))
         surroundings._reads = None
         return surroundings
 
     def look(self) -> None:
         """Set the attributes from the known walk."""
         assert self.known is not None
-        objects = self.known.objects()
+        objects, facts = self.known.objects(), self.known.facts
         self.modules, self.objects = objects.modules, objects.objects
         self.containers = objects.containers
         self.attributes = [vars(m) for m in self.modules if not is_of_torch(type(m))]
-        self.names = list(zip(objects.scopes, objects.names, objects.values, strict=True))
-        self.code, self.writes = objects.code, objects.writes
+        self.names = list(zip(objects.scopes, facts.names, objects.values, strict=True))
+        self.code, self.writes = facts.code, facts.writes
 
-    def _objects(self, reads: Reads) -> Objects:
+    def _result(self, reads: Reads) -> tuple[Objects, Facts]:
         """Return the result of the walk for later calls. Give up if later calls must walk too."""
         for container in (*self.attributes, *self.objects, *self.containers):
             reads.add_values(container)
@@ -143,9 +143,8 @@ class Surroundings:
         parameters: list[Tensor] = [
             p for m in self.modules for p in m._parameters.values() if p is not None
         ]
-        has_others = code_writes.may_write_parameters(self.writes) or any(
-            "max_norm" in vars(m) for m in self.modules
-        )
+        unseen = self.writes & code_writes.UNSEEN != 0
+        has_others = unseen or any("max_norm" in vars(m) for m in self.modules)
         buffers: dict[Tensor, bool] = {}
         for t, trusted in buffers_of(self.modules):
             buffers.setdefault(t, trusted)
@@ -154,10 +153,12 @@ class Surroundings:
         if has_others:  # then Python copies all of them
             buffers = {}
         scopes, names, values = zip(*self.names, strict=True) if self.names else ((), (), ())
-        return Objects(
+        objects = Objects(
             self.modules, parameters, list(buffers), self.objects, self.containers, list(scopes),
-            list(values), list(names), self.code, self.writes, tuple(buffers.values()), has_others,
+            list(values),
         )  # fmt: skip
+        by_version = tuple(buffers.values())
+        return objects, Facts(list(names), self.code, self.writes, by_version, has_others)
 
     def _add_device(self, t: Tensor) -> None:
         if not (t.is_cpu or t.is_meta):

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from storage_ops import _library
-from storage_ops.checkpoint.state import execution, known_walks
+from storage_ops.checkpoint.state import contents, execution, known_walks
+from storage_ops.checkpoint.state.code_writes import may_write_parameters
 from storage_ops.checkpoint.state.execution import ExecutionState, is_disabled
-from storage_ops.checkpoint.state.known_walks import KnownWalk
+from storage_ops.checkpoint.state.known_walks import Entry, Facts, KnownWalk
 from storage_ops.checkpoint.state.reachable import Surroundings
 
 
@@ -31,9 +32,7 @@ class Snapshot:
 
     __slots__ = ("_attention", "_facts", "_full", "_native", "_running")
 
-    def __init__(
-        self, native: Any, facts: tuple[Any, ...], attention: Any, running: bool = True
-    ) -> None:
+    def __init__(self, native: Any, facts: Facts, attention: Any, running: bool = True) -> None:
         """Create an object for a snapshot of the library.
 
         Args:
@@ -107,7 +106,7 @@ def snapshot_before(
     arguments: list[Any],
     tensors: Iterable[Tensor],
     preserve_rng_state: bool,
-) -> tuple[Any, tuple[Any, ...]] | None:
+) -> tuple[Any, Facts] | None:
     """Capture the state before a call with the library.
 
     Args:
@@ -128,13 +127,28 @@ def snapshot_before(
     if start is None or (known := known_walks.known_from(start)) is None:
         return None
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    native = _native.Snapshot(known.walk, start.roots, preserve_rng_state, gpus, known.facts[-2])
-    if native is None:
+    native = _native.Snapshot(
+        known.walk, start.roots, preserve_rng_state, gpus, known.facts.trusted
+    )
+    if native is None or (may_write_parameters(known.facts.writes) and _copies(known, native.seen)):
         return None
     known.attempts = 0
     if native.settings not in execution.known_settings:
         execution.read_settings()
     return native, known.facts
+
+
+def _copies(known: Entry, seen: Any) -> bool:
+    """Return True if Python may have to copy parameters that the code can write in place.
+
+    Args:
+        known: the known walk.
+        seen: the library's object with what it has seen.
+    """
+    if not known.are_looked_at:
+        modules, *_ = KnownWalk(seen, known.facts).objects()
+        known.are_looked_at = all(module in contents.looked_at for module in modules)
+    return not known.are_looked_at or contents.is_any_parameter_written()
 
 
 def state_before(
