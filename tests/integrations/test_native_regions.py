@@ -8,6 +8,12 @@ from storage_ops.checkpoint.region.region import Region
 
 from .models import GROUPED, V, tf
 
+pytestmark = [
+    pytest.mark.skipif(
+        tf.__version__ < "5", reason="layers of transformers 4 have other arguments"
+    ),
+    pytest.mark.skipif(so.info()["saved_tensors"] == "Python", reason="there is no library"),
+]
 SMALL = {**GROUPED, "num_hidden_layers": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -40,15 +46,14 @@ def create(name):
 def step(model, ids):
     torch.manual_seed(1)
     model.zero_grad()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return [p.grad for p in model.parameters()]
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.skipif(tf.__version__ < "5", reason="layers of transformers 4 have other arguments")
-@pytest.mark.skipif(so.info()["saved_tensors"] == "Python", reason="there is no library")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_run_in_c(name, mode, monkeypatch):
+@pytest.fixture
+def regions(monkeypatch):
+    """Return a list of the regions in Python."""
     made, set_up = [], Region.set_up
 
     def noted(self, *args):
@@ -56,12 +61,49 @@ def test_layers_run_in_c(name, mode, monkeypatch):
         set_up(self, *args)
 
     monkeypatch.setattr(Region, "set_up", noted)
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_run_in_c(name, mode, regions):
     plain, model, ids = create(name), create(name), torch.randint(V, (2, 16))
     right = step(plain, ids)
     so.apply_activation_checkpoint(model, {"layer_classes": [MODELS[name][0]], **MODES[mode]})
     for _ in range(3):
         step(model, ids)
-    assert len(made) > 0  # the first steps find out what the layers reach
-    made.clear()
+    assert len(regions) > 0  # the first steps find out what the layers reach
+    regions.clear()
     assert all(map(torch.equal, step(model, ids), right))
-    assert made == []
+    assert regions == []
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_layers_with_adapters_run_in_c_until_these_are_merged(use_dora, regions):
+    peft = pytest.importorskip("peft")
+    models = []
+    for _ in range(2):
+        model = create("Llama")
+        config = peft.LoraConfig(target_modules="all-linear", use_dora=use_dora)
+        models.append(peft.get_peft_model(model, config))
+        models[-1].enable_input_require_grads()  # else merged adapters leave nothing to train
+    plain, model, ids = *models, torch.randint(V, (2, 16))
+    so.apply_activation_checkpoint(model, {"layer_classes": ["LlamaDecoderLayer"]})
+
+    def equal():
+        return all(map(torch.equal, step(model, ids), step(plain, ids)))
+
+    for _ in range(3):
+        assert equal()
+    regions.clear()
+    assert equal() and regions == []
+    for each in models:
+        each.merge_adapter()
+    assert equal() and equal()
+    for each in models:
+        each.unmerge_adapter()
+    for _ in range(4):
+        assert equal()
+    regions.clear()
+    # A merged DoRA adapter leaves a tensor in an attribute.
+    assert equal() and (use_dora or regions == [])

@@ -299,8 +299,14 @@ class Surroundings:
             reads.own(code_writes.run_by(cls))
         for base in facts.bases:
             reads.add_class(base)
-        if facts.adapters:
-            reads.give_up()
+        for module in modules:
+            if type(module) in facts.adapters and hasattr(module, "merged"):
+                # PEFT derives `merged` from this list. Whether it is empty matters to the walk.
+                adapters = vars(module).get("merged_adapters")
+                if isinstance(adapters, list):
+                    reads.add_container(adapters, False)
+                else:
+                    reads.give_up()
 
     def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
         facts = code_writes.facts_of(fn.__code__)
