@@ -165,6 +165,7 @@ class Hooks final : public SavedVariableHooks {
   at::Tensor read_of_region() const {
     const WithGil gil;
     try {
+      const WithoutDynamo eager;
       const at::Tensor read = callables_->read_natively(index_);
       if (read.defined()) return read;
       const Ref number(PyLong_FromSize_t(index_));

@@ -327,7 +327,8 @@ PyMethodDef methods[] = {{"forward", forward, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 // setup_regions(make, explain_transform, explain, check, forget_hooks, group, is_as_before,
-//               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers)
+//               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers,
+//               set_dynamo)
 PyObject* setup_regions(PyObject*, PyObject* arguments) {
   RegionFunctions all;
   PyObject** const places[] = {&all.make,         &all.explain_transform,
@@ -337,7 +338,8 @@ PyObject* setup_regions(PyObject*, PyObject* arguments) {
                                &all.groups,       &all.discard,
                                &all.bind,         &all.finish,
                                &all.pack,         &all.unpack,
-                               &all.packed,       &all.consumers};
+                               &all.packed,       &all.consumers,
+                               &all.set_dynamo};
   Py_ssize_t at = 0;
   for (PyObject** place : places) {
     *place = PyTuple_GetItem(arguments, at++);
