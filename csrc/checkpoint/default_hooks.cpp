@@ -127,7 +127,7 @@ class Hooks final : public SavedVariableHooks {
     try {
       note_saved_tensor(hook.self, true);
     } catch (const PythonError&) {
-      throw std::runtime_error(message_of_python());
+      throw_python_error();
     }
     if (hook.checksums()) description.checksum = checksum_of(t);
     if (hook.is_recompute) {

@@ -42,6 +42,7 @@ struct Op {
   bool is_cast = false;
   bool draws = false;       // uses random numbers
   bool has_kernel = false;  // whether `add_kernel` has added a kernel
+  c10::DispatchKeySet autocast;  // the keys for which it has a kernel that casts arguments
 };
 
 template <typename F>

@@ -209,7 +209,7 @@ void call_at_end(const SharedRegion& shared) {
       try {
         end_backward(*alive, retained);
       } catch (const PythonError&) {
-        throw std::runtime_error(message_of_python());
+        throw_python_error();
       }
     }
   });
