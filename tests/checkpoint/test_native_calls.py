@@ -52,6 +52,47 @@ def test_products_are_saved_under_autocast(path, name, autocast):
         assert all(map(torch.equal, got, torch.autograd.grad(right, (x, plain.weight))))
 
 
+class Writes(nn.Module):
+    def __init__(self, split):
+        super().__init__()
+        self.weight, self.split = nn.Parameter(torch.randn(4, 4)), split
+
+    def forward(self, x):
+        parts = self.split(x.exp() @ self.weight)
+        parts[0].mul_(2)
+        return torch.cat(parts).sin()
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(4, 4)
+
+    def forward(self, x):
+        return self.cell(x)[0].sin()
+
+
+SPLITS = {
+    "split": lambda y: torch.unsafe_split(y, 2),
+    "sizes": lambda y: torch.unsafe_split_with_sizes(y, (1, 3)),
+    "chunk": lambda y: torch.unsafe_chunk(y, 2),
+}
+WRITERS = {name: lambda split=split: Writes(split) for name, split in SPLITS.items()}
+
+
+@pytest.mark.parametrize("make", [*WRITERS.values(), Hidden], ids=[*WRITERS, "GRU"])
+def test_writes_to_parts_of_a_result_that_have_their_own_version(path, make):
+    plain, ours = make(), make()
+    ours.load_state_dict(plain.state_dict())
+    so.CheckpointWrapper(ours, policy="matmuls")
+    for _ in range(4):
+        x = torch.randn(4, 4, requires_grad=True)
+        with pytest.warns(UserWarning, match="modifies in place"):
+            got = torch.autograd.grad(ours(x).sum(), (x, *ours.parameters()))
+        want = torch.autograd.grad(plain(x).sum(), (x, *plain.parameters()))
+        assert all(map(torch.equal, got, want))
+
+
 class Interrupts:
     """A key of a dictionary that stands for an interrupt while Python compares it."""
 
