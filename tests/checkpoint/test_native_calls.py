@@ -1,6 +1,7 @@
 """Calls of ops that the kernels of a policy find in C++ as a Python mode does."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ class Writes(nn.Module):
         return torch.cat(parts).sin()
 
 
+class Foreach(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        y = x @ self.weight
+        torch._foreach_mul_([y], 2.0)
+        return y.exp()
+
+
 class Hidden(nn.Module):
     def __init__(self):
         super().__init__()
@@ -77,12 +89,16 @@ SPLITS = {
     "sizes": lambda y: torch.unsafe_split_with_sizes(y, (1, 3)),
     "chunk": lambda y: torch.unsafe_chunk(y, 2),
 }
-WRITERS = {name: lambda split=split: Writes(split) for name, split in SPLITS.items()}
+WRITERS = {
+    **{name: partial(Writes, split) for name, split in SPLITS.items()},
+    "foreach": Foreach,
+    "GRU": Hidden,
+}
 
 
-@pytest.mark.parametrize("make", [*WRITERS.values(), Hidden], ids=[*WRITERS, "GRU"])
-def test_writes_to_parts_of_a_result_that_have_their_own_version(path, make):
-    plain, ours = make(), make()
+@pytest.mark.parametrize("kind", WRITERS)
+def test_writes_to_saved_results_that_show_in_no_version(path, kind):
+    plain, ours = WRITERS[kind](), WRITERS[kind]()
     ours.load_state_dict(plain.state_dict())
     so.CheckpointWrapper(ours, policy="matmuls")
     for _ in range(4):
