@@ -127,7 +127,7 @@ class Hooks final : public SavedVariableHooks {
     try {
       note_saved_tensor(hook.self, true);
     } catch (const PythonError&) {
-      throw std::runtime_error(message_of_python());
+      throw_python_error();
     }
     if (hook.checksums()) description.checksum = checksum_of(t);
     if (hook.is_recompute) {
@@ -165,6 +165,7 @@ class Hooks final : public SavedVariableHooks {
   at::Tensor read_of_region() const {
     const WithGil gil;
     try {
+      const WithoutDynamo eager;
       const at::Tensor read = callables_->read_natively(index_);
       if (read.defined()) return read;
       const Ref number(PyLong_FromSize_t(index_));

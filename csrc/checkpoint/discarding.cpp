@@ -140,6 +140,7 @@ class ConsumerHooks final : public SavedVariableHooks {
     if (!is_output_ && !is_modified()) return tensor_;
     const WithGil gil;
     try {
+      const WithoutDynamo eager;
       if (is_output_) restore(shared_);
       if (is_modified()) {
         const Ref packed = packed_by_python();

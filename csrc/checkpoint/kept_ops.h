@@ -114,6 +114,9 @@ struct Ops {
     op->is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     op->is_cast = name == "aten::_to_copy";
     op->draws = handle.hasTag(at::Tag::nondeterministic_seeded);
+    for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+      if (handle.hasKernelForDispatchKey(key)) op->autocast = op->autocast.add(key);
+    }
     // A recompute may leave out a cast of a parameter, and the log does not have the arguments by
     // which casts differ. So casts do not count.
     op->counts = !op->is_cast && !ignored.count(name) && name.rfind("prim::", 0) != 0 &&
@@ -156,15 +159,31 @@ inline void abandon_all(bool needs_python) {
   }
 }
 
-// For each op that runs: the region whose depth it has increased, or null. An object for each op,
-// as `RecordFunction` can keep, takes longer.
-inline thread_local std::vector<Frame*> running_ops;
+struct RunningOp {
+  Frame* region = nullptr;  // the region whose depth the op has increased, or null
+  const Op* op = nullptr;
+  c10::DispatchKeySet autocast;  // the keys with which the op may cast its arguments
+};
 
-// Returns the region in which an op begins, or null if the op is not counted.
-inline Frame* counting(const at::RecordFunction& call) {
+// An object for each op, as `RecordFunction` can keep, takes longer.
+inline thread_local std::vector<RunningOp> running_ops;
+
+inline c10::DispatchKeySet autocast_keys() {
+  return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
+}
+
+// Returns true if an op begins inside the autocast kernel of another, which has cast arguments and
+// now calls the same op, or one like it. Only the second call counts.
+inline bool is_after_autocast(const Frame* region, c10::DispatchKeySet autocast) {
+  if (running_ops.empty() || running_ops.back().region != region) return false;
+  return !(running_ops.back().autocast - autocast).empty();
+}
+
+// Returns the region in which an op begins, or no region if the op is not counted.
+inline RunningOp counting(const at::RecordFunction& call) {
   thread_local std::unordered_map<const char*, const Op*> known;
   Frame* f = top_frame;
-  if (!f) return nullptr;
+  if (!f) return {};
   const char* name = call.name();
   auto found = known.find(name);
   // If an op was removed, another op may have a name at the same address.
@@ -173,10 +192,10 @@ inline Frame* counting(const at::RecordFunction& call) {
     if (!id) {  // a Python autograd Function, or an autograd node
       // A Python mode sees FlexAttention as one op, but the kernels here see the ops inside it.
       if (std::strncmp(name, "FlexAttentionAutograd", 21) == 0) abandon_all(true);
-      return nullptr;
+      return {};
     }
     const auto handle = c10::Dispatcher::singleton().findSchema(*id);
-    if (!handle) return nullptr;
+    if (!handle) return {};
     bool is_new = false;
     const Op* op = ops().of(*handle, &is_new);
     found = known.insert_or_assign(name, op).first;
@@ -184,25 +203,31 @@ inline Frame* counting(const at::RecordFunction& call) {
     if (is_new && op->is_of_library && !op->is_composite) abandon_all(false);
   }
   const Op* op = found->second;
-  if (op->is_composite || !op->counts) return nullptr;
-  if (f->depth == 0 &&
+  if (op->is_composite || !op->counts) return {};
+  const c10::DispatchKeySet autocast = autocast_keys();
+  bool is_logged = false;
+  if (is_after_autocast(f, autocast)) {
+    is_logged = running_ops.back().op == op;
+    --std::exchange(running_ops.back().region, nullptr)->depth;
+  }
+  if (f->depth == 0 && !is_logged &&
       !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) {
     if (op->is_collective) abandon_all(true);  // its writes do not increment versions
     log_op(op);
   }
-  return f;
+  return {f, op, op->autocast & autocast};
 }
 
 inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& call) {
-  Frame* f = counting(call);
-  if (f) ++f->depth;
-  running_ops.push_back(f);
+  const RunningOp running = counting(call);
+  if (running.region) ++running.region->depth;
+  running_ops.push_back(running);
   return nullptr;
 }
 
 inline void op_ends(const at::RecordFunction&, at::ObserverContext*) {
   if (running_ops.empty()) return;  // the callback was added again inside of the op
-  if (Frame* f = running_ops.back()) --f->depth;
+  if (Frame* f = running_ops.back().region) --f->depth;
   running_ops.pop_back();
 }
 
@@ -360,7 +385,7 @@ struct Kernel {
         record(*f->store, op, stack, arguments, returns, run);
       }
     } catch (const PythonError&) {
-      throw std::runtime_error(message_of_python());
+      throw_python_error();  // a KeyboardInterrupt stays one
     }
   }
 };

@@ -40,8 +40,9 @@ struct Op {
   bool is_of_library = false;  // not an op of aten
   bool is_collective = false;  // may write to its arguments
   bool is_cast = false;
-  bool draws = false;       // uses random numbers
-  bool has_kernel = false;  // whether `add_kernel` has added a kernel
+  bool draws = false;            // uses random numbers
+  bool has_kernel = false;       // whether `add_kernel` has added a kernel
+  c10::DispatchKeySet autocast;  // the keys for which it has a kernel that casts arguments
 };
 
 template <typename F>

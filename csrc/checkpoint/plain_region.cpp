@@ -209,7 +209,7 @@ void call_at_end(const SharedRegion& shared) {
       try {
         end_backward(*alive, retained);
       } catch (const PythonError&) {
-        throw std::runtime_error(message_of_python());
+        throw_python_error();
       }
     }
   });
@@ -328,7 +328,8 @@ PyMethodDef methods[] = {{"forward", forward, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 // setup_regions(make, explain_transform, explain, check, forget_hooks, group, is_as_before,
-//               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers)
+//               number_issued, groups, discard, bind, finish, pack, unpack, packed, consumers,
+//               set_dynamo)
 PyObject* setup_regions(PyObject*, PyObject* arguments) {
   RegionFunctions all;
   PyObject** const places[] = {&all.make,         &all.explain_transform,
@@ -338,7 +339,8 @@ PyObject* setup_regions(PyObject*, PyObject* arguments) {
                                &all.groups,       &all.discard,
                                &all.bind,         &all.finish,
                                &all.pack,         &all.unpack,
-                               &all.packed,       &all.consumers};
+                               &all.packed,       &all.consumers,
+                               &all.set_dynamo};
   Py_ssize_t at = 0;
   for (PyObject** place : places) {
     *place = PyTuple_GetItem(arguments, at++);

@@ -22,6 +22,7 @@ namespace storage_ops {
 struct RegionFunctions {
   PyObject *make, *explain_transform, *explain, *check, *forget_hooks, *group, *is_as_before;
   PyObject *number_issued, *groups, *discard, *bind, *finish, *pack, *unpack, *packed, *consumers;
+  PyObject* set_dynamo;
 };
 
 inline RegionFunctions functions;
@@ -70,6 +71,24 @@ class Lock {
 
  private:
   std::recursive_mutex& mutex_;
+};
+
+// Switches Dynamo off in this thread. After a graph break of compiled code, Dynamo would otherwise
+// compile the Python functions that a backward pass calls (storage_ops/foundation/eager.py).
+class WithoutDynamo {
+ public:
+  WithoutDynamo()
+      : before_(owned(PyObject_CallFunctionObjArgs(functions.set_dynamo, Py_None, nullptr))) {}
+  ~WithoutDynamo() {
+    if (before_.get() == Py_None) return;  // it was off
+    const KeptError kept;
+    Ref(PyObject_CallFunctionObjArgs(functions.set_dynamo, before_.get(), nullptr));
+  }
+  WithoutDynamo(const WithoutDynamo&) = delete;
+  WithoutDynamo& operator=(const WithoutDynamo&) = delete;
+
+ private:
+  const Ref before_;
 };
 
 // The functions below need the GIL, and throw if a Python error is set.

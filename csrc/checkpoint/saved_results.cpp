@@ -117,7 +117,8 @@ PyObject* policy(PyObject*, PyObject* arguments) {
       policy->ops.emplace(op, std::move(shapes));
     }
     // The outputs of these ops may share the storage of a saved result.
-    std::vector<std::string> sharing = {"aten::_unsafe_view"};
+    std::vector<std::string> sharing = {"aten::_unsafe_view", "aten::unsafe_split.Tensor",
+                                        "aten::unsafe_split_with_sizes"};
     {
       const std::lock_guard<std::mutex> lock(ops().mutex);
       for (const auto& [name, op] : ops().by_name) {

@@ -17,6 +17,7 @@ from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.outputs import SavedOutput, SavedTensor, producer_of
 from storage_ops.checkpoint.saved.ref_counts import RefCounts, is_referenced
 from storage_ops.checkpoint.saved.saved import fail
+from storage_ops.foundation.eager import eager
 
 
 class _Handed:
@@ -32,10 +33,12 @@ class _Handed:
         return self.unpack(self.packed)
 
 
+@eager
 def _read(packed: SavedTensor | _Handed) -> Tensor:
     return packed.read()
 
 
+@eager
 def _pack(t: Tensor) -> SavedTensor:
     """Return the object for a tensor that a consumer saves."""
     region = producer_of(t)
@@ -73,6 +76,7 @@ class ConsumerHooks:
         self._named = named
         self._outputs: dict[int, Tensor] = {}
 
+    @eager
     def __enter__(self) -> ConsumerHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -123,6 +127,7 @@ class ConsumerHooks:
                 )
 
 
+@eager
 def _packed(t: Tensor, version: int, region: Region | None) -> SavedTensor:
     """Return the object for a tensor that the library has saved for a consumer.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from storage_ops.foundation.eager import eager
 
 # Returns the group of passes that share one recompute; None in torch versions without groups.
 current_group: Callable[[], Any] | None = getattr(torch._C, "_get_graph_exec_group", None)
@@ -25,3 +28,11 @@ def current_pass() -> Any:
 
 # Returns True if the running backward pass keeps the graph and its saved tensors.
 is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+@eager
+def end_backward(region: weakref.ref[Any], retained: bool) -> None:
+    """Tell a region that a backward pass has ended, unless the region was freed."""
+    alive = region()
+    if alive is not None:
+        alive.end_backward(retained)

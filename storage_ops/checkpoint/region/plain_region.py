@@ -34,6 +34,7 @@ from storage_ops.checkpoint.saved.ref_counts import RefCounts
 from storage_ops.checkpoint.saved.saved import Saved, explain_transform
 from storage_ops.checkpoint.state.snapshot import Snapshot, is_as_before, snapshot_before
 from storage_ops.foundation import collectives, fsdp
+from storage_ops.foundation.eager import eager
 from storage_ops.storage.storage import discard_storage, share_storage
 
 
@@ -109,6 +110,7 @@ def resume(
     return made.returned(unusual, start, issued), made
 
 
+@eager
 def _make(*parts: Any) -> Region:
     """Return the region that takes over from a `PlainRegion` with these parts."""
     fn, options, name, serial, contexts, inputs, native, facts, attention, *rest = parts
@@ -187,6 +189,7 @@ def set_up_consumers(finish: Any, pack: Any, unpack: Any, packed: Any, module: s
             _make, explain_transform, _explain, _check, forget_hooks, current_group, is_as_before,
             collectives.number_issued, collectives.GROUPS, _discard, share_storage,
             finish, pack, unpack, packed, module,
+            torch._C._dynamo.eval_frame.set_eval_frame,
         )  # fmt: skip
 
 

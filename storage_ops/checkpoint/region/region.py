@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage_ops.checkpoint.region.backward_pass import current_pass, is_retained
+from storage_ops.checkpoint.region.backward_pass import current_pass, end_backward, is_retained
 from storage_ops.checkpoint.region.call_in import call_in
 from storage_ops.checkpoint.region.errors import explain_difference, explain_lost_memory
 from storage_ops.checkpoint.region.inputs import Inputs, leaves_of
@@ -46,6 +46,7 @@ from storage_ops.checkpoint.saved.saved_tensors import (
 from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
+from storage_ops.foundation.eager import eager
 from storage_ops.storage.storage import discard_storage, share_storage, wait_for
 
 serials = itertools.count()  # numbers of regions, in the order of their calls
@@ -251,6 +252,7 @@ class Region:
                 producers.pop(entry.key, None)
         self.discardable = []
 
+    @eager
     def trigger(self) -> Callable[[Any], None]:
         """Return a hook that restores the outputs.
 
@@ -319,7 +321,7 @@ class Region:
             if isinstance(task, int):
                 again.begin(-1 if self._reread else task)
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(_end_backward, weakref.ref(self), is_retained()))
+                engine.queue_callback(partial(end_backward, weakref.ref(self), is_retained()))
             return again
 
     def _run_again(self, is_next: bool) -> RecomputedTensors:
@@ -430,6 +432,7 @@ class Region:
             producers.pop(entry.key, None)
         self._discarded = []
 
+    @eager
     def end_backward(self, retained: bool) -> None:
         """Free the tensors of one recompute, and the region if no other backward can follow."""
         self._task, self._reread, self._recomputed = None, False, None
@@ -442,6 +445,7 @@ class Region:
         if key in self.uses:  # not if the library has bound the output back before
             self.uses[key] -= 1
 
+    @eager
     def _note_saved(self, t: Tensor) -> None:
         key = storage_key(t)
         producer = producer_of_storage(key)
@@ -450,6 +454,7 @@ class Region:
         elif self.allocated is not None:
             self.allocated.add(t, key)
 
+    @eager
     def _unpack(self, index: int) -> Tensor:
         """Return a tensor that the forward has saved; recompute it where it is not there."""
         if torch.compiler.is_compiling():  # compiled autograd
@@ -492,9 +497,3 @@ class Region:
                 "whose noise cannot be repeated alone. Run another op between them."
             )
         return True
-
-
-def _end_backward(region: weakref.ref[Region], retained: bool) -> None:
-    alive = region()
-    if alive is not None:
-        alive.end_backward(retained)

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from storage_ops import _library
 from storage_ops.checkpoint.saved.outputs import producers
 from storage_ops.checkpoint.saved.saved import Saved, compare, drop_graphs, without_graph
+from storage_ops.foundation.eager import eager
 
 Note = Callable[[Tensor], object]
 
@@ -59,6 +60,7 @@ class SavedTensors:
     def __len__(self) -> int:
         return len(self.described)
 
+    @eager
     def hook(self, note: Note, notes_all: bool) -> Callable[[Tensor], int]:
         """Return the pack hook of the forward, which returns an index.
 
@@ -75,6 +77,7 @@ class SavedTensors:
 
         return pack
 
+    @eager
     def unpack_hook(self, read: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
         """Return the unpack hook of the forward, which takes an index and returns the tensor.
 
@@ -131,6 +134,7 @@ class RecomputedTensors:
         """Return the number of tensors that backward has not read yet."""
         return len(self._unread)
 
+    @eager
     def hook(self) -> Callable[[Tensor], int]:
         """Return the pack hook of the recompute, which returns an index."""
 

@@ -30,6 +30,7 @@ from storage_ops.checkpoint.saved.matching import (
 from storage_ops.checkpoint.selective import offload
 from storage_ops.checkpoint.selective.op_sets import ops_saved, rows_of
 from storage_ops.checkpoint.selective.policies import Policy
+from storage_ops.foundation.eager import eager
 from storage_ops.foundation.op_names import name_of, readable
 
 # For each policy: the number of known library ops at that time, and the native policy or None.
@@ -83,6 +84,7 @@ def leave_to_python() -> None:
         _native.leave_to_python()
 
 
+@eager
 def noting(
     note: Callable[[Tensor], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> saved_tensors_hooks:
@@ -154,6 +156,7 @@ def _follow(note: Callable[[Tensor], None], hooks: tuple[Any, Any]) -> saved_ten
     return following
 
 
+@eager
 def _origin(t: Tensor) -> str | None:
     """Return the name of the node that a leaf represents, or None for another leaf."""
     name: str | None = vars(t).get(ORIGIN)

@@ -35,7 +35,7 @@ from storage_ops.checkpoint.selective.collectives import FROM_ANYBODY, Sent, wri
 from storage_ops.checkpoint.selective.offload import Away, Trip
 from storage_ops.checkpoint.selective.policies import OFFLOAD, Policy, begin, saves
 from storage_ops.checkpoint.state.execution import rng_of
-from storage_ops.foundation.op_names import Op, name_of, readable
+from storage_ops.foundation.op_names import Op, is_mutating, name_of, readable
 from storage_ops.foundation.ops import Args, Kwargs, OpFacts, facts_of
 
 # A function that sets the state, and the state.
@@ -282,6 +282,9 @@ class _Recording(_Following):
         if facts.collective == "in place":
             self._note_collective(position, facts.name, ctx, op, args, kwargs)
             return out
+        if out is None and is_mutating(op):  # torch._foreach_mul_: a mode hides its version bump
+            for key in by_storage(tensors_in(args[:1])).keys() & self._on_storage.keys():
+                self._on_storage[key].is_overwritten = True
         decision = saves_result(self._policy, ctx, op, args, kwargs)
         saved.log.describe(position, facts.name, args, kwargs, bool(decision))
         if not (decision or (self._on_storage and facts.may_share)):
