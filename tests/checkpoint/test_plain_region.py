@@ -360,6 +360,34 @@ def test_outputs_that_are_not_usual(path, kind):
     assert not producers
 
 
+KEPT = {}
+KEEPERS = {
+    "itself": lambda h: KEPT.update(h=h),
+    "detached": lambda h: KEPT.update(h=h.detach()),
+    "view": lambda h: KEPT.update(h=h[1:]),
+    "detached after a look at the storage": lambda h: KEPT.update(
+        address=h.untyped_storage().data_ptr(), h=h.detach()
+    ),
+    "address": lambda h: KEPT.update(address=h.untyped_storage().data_ptr()),
+}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("keeps", KEEPERS)
+def test_an_output_that_a_consumer_keeps_is_not_freed(path, keeps, saves):
+    ours, x = Outputs(), torch.randn(3, 8, requires_grad=True)
+
+    def consumer(h):
+        KEEPERS[keeps](h)
+        return h.sin() if saves else h + 1
+
+    y = so.output_discard(ours.hidden, consumer)(x)
+    kept = KEPT.pop("h", None)
+    assert kept is None or not so.is_discarded(kept)
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
 def test_first_counts_are_those_of_an_output():
     """`RefCounts` of a tensor with one name whose storage one other tensor shares."""
     output = torch.randn(3, requires_grad=True) * 2

@@ -140,6 +140,7 @@ def _give_output(
     is_discarded: bool,
 ) -> None:
     """Give a region the output that the library has noted or discarded."""
+    handle.untyped_storage()  # `RefCounts` counts the Python object of a storage
     entry = DiscardableOutput(0, key, handle, output or _freed, version, _FIRST)
     made._results[0], made.uses[key] = description, uses
     if is_discarded:
