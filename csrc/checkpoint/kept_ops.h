@@ -168,15 +168,17 @@ struct RunningOp {
 // An object for each op, as `RecordFunction` can keep, takes longer.
 inline thread_local std::vector<RunningOp> running_ops;
 
-inline c10::DispatchKeySet autocast_keys() {
-  return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
+// Returns those of some autocast keys that are active.
+inline c10::DispatchKeySet active(c10::DispatchKeySet keys) {
+  return keys.empty() ? keys : keys - c10::impl::tls_local_dispatch_key_set().excluded_;
 }
 
 // Returns true if an op begins inside the autocast kernel of another, which has cast arguments and
 // now calls the same op, or one like it. Only the second call counts.
-inline bool is_after_autocast(const Frame* region, c10::DispatchKeySet autocast) {
+inline bool is_after_autocast(const Frame* region) {
   if (running_ops.empty() || running_ops.back().region != region) return false;
-  return !(running_ops.back().autocast - autocast).empty();
+  const c10::DispatchKeySet keys = running_ops.back().autocast;
+  return active(keys) != keys;
 }
 
 // Returns the region in which an op begins, or no region if the op is not counted.
@@ -204,9 +206,8 @@ inline RunningOp counting(const at::RecordFunction& call) {
   }
   const Op* op = found->second;
   if (op->is_composite || !op->counts) return {};
-  const c10::DispatchKeySet autocast = autocast_keys();
   bool is_logged = false;
-  if (is_after_autocast(f, autocast)) {
+  if (is_after_autocast(f)) {
     is_logged = running_ops.back().op == op;
     --std::exchange(running_ops.back().region, nullptr)->depth;
   }
@@ -215,7 +216,7 @@ inline RunningOp counting(const at::RecordFunction& call) {
     if (op->is_collective) abandon_all(true);  // its writes do not increment versions
     log_op(op);
   }
-  return {f, op, op->autocast & autocast};
+  return {f, op, active(op->autocast)};
 }
 
 inline std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& call) {
