@@ -127,3 +127,33 @@ def test_an_interrupt_stays_one(path):
         layer(x)
     vars(x).clear()
     layer(x).sum().backward()
+
+
+def through_data(t):
+    t.data.mul_(2)
+
+
+class Writes(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.weight, self.write, self.writes = nn.Parameter(torch.eye(4)), write, True
+
+    def forward(self, x):
+        y = x @ self.weight
+        if self.writes:
+            self.write(y)
+        return y.sin()
+
+
+@pytest.mark.parametrize("begins", [0, 4], ids=["from the first call", "later"])
+def test_a_write_through_data_to_a_saved_result_is_seen(path, begins):
+    """From the second call on, Python follows the policy of code that may write in this way."""
+    plain, x = Writes(through_data), torch.randn(2, 4, requires_grad=True)
+    model = so.CheckpointWrapper(Writes(through_data), policy="matmuls")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(8):
+            plain.writes = model.writes = call >= begins
+            (right,) = torch.autograd.grad(plain(x).sum(), x)
+            (got,) = torch.autograd.grad(model(x).sum(), x)
+            assert torch.equal(got, right)

@@ -145,6 +145,8 @@ class Region:
         pack = self._saved.hook(self._note_saved, self.allocated is not None)
         unpack = self._saved.unpack_hook(self._unpack)
         contexts = (saved_tensors.hooks(pack, unpack), *self._contexts[:1])
+        if self._contexts and self._state.writes_unseen:  # the library could not see the writes
+            contexts += (saved_tensors.left_to_python(),)
         if self._log is not None:
             contexts += (self._log,)
         self._running = True

@@ -8,10 +8,11 @@ tensors without strides, and it leaves every error to `compare`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
@@ -236,6 +237,22 @@ def hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any
     # The library's hooks need neither the GIL nor a Python object for each tensor.
     is_native = _native is not None and type(pack) is BuiltinFunctionType
     return _native.Hooks(pack, unpack) if is_native else saved_tensors_hooks(pack, unpack)
+
+
+def leave_to_python() -> None:
+    """Let Python follow the policies of the current regions from their next forwards on.
+
+    These forwards save no results.
+    """
+    if _native is not None:
+        _native.leave_to_python()
+
+
+@contextlib.contextmanager
+def left_to_python() -> Iterator[None]:
+    """Call `leave_to_python` at the start of a `with` block."""
+    leave_to_python()
+    yield
 
 
 def check(recomputed: RecomputedTensors, name: str, hint: Callable[[], str]) -> None:

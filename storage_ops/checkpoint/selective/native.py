@@ -75,15 +75,6 @@ def _native_policy(policy: Policy) -> Any:
     return policy_object
 
 
-def leave_to_python() -> None:
-    """Save nothing in the current regions, because a mode of Python begins inside them.
-
-    The kernels see an op before every mode, but a mode inside a region must see it first.
-    """
-    if _native is not None:
-        _native.leave_to_python()
-
-
 @eager
 def noting(
     note: Callable[[Tensor], None], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]

@@ -26,6 +26,7 @@ from storage_ops._callers import warn_caller
 from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.checkpoint.region.backward_pass import is_retained
 from storage_ops.checkpoint.region.region import Region
+from storage_ops.checkpoint.saved import saved_tensors
 from storage_ops.checkpoint.saved.guard import by_storage, storage_key
 from storage_ops.checkpoint.saved.light_mode import LightMode
 from storage_ops.checkpoint.saved.matching import Cursor, Log, describe_modified
@@ -259,7 +260,8 @@ class _Recording(_Following):
         self._on_storage: dict[int, _Result] = {}
 
     def __enter__(self) -> Any:
-        native.leave_to_python()
+        # The kernels see an op before every mode, but a mode inside a region must see it first.
+        saved_tensors.leave_to_python()
         return self._enter(self._saved.log.add_saved_tensor)
 
     def dispatch(self, op: Op, args: Args, kwargs: Kwargs) -> Any:

@@ -27,6 +27,7 @@ from typing_extensions import Self
 from storage_ops import _library
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.calls import Calls
+from storage_ops.checkpoint.state.code_writes import UNSEEN
 from storage_ops.checkpoint.state.contents import Contents
 from storage_ops.checkpoint.state.effects import Effects
 from storage_ops.checkpoint.state.known_walks import KnownWalk
@@ -265,7 +266,13 @@ class _Leave:
 
 
 class ExecutionState:
-    """State captured before a region runs, and a context manager that restores it."""
+    """State captured before a region runs, and a context manager that restores it.
+
+    Attributes:
+        modes: the modes that were active.
+        effects: the state that the region can change.
+        writes_unseen: whether the code may write tensors without a new version of them.
+    """
 
     def __init__(self, surroundings: Surroundings, preserve_rng_state: bool) -> None:
         """Capture the state for a call with these surroundings."""
@@ -286,6 +293,7 @@ class ExecutionState:
         # A known walk has no hooks, and compares the rest of its reads before a recompute.
         self._calls = Calls(surroundings.modules) if surroundings.known is None else None
         self.effects = Effects(surroundings)
+        self.writes_unseen = surroundings.writes & UNSEEN != 0
         self._rng: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         if not preserve_rng_state:
             return
@@ -315,6 +323,7 @@ class ExecutionState:
         self._undo = []
         self._modules, self._known, self._training, self._calls = [], walk, [], None
         copies = [Contents.of_library(*copy) for copy in snapshot.copies()]
+        self.writes_unseen = False  # else Python would capture the state
         self.effects = Effects.of_snapshot(walk, snapshot.noted, copies, running)
         self._rng = [(*rng_of(torch.device(name)), state) for name, state in snapshot.random()]
         return self

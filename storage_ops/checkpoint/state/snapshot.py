@@ -31,6 +31,7 @@ class Snapshot:
     """The state before a call whose walk is known, with the methods of `ExecutionState`."""
 
     __slots__ = ("_attention", "_facts", "_full", "_native", "_running")
+    writes_unseen = False  # else Python would capture the state
 
     def __init__(self, native: Any, facts: Facts, attention: Any, running: bool = True) -> None:
         """Create an object for a snapshot of the library.
