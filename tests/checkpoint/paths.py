@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from storage_ops.checkpoint.region import plain_region
+from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.state import known_walks
 from storage_ops.checkpoint.state.reachable import Surroundings
 
@@ -29,6 +30,23 @@ def both_paths(module: ModuleType) -> Any:
         return request.param
 
     return path
+
+
+def regions_in_python() -> Any:
+    """Return a fixture: a list of the regions in Python that take over or run from the start."""
+
+    @pytest.fixture
+    def made(monkeypatch):
+        regions, set_up = [], Region.set_up
+
+        def noted(self, *args):
+            regions.append(self)
+            set_up(self, *args)
+
+        monkeypatch.setattr(Region, "set_up", noted)
+        return regions
+
+    return made
 
 
 def know_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,29 +8,15 @@ from torch import nn
 
 import storage_ops as so
 from storage_ops.checkpoint.region import plain_region
-from storage_ops.checkpoint.region.region import Region
 
-from .paths import both_paths, know_at_once
+from .paths import both_paths, know_at_once, regions_in_python
 
-path = both_paths(plain_region)
+path, in_python = both_paths(plain_region), regions_in_python()
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     know_at_once(monkeypatch)
-
-
-@pytest.fixture
-def in_python(monkeypatch):
-    """Return a list of the regions in Python."""
-    made, set_up = [], Region.set_up
-
-    def noted(self, *args):
-        made.append(self)
-        set_up(self, *args)
-
-    monkeypatch.setattr(Region, "set_up", noted)
-    return made
 
 
 class Reads(nn.Module):

@@ -12,32 +12,18 @@ from torch.nn import functional as F
 
 import storage_ops as so
 from storage_ops.checkpoint.region import plain_region
-from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.outputs import producers
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
 
 from .blocks import in_threads
-from .paths import both_paths, know_at_once
+from .paths import both_paths, know_at_once, regions_in_python
 
-path = both_paths(plain_region)
+path, made = both_paths(plain_region), regions_in_python()
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     know_at_once(monkeypatch)
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Return a list of the regions in Python that take over or run from the start."""
-    made, set_up = [], Region.set_up
-
-    def noted(self, *args):
-        made.append(self)
-        set_up(self, *args)
-
-    monkeypatch.setattr(Region, "set_up", noted)
-    return made
 
 
 class Mlp(nn.Module):

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import storage_ops as so
-from storage_ops.checkpoint.region.region import Region
 
+from ..checkpoint.paths import regions_in_python
 from .models import GROUPED, V, tf
 
+regions = regions_in_python()
 pytestmark = [
     pytest.mark.skipif(
         tf.__version__ < "5", reason="layers of transformers 4 have other arguments"
@@ -49,19 +50,6 @@ def step(model, ids):
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.fixture
-def regions(monkeypatch):
-    """Return a list of the regions in Python."""
-    made, set_up = [], Region.set_up
-
-    def noted(self, *args):
-        made.append(self)
-        set_up(self, *args)
-
-    monkeypatch.setattr(Region, "set_up", noted)
-    return made
 
 
 @pytest.mark.parametrize("mode", MODES)

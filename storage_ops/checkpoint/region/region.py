@@ -413,16 +413,12 @@ class Region:
         for entry in self._discarded:
             first = self._results[entry.index]
             again = outputs[entry.index] if entry.index < len(outputs) else None
-            if not isinstance(again, Tensor):
-                fail(
-                    f"output {entry.index} of {self.name} was {first} in forward and is no tensor "
-                    "when it is recomputed. The region must return the same outputs both times."
-                )
-            if not first.is_like(Saved(again, self._checksums)):
+            found = Saved(again, self._checksums) if isinstance(again, Tensor) else None
+            if found is None or not first.is_like(found):
                 fail(
                     f"output {entry.index} of {self.name} was {first} in forward and is "
-                    f"{Saved(again, self._checksums)} when it is recomputed. The region must "
-                    "return the same outputs both times."
+                    f"{found or 'no tensor'} when it is recomputed. The region must return the "
+                    "same outputs both times."
                 )
         bound: set[int] = set()
         for entry in self._discarded:
