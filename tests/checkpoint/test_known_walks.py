@@ -326,6 +326,19 @@ def test_walks_are_known():
     assert known_walks.find(start)[0] is not None  # a changed number does not need a new walk
 
 
+def test_hooks_of_all_modules_hinder_a_walk_only_while_they_exist():
+    if known_walks._native is None:
+        pytest.skip("there is no library for this torch")
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    fn, x = known(Block())
+    start = known_walks.start_of(functools.partial(Block.forward, fn), [])
+    assert known_walks.known_from(start) is None
+    handle.remove()
+    for _ in range(CALLS):
+        fn(x).sum().backward()
+    assert known_walks.known_from(start) is not None
+
+
 def test_a_known_walk_keeps_no_model(path):
     fn, _ = known(Block())
     reference = weakref.ref(fn)

@@ -66,7 +66,7 @@ class Reads:
         """Begin with the hooks that torch calls for every module."""
         self.entries: list[tuple[int, Any, Sequence[str], bool, bool, bool]] = []
         self.entries += [(_ITEMS, hooks, (), True, True, False) for hooks in HOOKS_OF_ALL_MODULES]
-        self.are_complete = not any(HOOKS_OF_ALL_MODULES)
+        self.are_complete = True
 
     def _add(
         self,
@@ -282,6 +282,7 @@ def start_of(fn: Callable[..., Any], arguments: list[Any]) -> Start | None:
             stack += (value.__self__, value.__func__)
         elif type(value) is BuiltinFunctionType:  # such as torch.sin, in which a walk reads nothing
             stack.append(value.__self__)
+            key.append(id(value))
         elif kind != PLAIN:
             return None
     if nested and not _add_keys(nested, key):
@@ -354,8 +355,8 @@ def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:
             known.attempts = 0
             return KnownWalk(seen, known.facts), None
         known.walk = None
-    elif known.attempts < _ATTEMPTS:  # never in the first call, which may be the only one
-        return None, Reads()
+    elif known.attempts < _ATTEMPTS and not any(HOOKS_OF_ALL_MODULES):
+        return None, Reads()  # never in the first call, which may be the only one
     return None, None
 
 
