@@ -100,6 +100,26 @@ def test_every_kth_counts_within_a_region():
         assert ops.count["mm"] == 10 + 3
 
 
+@pytest.mark.parametrize("policy", ["matmuls", None, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda policy: policies.union(policies.matmuls, policy),
+        lambda policy: policies.difference(policy, policies.matmuls),
+        lambda policy: policies.difference(policies.matmuls, policy),
+        lambda policy: policies.every_kth(policy, 2),
+        policies.offload,
+    ],
+    ids=["union", "difference", "other", "every_kth", "offload"],
+)
+def test_a_policy_must_be_a_function(function, policy):
+    kind = type(policy).__name__
+    with pytest.raises(
+        TypeError, match=rf"got the policy '?{policy}'?, a {kind}\. Expected a func"
+    ):
+        function(policy)
+
+
 def test_misuse():
     with pytest.raises(ValueError, match=r"every_kth: `k` is 0\. Expected"):
         policies.every_kth(policies.matmuls, 0)

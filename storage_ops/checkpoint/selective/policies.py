@@ -274,13 +274,26 @@ class _Union:
         return any(may_save(p, op) for p in self.parts)
 
 
+def _expect_policies(function: str, *policies: object) -> None:
+    for policy in policies:
+        if not callable(policy):
+            raise TypeError(
+                f"{function} got the policy {policy!r}, a {type(policy).__name__}. Expected a "
+                "function policy(ctx, op, *args, **kwargs), such as policies.matmuls."
+            )
+
+
 def union(*policies: Policy) -> Policy:
     """Save the results that any of these policies saves, on the device if one saves them there.
+
+    Raises:
+        TypeError: a policy is not a function.
 
     Example:
         >>> from storage_ops import policies
         >>> policy = policies.union(policies.matmuls, policies.attention)
     """
+    _expect_policies("union", *policies)
     return policies[0] if len(policies) == 1 else _Union(policies)
 
 
@@ -306,10 +319,14 @@ class _Difference:
 def difference(policy: Policy, other: Policy) -> Policy:
     """Save the results that `policy` saves and `other` does not.
 
+    Raises:
+        TypeError: a policy is not a function.
+
     Example:
         >>> from storage_ops import policies
         >>> policy = policies.difference(policies.matmuls, policies.save("aten.bmm"))
     """
+    _expect_policies("difference", policy, other)
     return _Difference(policy, other)
 
 
@@ -343,10 +360,14 @@ def offload(policy: Policy) -> Policy:
     on the device from its first backward on. Code under torch.compile or `trace_step` raises an
     error for such a policy.
 
+    Raises:
+        TypeError: the policy is not a function.
+
     Example:
         >>> from storage_ops import policies
         >>> policy = policies.union(policies.attention, policies.offload(policies.matmuls))
     """
+    _expect_policies("offload", policy)
     return _Offload(policy)
 
 
@@ -397,6 +418,7 @@ def every_kth(policy: Policy, k: int) -> Policy:
     Each region starts its own count.
 
     Raises:
+        TypeError: the policy is not a function.
         ValueError: k is less than 1.
 
     Example:
@@ -405,6 +427,7 @@ def every_kth(policy: Policy, k: int) -> Policy:
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"every_kth: `k` is {k!r}. Expected a whole number of at least 1.")
+    _expect_policies("every_kth", policy)
     return _EveryKth(policy, k)
 
 
