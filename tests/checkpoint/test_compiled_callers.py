@@ -33,10 +33,12 @@ class Mlp(nn.Module):
 
 
 def checkpointed(kind):
-    ours = Mlp()
+    """Return a network with a checkpointed module, that module, and the same network without."""
+    ours, plain = Mlp(), nn.Sequential(Mlp(), nn.Tanh())
+    plain[0].load_state_dict(ours.state_dict())
     if kind == "discarding":
-        return so.OutputDiscard(ours, nn.Tanh()), ours
-    return nn.Sequential(so.CheckpointWrapper(ours, **OPTIONS[kind]), nn.Tanh()), ours
+        return so.OutputDiscard(ours, nn.Tanh()), ours, plain
+    return nn.Sequential(so.CheckpointWrapper(ours, **OPTIONS[kind]), nn.Tanh()), ours, plain
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +55,7 @@ def no_warning(monkeypatch):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("kind", [*OPTIONS, "discarding"])
 def test_a_backward_in_compiled_code(path, kind):
-    net, ours = checkpointed(kind)
-    plain = nn.Sequential(Mlp(), nn.Tanh())
-    plain[0].load_state_dict(ours.state_dict())
+    net, ours, plain = checkpointed(kind)
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(lambda y: (2 * y).sum().backward(), backend=counter)
     for _ in range(2):
@@ -71,9 +71,7 @@ def test_a_backward_in_compiled_code(path, kind):
 @pytest.mark.in_turn
 @pytest.mark.parametrize("kind", [*OPTIONS, "discarding"])
 def test_a_module_that_dynamo_leaves_to_eager_code(path, kind):
-    net, ours = checkpointed(kind)
-    plain = nn.Sequential(Mlp(), nn.Tanh())
-    plain[0].load_state_dict(ours.state_dict())
+    net, ours, plain = checkpointed(kind)
     # Before torch 2.14, Dynamo skips the code of torch's own modules.
     ours.down.compile(backend="aot_eager")
     for _ in range(2):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from storage_ops.storage.storage import wait_for
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements that are hashed at a time, to limit temporary memory
 # The constants of SplitMix64, as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -36,9 +36,7 @@ def checksum_of(t: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     if t.is_quantized:
         t = t.int_repr()
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    bits = t.resolve_neg().contiguous().view(-1).view(INTEGERS[t.element_size()])
+    bits = bits_of(t).contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE]
@@ -47,6 +45,13 @@ def checksum_of(t: Tensor) -> Tensor:
             mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         total += mixed.bitwise_xor_(mixed >> 31).sum()
     return total
+
+
+def bits_of(t: Tensor) -> Tensor:
+    """Return the bits of a strided tensor as integers. A NaN is equal to one with the same bits."""
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    return t.resolve_neg().view(_INTEGERS[t.element_size()])
 
 
 def _parts(t: Tensor) -> list[Tensor] | None:

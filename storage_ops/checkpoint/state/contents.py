@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from storage_ops.checkpoint.saved.checksums import INTEGERS, checksum_of
+from storage_ops.checkpoint.saved.checksums import bits_of, checksum_of
 from storage_ops.checkpoint.saved.saved import set_versions
 from storage_ops.checkpoint.state.containers import Undo
 
@@ -122,7 +122,7 @@ class Contents:
             if not torch.cuda.is_current_stream_capturing():  # a capture runs no comparison
                 self._comparison = _Comparison(memory, before)
                 _compared.append(self)
-        elif torch.equal(_bits(memory), _bits(before)):
+        elif torch.equal(bits_of(memory), bits_of(before)):
             self._drop_copy()
         else:
             self._note_written(t)
@@ -234,7 +234,7 @@ class _Comparison:
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         self.differs = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self.differs.copy_((_bits(first) != _bits(second)).any(), non_blocking=True)
+        self.differs.copy_((bits_of(first) != bits_of(second)).any(), non_blocking=True)
         self.event = torch.cuda.current_stream(first.device).record_event()
 
 
@@ -275,16 +275,9 @@ def memory_of(t: Tensor) -> Tensor:
     return t
 
 
-def _bits(t: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, so that a NaN with the same bits compares equal."""
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    return t.resolve_neg().view(INTEGERS[t.element_size()])
-
-
 def _sums(t: Tensor) -> Tensor:
     """Return checksums of the row sums and column sums of a tensor's bytes as 64-bit words."""
-    data = _bits(memory_of(t)).contiguous().view(-1).view(torch.uint8)
+    data = bits_of(memory_of(t)).contiguous().view(-1).view(torch.uint8)
     row = 8 * _WIDTH
     whole = len(data) // row * row
     words = data[:whole].view(torch.int64).view(-1, _WIDTH)

@@ -276,10 +276,8 @@ def start_of(fn: Callable[..., Any], arguments: list[Any]) -> Start | None:
                 nested.append(value)
             else:
                 key.append(id(value))
-        elif kind == PARTIAL:
+        elif kind in (PARTIAL, METHOD):
             stack += _parts(value, kind)
-        elif kind == METHOD:
-            stack += (value.__self__, value.__func__)
         elif type(value) is BuiltinFunctionType:  # such as torch.sin, in which a walk reads nothing
             stack.append(value.__self__)
             key.append(id(value))

@@ -127,11 +127,14 @@ def snapshot_before(
     start = known_walks.start_of(fn, arguments)
     if start is None or (known := known_walks.known_from(start)) is None:
         return None
+    in_place = may_write_parameters(known.facts.writes)
+    if in_place and contents.is_any_parameter_written():  # Python may have to copy parameters
+        return None
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     native = _native.Snapshot(
         known.walk, start.roots, preserve_rng_state, gpus, known.facts.trusted
     )
-    if native is None or (may_write_parameters(known.facts.writes) and _copies(known, native.seen)):
+    if native is None or (in_place and not _are_looked_at(known, native.seen)):
         return None
     known.attempts = 0
     if native.settings not in execution.known_settings:
@@ -139,8 +142,8 @@ def snapshot_before(
     return native, known.facts
 
 
-def _copies(known: Entry, seen: Any) -> bool:
-    """Return True if Python may have to copy parameters that the code can write in place.
+def _are_looked_at(known: Entry, seen: Any) -> bool:
+    """Return True if Python has copied the parameters of all modules before an earlier forward.
 
     Args:
         known: the known walk.
@@ -149,7 +152,7 @@ def _copies(known: Entry, seen: Any) -> bool:
     if not known.are_looked_at:
         modules, *_ = KnownWalk(seen, known.facts).objects()
         known.are_looked_at = all(module in contents.looked_at for module in modules)
-    return not known.are_looked_at or contents.is_any_parameter_written()
+    return known.are_looked_at
 
 
 def state_before(
