@@ -121,6 +121,10 @@ def switched_off(value: str) -> set[str]:
     return kinds
 
 
+def _kind_of(name: str) -> str:
+    return re.split(r"[_.\d]", name)[2]  # a minor of torch or CUDA may follow
+
+
 def load() -> Status:
     """Load the libraries that `select` chooses. Failures are recorded in the status."""
     import torch
@@ -132,10 +136,10 @@ def load() -> Status:
     except ValueError:  # `warning` tells the user
         off = set()
     files = {path.name for path in FOLDER.glob("*.so")}
-    disabled = {name for name in files if re.split(r"[_.\d]", name)[2] in off}
+    disabled = {name for name in files if _kind_of(name) in off}
     plan = select(torch.__version__, torch.version.cuda, files - disabled)
     result.skipped = {**plan.skipped, **dict.fromkeys(sorted(disabled), f"{DISABLE}={value}")}
-    result.missing = {name: why for name, why in plan.missing.items() if name not in disabled}
+    result.missing = {n: why for n, why in plan.missing.items() if _kind_of(n) not in off}
     for name in plan.load:
         if name.startswith(SAVED) and "t" in sys.abiflags:
             result.skipped[name] = "it needs a CPython with a GIL"
