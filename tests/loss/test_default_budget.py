@@ -49,7 +49,7 @@ def test_results_per_token_compute_no_logits_twice(device):
     assert plan.products == 3 and plan.keeps
     assert plan.flops == 3 * 2 * 8192 * 4096 * 151936
     assert plan.peak_bytes <= budget <= devices.GPUS[device].memory // 32 + (128 << 20)
-    assert small.products > 3.2 and small.seconds > 1.08 * plan.seconds
+    assert small.products > 3.05 and small.seconds > 1.03 * plan.seconds
 
 
 @pytest.mark.parametrize("device", ["h200", "l40s", "rtx4090"])

@@ -103,6 +103,7 @@ def test_a_backward_of_some_inputs_or_with_other_threads_keeps_the_budget(wanted
         finally:
             torch.set_num_threads(before)
     returned = sum(g.nbytes for g in got) + values.nbytes * 3 + picked.nbytes
+    returned += w.nbytes * (1 not in wanted)  # the forward stores logits in its gradient
     assert m.peak_bytes - returned <= 2 * budget  # only the first call keeps a tile
     z = torch.log_softmax(x.detach().double() @ w.detach().double().t(), -1)
     torch.testing.assert_close(

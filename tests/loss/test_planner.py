@@ -45,11 +45,11 @@ def test_plans_keep_to_the_budget(p, share):
     assert plan.peak_bytes <= budget
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
     rest = p.vocab - plan.borrowed
-    blocks = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.borrowed)
-    blocks = blocks or [rest]
-    assert sum(blocks) == rest and plan.widest <= max(blocks)
-    others = sum(parts(width, plan.widest) for width in blocks)
-    assert plan.num_slices == others + parts(plan.borrowed, plan.columns)
+    waiting = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.borrowed)
+    assert plan.widest == plan.columns or sum(waiting) == rest and plan.widest <= max(waiting)
+    slices = sum(parts(width, plan.widest) for width in waiting)
+    slices += parts(rest - sum(waiting), plan.columns)
+    assert plan.num_slices == slices + parts(plan.borrowed, plan.columns)
     assert plan.strategy in planner.allowed(p)
     assert planner.parse(p, plan.key) == plan
     others = [c.seconds for c in planner.candidates(p, budget, devices.named("cpu"))]
@@ -64,13 +64,9 @@ def test_stored_logits_are_read_before_they_are_overwritten(vocab, rows, hidden,
     columns = min(columns, vocab)
     p = Problem(rows, hidden, vocab, Aten(4))
     sizes = schedule.waiting_widths(p, schedule.TOKEN_CHUNKED, rows, columns)
+    assert sum(sizes) <= vocab and sizes[-1] == columns and min(sizes) > 0
     if rows <= hidden and columns >= 64 and columns == schedule.unpadded(columns) < vocab:
-        assert sizes
-    if columns < vocab:
-        left = vocab - columns
-        assert bool(sizes) == (schedule.width_before(columns, left, rows, hidden) > 0)
-    if sizes:
-        assert sum(sizes) == vocab and sizes[-1] == columns and min(sizes) > 0
+        assert sum(sizes) == vocab
     for width, following in itertools.pairwise(sizes):
         assert rows * padded(width) <= following * hidden
 

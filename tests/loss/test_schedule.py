@@ -16,8 +16,10 @@ from storage_ops.loss.planning.schedule import (
     INPUT,
     MERGE,
     RUNNING_RESCALE,
+    TOKEN_CHUNKED,
     UPDATE,
     WEIGHT,
+    waiting_widths,
 )
 from storage_ops.matmul.aten import Aten
 
@@ -97,7 +99,7 @@ def carry_out(s):
 
 SIZE = st.integers(1, 30)
 PROBLEMS = st.builds(
-    Problem, SIZE, SIZE, st.integers(1, 400), st.sampled_from([2, 4]).map(Aten),
+    Problem, SIZE, SIZE, st.integers(1, 400) | st.integers(400, 3000), st.sampled_from([2, 4]).map(Aten),
     grads=st.just((True, True, False)) | st.tuples(*[st.booleans()] * 3),
     in_forward=st.sampled_from([True, True, True, False]),
     left_out=st.sampled_from([0, 3]), several=st.booleans(), alike=st.booleans(),
@@ -135,6 +137,10 @@ def deferred(*sizes, item=4, columns=64, borrows=True):
 @example(deferred(20, 25, 400, item=2, borrows=False))
 @example(deferred(30, 18, 390))
 @example(deferred(30, 18, 390, item=2))
+@example(deferred(30, 18, 3000, columns=960))  # narrower slices wait, and others are parked
+@example(deferred(30, 18, 3000, columns=960, item=2))
+@example(whole(30, 18, 3000, columns=960))
+@example(whole(30, 29, 3000, columns=960))  # all classes wait, in narrower slices
 @example(whole(20, 25, 400))  # all logits are stored in the weight gradient
 @example(whole(20, 25, 400, item=2))  # the rows of the first classes also store sums
 @example(whole(30, 18, 390))  # the logits of some rows are stored
@@ -144,8 +150,10 @@ def deferred(*sizes, item=4, columns=64, borrows=True):
 @example(whole(20, 25, 300, item=2, strategy="vocab-sliced"))
 def test_every_logit_is_intact_when_read_and_is_added_once(s):
     p, seen = s.problem, carry_out(s)
+    widths = waiting_widths(p, s.strategy, s.rows, s.columns, s.borrowed)
     event(s.strategy)
     event("waits" if any(step.place.borrowed for step in s.steps()) else "does not wait")
+    event("shrinks" if widths and min(widths[1:], default=0) > widths[0] else "does not shrink")
     event("borrows" if s.borrowed else "borrows nothing")
     event("keeps" if s.keeps else "does not keep")
     borrowed = slice(0, s.borrowed)
@@ -192,6 +200,24 @@ def test_the_forward_of_a_deferred_schedule_reads_every_logit_and_adds_none():
         assert not any(step.phases & UPDATE for step in backward)
         again = sum(carry_out(s)["multiplied"].ravel()) - 2 * s.borrowed * s.problem.tokens
         assert again < 1.6 * s.problem.tokens * s.problem.vocab
+
+
+def test_slices_of_waiting_logits_become_narrower_with_more_tokens_than_the_hidden_size():
+    cpu, gpu = (Problem(8192, 4096, 151936, Aten(2, cuda=cuda)) for cuda in (False, True))
+    widths = waiting_widths(gpu, TOKEN_CHUNKED, 8192, 32704)
+    assert widths == [1984, 4032, 8128, 16320, 32704]
+    assert waiting_widths(cpu, TOKEN_CHUNKED, 8192, 32704) == [448, 960, *widths]
+    # Chunks of tokens add to the weight's gradient, so no logits are stored there.
+    assert waiting_widths(gpu, TOKEN_CHUNKED, 4096, 32704) == [32704]
+
+
+def test_nearly_all_memory_keeps_logits():
+    """With one chunk, logits are kept in the tile and in the rows of the weight's gradient."""
+    p = Problem(8192, 4096, 151936, Aten(4, cuda=True), in_forward=False, keeps=True)
+    for columns in (14000, 32704, 70000):
+        again = planner.make(planner.schedule(p, TOKEN_CHUNKED, 8192, columns)).products - 3
+        floor = max(1 - columns / p.vocab - p.hidden / p.tokens, 0)
+        assert floor <= again <= floor + 0.01
 
 
 def test_ranks_merge_a_chunk_while_the_next_is_multiplied():

@@ -148,7 +148,8 @@ def schedule(
         elif columns > 64:
             columns = unpadded(columns)
     widths = waiting_widths(p, strategy, rows, columns, borrowed)
-    widest = min(widest or columns, max(widths)) if widths else columns
+    all_wait = columns < p.vocab and sum(widths) == classes
+    widest = min(widest or columns, max(widths)) if all_wait else columns
     return Schedule(p, strategy, rows, columns, widest, borrowed)
 
 
@@ -341,7 +342,8 @@ def _chunked(
             columns = _widest(p, name, rows, budget, borrowed, widest, _least_kept(p, rows))
             if columns:
                 yield name, rows, columns, widest, borrowed
-            if not waiting_widths(p, name, rows, columns or 64, borrowed):
+            widths = waiting_widths(p, name, rows, columns or 64, borrowed)
+            if sum(widths) < p.vocab - borrowed:
                 break
 
 

@@ -18,8 +18,9 @@ gradient of the weight, (V, D), is allocated in any case. Until it is written, i
 
 * Logits wait: with one chunk of tokens, the logits of a slice are stored in the rows of the next
   slice, which are written later. A slice's rows have room for D x classes numbers. So all logits
-  have room if there are no more tokens than the hidden size. See `waiting_widths`.
-* Logits are parked: with more tokens, as many rows of a slice as fit are stored in the slice's own
+  have room if there are no more tokens than the hidden size. With more tokens, slices become
+  narrower from the last to the first, and only some classes wait. See `waiting_widths`.
+* Logits are parked: of a slice that does not wait, as many rows as fit are stored in the slice's own
   rows. They are copied back into the tile buffer for their gradient. The other rows are computed
   twice.
 * Classes are borrowed: 16-bit arguments sum the input's gradient in fp32, and the rows of the first
@@ -53,6 +54,7 @@ TOKEN_CHUNKED, VOCAB_SLICED, RUNNING_RESCALE = STRATEGIES
 UPDATE, GRADIENT, EXPONENTIALS, SLOPE, MERGE = 1, 2, 4, 8, 16
 INPUT, WEIGHT = 1, 2  # the gradients that a tile contributes to
 
+_NARROWEST, _NARROWEST_ON_GPU = 256, 1024  # classes of a slice whose products are still fast
 ROWS = 16  # chunks of tokens and parked rows are multiples of this
 
 
@@ -177,9 +179,9 @@ class Schedule:
         """The number of tiles along the vocabulary."""
         p = self.problem
         widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
-        others = sum(parts(width, self.widest) for width in widths)
-        others = others or parts(p.vocab - self.borrowed, self.columns)
-        return others + parts(self.borrowed, self.columns)
+        waiting = sum(parts(width, self.widest) for width in widths)
+        others = parts(p.vocab - self.borrowed - sum(widths), self.columns)
+        return waiting + others + parts(self.borrowed, self.columns)
 
     @property
     def tiles(self) -> int:
@@ -286,10 +288,8 @@ class Schedule:
 
     def _in_weight(self, every: bool) -> Iterator[Step]:
         """Yield statistics and gradients, with logits in the weight's gradient where they fit."""
-        p = self.problem
         yield from self._tiles(0, self.borrowed, UPDATE, 0, every)
-        widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
-        yield from self._waiting(widths, every) if widths else self._keeping(every)
+        yield from self._keeping(every)
         yield from self._borrowed_last(every)
 
     def _halves(self, every: bool) -> tuple[list[Step], list[Step]]:
@@ -333,53 +333,25 @@ class Schedule:
         place = Place(rows, nothing)
         return Step(rows, nothing, place, place, MERGE, 0, times)
 
-    def _waiting(self, widths: list[int], every: bool) -> Iterator[Step]:
-        """Yield statistics and then gradients of all tokens. The logits wait in between."""
-        p, pieces = self.problem, _one_by_one if every else _by_size
-        rows, start, places = slice(0, p.tokens), self.borrowed, []
-        for width, following in zip(widths, [*widths[1:], 0], strict=True):
-            stop = start + width
-            borrowed = slice(stop, stop + following) if following else None
-            places.append(Place(rows, slice(start, stop), borrowed))
-            start = stop
-        # Products need scratch memory for one part at a time. The native row kernel needs none.
-        at_once = self.widest if p.plain or p.cast_bytes else max(widths)
-
-        def steps_of(place: Place, size: int, source: Place | None, phases: int, adds: int):  # type: ignore[no-untyped-def]
-            for classes, times in pieces(place.classes.start, place.classes.stop, size):
-                yield Step(rows, classes, place, source, phases, adds, times)
-
-        # If both process the same width at a time, one step does both.
-        joint = at_once == self.widest
-        for place in places:
-            yield from steps_of(place, self.widest, None, UPDATE * joint, 0)
-            if not joint:
-                yield from steps_of(place, at_once, place, UPDATE, 0)
-        yield self._merge(rows)
-        for place in places:
-            if not joint:
-                yield from steps_of(place, at_once, place, GRADIENT, 0)
-            yield from steps_of(place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
-
     def _keeping(self, every: bool) -> Iterator[Step]:
-        """Yield statistics and gradients chunk by chunk, with room for some of the classes.
+        """Yield statistics and gradients chunk by chunk, with room for some of the logits.
 
-        The logits of the last classes are kept until the statistics are known. The other classes,
-        as few as the plan allows, are parked or computed twice.
+        The logits of the last classes wait until the statistics are known. The other classes, as
+        few as the plan allows, are parked or computed twice.
         """
-        p, pieces, both = self.problem, _one_by_one if every else _by_size, INPUT | WEIGHT
-        last = slice(p.vocab - self.columns, p.vocab)
-        others = pieces(self.borrowed, last.start, self.columns)
+        p, pieces = self.problem, _one_by_one if every else _by_size
+        widths = waiting_widths(p, self.strategy, self.rows, self.columns, self.borrowed)
+        others = pieces(self.borrowed, p.vocab - sum(widths), self.columns)
         for rows, times in pieces(0, p.tokens, self.rows):
-            kept_place = Place(rows, last)
+            statistics, gradients = self._waiting(rows, times, widths, every)
             for classes, count in others:
                 parked, unparked = self._parking(rows, classes)
                 for place in (parked, unparked):
                     if place is not None:
                         yield Step(place.rows, classes, place, None, UPDATE, 0, times * count)
-            yield Step(rows, last, kept_place, None, UPDATE, 0, times)
+            yield from statistics
             yield self._merge(rows, times)
-            yield Step(rows, last, kept_place, kept_place, GRADIENT, both, times)
+            yield from gradients
             for classes, count in others:
                 parked, unparked = self._parking(rows, classes)
                 tile = Place(rows, classes)
@@ -388,7 +360,39 @@ class Schedule:
                     yield Step(parked.rows, classes, tile, parked, 0, 0, times * count)
                     if unparked is not None:
                         yield Step(unparked.rows, classes, tile, None, 0, 0, times * count)
-                yield Step(rows, classes, tile, source, GRADIENT, both, times * count)
+                yield Step(rows, classes, tile, source, GRADIENT, INPUT | WEIGHT, times * count)
+
+    def _waiting(
+        self, rows: slice, times: int, widths: list[int], every: bool
+    ) -> tuple[list[Step], list[Step]]:
+        """Return the steps for the statistics of the last classes, and those for their gradients.
+
+        The logits wait in between.
+        """
+        p, pieces = self.problem, _one_by_one if every else _by_size
+        statistics, gradients = list[Step](), list[Step]()
+        # Products need scratch memory for one part at a time. The native row kernel needs none.
+        at_once = self.widest if p.plain or p.cast_bytes else max(widths)
+        joint = at_once == self.widest  # if so, one step does both
+
+        def add(
+            steps: list[Step], place: Place, size: int, source: Place | None, phases: int, adds: int
+        ) -> None:
+            for classes, count in pieces(place.classes.start, place.classes.stop, size):
+                steps.append(Step(rows, classes, place, source, phases, adds, times * count))
+
+        start = p.vocab - sum(widths)
+        for width, following in zip(widths, [*widths[1:], 0], strict=True):
+            stop = start + width
+            borrowed = slice(stop, stop + following) if following else None
+            place = Place(rows, slice(start, stop), borrowed)
+            add(statistics, place, self.widest, None, UPDATE * joint, 0)
+            if not joint:
+                add(statistics, place, at_once, place, UPDATE, 0)
+                add(gradients, place, at_once, place, GRADIENT, 0)
+            add(gradients, place, self.widest, place, GRADIENT * joint, INPUT | WEIGHT)
+            start = stop
+        return statistics, gradients
 
     def _parking(self, rows: slice, classes: slice) -> tuple[Place | None, Place | None]:
         """Return the place of the parked logits of a slice of classes, and the other rows."""
@@ -436,34 +440,28 @@ def parked_rows(rows: int, columns: int, hidden: int) -> int:
 def waiting_widths(
     p: Problem, strategy: str, rows: int, columns: int, borrowed: int = 0
 ) -> list[int]:
-    """Return the widths of slices of the vocabulary whose logits all wait, in order.
+    """Return the widths of the last slices of the vocabulary, whose logits wait, in order.
 
     The logits of a slice wait in the rows of the weight's gradient of the next slice. The last
     slice, `columns` wide, has memory of its own. With fewer tokens than the hidden size, the rows
-    of a slice have room for more logits than its own, so slices grow from the last to the first.
-    Empty if logits cannot wait, or if slices would shrink instead.
+    of a slice have room for more logits than its own, so slices grow from the last to the first,
+    and all logits wait. With more tokens, slices shrink. They end when the next would be too narrow
+    for fast products.
+
+    Empty if the strategy is another one.
     """
     remaining = p.vocab - borrowed - columns
-    if strategy != TOKEN_CHUNKED or not parks(p, rows) or remaining <= 0:
+    if strategy != TOKEN_CHUNKED:
         return []
-    sizes = [columns]
-    while remaining > 0:
-        width = width_before(sizes[-1], remaining, p.tokens, p.hidden)
-        if not width:
-            return []
+    sizes, least = [columns], _NARROWEST_ON_GPU if p.matmul.cuda else _NARROWEST
+    while remaining > 0 and parks(p, rows):
+        room = p.hidden * sizes[-1] // max(rows, 1)
+        width = min(unpadded(room), remaining) if room >= 64 else 0
+        if width < min(least, columns, remaining):
+            break
         sizes.append(width)
         remaining -= width
     return sizes[::-1]
-
-
-def width_before(columns: int, remaining: int, rows: int, hidden: int) -> int:
-    """Return the width of the slice before the last one, or 0 if it would be narrower.
-
-    If the last slice has a slice before it, the same is true for that slice, and so on.
-    """
-    room = hidden * columns // max(rows, 1)
-    width = min(unpadded(room), remaining) if room >= 64 else 0
-    return width if width >= min(columns, remaining) else 0
 
 
 def unpadded(columns: int) -> int:
