@@ -46,7 +46,7 @@ def test_plans_keep_to_the_budget(p, share):
     assert (plan.num_chunks - 1) * plan.rows < p.tokens <= plan.num_chunks * plan.rows
     rest = p.vocab - plan.borrowed
     waiting = schedule.waiting_widths(p, plan.strategy, plan.rows, plan.columns, plan.borrowed)
-    assert plan.widest == plan.columns or sum(waiting) == rest and plan.widest <= max(waiting)
+    assert plan.widest == plan.columns or (sum(waiting) == rest and plan.widest <= max(waiting))
     slices = sum(parts(width, plan.widest) for width in waiting)
     slices += parts(rest - sum(waiting), plan.columns)
     assert plan.num_slices == slices + parts(plan.borrowed, plan.columns)

@@ -98,8 +98,9 @@ def carry_out(s):
 
 
 SIZE = st.integers(1, 30)
+VOCAB = st.integers(1, 400) | st.integers(400, 3000)  # the larger ones have several waiting slices
 PROBLEMS = st.builds(
-    Problem, SIZE, SIZE, st.integers(1, 400) | st.integers(400, 3000), st.sampled_from([2, 4]).map(Aten),
+    Problem, SIZE, SIZE, VOCAB, st.sampled_from([2, 4]).map(Aten),
     grads=st.just((True, True, False)) | st.tuples(*[st.booleans()] * 3),
     in_forward=st.sampled_from([True, True, True, False]),
     left_out=st.sampled_from([0, 3]), several=st.booleans(), alike=st.booleans(),
@@ -166,7 +167,10 @@ def test_every_logit_is_intact_when_read_and_is_added_once(s):
         assert all(step.phases == UPDATE | EXPONENTIALS for step in s.steps())
     else:
         assert (seen["gradient"][:, s.borrowed :] == 1).all()
-        assert (seen["gradient"][:, borrowed] == 2).all()
+        computed = seen["gradient"][:, borrowed]
+        # With one chunk, one tile stays for the second gradient.
+        assert (computed[:, : s.columns] == (1 if s.num_chunks == 1 else 2)).all()
+        assert (computed[:, s.columns :] == 2).all()
         assert (seen["weight"] == 1).all()
     assert (seen["input"] == p.grads[0]).all()
 

@@ -46,8 +46,8 @@ class Plan(InLines):
         strategy: "token-chunked": whole rows of logits, turned into their gradient at once. If
             `columns` is less than the vocabulary, that many classes are kept. With one chunk, the
             others wait in the memory of the weight's gradient. It has room for all of them if there
-            are no more tokens than the hidden size, otherwise for as many rows. Logits without room
-            are computed twice. If the backward computes the gradients, there is one chunk, and
+            are no more tokens than the hidden size, and otherwise for some. Logits without room are
+            computed twice. If the backward computes the gradients, there is one chunk, and
             logits wait until then. "vocab-sliced": one pass for the statistics of the rows, then
             logits are computed again for the gradient. "running-rescale": slices of the vocabulary
             with a frozen weight, in one pass. The sum is rescaled whenever a row's maximum grows.
@@ -56,7 +56,7 @@ class Plan(InLines):
         threads: how many CPU threads have scratch memory for products. A budget may not have room
             for all threads.
         borrowed: for how many first classes the weight's gradient first holds fp32 sums of the
-            input's gradient, with 16-bit arguments. Their logits are computed three times.
+            input's gradient, with 16-bit arguments. Their logits are computed up to three times.
         num_chunks, num_slices: tiles along the tokens and along the vocabulary.
         products: matrix products of size N x D x V, forward and backward together. It is not an
             integer if some logits are computed more often than others.

@@ -20,12 +20,13 @@ gradient of the weight, (V, D), is allocated in any case. Until it is written, i
   slice, which are written later. A slice's rows have room for D x classes numbers. So all logits
   have room if there are no more tokens than the hidden size. With more tokens, slices become
   narrower from the last to the first, and only some classes wait. See `waiting_widths`.
-* Logits are parked: of a slice that does not wait, as many rows as fit are stored in the slice's own
-  rows. They are copied back into the tile buffer for their gradient. The other rows are computed
-  twice.
+* Logits are parked: of a slice that does not wait, as many tokens as fit are stored in the slice's
+  own rows. They are copied back into the tile buffer for their gradient. The other tokens are
+  computed twice.
 * Classes are borrowed: 16-bit arguments sum the input's gradient in fp32, and the rows of the first
   classes hold that sum. The gradient of these classes is written at the end. Their logits are
-  computed twice more: for the input's gradient, and for the weight's.
+  computed twice more: for the input's gradient, and for the weight's. With one chunk of tokens,
+  the last tile of the former stays for the latter.
 
 If gradients are computed in a separate backward, the forward keeps its last tile for it. The logits
 of this tile are not computed again, and with one tile these are all logits. The backward processes
@@ -134,14 +135,16 @@ def carried_out(steps: Iterable[Step]) -> Iterator[Step]:
             yield step
 
 
-def _from_the_last(tiles: Iterator[Step]) -> Iterator[Step]:
-    """Return the tiles in reverse order. The last tile is already computed."""
-    backwards = list(tiles)[::-1]
-    for last in backwards[:1]:
-        yield last._replace(source=last.place, times=1)
-        if last.times > 1:
-            yield last._replace(times=last.times - 1)
-    yield from backwards[1:]
+def _first_is_there(tiles: list[Step], phases: int = GRADIENT) -> Iterator[Step]:
+    """Yield tiles of which the first is already in the tile buffer.
+
+    `phases`: those that the first tile still has to pass.
+    """
+    for first in tiles[:1]:
+        yield first._replace(source=first.place, phases=phases, times=1)
+        if first.times > 1:
+            yield first._replace(times=first.times - 1)
+    yield from tiles[1:]
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ class Schedule:
             yield from self._halves(every)[1]
             return
         tiles = self._tiles(self.borrowed, self.problem.vocab, GRADIENT, INPUT | WEIGHT, every)
-        yield from _from_the_last(tiles) if kept else tiles
+        yield from _first_is_there(list(tiles)[::-1]) if kept else tiles
         yield from self._borrowed_last(every)
 
     def logits(self) -> Iterator[Step]:
@@ -325,8 +328,16 @@ class Schedule:
         They complete the sums of the input's gradient in borrowed memory. Then the logits are
         computed again, for the weight's gradient in the same memory.
         """
-        for adds in (INPUT, WEIGHT):
-            yield from self._tiles(0, self.borrowed, GRADIENT, adds, every)
+        of_input, of_weight = (
+            list(self._tiles(0, self.borrowed, GRADIENT, adds, every)) for adds in (INPUT, WEIGHT)
+        )
+        # A tile of wide logits was rounded in its own memory. With chunks of tokens, a tile is a
+        # small part, and ranks that sum complete rows need the same order of chunks.
+        if self.problem.wide_logits or self.num_chunks > 1:
+            yield from (*of_input, *of_weight)
+            return
+        yield from of_input[::-1]  # the widest last
+        yield from _first_is_there(of_weight, phases=0)
 
     def _merge(self, rows: slice, times: int = 1) -> Step:
         nothing = slice(0, 0)
