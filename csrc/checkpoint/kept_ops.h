@@ -28,12 +28,17 @@
 
 namespace storage_ops {
 
-// The shapes of the right factor for which a policy saves the results of an op.
-struct Shapes {
-  int64_t right = -1;  // its position among the arguments; negative if the shape does not matter
-  bool others = true;  // all shapes but the named ones
+enum class Decision { recompute, save, offload };
+
+// The calls of an op whose results a policy saves: by the shape of the right factor, or by number.
+// `Row` in storage_ops/checkpoint/selective/op_sets.py has the same facts.
+struct Chosen {
+  int64_t right = -1;
+  bool others = true;
   std::vector<std::vector<int64_t>> named;
-  bool offloads = false;  // whether the results go to host memory
+  bool offloads = false;
+  std::optional<size_t> family;  // the index of its counter
+  std::unordered_set<size_t> saved, offloaded;
 
   bool has(const torch::jit::Stack& stack, size_t arguments) const {
     if (right < 0) return true;
@@ -45,7 +50,7 @@ struct Shapes {
 };
 
 struct Policy {
-  std::unordered_map<const Op*, Shapes> ops;
+  std::unordered_map<const Op*, Chosen> ops;
   size_t k = 1;  // the first result, and every k-th result after it, is saved
 
   // Notes that a region of this name ran an op that the kernels cannot handle.
@@ -70,7 +75,8 @@ struct Store {
   Ref away;  // the results in host memory
   bool preserves_random = true;
   Log log;
-  size_t seen = 0;
+  size_t seen = 0;            // results that the policy chooses by shapes
+  std::vector<size_t> calls;  // of each family
   bool is_abandoned = false;  // nothing is saved or compared
   bool is_repeating = false;  // a backward pass inside the forward recomputes a part of it
   bool is_shared = false;     // a backward pass with retain_graph=True has used the results
@@ -78,6 +84,19 @@ struct Store {
   void abandon() {
     is_abandoned = true;
     log = {log.region, {}, {}, {}, log.is_complete};
+  }
+
+  // Decides about a call of an op, and counts it.
+  Decision decide(const Op* op, const torch::jit::Stack& stack, size_t arguments) {
+    const Chosen& chosen = policy->ops.at(op);
+    if (chosen.family) {
+      if (calls.size() <= *chosen.family) calls.resize(*chosen.family + 1);
+      const size_t number = calls[*chosen.family]++;
+      if (chosen.offloaded.count(number)) return Decision::offload;
+      return chosen.saved.count(number) ? Decision::save : Decision::recompute;
+    }
+    if (!chosen.has(stack, arguments) || seen++ % policy->k != 0) return Decision::recompute;
+    return chosen.offloads ? Decision::offload : Decision::save;
   }
 };
 
@@ -258,8 +277,8 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
                    size_t returns, const Run& run) {
   Log& log = store.log;
   const size_t position = log.add(op);
-  const bool wanted =
-      store.policy->ops.at(op).has(*stack, arguments) && store.seen++ % store.policy->k == 0;
+  const Decision decision = store.decide(op, *stack, arguments);
+  const bool wanted = decision != Decision::recompute;
   if (wanted) log.names.insert(op);
   if (wanted || log.names.count(op)) log.events[position].call = describe_call(*stack, arguments);
   if (!wanted) {
@@ -280,7 +299,7 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
   run();
   if (store.is_abandoned) return;
   auto result = std::make_unique<Result>();
-  result->offloads = store.policy->ops.at(op).offloads;
+  result->offloads = decision == Decision::offload;
   std::optional<c10::Device> device;
   bool is_new = true, is_inference = false;
   for (size_t i = stack->size() - returns; i < stack->size(); ++i) {

@@ -77,25 +77,38 @@ std::optional<c10::OperatorHandle> handle_of(const std::string& name) {
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-// Reads a row of `rows_of` in op_sets.py.
-std::string name_and_shapes(PyObject* row, Shapes& shapes) {
-  const char* name = nullptr;
-  PyObject* named = nullptr;
+std::unordered_set<size_t> numbers_in(PyObject* list) {
+  std::unordered_set<size_t> numbers;
+  for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+    numbers.insert(PyLong_AsSize_t(PyList_GetItem(list, i)));
+  }
+  return numbers;
+}
+
+// Reads a `Row` of op_sets.py. Returns the name of the op. `families` has the index of each.
+std::string name_and_calls(PyObject* row, Chosen& chosen,
+                           std::unordered_map<std::string, size_t>& families) {
+  const char *name = nullptr, *family = nullptr;
+  PyObject *named = nullptr, *saved = nullptr, *offloaded = nullptr;
   long long right = -1;
   int others = 1, offloads = 0;
-  if (!PyArg_ParseTuple(row, "sLpO!p", &name, &right, &others, &PyList_Type, &named, &offloads)) {
+  if (!PyArg_ParseTuple(row, "sLpO!psO!O!", &name, &right, &others, &PyList_Type, &named, &offloads,
+                        &family, &PyList_Type, &saved, &PyList_Type, &offloaded)) {
     throw PythonError();
   }
-  shapes.offloads = offloads != 0;
-  shapes.right = right;
-  shapes.others = others != 0;
+  chosen.offloads = offloads != 0;
+  chosen.right = right;
+  chosen.others = others != 0;
   for (Py_ssize_t i = 0; i < PyList_Size(named); ++i) {
     PyObject* shape = PyList_GetItem(named, i);
-    auto& sizes = shapes.named.emplace_back();
+    auto& sizes = chosen.named.emplace_back();
     for (Py_ssize_t dim = 0; dim < PyTuple_Size(shape); ++dim) {
       sizes.push_back(PyLong_AsLongLong(PyTuple_GetItem(shape, dim)));
     }
   }
+  if (*family) chosen.family = families.emplace(family, families.size()).first->second;
+  chosen.saved = numbers_in(saved);
+  chosen.offloaded = numbers_in(offloaded);
   if (PyErr_Occurred()) throw PythonError();
   return name;
 }
@@ -109,12 +122,13 @@ PyObject* policy(PyObject*, PyObject* arguments) {
     Policy* policy = nullptr;
     Ref object = owned(make(policy_type, policy));
     policy->k = static_cast<size_t>(k);
+    std::unordered_map<std::string, size_t> families;
     for (Py_ssize_t i = 0; i < PyList_Size(rows); ++i) {
-      Shapes shapes;
-      const auto handle = handle_of(name_and_shapes(PyList_GetItem(rows, i), shapes));
+      Chosen chosen;
+      const auto handle = handle_of(name_and_calls(PyList_GetItem(rows, i), chosen, families));
       Op* op = handle ? ops().of(*handle) : nullptr;
       if (!op || !add_kernel(op, *handle)) return none();
-      policy->ops.emplace(op, std::move(shapes));
+      policy->ops.emplace(op, std::move(chosen));
     }
     // The outputs of these ops may share the storage of a saved result.
     std::vector<std::string> sharing = {"aten::_unsafe_view", "aten::unsafe_split.Tensor",

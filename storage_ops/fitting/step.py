@@ -137,7 +137,8 @@ class OpTimes(TorchDispatchMode):
             if is_mutating(op):
                 for key in inputs.keys() & outputs.keys() & self._made.keys():
                     self._made[key].saveable = False
-            saveable = bool(new_tensors) and not (
+            # The library saves no results of ops without tensors among their arguments.
+            saveable = bool(new_tensors and inputs) and not (
                 is_mutating(op) or is_view(op) or is_allocation(op)
             )
             saveable = saveable and self.roofline.is_worth_saving(seconds)

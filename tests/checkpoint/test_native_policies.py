@@ -51,11 +51,25 @@ SETS = {
     "every_kth of shapes": policies.every_kth(policies.save_mm_shapes([(16, 64)]), 2),
     "offload": policies.offload(policies.matmuls),
     "some offloaded": policies.union(policies.attention, policies.offload(policies.matmuls)),
+    "calls": policies.save_calls([("aten::mm", 0), ("aten::addmm", 1), ("attention", 0)]),
+    "some calls offloaded": policies.union(
+        policies.save_calls([("aten::mm", 0), ("aten::silu", 0)]),
+        policies.offload(policies.save_calls([("aten::mm", 1), ("aten::addmm", 0)])),
+    ),
+    "calls and ops": policies.union(
+        policies.save_calls([("aten::mm", 1)]), policies.save("aten.silu", "aten.bmm")
+    ),
 }
 OTHERS = {
     "everything": policies.everything,
     "communication": policies.communication,
-    "save_calls": policies.save_calls([("aten::mm", 0)]),
+    "calls of a chosen op": policies.union(
+        policies.save_calls([("aten::mm", 0)]), policies.save("aten.mm")
+    ),
+    "every_kth of calls": policies.every_kth(policies.save_calls([("aten::mm", 0)]), 2),
+    "difference of calls": policies.difference(
+        policies.matmuls, policies.save_calls([("aten::mm", 0)])
+    ),
     "function": lambda ctx, op, *args, **kwargs: True,
     "every_kth of every_kth": policies.every_kth(policies.every_other_mm, 2),
     "difference of every_kth": policies.difference(policies.matmuls, policies.every_other_mm),
@@ -85,6 +99,21 @@ def test_sets_of_offloaded_ops():
     assert op_sets.ops_saved(policies.difference(away, mm)).offloaded == {"aten::bmm"}
     assert op_sets.ops_saved(policies.difference(mm, away)) == ({}, 1, frozenset())
     assert op_sets.ops_saved(policies.union(shaped, away)) is None  # by the shape of each product
+
+
+def test_sets_of_calls():
+    mm = policies.save_calls([("aten::mm", 0), ("aten::mm", 2)])
+    away = policies.offload(policies.save_calls([("aten::mm", 1), ("aten::mm", 2)]))
+    calls = op_sets.ops_saved(policies.union(mm, away)).calls
+    assert calls == {"aten::mm": op_sets.Calls("aten::mm", frozenset({0, 2}), frozenset({1}))}
+    fused = op_sets.ops_saved(policies.save_calls([("attention", 3)])).calls
+    assert len(fused) > 1 and set(fused.values()) == {op_sets.Calls("attention", frozenset({3}))}
+    assert op_sets.ops_saved(policies.save_calls([("aten::view", 0)])).chosen == {}  # no result
+    library = torch.library.Library("storage_ops_test_calls", "DEF")
+    library.define("twice(Tensor x) -> Tensor")  # it may be composite, or share memory
+    policy = policies.save_calls([("storage_ops_test_calls::twice", 0)])
+    assert op_sets.ops_saved(policy) is None
+    library._destroy()
 
 
 def test_sets_of_shapes():
@@ -134,6 +163,16 @@ SHAPED = {
     "every second": (SETS["every_kth of shapes"], 3),
     "with others": (
         policies.union(policies.save_mm_shapes([(64, 8)]), policies.save("aten.bmm")), 3,
+    ),
+    "calls": (policies.save_calls([("aten::addmm", 1), ("aten::mm", 0), ("aten::mm", 7)]), 2),
+    "calls and others": (
+        policies.union(policies.save_calls([("aten::mm", 1)]), policies.save("aten.bmm")), 3,
+    ),
+    "calls in host memory": (
+        policies.union(
+            policies.save_calls([("aten::mm", 0)]),
+            policies.offload(policies.save_calls([("aten::mm", 1), ("aten::addmm", 0)])),
+        ), 1,
     ),
 }  # fmt: skip
 
@@ -207,10 +246,11 @@ FUNCTION = lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default  # n
 
 
 @pytest.mark.filterwarnings("ignore:.*modifies in place tensors that the", "ignore:.*saves nothing")
-@pytest.mark.parametrize("around", [None, "set", "function"])
-@pytest.mark.parametrize("inside", [None, "set", "function", "full"])
+@pytest.mark.parametrize("around", [None, "set", "calls", "function"])
+@pytest.mark.parametrize("inside", [None, "set", "calls", "function", "full"])
 def test_nested_regions_that_write_and_draw(path, inside, around):
-    kinds = {"set": fresh(*NAMED), "function": FUNCTION}
+    calls = [("aten::mm", 0), ("aten::native_dropout", 1), ("aten::silu", 0)]
+    kinds = {"set": fresh(*NAMED), "calls": policies.save_calls(calls), "function": FUNCTION}
     inner, leaf = Mixed(), torch.randn(2, 3, 8, requires_grad=True)
     plain = Mixed(inner)
     leaves = [leaf, *plain.parameters()]
