@@ -90,21 +90,13 @@ class Probe:
         forward: list[Op] = []
 
         @contextlib.contextmanager
-        def logging() -> Iterator[None]:
-            times.logs = True
-            try:
-                yield
-            finally:
-                times.logs = False
-
-        @contextlib.contextmanager
         def recompute() -> Iterator[None]:
             forward.extend(times.ops)
             times.ops.clear()
-            with logging():
+            with times.logging():
                 yield
 
-        CheckpointWrapper(module, context_fn=lambda: (logging(), recompute()))
+        CheckpointWrapper(module, context_fn=lambda: (times.logging(), recompute()))
         try:
             self._run(times, Action("full"))
         finally:

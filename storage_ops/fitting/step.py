@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storage_ops._op_arguments import tensors_in
@@ -73,13 +74,35 @@ def traffic_of(inputs: Tensors, outputs: Tensors) -> int:
     return sum(_nbytes(t) for t in (*inputs.values(), *outputs.values()))
 
 
+# Where no mode is active, torch adds the mask of attention and the bias of a linear layer to the
+# product in place, if it does not fuse them. So the product cannot be saved, and there are fewer
+# calls of this op.
+_ADD = "aten::add.Tensor"
+_ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, None)
+
+
+class _Running(TorchFunctionMode):
+    """Notes which function of torch runs."""
+
+    function: object = None
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        before, self.function = self.function, func
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.function = before
+
+
 class OpTimes(TorchDispatchMode):
     """Adds up the time of ops on a device.
 
     Attributes:
         seconds: seconds of all ops so far.
         count: number of ops so far, including views.
-        ops: every op that is not a view, while `logs` is set.
+        ops: the ops that ran in a with block of `logging`.
         logits: bytes of the largest logits so far that a linear cross-entropy replaces.
     """
 
@@ -91,9 +114,10 @@ class OpTimes(TorchDispatchMode):
         self._rates = rates
         self.seconds = 0.0
         self.count = 0
-        self.logs = False
         self.logits = 0
         self.ops: list[Op] = []
+        self._logs = False
+        self._running = _Running()
         self._numbers: dict[str, int] = {}
         self._made: dict[int, Op] = {}  # by storage
 
@@ -130,21 +154,37 @@ class OpTimes(TorchDispatchMode):
                 first = next(iter(outputs.values()))
                 seconds = self.roofline.seconds(op, args, kwargs, out, first, traffic, sizes)
             self.seconds += seconds
-        if self.logs:
-            name = facts_of(op).family
-            number = self._numbers.get(name, 0)
-            self._numbers[name] = number + 1
-            if is_mutating(op):
-                for key in inputs.keys() & outputs.keys() & self._made.keys():
-                    self._made[key].saveable = False
-            # The library saves no results of ops without tensors among their arguments.
-            saveable = bool(new_tensors and inputs) and not (
-                is_mutating(op) or is_view(op) or is_allocation(op)
-            )
-            saveable = saveable and self.roofline.is_worth_saving(seconds)
-            self.ops.append(Op((name, number), sum(sizes), seconds, saveable))
-            self._made |= dict.fromkeys(new_tensors, self.ops[-1])
+        if self._logs:
+            self._log(op, inputs, outputs, seconds)
         return out
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """Log ops in a with block."""
+        self._logs = True
+        try:
+            with self._running:
+                yield
+        finally:
+            self._logs = False
+
+    def _log(self, op: Overload, inputs: Tensors, outputs: Tensors, seconds: float) -> None:
+        name = facts_of(op).family
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
+        new_tensors = {key: t for key, t in outputs.items() if key not in inputs}
+        written = inputs.keys() & outputs.keys() if is_mutating(op) else set()
+        if name == _ADD and self._running.function not in _ADDITIONS:
+            written = set(inputs)
+        for key in written & self._made.keys():
+            self._made[key].saveable = False
+        # The library saves no results of ops without tensors among their arguments.
+        saveable = bool(new_tensors and inputs) and name != _ADD
+        saveable = saveable and not (is_mutating(op) or is_view(op) or is_allocation(op))
+        saveable = saveable and self.roofline.is_worth_saving(seconds)
+        nbytes = sum(_nbytes(t) for t in new_tensors.values())
+        self.ops.append(Op((name, number), nbytes, seconds, saveable))
+        self._made |= dict.fromkeys(new_tensors, self.ops[-1])
 
 
 def loss_seconds(call: Call, rates: Rates) -> float:

@@ -12,7 +12,6 @@ from torch import nn
 
 import storage_ops
 from storage_ops.fitting.fit import Search
-from storage_ops.fitting.step import OpTimes
 from storage_ops.fitting.units import units_of
 from storage_ops.loss.planning.devices import named
 from storage_ops.loss.planning.op_times import HostTimes
@@ -111,20 +110,6 @@ def asking_is_free(monkeypatch):
         return dataclasses.replace(rates_for(device, model), host=host)
 
     monkeypatch.setattr("storage_ops.fitting.fit.rates_for", rates)
-
-
-def test_in_place_changes_are_tracked_by_storage():
-    """An address is not enough, because an earlier tensor may have had it."""
-    times, x = OpTimes(named("cpu")), torch.randn(64, 64)
-    times.logs = True
-    with times:
-        for _ in range(20):
-            x.mm(x)
-            torch.empty(64, 64).add_(1)
-        kept = x.mm(x)
-        kept.add_(1)
-    products = [op for op in times.ops if op.call[0] == "aten::mm"]
-    assert [op.saveable for op in products] == [True] * 20 + [False]
 
 
 def test_no_assignment_of_actions_is_faster(asking_is_free):
