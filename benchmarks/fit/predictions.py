@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,15 +19,31 @@ from torch import nn
 import storage_ops
 from benchmarks._harness import group_done, interleave, milliseconds, ratios, skip, tick
 from benchmarks.fit.models import Parts, Step, loss_of, placed
-from benchmarks.fit.ways import FULL, NONE, checkpointed, saved
+from benchmarks.fit.ways import NONE, saved
+from storage_ops.fitting.actions import Action
 from storage_ops.fitting.calibration import Calibration
 from storage_ops.fitting.fit import NothingFits, Search
 from storage_ops.fitting.units import units_of
 
+FULL = "full checkpoint"
 TABLE, CALIBRATED = "device table", "calibrated"
 # Budgets between the peaks with full checkpoints, 0, and without checkpoints, 1.
 BUDGETS = (0.1, 0.4, 0.7)
 QUICK_SECONDS, SECONDS = 1.0, 45.0
+# Parameters of glibc's mallopt, and the values that let it keep freed memory.
+_KEEPING = {-1: -1, -4: 0}  # M_TRIM_THRESHOLD: never trim. M_MMAP_MAX: map no block by itself.
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory.
+
+    By default it returns memory to the system after a step, and each step takes page faults anew:
+    up to a tenth of a step without checkpoints. `fit` does not predict them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _KEEPING.items():
+            mallopt(parameter, value)
 
 
 @functools.cache
@@ -64,17 +81,19 @@ def predictions(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one model: times of full checkpoints and of plans, with predictions."""
     device = arguments.device
+    keep_freed_memory()
     made = calibration(device, QUICK_SECONDS if arguments.quick else SECONDS)
     if arguments.json is not None:  # to keep the points beside the table of devices
         replace(made, path=arguments.json.with_name("calibration.json")).save()
     torch.manual_seed(0)
     parts = model, batch, loss = placed(make(), device)
     models, predicted = {NONE: copy.deepcopy(model), FULL: copy.deepcopy(model)}, {}
-    checkpointed([unit.module for unit in units_of(models[FULL])], selective=False)
+    for unit in units_of(models[FULL]):
+        Action("full").apply(unit.module)
     with tempfile.TemporaryDirectory() as folder:
         for source, search in searches(parts, made).items():
             plan = search.plan(1 << 50)
-            high, (low, seconds) = plan.peak_bytes, plan.totals[FULL.removeprefix("torch ")]
+            high, (low, seconds) = plan.peak_bytes, plan.totals[FULL]
             predicted[FULL, source] = 1 + seconds / plan.step_seconds
             for share in BUDGETS:
                 name = f"storage_ops, {source}, {share:.0%}"

@@ -9,7 +9,7 @@ import storage_ops
 from benchmarks._harness import Clock
 from benchmarks.fit.models import models, placed
 from benchmarks.fit.predictions import searches, step_of
-from benchmarks.fit.ways import checkpointed
+from storage_ops.fitting.actions import Action
 from storage_ops.fitting.units import units_of
 
 from .devices import each_device
@@ -48,7 +48,8 @@ def test_full_checkpoints_take_the_predicted_time(device, kind, tmp_path, monkey
     rounds = {False: [], True: []}
     for is_full in (False, True):
         if is_full:
-            checkpointed([unit.module for unit in units_of(model)], selective=False)
+            for unit in units_of(model):
+                Action("full").apply(unit.module)
         for _ in range(3):
             plain()
         rounds[is_full] = [seconds_of(plain, device) for _ in range(9)]

@@ -31,8 +31,11 @@ MODELS = {
     "Qwen3Moe": ("Qwen3MoeDecoderLayer", {**SMALL, **EXPERTS}),
 }
 HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel"}
+# Plans of `fit` have such policies.
+CALLS = [("aten::mm", 1), ("aten::addmm", 0), ("aten::addmm", 2), ("attention", 0)]
 MODES = {
     "full": {},
+    "calls": {"policy": so.policies.save_calls(CALLS)},
     "selective": {"ops_to_save": ["aten.mm", "aten.addmm"]},
     "checksum": {"determinism_check": "checksum"},
 }
