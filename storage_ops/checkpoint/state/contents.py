@@ -58,11 +58,18 @@ class Contents:
     """
 
     __slots__ = (
-        "__weakref__", "_before", "_comparison", "_is_small", "_ref", "_sums", "_tensor",
-        "_trusted", "after", "version",
+        "__weakref__", "_aliased", "_before", "_comparison", "_is_small", "_ref", "_sums",
+        "_tensor", "_trusted", "after", "version",
     )  # fmt: skip
 
-    def __init__(self, t: Tensor, trusted: bool, copied: bool, summed: bool = False) -> None:
+    def __init__(
+        self,
+        t: Tensor,
+        trusted: bool,
+        copied: bool,
+        summed: bool = False,
+        aliased: bool = False,
+    ) -> None:
         """Copy a tensor before the forward, or remember its version.
 
         Args:
@@ -70,12 +77,16 @@ class Contents:
             trusted: whether every write to the tensor increments its version.
             copied: whether to copy the tensor.
             summed: whether to compare checksums of the tensor if it is not copied.
+            aliased: whether the tensor itself stands for its copy, in a simulation.
         """
         self.version = self.after = t._version
+        self._aliased = aliased
         self._ref, self._is_small = weakref.ref(t), t.nbytes <= SMALL
         self._trusted = trusted and self._is_small
         self._tensor = t if copied else None  # referenced as long as the copy exists
-        self._before = memory_of(t).clone() if copied else None
+        self._before: Tensor | None = None
+        if copied:
+            self._before = memory_of(t) if aliased else memory_of(t).clone()
         self._sums = [_sums(t)] if summed and not copied else []
         self._comparison: _Comparison | None = None
 
@@ -94,7 +105,7 @@ class Contents:
         self = cls.__new__(cls)
         self.version, self.after = version, after
         self._ref, self._tensor, self._before = weakref.ref(t), t, before
-        self._is_small, self._trusted = True, trusted
+        self._is_small, self._trusted, self._aliased = True, trusted, False
         self._sums, self._comparison = [], None
         return self
 
@@ -108,7 +119,7 @@ class Contents:
             self._sums.append(_sums(t))
         if self.after != self.version:
             self._note_written(t)
-        elif self._before is not None and not self._is_small:
+        elif self._before is not None and not (self._is_small or self._aliased):
             self._compare(t, self._before)
 
     def _compare(self, t: Tensor, before: Tensor) -> None:
@@ -198,7 +209,7 @@ class Contents:
         if t is None or before is None:
             return
         now = t._version
-        if self._trusted and now == self.version:
+        if (self._trusted or self._aliased) and now == self.version:
             return
         undo.append(_Write(t, memory_of(t).clone(), now))
         _Write(t, before, self.version if running else self.version + now - self.after)()

@@ -242,7 +242,9 @@ def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
     unseen = surroundings.writes & UNSEEN != 0
     left = LARGE_BUDGET if unseen else BUDGET
 
-    def contents(t: object, trusted: bool = False, summed: bool = unseen) -> Iterator[Contents]:
+    def contents(
+        t: object, trusted: bool = False, summed: bool = unseen, aliased: bool = False
+    ) -> Iterator[Contents]:
         nonlocal left
         if not isinstance(t, Tensor) or id(t) in seen:
             return
@@ -258,7 +260,7 @@ def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
         if not copied and nbytes <= left:
             left -= nbytes
             copied = True
-        yield Contents(t, trusted, copied, summed)
+        yield Contents(t, trusted, copied, summed, aliased and t not in _written)
 
     for t, trusted in buffers_of(surroundings.modules):
         if is_lazy(t):
@@ -266,12 +268,14 @@ def _bytes(surroundings: Surroundings) -> Iterator[Contents]:
         else:
             yield from contents(t, trusted)
     may_write = may_write_parameters(surroundings.writes)
+    # A simulation predicts a later step, in which only parameters that are written are copied.
+    aliased = _is_simulated() and not unseen
     for module in surroundings.modules:
         is_candidate = may_write or "max_norm" in module.__dict__  # an attribute of embeddings
         if is_candidate and _may_write_parameters(module, surroundings.writes):
             for t in named_tensors(module)[0].values():
                 if not is_uninitialized(t):
-                    yield from contents(t)
+                    yield from contents(t, aliased=aliased)
     captured = (
         t
         for container in (
@@ -294,6 +298,12 @@ def _may_write_parameters(module: nn.Module, writes: int) -> bool:
     if not may_write and not may_write_parameters(writes):
         return False
     if module not in _looked_at:
-        _looked_at.add(module)
+        if not _is_simulated():
+            _looked_at.add(module)
         return True
     return any(p in _written for p in module.parameters(recurse=False))
+
+
+def _is_simulated() -> bool:
+    """Return True if the ops of this thread run on fake tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
