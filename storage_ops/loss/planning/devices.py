@@ -87,8 +87,8 @@ def _gpu(
                  merge_seconds=6e-5, link=link, threads=threads, memory=gib << 30)  # fmt: skip
 
 
-# Host times of a CPU: measured by `calibrate` on an AMD EPYC with AVX-512, with regions and policies
-# in C++.
+# Host times of a CPU: measured by `calibrate` on an AMD EPYC with AVX-512, with the C++ code of
+# regions and policies.
 _HOST = HostTimes(op=7e-6, region=1.5e-4, discard=2.5e-4, decision=1.5e-6)
 # Both CPUs: two cores, torch 2.13. The rates of an AMD EPYC with AVX-512 are fitted to the times of
 # the products alone, in chunks and in slices. On an Intel Xeon with AMX, plans by its rates were
