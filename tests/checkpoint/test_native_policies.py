@@ -109,6 +109,8 @@ def test_sets_of_calls():
     fused = op_sets.ops_saved(policies.save_calls([("attention", 3)])).calls
     assert len(fused) > 1 and set(fused.values()) == {op_sets.Calls("attention", frozenset({3}))}
     assert op_sets.ops_saved(policies.save_calls([("aten::view", 0)])).chosen == {}  # no result
+    nothing = policies.save_mm_shapes([])
+    assert op_sets.ops_saved(policies.union(nothing, mm, nothing)) == op_sets.ops_saved(mm)
     library = torch.library.Library("storage_ops_test_calls", "DEF")
     library.define("twice(Tensor x) -> Tensor")  # it may be composite, or share memory
     policy = policies.save_calls([("storage_ops_test_calls::twice", 0)])

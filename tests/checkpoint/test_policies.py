@@ -345,6 +345,9 @@ def test_single_calls_are_saved():
     assert saved.count(torch.ops.aten.mm.default) == 1 + 6  # the second one, and gradients
     with pytest.raises(TypeError, match="Expected pairs such as"):
         policies.save_calls(["aten::mm"])
+    for number in (-1, 1 << 31):
+        with pytest.raises(ValueError, match="Expected a number of a call from 0"):
+            policies.save_calls([("aten::mm", number)])
     with pytest.raises(RuntimeError, match="save_calls counts the ops of one region"):
         policy(None, torch.ops.aten.mm.default)
 

@@ -47,7 +47,7 @@ class Shapes(NamedTuple):
         return Shapes(self.named, not self.others)
 
 
-ALL = Shapes()
+ALL, NONE = Shapes(), Shapes(others=False)
 
 
 class Calls(NamedTuple):
@@ -112,8 +112,9 @@ def ops_saved(policy: Policy) -> OpsSaved | None:
         return _of_calls(policy)
     if isinstance(policy, policies._EveryKth):
         inner = ops_saved(policy.policy)
-        counts = inner is None or inner.k != 1 or inner.calls
-        return None if counts or inner is None else inner._replace(k=policy.k)
+        if inner is None or inner.k != 1 or inner.calls:
+            return None
+        return inner._replace(k=policy.k)
     if isinstance(policy, policies._Offload):
         inner = ops_saved(policy.policy)
         if inner is None:
@@ -147,6 +148,8 @@ def _union(*parts: OpsSaved | None) -> OpsSaved | None:
     chosen: dict[str, Shapes | Calls] = {}
     for part in known:
         for name, each in part.chosen.items():
+            if each == NONE:
+                continue
             before = chosen.get(name, each)
             if type(before) is not type(each):
                 return None
@@ -159,15 +162,15 @@ def _union(*parts: OpsSaved | None) -> OpsSaved | None:
         if any(part.shapes[name] != ALL for name in offloaded & kept):
             return None
         offloaded -= kept
-    return OpsSaved(chosen, offloaded=offloaded)
+    return OpsSaved(chosen, offloaded=offloaded & frozenset(chosen))
 
 
 def _difference(first: OpsSaved | None, other: OpsSaved | None) -> OpsSaved | None:
     if first is None or other is None or first.k * other.k != 1 or first.calls or other.calls:
         return None
-    without, none = other.shapes, Shapes(others=False)
-    left = {name: each.without(without.get(name, none)) for name, each in first.shapes.items()}
-    shapes: dict[str, Shapes | Calls] = {name: each for name, each in left.items() if each != none}
+    without = other.shapes
+    left = {name: each.without(without.get(name, NONE)) for name, each in first.shapes.items()}
+    shapes: dict[str, Shapes | Calls] = {name: each for name, each in left.items() if each != NONE}
     return OpsSaved(shapes, offloaded=first.offloaded & frozenset(shapes))
 
 

@@ -210,7 +210,7 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
             of products of groups, which transformers does by an op of its own where torch cannot.
 
     Raises:
-        TypeError: `calls` has other items.
+        TypeError: `calls` has other items. ValueError: a number is not from 0 to 2**31 - 1.
 
     Example:
         >>> from storage_ops import policies
@@ -221,6 +221,11 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
         if not (isinstance(call, (tuple, list)) and [type(v) for v in call] == [str, int]):
             raise TypeError(
                 f"save_calls: `calls` has {call!r}. Expected pairs such as ('aten::mm', 0)."
+            )
+        if not 0 <= call[1] < 1 << 31:
+            raise ValueError(
+                f"save_calls: `calls` has {call!r}. Expected a number of a call from 0 to "
+                "2**31 - 1."
             )
         numbered.add((family_of(call[0]), call[1]))
     return _SaveCalls(frozenset(numbered))
