@@ -70,7 +70,7 @@ def test_plan_as_a_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")  # narrower tables omit the tiles
     assert cli.main([*PLAN, "--dtype", "bf16", "--budget", "400MiB"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416")
+    assert printed.startswith("token-chunked 3.35-GEMM: 1 x 10 tiles of 8192 x 20416")
     rows = [line.split() for line in printed.splitlines() if " of 8192x" in line]
     assert 8 <= len(rows) <= 11
     assert [row[0] for row in rows].count(">") == 1 and ["400", "MiB"] in [r[1:3] for r in rows]
