@@ -267,11 +267,11 @@ def plan(
 
     Example:
         >>> p = storage_ops.plan(8192, 4096, 128256, memory_budget="400MiB", device="h200")
-        token-chunked 3.42-GEMM: 1 x 7 tiles of 8192 x 20416 (tokens x classes)
+        token-chunked 3.35-GEMM: 1 x 10 tiles of 8192 x 20416 (tokens x classes)
           peak extra memory  ... MiB
-          matrix products    29.44 TFLOP in 3.42 products
+          matrix products    28.8 TFLOP in 3.35 products
           memory traffic     ... GB
-          predicted time     40... ms
+          predicted time     39... ms
           memory budget      400 MiB; the smallest possible is ... MiB
           rates              H200: 790 TFLOP/s, 4.3 TB/s
         >>> p.peak_bytes <= 400 << 20

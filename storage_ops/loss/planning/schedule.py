@@ -455,7 +455,7 @@ def waiting_widths(
 
     The logits of a slice wait in the rows of the weight's gradient of the next slice. The last
     slice, `columns` wide, has memory of its own. With fewer tokens than the hidden size, the rows
-    of a slice have room for more logits than its own, so slices grow from the last to the first,
+    of a slice have room for more logits than its own. So slices grow from the last to the first,
     and all logits wait. With more tokens, slices shrink. They end when the next would be too narrow
     for fast products.
 
