@@ -155,7 +155,7 @@ class OpTimes(TorchDispatchMode):
                 seconds = self.roofline.seconds(op, args, kwargs, out, first, traffic, sizes)
             self.seconds += seconds
         if self._logs:
-            self._log(op, inputs, outputs, seconds)
+            self._log(op, inputs, outputs, new_tensors, seconds)
         return out
 
     @contextlib.contextmanager
@@ -168,11 +168,12 @@ class OpTimes(TorchDispatchMode):
         finally:
             self._logs = False
 
-    def _log(self, op: Overload, inputs: Tensors, outputs: Tensors, seconds: float) -> None:
+    def _log(
+        self, op: Overload, inputs: Tensors, outputs: Tensors, new_tensors: Tensors, seconds: float
+    ) -> None:
         name = facts_of(op).family
         number = self._numbers.get(name, 0)
         self._numbers[name] = number + 1
-        new_tensors = {key: t for key, t in outputs.items() if key not in inputs}
         written = inputs.keys() & outputs.keys() if is_mutating(op) else set()
         if name == _ADD and self._running.function not in _ADDITIONS:
             written = set(inputs)
