@@ -8,7 +8,7 @@ import enum
 import functools
 import types
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -371,8 +371,14 @@ def like(t: Tensor) -> Hashable:
     )  # fmt: skip
 
 
-def arguments_key(args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Tensor]]:
+def arguments_key(
+    args: Args, kwargs: Kwargs, values_of: Callable[[Tensor], Hashable]
+) -> tuple[Hashable, list[Tensor]]:
     """Return the properties of a call's arguments that affect memory, and their tensors.
+
+    Args:
+        args, kwargs: the arguments.
+        values_of: returns what identifies the values of a tensor if they may determine sizes.
 
     Raises:
         NotComparable: an argument may be changed by the call, or cannot be compared.
@@ -387,13 +393,9 @@ def arguments_key(args: Args, kwargs: Kwargs) -> tuple[Hashable, list[Tensor]]:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             storage = leaf.untyped_storage()._cdata if leaf.layout == torch.strided else 0
-            # Values of integers and booleans may determine sizes.
-            whose = storages.setdefault(storage, len(storages)) if leaf.is_floating_point() else (
-                "values of", storage
-            )  # fmt: skip
-            version = leaf._version if not leaf.is_floating_point() else 0
+            whose = storages.setdefault(storage, len(storages))
             first = next(k for k, t in enumerate(tensors) if t is leaf)  # modules test `k is v`
-            key.append((like(leaf), whose, version, first))
+            key.append((like(leaf), whose, first, values_of(leaf)))
         elif isinstance(leaf, SIMPLE):
             key.append(Comparison().of(leaf))
         else:

@@ -64,6 +64,35 @@ def test_plans_know_the_values_that_layers_read(make):
     assert abs(plan.totals["none"][0] - plain) <= 1e-3 * plain
 
 
+class Counting(Padding):
+    """Creates as many rows as a tensor with one number says."""
+
+    def forward(self, x, number):
+        return super().forward(x, number.round().long().view(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        (Padding, torch.tensor([30, 50, 20])),
+        (Counting, torch.tensor(50.0)),
+        (Counting, torch.tensor([50.0])),
+        (Padding, torch.tensor([30.0, 50.0, 20.0])),
+    ],
+    ids=["integers", "a float", "one float", "floats"],
+)
+def test_layers_are_equal_only_if_they_read_equal_values(kind, lengths):
+    # Lengths are freed after their layer, so lengths of later layers can be at the same address.
+    model, x = Net(kind, (1, 3, 2, *range(4, 16))), torch.randn(10, 64)
+    peak = so.memory.simulate_step(model, (x, lengths)).peak_bytes
+    model(x, lengths).sum().backward()
+    model.zero_grad()
+    with so.memory.measure("cpu") as m:
+        model(x, lengths).sum().backward()
+    inputs_bytes = sum(p.nbytes for p in model.parameters()) + x.nbytes + lengths.nbytes
+    assert abs(peak - m.peak_bytes - inputs_bytes) <= 1e-3 * peak
+
+
 class plan_applied:
     def __init__(self, plan):
         self.plan = plan

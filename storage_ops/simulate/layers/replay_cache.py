@@ -74,7 +74,7 @@ class Quick:
         if not _is_plain():
             return False, None
         try:
-            key, tensors = arguments_key(args, kwargs)
+            key, tensors = arguments_key(args, kwargs, simulation.values.identity)
         except NotComparable:
             return False, None
         key = (torch.is_grad_enabled(), dtypes_of_autocast(), key)

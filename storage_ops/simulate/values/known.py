@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -31,6 +31,7 @@ from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import Assumption, Source, name_of
+from storage_ops.simulate.values.wrappers import inside, is_wrapper
 
 _aten = torch.ops.aten
 # Tensors with more elements or bytes are not followed. The limit allows one-hot choices of 8 among
@@ -101,7 +102,7 @@ class Values:
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
         """Use the values of a real tensor for its twin if they are needed."""
-        if real.is_meta or isinstance(real, FakeTensor):
+        if not _is_real(real):
             return
         is_data = _is_short(real) and not real.requires_grad and not isinstance(real, nn.Parameter)
         # The caller's assumption overrides data.
@@ -126,6 +127,20 @@ class Values:
             self._know(new, partial(_same, real.clone()))
         elif t.untyped_storage()._cdata in self._sources:
             self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
+
+    def identity(self, t: Tensor) -> Hashable:
+        """Return what identifies the present values of a tensor, or None if none are known.
+
+        Values of a tensor that `imitate` does not copy are not identified. Tensors with different
+        storages have different identities, also if their values are equal.
+        """
+        # References to storages and not their keys, because a later storage can get the same key.
+        known = [
+            (weakref.ref(part.untyped_storage()), part._version)
+            for part in (inside(t) if is_wrapper(t) else [t])
+            if _is_strided(part) and _is_followed(part) and (_is_real(part) or self._is_known(part))
+        ]
+        return tuple(known) or None
 
     def read(self, t: Tensor) -> Tensor | None:
         """Return the values of a fake tensor, or None. Later writes change the result."""
@@ -334,6 +349,10 @@ class Values:
 def _key_of(t: Tensor) -> int:
     key: int = t.untyped_storage()._cdata
     return key
+
+
+def _is_real(t: Tensor) -> bool:
+    return not (t.is_meta or isinstance(t, FakeTensor))
 
 
 def _is_strided(value: object) -> TypeGuard[Tensor]:
