@@ -430,7 +430,7 @@ class Recorder:
         if known is None:
             say(unit.name)
             before = self._times.seconds
-            known = self._outputs.run(kind, key, run)
+            known = self._outputs.run(kind, key, self.simulation.values, run)
             self._times.seconds = before
         variant, outputs = known
         return (kind.group, *key, variant), outputs

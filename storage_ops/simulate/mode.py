@@ -69,7 +69,7 @@ class Simulation(TorchDispatchMode):
         self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
         self._fake = _Fakes()
         if not on_gpu:
-            self._fake.reads = lambda t: self.values.read(t) is not None
+            self._fake.reads = self.values.knows
         self._paused = False
         self._wrapped: Any = None  # the last op that was called with a wrapper
         # Provides unknown values in the step of an optimizer, such as its counts of steps.

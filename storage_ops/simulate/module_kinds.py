@@ -27,6 +27,7 @@ from storage_ops.foundation.walk import (
 )
 from storage_ops.simulate.plain_values import HIDDEN, Spot
 from storage_ops.simulate.ranks.fsdp import sharded_modules, sharded_parameters
+from storage_ops.simulate.values.known import digest
 from storage_ops.simulate.values.wrappers import is_wrapper
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -114,6 +115,7 @@ class _Seen:
     key: Hashable
     values: list[object]
     spots: list[Spot]
+    tensors: list[Tensor]
 
 
 class _Attributes(Comparison):
@@ -121,12 +123,14 @@ class _Attributes(Comparison):
 
     Attributes:
         values, spots: the watched numbers and strings, and their places.
+        tensors: the tensors, whose values are not compared.
     """
 
     def __init__(self, module: nn.Module, seen: dict[int, _Seen]) -> None:
         """Start without values. `seen` has representations of a model's objects, by id."""
         self.values: list[object] = []
         self.spots: list[Spot] = []
+        self.tensors: list[Tensor] = []
         self._module, self._seen, self._count = module, seen, 0
 
     def of(self, value: object, depth: int = 0, spot: Spot | None = None) -> Hashable:
@@ -144,6 +148,7 @@ class _Attributes(Comparison):
 
     def instance(self, value: object, depth: int) -> Hashable:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            self.tensors.append(value)
             return like(value)
         if isinstance(value, types.MethodType):
             owner = value.__self__
@@ -158,10 +163,11 @@ class _Attributes(Comparison):
                 key: Hashable = (type(value), inside._of_dictionary(vars(value), depth + 1))
             except NotComparable:
                 key, inside = self.opaque(value, depth), _Attributes(self._module, self._seen)
-            self._seen[id(value)] = _Seen(value, key, inside.values, inside.spots)
+            self._seen[id(value)] = _Seen(value, key, inside.values, inside.spots, inside.tensors)
         seen = self._seen[id(value)]
         self.values += seen.values
         self.spots += seen.spots
+        self.tensors += seen.tensors
         return seen.key
 
     def opaque(self, value: object, depth: int) -> Hashable:
@@ -204,6 +210,7 @@ class ModuleKind:
     Attributes:
         group: the modules that differ from it only in numbers and strings.
         values, spots: numbers and strings of the module and its submodules, and their places.
+        tensors: the tensors of the module and its submodules.
         can_be_replayed: whether only the module's caller uses its results: no parameter has a hook
             or is also in another module.
     """
@@ -211,7 +218,13 @@ class ModuleKind:
     group: Group
     values: list[object]
     spots: list[Spot]
+    tensors: list[Tensor]
     can_be_replayed: bool
+
+    @functools.cached_property
+    def tensor_values(self) -> Hashable:
+        """Return a representation of the values of its tensors that code may read."""
+        return tuple(map(digest, self.tensors))
 
 
 class Group:
@@ -221,11 +234,13 @@ class Group:
         members: the kinds of the modules.
         is_by_value: whether these numbers and strings must be equal for layers to share results,
             because a layer used one in a way that has no answer for other values.
+        reads_tensors: whether the values of their tensors must be equal for that, too, because the
+            code of a layer read values of tensors.
     """
 
     def __init__(self) -> None:
         self.members: list[ModuleKind] = []
-        self.is_by_value = False
+        self.is_by_value = self.reads_tensors = False
 
     @functools.cached_property
     def differing(self) -> list[int]:
@@ -287,13 +302,16 @@ class Kinds:
         groups = [child.group for child in known]
         whole = (type(module), key, tuple(zip(names, groups, strict=True)))
         group = self._groups.setdefault(whole, Group())
-        values, spots = own.values, own.spots
+        values, spots, tensors = own.values, own.spots, own.tensors
+        direct = (*module._parameters.values(), *module._buffers.values())
+        tensors += [t for t in direct if t is not None]
         for part in known:
             values, spots = values + part.values, spots + part.spots
+            tensors = tensors + part.tensors
             is_alone = is_alone and part.can_be_replayed
         inside = (m for child in module.children() for m in child.modules())
         is_alone = is_alone and not any(id(m) in self.sharded for m in inside)
-        kind = ModuleKind(group, values, spots, is_alone)
+        kind = ModuleKind(group, values, spots, tensors, is_alone)
         group.members.append(kind)
         self.of[id(module)] = kind
         return kind
@@ -301,7 +319,7 @@ class Kinds:
     def kind_of(self, module: nn.Module) -> ModuleKind:
         """Return the kind of a module: a unique one if it cannot be compared."""
         if id(module) not in self.of:
-            kind = ModuleKind(Group(), [], [], False)
+            kind = ModuleKind(Group(), [], [], [], False)
             kind.group.members.append(kind)
             self.of[id(module)] = kind
         return self.of[id(module)]

@@ -93,6 +93,57 @@ def test_layers_are_equal_only_if_they_read_equal_values(kind, lengths):
     assert abs(peak - m.peak_bytes - inputs_bytes) <= 1e-3 * peak
 
 
+class OwnLength(Padding):
+    """Creates as many rows as a tensor of the layer says."""
+
+    def __init__(self, where, length):
+        super().__init__()
+        if where == "buffer":
+            self.register_buffer("length", torch.tensor(length))
+        elif where == "mask":
+            self.register_buffer("length", torch.arange(2000) < length)
+        elif where == "parameter":
+            self.length = nn.Parameter(torch.tensor(float(length)), requires_grad=False)
+        else:
+            self.length = torch.tensor(length)
+
+    def forward(self, x):
+        return super().forward(x, self.length.sum().long().view(1))
+
+
+@pytest.mark.parametrize("where", ["buffer", "mask", "parameter", "attribute"])
+def test_layers_are_equal_only_if_their_tensors_have_equal_values(where):
+    model = nn.Sequential(*(OwnLength(where, length) for length in (300, 900, 600, 300, 900)))
+    x = torch.randn(10, 64)
+    peak = so.memory.simulate_step(model, x).peak_bytes
+    model(x).sum().backward()
+    model.zero_grad()
+    with so.memory.measure("cpu") as m:
+        model(x).sum().backward()
+    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + x.nbytes
+    assert abs(peak - m.peak_bytes - own) <= 1e-3 * peak
+    plan = so.fit(model, x, int(0.7 * peak), actions=["full"])
+    with plan_applied(plan):
+        assert so.memory.simulate_step(model, x).peak_bytes == plan.peak_bytes
+
+
+def test_values_that_no_code_reads_do_not_make_layers_different():
+    class Counted(nn.Sequential):
+        runs = 0
+
+        def forward(self, x):
+            Counted.runs += 1
+            return super().forward(x) * self[1].scale
+
+    def layer(scale):
+        made = Counted(nn.Linear(64, 64), nn.ReLU())
+        made[1].register_buffer("scale", torch.tensor(scale))
+        return made
+
+    so.memory.simulate_step(nn.Sequential(*map(layer, range(8))), torch.randn(10, 64))
+    assert 0 < Counted.runs < 4
+
+
 class plan_applied:
     def __init__(self, plan):
         self.plan = plan

@@ -85,6 +85,7 @@ class Quick:
             known = self._recordings.run(
                 kind,
                 key,
+                simulation.values,
                 lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
             )
             self.is_spoiled = any(part.alive() for part in simulation.parts)

@@ -3,6 +3,9 @@
 One layer runs with these values watched. Its result is right for all layers whose values give the
 same answers to the code's questions. If the code uses a value in a way that cannot be answered for
 other values, only layers with equal values share a result.
+
+If the code reads the values of tensors, such as of a buffer with a size, only layers share a result
+whose tensors have equal values.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from storage_ops.simulate.plain_values import (
     learned,
     would_answer,
 )
+from storage_ops.simulate.values.known import Values
 
 T = TypeVar("T")
-Variant = frozenset[tuple[Expression, object]]  # the answers that the layers with this result give
+Variant = Hashable  # what the layers with a result have in common, beside their kind
 
 
 class Variants(Generic[T]):
@@ -41,14 +45,14 @@ class Variants(Generic[T]):
             kind: the kind of the layer.
             key: other conditions of the result, such as the layer's arguments.
         """
-        for answers, result in self._known.get((kind.group, key), ()):
+        for answers, result in self._known.get(_whole(kind, key), ()):
             if would_answer(answers, kind.values):
-                return frozenset(answers.items()), result
+                return _variant(kind, answers), result
         return None
 
     def is_alone(self, kind: ModuleKind, key: Hashable) -> bool:
         """Return True if, by the questions so far, no other layer has the same result."""
-        known = self._known.get((kind.group, key), ())
+        known = self._known.get(_whole(kind, key), ())
         questions: list[Expression] = [e for answers, _ in known for e in answers]
         if kind.group.is_by_value:
             questions += exactly(kind.values, kind.group.differing)
@@ -56,16 +60,17 @@ class Variants(Generic[T]):
         return not any(
             [learned(expression, other.values) for expression in questions] == ours
             for other in kind.group.members
-            if other is not kind
+            if other is not kind and _whole(other, key) == _whole(kind, key)
         )
 
     def run(
-        self, kind: ModuleKind, key: Hashable, run: Callable[[list[object]], T]
+        self, kind: ModuleKind, key: Hashable, values: Values, run: Callable[[list[object]], T]
     ) -> tuple[Variant, T | None]:
         """Run a layer and store its result.
 
         Args:
             kind, key: as in `find`, which has no result for them.
+            values: the values of tensors that its code may read.
             run: runs the layer. If it does not run the layer's backward, it adds the tensors from
                 which the backward is reached to a list. If it raises, it leaves no trace. If it
                 raises `NotComparable`, None is remembered.
@@ -74,6 +79,7 @@ class Variants(Generic[T]):
         watched = group.watched
         watch = Watch({position: kind.spots[position] for position in watched})
         kept_alive: list[object] = []
+        reads = values.reads
         try:
             with watch:
                 result = run(kept_alive)
@@ -94,5 +100,15 @@ class Variants(Generic[T]):
                 result = None
         if group.is_by_value:
             answers = exactly(kind.values, group.differing)
-        self._known.setdefault((group, key), []).append((answers, result))
-        return frozenset(answers.items()), result
+        group.reads_tensors = group.reads_tensors or values.reads > reads
+        self._known.setdefault(_whole(kind, key), []).append((answers, result))
+        return _variant(kind, answers), result
+
+
+def _variant(kind: ModuleKind, answers: Answers) -> Variant:
+    return frozenset(answers.items()), _whole(kind, None)
+
+
+def _whole(kind: ModuleKind, key: Hashable) -> Hashable:
+    """Return all conditions of a layer's result, except for numbers and strings."""
+    return kind.group, key, kind.tensor_values if kind.group.reads_tensors else None

@@ -51,7 +51,7 @@ def _is_tracing(plain: Callable[..., Any], values: Values) -> Callable[..., bool
     """Return transformers 5's `is_tracing`, changed to False for fake tensors with known values."""
 
     def is_tracing(tensor: object = None) -> bool:
-        if isinstance(tensor, FakeTensor) and values.read(tensor) is not None:
+        if isinstance(tensor, FakeTensor) and values.knows(tensor):
             return False
         return bool(plain(tensor))
 
@@ -62,7 +62,7 @@ def _ignores_mask(plain: Callable[..., Any], values: Values) -> Callable[..., bo
     """Return a function of transformers 4, changed to False for masks with unknown values."""
 
     def ignores_mask(padding_mask: object, *args: object, **kwargs: object) -> bool:
-        if isinstance(padding_mask, FakeTensor) and values.read(padding_mask) is None:
+        if isinstance(padding_mask, FakeTensor) and not values.knows(padding_mask):
             return False
         return bool(plain(padding_mask, *args, **kwargs))
 

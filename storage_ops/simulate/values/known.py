@@ -84,14 +84,32 @@ class Known:
         return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
+def digest(t: Tensor) -> str:
+    """Return a digest of the values of a tensor from outside.
+
+    It is "" if its values are not known in a simulation, or if it is larger than sizes and masks.
+    """
+    if is_wrapper(t) or not (_is_real(t) and _is_strided(t) and _is_followed(t)):
+        return ""
+    if t.numel() == 0 or t.untyped_storage().nbytes() > _SHORT:
+        return ""
+    with no_dispatch(), torch.no_grad():
+        return Known.of(t.cpu().contiguous(), t.numel() - 1, None).digest
+
+
 # Ops whose integer results depend only on integers.
 _PACKS = _aten._pack_padded_sequence.default
 
 
 class Values:
-    """The known bytes of each storage. For other storages, the op that made them unknown."""
+    """The known bytes of each storage. For other storages, the op that made them unknown.
+
+    Attributes:
+        reads: how often a value was read that may determine a size.
+    """
 
     def __init__(self, assumption: Assumption) -> None:
+        self.reads = 0
         self._assumption = assumption
         self._bytes: dict[int, Tensor] = {}
         # Functions that compute bytes that were not needed yet.
@@ -122,7 +140,7 @@ class Values:
         """Copy the values of a followed tensor to a fake tensor with a new storage."""
         if not _is_followed(t):
             return
-        real = self.read(t)
+        real = self._read(t)
         if real is not None:
             self._know(new, partial(_same, real.clone()))
         elif t.untyped_storage()._cdata in self._sources:
@@ -138,13 +156,17 @@ class Values:
         known = [
             (weakref.ref(part.untyped_storage()), part._version)
             for part in (inside(t) if is_wrapper(t) else [t])
-            if _is_strided(part) and _is_followed(part) and (_is_real(part) or self._is_known(part))
+            if _is_strided(part) and _is_followed(part) and (_is_real(part) or self.knows(part))
         ]
         return tuple(known) or None
 
     def read(self, t: Tensor) -> Tensor | None:
         """Return the values of a fake tensor, or None. Later writes change the result."""
-        if not self._is_known(t):
+        self.reads += 1
+        return self._read(t)
+
+    def _read(self, t: Tensor) -> Tensor | None:
+        if not self.knows(t):
             return None
         key = _key_of(t)
         with no_dispatch(), torch.no_grad():
@@ -152,7 +174,8 @@ class Values:
                 self._bytes[key] = self._later.pop(key)()
             return _view(self._bytes[key], t.dtype, t.shape, t.stride(), t.storage_offset())
 
-    def _is_known(self, t: object) -> bool:
+    def knows(self, t: object) -> bool:
+        """Return True if the values of a fake tensor are known."""
         if not _is_strided(t) or t.numel() > _LIMIT:
             return False
         key = _key_of(t)
@@ -160,14 +183,14 @@ class Values:
 
     def known(self, t: Tensor) -> Known | None:
         """Return the values of a fake tensor for use by others. None if it is not followed."""
-        is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self._is_known(t)))
+        is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self.knows(t)))
         if not is_followed or t.numel() == 0:
             return None
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
         place = (t._version, int(t.storage_offset()), last, t.dtype)
         numbers = self._known.setdefault(self._key(t), {})
         if place not in numbers:
-            numbers[place] = Known.of(self.read(t), last, self.source(t))
+            numbers[place] = Known.of(self._read(t), last, self.source(t))
         return numbers[place]
 
     def assign(self, new: Tensor, known: Known) -> None:
@@ -194,7 +217,7 @@ class Values:
     def source(self, args: object) -> Source | None:
         """Return the op that made one of these values unknown."""
         for t in tensors_in(args):
-            if _is_strided(t) and not self._is_known(t):
+            if _is_strided(t) and not self.knows(t):
                 return self._sources.get(_key_of(t))
         return None
 
@@ -205,10 +228,14 @@ class Values:
             func, args, kwargs: the op and its arguments.
             any_numbers: whether unknown floating-point numbers may have arbitrary values.
         """
+        self.reads += 1
+        return self._compute(func, args, kwargs, any_numbers)
+
+    def _compute(self, func: Overload, args: Args, kwargs: Kwargs, any_numbers: bool) -> Any:
         inputs = tensors_in((args, kwargs))
         known = {}
         for t in inputs:
-            known[id(t)] = self.read(t)
+            known[id(t)] = self._read(t)
             if known[id(t)] is None and any_numbers and t.is_floating_point():
                 with no_dispatch():
                     # Different numbers give a matrix full rank. A separate generator leaves the
@@ -250,7 +277,7 @@ class Values:
         ]
         if not outputs and not any(map(_is_followed, targets)):
             return  # a view
-        real = self.compute(func, args, kwargs, any_numbers=func is _PACKS)
+        real = self._compute(func, args, kwargs, func is _PACKS)
         if real is not None:
             computed = tree_leaves(real)
             for i, leaf in outputs:
@@ -270,7 +297,7 @@ class Values:
         """Record the effect of an op on short data and constants, such as one that makes a mask."""
         inputs = tensors_in((args, kwargs))
         real = None
-        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self._is_known, inputs)):
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.knows, inputs)):
             keys = {_key_of(t) for t in inputs}
             results = [
                 (i, leaf)
@@ -278,7 +305,7 @@ class Values:
                 if _is_strided(leaf) and _is_short(leaf) and _key_of(leaf) not in keys
             ]
             if results or written:
-                real = self.compute(func, args, kwargs)
+                real = self._compute(func, args, kwargs, False)
             computed = tree_leaves(real)
             for i, leaf in results if real is not None else ():
                 self._know(leaf, partial(_same, computed[i]))
