@@ -42,11 +42,18 @@ _CHOICES = re.compile(
     r"|Trace)Backward\d+"
 )
 # Formulas that write into their own tensors. The keys are the ops that fake tensors run instead.
-_FORMULAS = {
-    _aten.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-    _aten.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-    _aten.logical_and.default: "ClampBackward0",
-}
+_LOGIT_LOSSES = ("BinaryCrossEntropyWithLogitsBackward0",)
+_FORMULAS: dict[Op, tuple[str, ...]] = {
+    _aten.sub.Tensor: _LOGIT_LOSSES,
+    _aten.mul.Tensor: _LOGIT_LOSSES,
+    # Before torch 2.14.
+    _aten.logical_and.default: ("ClampBackward0",) if torch.__version__ < "2.14" else (),
+    # From torch 2.14 on. Before, they wrote no tensor of their own, or fakes do it as well.
+    _aten.masked_fill.Scalar: (
+        "ClampBackward0", "ClampMaxBackward1", "ClampMinBackward1", "FmaxBackward0",
+        "FminBackward0", "MaximumBackward0", "MinimumBackward0",
+    ),
+}  # fmt: skip
 # Frames of these files lie between an op and its caller in a simulation.
 _SIMULATES = ("mode", "kernels", "values", "patches", "ranks")
 _OURS = (
@@ -74,7 +81,7 @@ def as_real(func: Op, in_place: Op, block: Block | None, args: Args) -> Op:
     if func is _aten.add.Tensor:
         is_same = _adds_up(node, block) and _has_no_other_reference(*args[:2])
     elif func in _FORMULAS:
-        is_own = node.name() == _FORMULAS[func] and block.node == node._sequence_nr()
+        is_own = node.name() in _FORMULAS[func] and block.node == node._sequence_nr()
         is_same = is_own and not torch.is_grad_enabled()
     else:
         is_same = bool(_CHOICES.fullmatch(node.name())) and block.made_by in _ZEROS
@@ -286,6 +293,7 @@ describe("logsumexp.default", scratch=_logsumexp)
 describe("sub.Tensor", in_place=_aten.sub_.Tensor)
 describe("mul.Tensor", in_place=_aten.mul_.Tensor)
 describe("logical_and.default", in_place=_aten.logical_and_.default)
+describe("masked_fill.Scalar", in_place=_aten.masked_fill_.Scalar)
 describe("binary_cross_entropy_with_logits.default", scratch=_logit_losses)
 describe("soft_margin_loss_backward.default", scratch=_soft_margin_backward)
 describe("isinf.default", scratch=_isinf)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
@@ -83,7 +82,7 @@ class Functions(TorchFunctionMode):
         ):
             return torch.sparse_coo_tensor(*args[1:])
         result = func(*args, **(kwargs or {}))
-        if func in _OF_NUMBERS and result.is_meta and not isinstance(result, FakeTensor):
+        if func in _OF_NUMBERS and result.is_meta:
             place = 1 if func is Tensor.new_tensor else 0
             data = args[place] if len(args) > place else (kwargs or {}).get("data")
             _offer_numbers(self._simulation, result, data)

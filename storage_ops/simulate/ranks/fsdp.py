@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _CODE = "torch.distributed.fsdp._fully_shard."
 _MODULES = ("_fsdp_param_group", "_fsdp_collectives")
+# Asks a stream for its number, which those of the CPU lack. From torch 2.15 on.
+_RECORD = "record_grad_output_stream"
 # The results of parts of FSDP.
 GATHERED, REDUCED = "gathered parameters", "gradients to reduce"
 _PARTS = {
@@ -212,25 +214,28 @@ def forwards_forgotten(layer: nn.Module) -> Iterator[None]:
 def _on_meta(groups: list[Any]) -> Iterator[None]:
     param_group, collectives = (importlib.import_module(_CODE + part) for part in _MODULES)
 
-    where = groups[0].device.type
-    before: list[Any] = [(m, m._get_device_handle) for m in (collectives, param_group)]
+    where, handle_of_device = groups[0].device.type, collectives._get_device_handle
 
     def handle_of(kind: str) -> Any:
-        return before[0][1](where if kind == "meta" else kind)
+        return handle_of_device(where if kind == "meta" else kind)
 
-    kind: Any = param_group.FSDPParamGroup
-    refuse, stream = kind._validate_no_meta_params, vars(torch.cpu)["Stream"]
-    kind._validate_no_meta_params = lambda _: None
-    # HSDP expects a device other than the CPU, whose streams record no events.
-    record, stream.record_event = stream.record_event, lambda _: torch.cpu.Event()
-    for module, _ in before:
-        module._get_device_handle = handle_of
+    changes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (collectives, "_get_device_handle", handle_of),
+        (param_group, "_get_device_handle", handle_of),
+        (param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        # HSDP expects a device other than the CPU, whose streams record no events.
+        (vars(torch.cpu)["Stream"], "record_event", lambda _: torch.cpu.Event()),
+    ]
+    if hasattr(collectives, _RECORD):
+        changes.append((collectives, _RECORD, lambda *_: None))
+    plain = [getattr(owner, name) for owner, name, _ in changes]
+    for owner, name, function in changes:
+        setattr(owner, name, function)
     for group in groups:
         for holder in (group, *group.fsdp_params):
             holder.device = torch.device("meta")
     try:
         yield  # the caller restores the devices with everything else
     finally:
-        kind._validate_no_meta_params, stream.record_event = refuse, record
-        for module, plain in before:
-            module._get_device_handle = plain
+        for (owner, name, _), function in zip(changes, plain, strict=True):
+            setattr(owner, name, function)
