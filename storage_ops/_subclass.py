@@ -83,7 +83,7 @@ class Replaced(nn.Module):
             "_original": original,
             "_kind": cls,
         }
-        forward = cls.forward_over(original.forward)
+        forward = cls.forward_over(_forward_of(original))
         if forward is not None:
             body["forward"] = forward
         later = getattr(original, "cls_to_become", None)
@@ -104,6 +104,18 @@ class Replaced(nn.Module):
         function, args, *rest = reduced
         args = tuple(cls if arg is type(self) else arg for arg in args)
         return (_rebuild, (function, args, tuple(kinds)), *rest)
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return the forward of a class as a function of the module and the arguments."""
+    defined: Any = inspect.getattr_static(cls, "forward")
+    if isinstance(defined, classmethod):
+        of_class = defined.__func__
+        return lambda self, *args, **kwargs: of_class(type(self), *args, **kwargs)
+    if isinstance(defined, staticmethod) or not hasattr(defined, "__get__"):
+        call = getattr(defined, "__func__", defined)  # or an object that is called
+        return lambda self, *args, **kwargs: call(*args, **kwargs)
+    return cls.forward
 
 
 def is_parametrized(cls: type, module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -38,7 +39,7 @@ MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 CONTAINERS = (list, set, collections.deque, *MAPPINGS)  # whose contents can change
 LONG = 256
 _DEEP = 6  # most objects, containers and functions between a root or a module and a value
-_MANY = 4096  # most code objects for which a function caches results
+_MANY = 4096  # most classes or code objects for which a function caches results
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL"}
 _TORCH_HOLDERS = (Optimizer, GradScaler, LRScheduler)
 # Packages whose objects contain nothing that a user trains, or manage it themselves. Namespaces and
@@ -66,7 +67,41 @@ _KINDS = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
+def is_parametrization(cls: type) -> bool:
+    """Return True for a class that `torch.nn.utils.parametrize` puts on top of a module's class."""
+    return cls.__name__.startswith("Parametrized") and cls.__module__ == parametrize.__name__
+
+
+def class_of(module: nn.Module) -> Any:
+    """Return the class of a module without its parametrizations.
+
+    The class that torch puts on top references the module, so a cache must not keep it.
+    """
+    cls: Any = type(module)
+    return cls.__bases__[0] if is_parametrization(cls) else cls
+
+
+class _ByClass(dict[type, T]):
+    """The results of a function for classes. No class is kept that references a module."""
+
+    def __init__(self, fn: Callable[[Any], T]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def __missing__(self, cls: type) -> T:
+        result = self._fn(cls)
+        if not is_parametrization(cls):
+            if len(self) >= _MANY:
+                self.clear()
+            self[cls] = result
+        return result
+
+
+def cached_by_class(fn: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Cache the results of a function of a class."""
+    return _ByClass(fn).__getitem__
+
+
 def _find_kind(cls: type) -> int:
     if cls in CONTAINERS:
         return CONTAINER
@@ -76,7 +111,7 @@ def _find_kind(cls: type) -> int:
     return next((kind for classes, kind in _KINDS if issubclass(cls, classes)), OBJECT)
 
 
-kind_of: Callable[[Any], int] = _find_kind
+kind_of: Callable[[Any], int] = cached_by_class(_find_kind)
 """Return the kind of the values of a class, such as `TENSOR`."""
 
 
@@ -85,17 +120,26 @@ def is_of_torch(defined: type | FunctionType) -> bool:
     return (defined.__module__ or "").startswith("torch.")
 
 
+def is_module_of_torch(cls: type) -> bool:
+    """Return True if torch defines a class of modules, and has not put it on top of another one.
+
+    FSDP2, `replicate` and parametrizations put classes of torch on top of a user's class.
+    """
+    return is_of_torch(cls) and all(
+        is_of_torch(base) or package_of(base) == "storage_ops" for base in cls.__mro__[1:-1]
+    )
+
+
 def package_of(defined: object) -> str:
     """Return the name of the top-level package that defines a function or class."""
     return str(getattr(defined, "__module__", "")).partition(".")[0]
 
 
-@functools.lru_cache(maxsize=4096)
 def _find_opaque(cls: type) -> bool:
     return package_of(cls) in OPAQUE and not issubclass(cls, _TORCH_HOLDERS)
 
 
-is_opaque: Callable[[Any], bool] = _find_opaque
+is_opaque: Callable[[Any], bool] = cached_by_class(_find_opaque)
 """Return True if a walk does not look into the objects of a class."""
 
 

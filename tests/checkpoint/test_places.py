@@ -391,3 +391,81 @@ def test_a_lazy_norm_counts_its_first_batch_once(mode):
 
     inputs = [torch.randn(5, 4) for _ in range(2)]
     assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """A state without a `__dict__`."""
+
+    state: torch.Tensor | float = 0.0
+    calls: int = 0
+    norms: list = dataclasses.field(default_factory=list)
+
+    def step(self, h):
+        self.state, self.calls = h.detach() + self.state, self.calls + 1
+        self.norms.append(h.detach().norm())
+        return h * self.state
+
+
+class WithMemory(nn.Module):
+    def __init__(self, memory=None):
+        super().__init__()
+        self.linear, self.memory = nn.Linear(4, 6), memory
+
+    def forward(self, x, memory=None):
+        return (memory or self.memory).step(self.linear(x).tanh())
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}])
+def test_an_object_with_slots_is_written_once(options, is_argument):
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        memory = Memory()
+        model = nn.ModuleList([WithMemory(None if is_argument else memory)])
+        if checkpointed:
+            so.apply_activation_checkpoint(model, {"layer_names": ["0"], **options})
+        given = {"memory": memory} if is_argument else {}
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            (model[0](x, **given) * model[0](-x, **given)).sum().backward()
+        assert memory.calls == len(memory.norms) == 6
+        results.append([memory.state, *memory.norms, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "reentrant"])
+def test_the_recompute_uses_the_submodules_of_the_forward(kind):
+    def layer():
+        return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 6)))
+
+    plain, plain_model, fn, model = pair(kind, layer)
+    x = torch.randn(3, 4)
+    for _ in range(4):
+        results = []
+        for call, module in ((plain, plain_model), (fn, model)):
+            module.zero_grad()
+            y = call(x)
+            inner, parameters = module.layer[1], list(module.parameters())
+            torch.manual_seed(0)
+            inner[0], module.layer[1] = nn.GELU(), nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
+            now = module.layer[1]
+            y.square().sum().backward()
+            assert module.layer[1] is now and type(inner[0]) is nn.GELU
+            results.append([p.grad for p in parameters])
+        assert all(map(torch.equal, *results))
+
+
+def test_a_submodule_that_the_forward_creates_is_created_once():
+    class Grows(nn.Module):
+        def forward(self, x):
+            if not hasattr(self, "linear"):
+                self.linear = nn.Linear(4, 4)
+            return self.linear(x).tanh()
+
+    layer, x = so.CheckpointWrapper(Grows()), torch.randn(3, 4, requires_grad=True)
+    layer(x).sum().backward()
+    weight, bias = layer.linear.parameters()
+    (right,) = torch.autograd.grad(layer.linear(x).tanh().sum(), weight)
+    assert torch.equal(weight.grad, right) and bias.grad is not None

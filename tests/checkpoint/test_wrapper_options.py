@@ -1,6 +1,7 @@
 """Options of checkpointed layers: a predicate, contexts, early stop, debugging, hooks."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -238,3 +239,31 @@ def test_gradients_of_branches(compiled, options):
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     got = torch.autograd.grad(run(x).square().sum(), (x, layer.weight))
     torch.testing.assert_close(got, right)
+
+
+class Squared:
+    def __call__(self, x):
+        return x * x.sin()
+
+
+FORWARDS = {
+    "static": staticmethod(lambda x: x * x.sin()),
+    "class": classmethod(lambda cls, x: x * x.sin() + isinstance(cls, type)),
+    "built-in": staticmethod(torch.sin),
+    "callable": Squared(),
+    "partial method": functools.partialmethod(lambda self, y, x: x * x.sin() * y, 2),
+}
+
+
+@pytest.mark.parametrize("change", [so.CheckpointWrapper, lambda layer: so.tile(layer, 2)])
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
+def test_a_forward_that_is_no_plain_method(forward, change):
+    plain = type("Layer", (nn.Module,), {"forward": forward})()
+    changed = copy.deepcopy(change(copy.deepcopy(plain)))
+    x = torch.randn(3, 6, 4, requires_grad=True)
+    for _ in range(4):
+        y, right = changed(x), plain(x)
+        assert torch.equal(y, right)
+        weights = torch.randn_like(y)
+        gradients = [torch.autograd.grad(out, x, weights) for out in (y, right)]
+        assert torch.equal(*gradients[0], *gradients[1])

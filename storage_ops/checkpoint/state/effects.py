@@ -4,9 +4,9 @@ Three kinds of state are restored, for all objects that a region reaches:
 
 - The bytes of tensors: buffers, parameters that the code may write, and other tensors without a
   gradient that are captured, or are attributes of objects and arguments (`contents`).
-- References: the parameters, buffers and attributes of modules, the attributes of objects, and the
-  contents of containers in attributes. Tensors in other lists and mappings are restored too
-  (`places`), and tensors and modules in variables that the code reads.
+- References: the parameters, buffers, attributes and submodules of modules, the attributes of
+  objects, and the contents of containers in attributes. Tensors in other lists and mappings are
+  restored too (`places`), and tensors and modules in variables that the code reads.
 - The attributes of objects that are arguments, such as a key-value cache, and the contents of
   lists, dictionaries, sets and deques in these objects. If an argument itself is a container, the
   recompute gets a new one.

@@ -15,12 +15,13 @@ from storage_ops.checkpoint.state.places import (
     Attributes,
     Items,
     Remembered,
+    SlotAttributes,
     is_same,
     value_of,
 )
 from storage_ops.checkpoint.state.reachable import Surroundings
 from storage_ops.checkpoint.state.registered import named_tensors
-from storage_ops.foundation.walk import values_in
+from storage_ops.foundation.walk import MAPPINGS, slots_of, values_in
 
 _MANY = 4096  # items of a container beyond which it is data
 
@@ -49,11 +50,17 @@ class Holders:
             Attributes(attributes, contents_of(attributes), None)
             for attributes in surroundings.objects
         ]
+        self._attributes += [
+            SlotAttributes(value, dict(slots_of(value)), None) for value in surroundings.slotted
+        ]
         self._items = list(_items(surroundings, contents_of))
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self.parameters: list[Tensor] = []
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in surroundings.modules:
+            if type(module._modules) in MAPPINGS and module._modules:  # not of TorchScript
+                self._children.append((module._modules, contents_of(module._modules)))
             parameters, buffers = named_tensors(module)
             for name, t in contents_of(parameters).items():
                 if t is not None and not is_uninitialized(t):
@@ -74,6 +81,8 @@ class Holders:
             items.finish()
         changes = [(buffers, _changed(before, buffers)) for buffers, before in self._buffers]
         self._buffers = [(buffers, changed) for buffers, changed in changes if changed]
+        # A module that the forward has created belongs to the recompute, too.
+        self._children = [(now, before) for now, before in self._children if has(now, before)]
 
     def finish_unchanged(self) -> None:
         """Note that the forward has changed nothing. Other code may have changed values since."""
@@ -84,7 +93,11 @@ class Holders:
         return [t for tensors, name, t in self._slots if tensors.get(name) is not t]
 
     def restore_tensors(self, undo: Undo) -> None:
-        """Give variables, parameters and buffers their earlier values."""
+        """Give variables, submodules, parameters and buffers their earlier values."""
+        for children, modules in () if self._running else self._children:
+            if not has(children, modules):
+                undo.append(partial(put, children, copy_of(children)))
+                put(children, modules)
         for place, name, value in self._names:
             if not is_same(value, _value_of(place, name)):
                 _set_name(place, name, value_of(value), undo)
@@ -130,6 +143,7 @@ def _items(surroundings: Surroundings, contents_of: Callable[[Any], Any]) -> Ite
         return
     dictionaries = (*surroundings.attributes, *surroundings.objects)
     state = {id(value) for attributes in dictionaries for value in attributes.values()}
+    state |= {id(value) for holder in surroundings.slotted for _, value in slots_of(holder)}
     for container in surroundings.containers:  # an outer container comes before those in it
         if id(container) in state:
             state.update(map(id, values_of(container)))

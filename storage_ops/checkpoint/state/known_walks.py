@@ -39,6 +39,7 @@ from storage_ops.foundation.walk import (
     PLAIN,
     TENSOR,
     cells_of,
+    is_parametrization,
     kind_of,
     values_in,
 )
@@ -132,6 +133,8 @@ class Reads:
         """Note the attributes, the parameters, the buffers and the submodules of a module."""
         if "forward" in vars(module) or not isinstance(module._parameters, dict):
             self.give_up()
+        if is_parametrization(type(module)):
+            self.give_up()  # the class references the module, and a known walk keeps classes
         if any(isinstance(value, Tensor) for value in vars(module).values()):
             self.give_up()  # the tensor may have a graph
         self.add_object(module)

@@ -21,7 +21,16 @@ from torch import Tensor
 from storage_ops.checkpoint.saved.matching import ORIGIN
 from storage_ops.checkpoint.saved.outputs import SavedOutput, producer_of
 from storage_ops.checkpoint.state.containers import MISSING, Undo, copy_of, has, put, set_item
-from storage_ops.foundation.walk import CONTAINERS, LONG, MAPPINGS, PLAIN, kind_of, values_in
+from storage_ops.foundation.walk import (
+    CONTAINERS,
+    LONG,
+    MAPPINGS,
+    PLAIN,
+    cached_by_class,
+    kind_of,
+    slots_of,
+    values_in,
+)
 
 _DEEP = 4  # nested containers that are searched
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
@@ -59,7 +68,7 @@ class Attributes:
         Returns:
             The containers with tensors that the forward has replaced.
         """
-        attributes, before = self._attributes, self._before
+        attributes, before = self._present(), self._before
         replaced: list[Any] = []
         if not has(attributes, before):
             for name in {**before, **attributes}:
@@ -81,7 +90,7 @@ class Attributes:
 
     def restore(self, undo: Undo, running: bool) -> None:
         """Restore the attributes. Append functions to `undo` that restore the present values."""
-        attributes, before = self._attributes, self._before
+        attributes, before = self._present(), self._before
         if has(attributes, before):
             return
         for name in {**before, **attributes}:
@@ -93,10 +102,41 @@ class Attributes:
             else:
                 replaced = name in self._replaced or self._is_used(name)
             if replaced or _was_state(then) or is_state(now):
-                set_item(attributes, name, value_of(then), undo)
+                self._set(name, value_of(then), undo)
+
+    def _present(self) -> dict[str, Any]:
+        return self._attributes
+
+    def _set(self, name: str, value: object, undo: Undo) -> None:
+        set_item(self._attributes, name, value, undo)
 
     def _is_used(self, name: str) -> bool:
         return self._code is None or any(name in names for names in self._code)
+
+
+class SlotAttributes(Attributes):
+    """The attributes of an object that its class stores in `__slots__`."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, value: object, before: dict[str, Any], code: None) -> None:
+        """Remember the slots of an object, and a dictionary `before` of their values."""
+        super().__init__({}, before, code)
+        self._object = value
+
+    def _present(self) -> dict[str, Any]:
+        return dict(slots_of(self._object))
+
+    def _set(self, name: str, value: object, undo: Undo) -> None:
+        # The methods of `object` also set the slots of a frozen dataclass.
+        now = getattr(self._object, name, MISSING)
+        if now is value:
+            return
+        undo.append(lambda: self._set(name, now, []))
+        if value is MISSING:
+            object.__delattr__(self._object, name)
+        else:
+            object.__setattr__(self._object, name, value)
 
 
 class Items:
@@ -318,7 +358,7 @@ def _has_no_objects(container: object) -> bool:
     return all(is_state(value) or _is_plain(value) for value in values_in(container))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def _is_kind_of_plain(kind: type) -> bool:
     return kind_of(kind) == PLAIN or issubclass(kind, _PLAIN)
 
@@ -327,6 +367,6 @@ def _may_hold_state(values: Iterable[object]) -> bool:
     return any(map(_is_kind_of_state, set(map(type, values))))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def _is_kind_of_state(kind: type) -> bool:
     return issubclass(kind, (Tensor, tuple))

@@ -6,7 +6,6 @@ They are the object that it is bound to, the values in its closure, its defaults
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -35,8 +34,10 @@ from storage_ops.foundation.walk import (
     Name,
     attributes_of,
     cells_of,
+    class_of,
     globals_of,
     is_data,
+    is_module_of_torch,
     is_of_torch,
     is_opaque,
     kind_of,
@@ -65,6 +66,7 @@ class Surroundings:
             modules, if the code reads them.
         attributes: the attributes of modules whose class is not torch's own.
         objects: the attributes of other objects whose class is not torch's own.
+        slotted: the objects whose classes have `__slots__`, arguments included.
         containers: the short containers that are not part of an argument.
         argument_state: the attributes of objects that are arguments, and containers in them.
         writes: how the code may write tensors (`code_writes`).
@@ -82,6 +84,7 @@ class Surroundings:
     names: list[Name] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)
     objects: list[dict[str, Any]] = field(default_factory=list)
+    slotted: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     argument_state: list[Any] = field(default_factory=list)
     writes: int = 0
@@ -128,7 +131,7 @@ class Surroundings:
         objects, facts = self.known.objects(), self.known.facts
         self.modules, self.objects = objects.modules, objects.objects
         self.containers = objects.containers
-        self.attributes = [vars(m) for m in self.modules if not is_of_torch(type(m))]
+        self.attributes = [vars(m) for m in self.modules if not is_module_of_torch(type(m))]
         self.names = list(zip(objects.scopes, facts.names, objects.values, strict=True))
         self.code, self.writes = facts.code, facts.writes
 
@@ -251,8 +254,12 @@ class Surroundings:
             if attributes:
                 (self.argument_state if is_argument else self.objects).append(attributes)
                 inside = self._inside_attributes(attributes, _Everything)
-                self.classes[cls] = None
             inside += [attribute for _, attribute in slots_of(value)]
+            slots = names_of_slots(cls)
+            if slots:
+                self.slotted.append(value)
+            if attributes or slots:
+                self.classes[cls] = None
         if self._reads is not None:
             if not is_opaque(cls) and cls.__dictoffset__:
                 self._reads.add_object(value)
@@ -265,14 +272,14 @@ class Surroundings:
         modules = [m for m in _modules_in(root) if m is root or id(m) not in seen]
         self.modules += modules
         seen.update(map(id, modules))
-        types = dict.fromkeys(map(type, modules))
+        types = dict.fromkeys(map(class_of, modules))
         facts = _facts_of(tuple(types))
         self.code.append(facts.names)
         if self._reads is not None:
             self._note_modules(self._reads, modules, facts)
         inside: list[Any] = []
         for module in modules:
-            if type(module) in facts.own:
+            if class_of(module) in facts.own:
                 self.attributes.append(vars(module))
                 values = self._inside_attributes(vars(module), facts.names)
                 # A module that is an attribute but no submodule is usually the enclosing model.
@@ -280,7 +287,8 @@ class Surroundings:
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if facts.adapters:
-            may_write = (getattr(m, "merged", False) for m in modules if type(m) in facts.adapters)
+            adapters = (m for m in modules if class_of(m) in facts.adapters)
+            may_write = (getattr(m, "merged", False) for m in adapters)
             if not any(may_write):
                 # The forward of an adapter names the method that removes a merged adapter from the
                 # weights, but calls it only if the adapter is merged.
@@ -295,12 +303,12 @@ class Surroundings:
     def _note_modules(self, reads: Reads, modules: list[nn.Module], facts: _Classes) -> None:
         for module in modules:
             reads.add_module(module)
-        for cls in dict.fromkeys(map(type, modules)):
+        for cls in dict.fromkeys(map(class_of, modules)):
             reads.own(code_writes.run_by(cls))
         for base in facts.bases:
             reads.add_class(base)
         for module in modules:
-            if type(module) in facts.adapters and hasattr(module, "merged"):
+            if class_of(module) in facts.adapters and hasattr(module, "merged"):
                 # PEFT derives `merged` from this list. Whether it is empty matters to the walk.
                 adapters = vars(module).get("merged_adapters")
                 if isinstance(adapters, list):
@@ -360,17 +368,12 @@ class _Classes(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _facts_of(classes: tuple[type, ...]) -> _Classes:
-    own = [cls for cls in classes if not is_of_torch(cls)]
+    own = [cls for cls in classes if not is_module_of_torch(cls)]
     adapters = frozenset(cls for cls in own if package_of(cls) == "peft")
-    lines = [itertools.takewhile(_is_not_of_torch, cls.__mro__) for cls in own]
-    bases = dict.fromkeys(itertools.chain.from_iterable(lines))
-    bases = {base: None for base in bases if package_of(base) != "storage_ops"}
+    bases = dict.fromkeys(base for cls in own for base in cls.__mro__[:-1])
+    bases = {b: None for b in bases if not (is_of_torch(b) or package_of(b) == "storage_ops")}
     names = code_writes.names_of_classes(classes)
     return _Classes(names, frozenset(own), adapters, tuple(bases))
-
-
-def _is_not_of_torch(cls: type) -> bool:
-    return not is_of_torch(cls)
 
 
 def _shared_state(cls: type, names: frozenset[str]) -> list[Any]:

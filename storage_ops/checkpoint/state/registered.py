@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from storage_ops.foundation.walk import is_of_torch
+from storage_ops.foundation.walk import is_module_of_torch
 
 NamedTensors = tuple[dict[str, Any], dict[str, Any]]
 
@@ -35,7 +35,8 @@ def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, bool]]:
     for module in modules:
         buffers = named_tensors(module)[1]
         if buffers:
-            own = not is_of_torch(type(module)) or isinstance(module, (_NormBase, ScriptModule))
+            cls = type(module)
+            own = not is_module_of_torch(cls) or issubclass(cls, (_NormBase, ScriptModule))
             for t in buffers.values():
                 if t is not None and not t.requires_grad:
                     yield t, not own
