@@ -93,6 +93,7 @@ bool lacks_bytes(const at::Tensor& self) {
 }
 
 bool is_discarded(const at::Tensor& self) {
+  if (self.numel() == 0) return false;  // needs no bytes
   const std::lock_guard lock(storages);
   return lacks_bytes(self);
 }
