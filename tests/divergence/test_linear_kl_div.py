@@ -38,7 +38,7 @@ def stored(tensors, count, temperature=1.0):
 
 def run(function, tensors, upstream=None, teacher_topk=None, **options):
     """Return the loss and gradients of the student."""
-    leaves = [tensors[k].detach().clone().requires_grad_() for k in ("x", "w", "b")]
+    leaves = [tensors[k].detach().requires_grad_() for k in ("x", "w", "b")]  # with their strides
     teacher = (tensors["t"], tensors["tw"])
     if teacher_topk is None:
         options["teacher_bias"] = tensors["tb"]
@@ -268,14 +268,14 @@ def test_a_teacher_of_another_dtype():
     assert all(error(a, b) < 1e-2 for a, b in zip(grads, right, strict=True))
 
 
-def test_strides_that_products_refuse():
+@pytest.mark.parametrize("targets", [False, True])
+def test_strides_that_kernels_refuse(targets):
     tensors, _ = problem(torch.float64)
-    expected = run(so.linear_kl_div, tensors)
-    for name in ("x", "t", "w", "tw"):
-        wide = torch.zeros(*tensors[name].shape, 2, dtype=torch.float64)
-        wide[..., 0] = tensors[name]
-        tensors[name] = wide[..., 0]
-    torch.testing.assert_close(run(so.linear_kl_div, tensors), expected)
+    options = {"target": torch.randint(131, (3, 9))} if targets else {}
+    expected = run(so.linear_kl_div, tensors, **options)
+    for name, tensor in tensors.items():
+        tensors[name] = torch.stack((tensor, tensor * 0), -1)[..., 0]
+    torch.testing.assert_close(run(so.linear_kl_div, tensors, **options), expected)
 
 
 @pytest.mark.parametrize("frozen", [{"x"}, {"w", "b"}, {"b"}, {"x", "w", "b"}])
