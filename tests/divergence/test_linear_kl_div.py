@@ -63,7 +63,7 @@ def away_from_the_kink(tensors, weight, margin, likely, shift, temperature, teac
                        teacher_tail="bucket", softcap=None, teacher_softcap=None, **_):  # fmt: skip
     """Return token weights, 0 where a class is about equally likely in both heads.
 
-    Rounding decides the sign of tvd's gradient there. A class less than `likely` has little effect.
+    The sign in the gradient of tvd has a ramp there. A class less than `likely` has little effect.
     """
 
     def head(x, w, bias, cap):
@@ -113,7 +113,7 @@ def test_loss_and_gradients_against_float64(dtype, divergence, reduction, teache
             options["teacher_topk"] = stored(tensors, 5, temperature)
             options["teacher_tail"] = "renormalize" if "re" in teacher else "bucket"
         if divergence == "tvd":
-            margin, likely = (0.05 if dtype.itemsize == 2 else 1e-4), (0.03 if flips else 0)
+            margin, likely = (0.05 if dtype.itemsize == 2 else 2e-4), (0.03 if flips else 0)
             options["token_weight"] = away_from_the_kink(tensors, weight, margin, likely, **options)
         least = smallest_budget(tensors, **options)
         memory_budget = least if budget == "smallest" else None
@@ -276,6 +276,20 @@ def test_strides_that_kernels_refuse(targets):
     for name, tensor in tensors.items():
         tensors[name] = torch.stack((tensor, tensor * 0), -1)[..., 0]
     torch.testing.assert_close(run(so.linear_kl_div, tensors, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tvd_of_heads_that_are_both_sure(dtype):
+    """Logits that two passes round in other ways must not give a class both signs."""
+    tensors, _ = problem(dtype, hidden=64, teacher=64)
+    tensors["w"] = tensors["tw"] = torch.randn(131, 64).to(dtype)
+    tensors["x"] = tensors["w"][torch.randint(131, (3, 9))]
+    tensors["t"] = 1.1 * tensors["x"]
+    budget = smallest_budget(tensors, divergence="tvd", reduction="none")
+    for factor in (1, 1.5, 3):
+        _, grads = run(so.linear_kl_div, tensors, torch.ones(3, 9), divergence="tvd",
+                       reduction="none", memory_budget=int(budget * factor))  # fmt: skip
+        assert grads[0].abs().max() < 0.7  # with both signs more than 1
 
 
 @pytest.mark.parametrize("frozen", [{"x"}, {"w", "b"}, {"b"}, {"x", "w", "b"}])
