@@ -95,7 +95,7 @@ struct PairOfRows {
             const A m = kKind == Divergence::kJsd ? log_mixture(p, q, a.beta) : A(0);
             if constexpr (kSums) {
               sums[0] += value_of<kKind>(of_student, of_teacher, p, q, m, a.beta);
-              sums[1] += p * slope_of<kKind>(of_student, of_teacher, p, q, m);
+              sums[1] += p * slope_of<kKind>(of_student, of_teacher, m);
             }
             if constexpr (kGrad) {
               const A dz = gradient_of<kKind>(of_student, of_teacher, p, q, m, a.beta, center);

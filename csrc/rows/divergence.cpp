@@ -90,7 +90,7 @@ STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& argumen
       if constexpr (kKind == Divergence::kJsd || kKind == Divergence::kTvd) {
 #pragma omp simd reduction(+ : centers)
         for (int64_t j = 0; j < n; ++j) {
-          centers += p[j] * slope_of<kKind>(a[j], b[j], p[j], q[j], m[j]);
+          centers += p[j] * slope_of<kKind>(a[j], b[j], m[j]);
         }
       }
       total.value += value;

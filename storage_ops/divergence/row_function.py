@@ -45,7 +45,7 @@ class DivergenceRows(RowFunction):
         self.call, self._head = call, head
         tokens, x, classes = head.tokens, head.tokens.x, len(head.weight)
         self.teacher, self.coarse = self._teacher(classes), None
-        self.bias = None if call.bias is None else call.bias[:classes].to(call.wide)
+        self.bias = self._bias(call.bias, classes)
         self._ignored = None
         ignores = call.token_weight is not None or call.shift or call.target is not None
         if ignores and (tokens.kept is None or call.max_valid is not None):
@@ -81,8 +81,12 @@ class DivergenceRows(RowFunction):
         if call.teacher_input is None or call.teacher_weight is None:
             return None
         x = call.teacher_input.reshape(-1, call.teacher_input.shape[-1])
-        bias = None if call.teacher_bias is None else call.teacher_bias[:classes].to(call.wide)
+        bias = self._bias(call.teacher_bias, classes)
         return for_products(x), for_products(call.teacher_weight[:classes]), bias
+
+    def _bias(self, bias: Tensor | None, classes: int) -> Tensor | None:
+        """Return the bias of some classes in the form that kernels take."""
+        return None if bias is None else bias[:classes].to(self.call.wide).contiguous()
 
     def _teacher_products(self) -> matmul.Matmul | None:
         if self.teacher is None:

@@ -95,9 +95,8 @@ def values(
         center = torch.mul(p, terms, out=log_m).sum(1)
         value = beta * of_teacher + (1 - beta) * center
     else:
-        difference = torch.sub(p, q, out=b)
-        value = torch.abs(difference, out=q).sum(1).mul_(0.5)
-        terms = difference.sign_().mul_(0.5)
+        terms = _half_sign(a, b)
+        value = torch.sub(p, q, out=b).abs_().sum(1).mul_(0.5)
         center = torch.mul(p, terms, out=q).sum(1)
     return value.masked_fill(value > INFINITE, torch.inf), center, terms
 
@@ -115,7 +114,7 @@ def contributions(
         return a.sub_(b)
     if divergence == "jsd":
         return a.sub_(_log_mixture(beta, p, q))
-    return torch.sub(p, q, out=b).sign_().mul_(0.5)
+    return _half_sign(a, b)
 
 
 def gradient(divergence: str, beta: float, p: Tensor, terms: Tensor, center: Tensor) -> Tensor:
@@ -124,6 +123,15 @@ def gradient(divergence: str, beta: float, p: Tensor, terms: Tensor, center: Ten
         return p.sub_(terms)
     terms.sub_(center.unsqueeze(1)).mul_(p)
     return terms.mul_(1 - beta) if divergence == "jsd" else terms
+
+
+def _half_sign(a: Tensor, b: Tensor) -> Tensor:
+    """Return half the sign of a - b, with a ramp where both are nearly equal. Overwrites `a`.
+
+    csrc/rows/divergence_math.h explains the ramp.
+    """
+    steepness = 2.0 ** (38 if a.dtype == torch.float64 else 12)
+    return a.sub_(b).mul_(steepness).clamp_(-0.5, 0.5)
 
 
 def _log_mixture(beta: float, p: Tensor, q: Tensor) -> Tensor:

@@ -108,12 +108,20 @@ class Forward:
         return torch.where(valid, labels.to(given), IGNORED), weights.to(given.device)
 
     def keep(self, found: dict[str, Tensor]) -> None:
-        """Store results per token, in the shape of the labels if there is one for each."""
+        """Store results per token, in the shape of the labels if there is one for each.
+
+        A model that shifts the labels by slices has no result for the last token of a row. It is
+        ignored, as in models that shift by padding.
+        """
         if self.results or self.labels is None:
             return
         for name, value in found.items():
-            fits = value.numel() == self.labels.numel()
-            self.results[name] = value.view(self.labels.shape) if fits else value
+            if value.numel() == self.labels.numel():
+                value = value.view(self.labels.shape)
+            elif value.numel() == (scored := self.labels[..., 1:]).numel():
+                fill = -1 if name == "argmax" else 0
+                value = nn.functional.pad(value.view(scored.shape), (0, 1), value=fill)
+            self.results[name] = value
 
 
 class _Reaching(torch.autograd.Function):

@@ -28,6 +28,7 @@ from storage_ops.integrations.deferred_forward import LossOptions
 from storage_ops.integrations.output_layers import PatchedHead, patched_heads
 from storage_ops.integrations.patch_probe import find_refusal
 from storage_ops.integrations.patched_class import PatchedModel, stop_watching
+from storage_ops.integrations.patched_model import has_patch
 from storage_ops.loss.call import TOLERANCE
 from storage_ops.loss.checks import budget_of, check_rules
 from storage_ops.optional import check_version
@@ -113,7 +114,9 @@ def patch_causal_lm(
             entries of the output such as `outputs.nll`, or the last items of a tuple. They have the
             value of every token in the shape of the labels, and 0 (-1 for argmax) for an ignored
             label. nll, lse and entropy are differentiable. With them the backward computes the
-            logits again. A model that moves labels by one has the nll of label i + 1 at i.
+            logits again. A model that moves labels by one has the nll of label i + 1 at i. These
+            entries belong to the model's first cross-entropy. If it selects tokens, by a mask for
+            example, they have one value for each of these tokens.
         token_weights: a weight for every label, in their shape. A mean divides by their sum. Pass a
             tensor, or the name of a keyword of the model's call, such as a column of the batch
             (with `remove_unused_columns=False` in Trainer). A call in training without this
@@ -170,7 +173,7 @@ def patch_causal_lm(
     name = type(model).__name__
     budget = budget_of(memory_budget, "patch_causal_lm")
     options = _options(returns, token_weights, label_smoothing, logits, budget, gradient_tolerance)
-    if isinstance(model, PatchedModel):
+    if isinstance(model, PatchedModel) and has_patch(model):
         if model._loss_options.key != options.key:
             raise RuntimeError(
                 f"patch_causal_lm: {name} is patched already, with {model._loss_options}. Pass the "
@@ -203,7 +206,8 @@ def patch_causal_lm(
             f"patch_causal_lm: {name} is an encoder-decoder, which computes inputs from its "
             "labels. Expected token_weights=None."
         )
-    model.__class__ = PatchedModel.over(type(model))
+    if not isinstance(model, PatchedModel):  # type(patched)(config) has the class, but no patch
+        model.__class__ = PatchedModel.over(type(model))
     vars(model)["_loss_options"] = options
     try:
         patched_heads(model, name)
@@ -264,7 +268,7 @@ def _options(
 
 def is_patched(model: nn.Module) -> bool:
     """Return True if `patch_causal_lm` has changed a model."""
-    return isinstance(_inner(model), PatchedModel)
+    return has_patch(_inner(model))
 
 
 def set_memory_budget(model: nn.Module, memory_budget: int | None) -> None:

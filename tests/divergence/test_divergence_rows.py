@@ -24,13 +24,13 @@ def tiles(dtype, columns, count=7, bias=True):
 def part_ties(args, scale):
     """Change the teacher until no class is nearly as likely under both heads' scaled logits.
 
-    Total variation has a kink there, and the last bit decides on which side a class is.
+    Total variation has a kink there, and the sign in its gradient has a ramp.
     """
     student, teacher, *biases = args[:4]
     while True:
         logs = [(scale * (head.double() + (0 if bias is None else bias))).log_softmax(-1)
                 for head, bias in zip((student, teacher), biases, strict=True)]  # fmt: skip
-        tied = (logs[0] - logs[1]).abs() < 1e-4
+        tied = (logs[0] - logs[1]).abs() < 2e-4
         if not tied.any():
             return
         teacher[tied] += 1

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import storage_ops
+from storage_ops.integrations import transformers
 
-from .models import GROUPED, D, V, loss_and_gradients, make, tf
+from .models import GROUPED, D, V, check_against_plain, loss_and_gradients, make, tf
 
 
 def test_undo(batch):
@@ -98,6 +99,17 @@ def test_saved_files(tmp_path, batch):
     assert type(loaded) is tf.LlamaForCausalLM
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     torch.testing.assert_close(loaded(**batch).loss, expected)
+
+
+def test_a_new_model_of_the_class_of_a_patched_one(batch):
+    model = make("Llama")
+    storage_ops.patch_causal_lm(model)
+    other = type(model)(model.config).train()
+    assert not transformers.is_patched(other)
+    assert other(**batch).logits is not None
+    check_against_plain(other, lambda model: model(**batch))
+    assert type(other) is tf.LlamaForCausalLM
+    assert model(**batch).logits is None
 
 
 def test_a_patched_model_is_freed_without_the_garbage_collector(batch):

@@ -40,6 +40,22 @@ def test_results_per_token(batch):
     assert torch.equal(parts[-1], outputs.correct) and len(parts) == len(outputs) + 1
 
 
+def test_results_of_a_model_that_shifts_by_slices(batch):
+    """Such a model scores no last token, and has no result for it."""
+    model = make("Llama")
+    names = ("nll", "lse", "argmax", "correct")
+
+    def sliced(logits, labels, vocab_size, **kwargs):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    with storage_ops.patch_causal_lm(model, returns=names):
+        expected = model(**batch)
+        model.loss_function = sliced
+        outputs = model(**batch)
+    for name in names:
+        torch.testing.assert_close(outputs[name], expected[name])
+
+
 def test_results_are_differentiable(batch):
     model, weights = make("Gemma 2, soft-cap"), torch.rand(3, 9)
     logits, labels = shifted_logits(model, batch)
