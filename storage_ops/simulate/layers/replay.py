@@ -64,6 +64,9 @@ class Replay:
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Replay the backward. Return the gradients of inputs, and set those of parameters."""
         recording = self.recording
+        pairs = list(zip(self._parameters, recording.parameters, strict=True))
+        if any(view is not None and p.grad is not None for p, view in pairs):
+            raise NotComparable  # autograd would add to it
         for number in recording.written:
             gradient = gradients[number]
             if gradient is None or _uses(gradient) > _uses_of_the_last():
@@ -73,8 +76,8 @@ class Replay:
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
-        for p, view in zip(self._parameters, recording.parameters, strict=True):
-            if view is not None and p.grad is None:
+        for p, view in pairs:
+            if view is not None:
                 p.grad = self._view(view, input_gradients, gradients)
         return [
             None if v is None else self._view(v, input_gradients, gradients)

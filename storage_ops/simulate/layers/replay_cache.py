@@ -25,7 +25,8 @@ class Quick:
 
     Attributes:
         count: how many calls were replayed.
-        is_spoiled: whether a failed recording left tensors behind, which makes this run useless.
+        is_spoiled: whether a failed recording left tensors behind, or a layer has changed values
+            that it reads. Both make this run useless.
     """
 
     def __init__(self, model: nn.Module, accumulate: bool) -> None:
@@ -49,6 +50,8 @@ class Quick:
         if len(kind.group.members) < 2:
             return False, None
         if not module._modules or "forward" in vars(module) or self._kinds.is_hooked(module):
+            return False, None
+        if not self._kinds.is_current(module):
             return False, None
         if id(module) not in self._kinds.sharded:
             return self._carry_out(simulation, module, kind, name, call, args, kwargs)
@@ -74,21 +77,22 @@ class Quick:
         if not _is_plain():
             return False, None
         try:
-            key, tensors = arguments_key(args, kwargs, simulation.values.identity)
+            key, tensors = arguments_key(args, kwargs, simulation.identity)
         except NotComparable:
             return False, None
         key = (torch.is_grad_enabled(), dtypes_of_autocast(), key)
-        known = self._recordings.find(kind, key)
+        known = self._recordings.find(kind, key, simulation)
         if known is None:
-            if self._recordings.is_alone(kind, key):
+            if self._recordings.is_alone(kind, key, simulation):
                 return False, None
             known = self._recordings.run(
                 kind,
                 key,
-                simulation.values,
+                simulation,
                 lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
             )
-            self.is_spoiled = any(part.alive() for part in simulation.parts)
+            left = any(part.alive() for part in simulation.parts)
+            self.is_spoiled = left or self._recordings.have_written
             if self.is_spoiled:
                 raise NotComparable
         _, recording = known
@@ -109,7 +113,10 @@ class Quick:
         undo = undo_changes([module])
         self._records = True
         try:
-            return record(simulation, module, name, call, args, kwargs, self._accumulate)
+            recording = record(simulation, module, name, call, args, kwargs, self._accumulate)
+            if not self._kinds.is_current(module):
+                raise NotComparable  # a replay would not change the module
+            return recording
         except Exception as error:
             for restore in undo:
                 restore()
