@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,8 +115,9 @@ class Quick:
         self._records = True
         try:
             recording = record(simulation, module, name, call, args, kwargs, self._accumulate)
-            if not self._kinds.is_current(module):
-                raise NotComparable  # a replay would not change the module
+            with _own_forward(module):
+                if not self._kinds.is_current(module):
+                    raise NotComparable  # a replay would not change the module
             return recording
         except Exception as error:
             for restore in undo:
@@ -125,6 +127,17 @@ class Quick:
             raise NotComparable from error  # an error of the layer itself will be raised again
         finally:
             self._records = False
+
+
+@contextlib.contextmanager
+def _own_forward(module: nn.Module) -> Iterator[None]:
+    """Remove the forward that `Quick.call` has set on a module of FSDP inside a with block."""
+    forward = vars(module).pop("forward", None)
+    try:
+        yield
+    finally:
+        if forward is not None:
+            vars(module)["forward"] = forward
 
 
 def _is_plain() -> bool:
