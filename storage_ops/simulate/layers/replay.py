@@ -16,7 +16,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_unflatten
 
 from storage_ops.foundation.ledger import Block, ModuleCall
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.layers.graph_ends import edges_behind
 from storage_ops.simulate.layers.recording import (
     GRAD_OUT,
@@ -67,12 +66,12 @@ class Replay:
         pairs = list(zip(self._parameters, recording.parameters, strict=True))
         if any(view is not None and p.grad is not None for p, view in pairs):
             raise NotComparable  # autograd would add to it
+        if not recording.is_of(gradients):
+            raise NotComparable
         for number in recording.written:
             gradient = gradients[number]
-            if gradient is None or _uses(gradient) > _uses_of_the_last():
+            if _uses(gradient) > _uses_of_the_last():
                 raise NotComparable
-            if not is_dense(gradient.shape, gradient.stride()):
-                raise NotComparable  # autograd would add to it out of place
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
@@ -102,7 +101,7 @@ class Replay:
                 del t
             elif slot.role == GRAD_OUT:
                 gradient = gradients[slot.number]
-                if gradient is not None and _uses(gradient) <= _uses_of_the_last():
+                if _uses(gradient) <= _uses_of_the_last():
                     ledger.release(gradient)
             elif number in self._held:
                 del self._held[number]
@@ -153,13 +152,16 @@ def check_edges(last: Tensor) -> None:
     """Check that gradients are added up in the order of the recordings.
 
     Raises:
-        NotComparable: an input gets several gradients from inside a call and others from outside.
+        NotComparable: an input gets gradients from outside a call, and from inside it gets several,
+            or one before the end of the call's backward.
     """
     counts, nodes = edges_behind(last)
     for node in nodes:
         replay = getattr(node, "replay", None)
-        several = isinstance(replay, Replay) and replay.recording.edges > 1
-        if several and any(counts[edge] > 1 for edge in node.next_functions):
+        if not isinstance(replay, Replay):
+            continue
+        is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
+        if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
             raise NotComparable
 
 
