@@ -30,6 +30,14 @@ from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import NotComparable
 
 
+class NotReplayable(NotComparable):
+    """The gradients in a backward are not those of the recording."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # whose call was replayed
+
+
 class Replay:
     """One replayed call of a recorded kind."""
 
@@ -37,7 +45,7 @@ class Replay:
         self, simulation: Simulation, recording: Recording, module: nn.Module, name: str,
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
-        self._simulation, self.recording = simulation, recording
+        self._simulation, self.recording, self._module = simulation, recording, module
         self._parameters, self._name = list(module.parameters()), name
         self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
         self._live: dict[int, Block] = {}  # the inner blocks, by slot
@@ -65,13 +73,13 @@ class Replay:
         recording = self.recording
         pairs = list(zip(self._parameters, recording.parameters, strict=True))
         if any(view is not None and p.grad is not None for p, view in pairs):
-            raise NotComparable  # autograd would add to it
+            raise NotReplayable(self._module)  # autograd would add to it
         if not recording.is_of(gradients):
-            raise NotComparable
+            raise NotReplayable(self._module)
         for number in recording.written:
             gradient = gradients[number]
-            if _uses(gradient) > _uses_of_the_last():
-                raise NotComparable
+            if gradient is None or _uses(gradient) > _uses_of_the_last():
+                raise NotReplayable(self._module)
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
@@ -101,7 +109,7 @@ class Replay:
                 del t
             elif slot.role == GRAD_OUT:
                 gradient = gradients[slot.number]
-                if _uses(gradient) <= _uses_of_the_last():
+                if gradient is not None and _uses(gradient) <= _uses_of_the_last():
                     ledger.release(gradient)
             elif number in self._held:
                 del self._held[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,18 @@ class Quick:
             that it reads. Both make this run useless.
     """
 
-    def __init__(self, model: nn.Module, accumulate: bool) -> None:
+    def __init__(
+        self, model: nn.Module, accumulate: bool, refused: Collection[nn.Module] = ()
+    ) -> None:
         """Start without recordings.
 
-        `accumulate`: whether parameters have gradients, to which backwards add.
+        Args:
+            model: the model.
+            accumulate: whether parameters have gradients, to which backwards add.
+            refused: modules whose calls are not replayed.
         """
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
+        self._refused = refused
         self._kinds = Kinds(model)
         self._recordings = Variants[Recording]()
         self._records = False
@@ -46,7 +52,7 @@ class Quick:
     ) -> tuple[bool, Any]:  # fmt: skip
         """Replay a call if it has a recording. Return whether it does, and the result."""
         kind = self._kinds.of.get(id(module))
-        if self._records or kind is None or not kind.can_be_replayed:
+        if self._records or kind is None or not kind.can_be_replayed or module in self._refused:
             return False, None
         if len(kind.group.members) < 2:
             return False, None
