@@ -426,11 +426,11 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], _Outputs | None]:
         """Return the kind of a call, and the outputs of the first call of that kind."""
         kind = self._kinds.kind_of(unit.module)
-        known = self._outputs.find(kind, key)
+        known = self._outputs.find(kind, key, self.simulation)
         if known is None:
             say(unit.name)
             before = self._times.seconds
-            known = self._outputs.run(kind, key, self.simulation.values, run)
+            known = self._outputs.run(kind, key, self.simulation, run)
             self._times.seconds = before
         variant, outputs = known
         return (kind.group, *key, variant), outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +179,17 @@ class Simulation(TorchDispatchMode):
                 self._twins[id(t)] = (t, new)
                 self._exchanged.add(id(t))
 
+    def identity(self, t: Tensor) -> Hashable:
+        """Return what identifies the present values of a tensor, as `Values.identity` does."""
+        return self.values.identity([self._with_values(part) for part in inside(t)])
+
+    def digests(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        """Return digests of the present values of tensors, as `Values.digest` does."""
+        return tuple(self.values.digest(self._with_values(t)) for t in tensors)
+
+    def _with_values(self, t: Tensor) -> Tensor:
+        return self._twins[id(t)][1] if id(t) in self._twins else t
+
     def forget(self) -> None:
         """Drop all fake twins."""
         for table in (self._twins, self._bytes, self._leaves, self.buckets):
@@ -186,8 +197,8 @@ class Simulation(TorchDispatchMode):
 
     def alive(self) -> set[int]:
         """Return the keys of this run's live storages, except for moved arguments."""
-        known = [s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()]
-        return set(known) - self._keys_of_moved()
+        known = {s._cdata for ledger in (self.ledger, *self.parts) for s in ledger.alive()}
+        return known - self._keys_of_moved()
 
     def _keys_of_moved(self) -> set[int]:
         return {s._cdata for s in (reference() for reference in self._moved) if s is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import enum
 import functools
@@ -25,9 +26,8 @@ from storage_ops.foundation.walk import (
     is_opaque,
     kind_of,
 )
-from storage_ops.simulate.plain_values import HIDDEN, Spot
+from storage_ops.simulate.plain_values import HIDDEN, Spot, plain_of
 from storage_ops.simulate.ranks.fsdp import sharded_modules, sharded_parameters
-from storage_ops.simulate.values.known import digest
 from storage_ops.simulate.values.wrappers import is_wrapper
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -140,6 +140,7 @@ class _Attributes(Comparison):
         return super().of(value, depth, spot)
 
     def plain(self, value: object, spot: Spot | None) -> Hashable:
+        value = plain_of(value)
         if spot is None or type(value) not in HIDDEN:
             return super().plain(value, spot)
         self.values.append(value)
@@ -221,11 +222,6 @@ class ModuleKind:
     tensors: list[Tensor]
     can_be_replayed: bool
 
-    @functools.cached_property
-    def tensor_values(self) -> Hashable:
-        """Return a representation of the values of its tensors that code may read."""
-        return tuple(map(digest, self.tensors))
-
 
 class Group:
     """Modules that are equal except for numbers and strings.
@@ -271,6 +267,8 @@ class Kinds:
         self._gathered: dict[int, Hashable] = {}
         self._uses: Counter[int] = Counter()
         self._visited: set[int] = set()
+        # The representations of parameters that FSDP gathers, by the id of the module and the name.
+        self._of_shards: dict[tuple[int, str], Hashable] = {}
         for root in roots:
             self.sharded |= sharded_modules(root)
             self._gathered |= sharded_parameters(root)
@@ -278,6 +276,21 @@ class Kinds:
             self._uses.update(map(id, module._parameters.values()))
         for root in roots:
             self._visit(root)
+        for kind in self.of.values():
+            kind.group.members.append(kind)
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Return True if a module is still as it was when its kind was found.
+
+        Code of a model may change its layers during a step, or objects that they share.
+        """
+        now = copy.copy(self)
+        now.of, now._seen, now._visited = {}, {}, set()
+        known, found = self.of[id(module)], now._visit(module)
+        if found is None or found.group is not known.group or found.values != known.values:
+            return False
+        pairs = zip(found.tensors, known.tensors, strict=True)
+        return all(one is other for one, other in pairs)
 
     def _visit(self, module: nn.Module) -> ModuleKind | None:
         """Find the kinds of a module and of its submodules."""
@@ -303,8 +316,9 @@ class Kinds:
         whole = (type(module), key, tuple(zip(names, groups, strict=True)))
         group = self._groups.setdefault(whole, Group())
         values, spots, tensors = own.values, own.spots, own.tensors
-        direct = (*module._parameters.values(), *module._buffers.values())
-        tensors += [t for t in direct if t is not None]
+        direct = (*module._parameters.items(), *module._buffers.items())
+        shards = self._of_shards
+        tensors += [t for n, t in direct if t is not None and (id(module), n) not in shards]
         for part in known:
             values, spots = values + part.values, spots + part.spots
             tensors = tensors + part.tensors
@@ -312,7 +326,6 @@ class Kinds:
         inside = (m for child in module.children() for m in child.modules())
         is_alone = is_alone and not any(id(m) in self.sharded for m in inside)
         kind = ModuleKind(group, values, spots, tensors, is_alone)
-        group.members.append(kind)
         self.of[id(module)] = kind
         return kind
 
@@ -348,6 +361,9 @@ class Kinds:
             if p is None:
                 key.append((name, None))
                 continue
+            if (id(module), name) in self._of_shards:  # it may be gathered now
+                key.append(self._of_shards[id(module), name])
+                continue
             hooks = [
                 *(p._backward_hooks or {}).values(),
                 *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values(),
@@ -355,7 +371,10 @@ class Kinds:
             shared = id(p) if self._uses[id(p)] > 1 else None
             is_alone = is_alone and not hooks and shared is None
             seen = tuple(map(attributes.of, hooks))
-            key.append((name, self._gathered.get(id(p)) or like(p), seen, shared))
+            gathered = self._gathered.get(id(p))
+            key.append((name, gathered or like(p), seen, shared))
+            if gathered is not None:
+                self._of_shards[id(module), name] = key[-1]
         for name, b in module._buffers.items():
             key.append((name, None if b is None else like(b)))
         return tuple(key), is_alone

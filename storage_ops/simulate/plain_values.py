@@ -85,12 +85,12 @@ class Watch:
             answers: whether the code gets the plain result, which is then recorded.
         """
         if self.is_over:
-            return function(*(_plain_of(o) for o in operands))
+            return function(*(plain_of(o) for o in operands))
         expression: Expression = (function, *(self._expression(o) for o in operands))
         if _depth(expression) > _DEEP:
             self.refuse()
         try:
-            value: Any = function(*(_plain_of(o) for o in operands))
+            value: Any = function(*(plain_of(o) for o in operands))
         except Exception as error:
             self.answers[expression] = type(error)
             raise
@@ -165,7 +165,8 @@ for _name in _COMPUTED:
     setattr(WatchedValue, f"__r{_name}__", _method(_function, False, is_reflected=True))
 
 
-def _plain_of(operand: object) -> object:
+def plain_of(operand: object) -> object:
+    """Return the plain value behind a watched one. Other values are returned themselves."""
     return operand.plain if type(operand) is WatchedValue else operand
 
 

@@ -41,6 +41,7 @@ from storage_ops.simulate.estimate import (
     simulating,
 )
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
+from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
 from storage_ops.simulate.ranks.collectives import (
     is_distributed,
@@ -53,6 +54,7 @@ from storage_ops.simulate.values.assume import Assumption
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
+_REFUSED = 1  # layers, such as the last one, that are simulated alone before all of them are
 _ROWS = 16  # most rows of the table; the last one has the rest
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
@@ -339,14 +341,20 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
     """Simulate equal layers once. Return None if the result might differ from `_simulate`'s."""
     if is_distributed(model) and not is_sharded_alone(model):
         return None
-    quick = Quick(model, accumulate=options[-1])
-    try:
-        step = _simulate(model, options, quick)
-    except Exception:
-        if quick.count == 0 and not quick.is_spoiled:
-            raise
-        return None
-    return None if quick.is_spoiled else step
+    refused: set[nn.Module] = set()
+    while len(refused) <= _REFUSED:
+        quick = Quick(model, options[-1], refused)
+        try:
+            step = _simulate(model, options, quick)
+        except NotReplayable as error:
+            refused.add(error.module)
+        except Exception:
+            if quick.count == 0 and not quick.is_spoiled:
+                raise
+            return None
+        else:
+            return None if quick.is_spoiled else step
+    return None
 
 
 def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = None) -> StepEstimate:

@@ -359,3 +359,9 @@ def test_strides_of_results(name, make):
 
     check(run)
     assert strides[0] == strides[1]
+
+
+def test_each_simulation_of_an_lstm_counts_one_gradient_of_both_biases():
+    lstm, x = nn.LSTM(64, 64), torch.randn(16, 4, 64)
+    runs = [simulated_levels(lambda: lstm(x)[0].square().mean().backward()) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]

@@ -96,3 +96,21 @@ def test_a_model_that_unfreezes_itself_is_simulated(pair):
     model, x = Unfreezes(), torch.randn(2, 4)
     so.memory.simulate_step(model, x, device="cpu")
     assert [(p.requires_grad, p.grad) for p in model.parameters()] == [(False, None)] * 2
+
+
+class Cloned(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.clone())
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_simulation_between_forward_and_backward_changes_nothing(is_inference):
+    model = Cloned(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with torch.inference_mode(is_inference):
+        x = torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(x).square().mean()
+    versions = [t._version for t in (*model.parameters(), *model.buffers())]
+    so.memory.simulate_step(model, x, optimizer=optimizer)
+    assert [t._version for t in (*model.parameters(), *model.buffers())] == versions
+    loss.backward()  # autograd checks that no saved tensor was written to

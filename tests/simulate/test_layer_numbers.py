@@ -85,7 +85,8 @@ def test_equal_layers_cost_one_simulation(how, counts, monkeypatch):
     model, x = model_of(STORED[how]), torch.randn(4, 32)
     before = [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model]
     peak = so.memory.simulate_step(model, x, optimizer=ADAM).peak_bytes
-    assert counts["recorded"] == 1
+    # The second recording leaves out the last layer, whose gradient is expanded.
+    assert counts["recorded"] == 2
     assert peak == simulated_singly(model, x, monkeypatch)
     search = Search(model, x, optimizer=ADAM, actions=["full"])
     # Three kinds, each kept and recomputed: first layer, last (expanded gradient), all others.

@@ -103,6 +103,8 @@ def _has_no_other_reference(old: object, new: object) -> bool:
     """Return True if only autograd references the earlier gradient, so that it may write to it."""
     if torch.is_grad_enabled() or not (isinstance(old, Tensor) and isinstance(new, Tensor)):
         return False
+    if old is new:  # a node that adds its inputs passes one gradient on to both of them
+        return False
     # Reading a storage adds a reference from Python. Autograd has one reference to the new
     # gradient.
     storages = torch._C._storage_Use_Count(old.untyped_storage()._cdata)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
+from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense, memory_format_of
 from storage_ops.simulate.layers.casts import autocast_off, casts_uncached, check_casts
 from storage_ops.simulate.layers.graph_ends import (
     edges_behind,
@@ -73,6 +73,11 @@ class View:
         shape, offset = tuple(t.shape), int(t.storage_offset())
         return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad)
 
+    def has_strides_of(self, t: Tensor) -> bool:
+        """Return True if a tensor of the view's shape has its elements in the same order."""
+        pairs = zip(self.shape, self.stride, t.stride(), strict=True)
+        return all(size == 1 or own == other for size, own, other in pairs)
+
     def storage(self, simulation: Simulation, nbytes: int, device: torch.device) -> Tensor:
         """Return a tensor with a new storage for this view, or the whole tensor if it fills it."""
         # A view that an autograd node returned could not be written to in place.
@@ -124,6 +129,7 @@ class Recording:
         form: the tree structure of the result.
         held: slots of inputs and outputs that its autograd nodes keep until backward.
         edges: how many gradients arrive at each input.
+        arrives_last: whether the gradient of the input is computed after all other gradients.
         gradients: the View of the gradient of each input that needs one, by number; or None.
         parameters: views of the parameters' gradients, or None.
         sent: bytes sent to other ranks in forward and in backward, by collective.
@@ -136,6 +142,7 @@ class Recording:
     form: Any
     held: set[int]
     edges: int = 0
+    arrives_last: bool = True
     backward: list[tuple[int, bool]] = field(default_factory=list)
     gradients: dict[int, View | None] = field(default_factory=dict)
     parameters: list[View | None] = field(default_factory=list)
@@ -146,6 +153,12 @@ class Recording:
     def needs_grad(self) -> bool:
         """Return True if the call has a backward."""
         return any(isinstance(o, View) and o.needs_grad for o in self.outputs)
+
+    def is_of(self, gradients: Iterable[Tensor | None]) -> bool:
+        """Return True if the backward was recorded with gradients like these of its outputs."""
+        views = (o for o in self.outputs if isinstance(o, View) and o.needs_grad)
+        pairs = zip(gradients, views, strict=True)
+        return all(t is not None and view.has_strides_of(t) for t, view in pairs)
 
     def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
         """Return a tensor with a new storage like that of a slot, by the first view of the slot."""
@@ -216,6 +229,8 @@ class _Recorder:
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
         if reads_history(leaving, entries, self._module.parameters(), since):
             raise NotComparable
+        if not all(t.is_contiguous(memory_format=memory_format_of(t)) for t in leaving):
+            raise NotComparable  # their gradients usually have other strides
         last = leave(leaving, self._gradients_of(leaving)) if leaving else None
         if last is not None and needing:
             edges = edges_behind(last)[0][inputs[needing[0]].grad_fn, 0]
@@ -254,7 +269,8 @@ class _Recorder:
         slots = [self._slot(block) for block in self._numbers]
         roles = (self._roles.get(block, ("", 0)) for block in self._side.added_to)
         return Recording(
-            slots, forward, outputs, form, kept_slots, edges, backward, gradients, parameters,
+            slots, forward, outputs, form, kept_slots, edges, self._arrives_last(begin, end),
+            backward, gradients, parameters,
             (sent, self._simulation.sent - sent), frozenset(n for r, n in roles if r == GRAD_OUT),
         )  # fmt: skip
 
@@ -338,6 +354,12 @@ class _Recorder:
             raise NotComparable
         self._roles.setdefault(block, (role, number))
         return View.of(t, self._number(block))
+
+    def _arrives_last(self, begin: int, end: int) -> bool:
+        """Return True if other nodes allocate nothing in the backward after an input's gradient."""
+        made = [block for _, block, taken in self._side.events[begin:end] if taken]
+        at = [i for i, b in enumerate(made) if self._roles.get(b, ("", 0))[0] == GRAD_IN]
+        return not at or all(block.node == made[at[0]].node for block in made[at[0] :])
 
     def _check_nothing_is_kept(self, dropped: set[Block]) -> None:
         alive: set[Block] = set()

@@ -16,7 +16,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_unflatten
 
 from storage_ops.foundation.ledger import Block, ModuleCall
-from storage_ops.simulate.kernels.fake_tensor_gaps import is_dense
 from storage_ops.simulate.layers.graph_ends import edges_behind
 from storage_ops.simulate.layers.recording import (
     GRAD_OUT,
@@ -31,6 +30,14 @@ from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import NotComparable
 
 
+class NotReplayable(NotComparable):
+    """The gradients in a backward are not those of the recording."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # whose call was replayed
+
+
 class Replay:
     """One replayed call of a recorded kind."""
 
@@ -38,7 +45,7 @@ class Replay:
         self, simulation: Simulation, recording: Recording, module: nn.Module, name: str,
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
-        self._simulation, self.recording = simulation, recording
+        self._simulation, self.recording, self._module = simulation, recording, module
         self._parameters, self._name = list(module.parameters()), name
         self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
         self._live: dict[int, Block] = {}  # the inner blocks, by slot
@@ -64,17 +71,20 @@ class Replay:
     def backward(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Replay the backward. Return the gradients of inputs, and set those of parameters."""
         recording = self.recording
+        pairs = list(zip(self._parameters, recording.parameters, strict=True))
+        if any(view is not None and p.grad is not None for p, view in pairs):
+            raise NotReplayable(self._module)  # autograd would add to it
+        if not recording.is_of(gradients):
+            raise NotReplayable(self._module)
         for number in recording.written:
             gradient = gradients[number]
             if gradient is None or _uses(gradient) > _uses_of_the_last():
-                raise NotComparable
-            if not is_dense(gradient.shape, gradient.stride()):
-                raise NotComparable  # autograd would add to it out of place
+                raise NotReplayable(self._module)
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
-        for p, view in zip(self._parameters, recording.parameters, strict=True):
-            if view is not None and p.grad is None:
+        for p, view in pairs:
+            if view is not None:
                 p.grad = self._view(view, input_gradients, gradients)
         return [
             None if v is None else self._view(v, input_gradients, gradients)
@@ -150,13 +160,16 @@ def check_edges(last: Tensor) -> None:
     """Check that gradients are added up in the order of the recordings.
 
     Raises:
-        NotComparable: an input gets several gradients from inside a call and others from outside.
+        NotComparable: an input gets gradients from outside a call, and from inside it gets several,
+            or one before the end of the call's backward.
     """
     counts, nodes = edges_behind(last)
     for node in nodes:
         replay = getattr(node, "replay", None)
-        several = isinstance(replay, Replay) and replay.recording.edges > 1
-        if several and any(counts[edge] > 1 for edge in node.next_functions):
+        if not isinstance(replay, Replay):
+            continue
+        is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
+        if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
             raise NotComparable
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,15 +26,22 @@ class Quick:
 
     Attributes:
         count: how many calls were replayed.
-        is_spoiled: whether a failed recording left tensors behind, which makes this run useless.
+        is_spoiled: whether a failed recording left tensors behind, or a layer has changed values
+            that it reads. Both make this run useless.
     """
 
-    def __init__(self, model: nn.Module, accumulate: bool) -> None:
+    def __init__(
+        self, model: nn.Module, accumulate: bool, refused: Collection[nn.Module] = ()
+    ) -> None:
         """Start without recordings.
 
-        `accumulate`: whether parameters have gradients, to which backwards add.
+        Args:
+            model: the model.
+            accumulate: whether parameters have gradients, to which backwards add.
+            refused: modules whose calls are not replayed.
         """
         self.count, self._accumulate, self.is_spoiled = 0, accumulate, False
+        self._refused = refused
         self._kinds = Kinds(model)
         self._recordings = Variants[Recording]()
         self._records = False
@@ -44,11 +52,13 @@ class Quick:
     ) -> tuple[bool, Any]:  # fmt: skip
         """Replay a call if it has a recording. Return whether it does, and the result."""
         kind = self._kinds.of.get(id(module))
-        if self._records or kind is None or not kind.can_be_replayed:
+        if self._records or kind is None or not kind.can_be_replayed or module in self._refused:
             return False, None
         if len(kind.group.members) < 2:
             return False, None
         if not module._modules or "forward" in vars(module) or self._kinds.is_hooked(module):
+            return False, None
+        if not self._kinds.is_current(module):
             return False, None
         if id(module) not in self._kinds.sharded:
             return self._carry_out(simulation, module, kind, name, call, args, kwargs)
@@ -74,21 +84,22 @@ class Quick:
         if not _is_plain():
             return False, None
         try:
-            key, tensors = arguments_key(args, kwargs, simulation.values.identity)
+            key, tensors = arguments_key(args, kwargs, simulation.identity)
         except NotComparable:
             return False, None
         key = (torch.is_grad_enabled(), dtypes_of_autocast(), key)
-        known = self._recordings.find(kind, key)
+        known = self._recordings.find(kind, key, simulation)
         if known is None:
-            if self._recordings.is_alone(kind, key):
+            if self._recordings.is_alone(kind, key, simulation):
                 return False, None
             known = self._recordings.run(
                 kind,
                 key,
-                simulation.values,
+                simulation,
                 lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
             )
-            self.is_spoiled = any(part.alive() for part in simulation.parts)
+            left = any(part.alive() for part in simulation.parts)
+            self.is_spoiled = left or self._recordings.have_written
             if self.is_spoiled:
                 raise NotComparable
         _, recording = known
@@ -109,7 +120,11 @@ class Quick:
         undo = undo_changes([module])
         self._records = True
         try:
-            return record(simulation, module, name, call, args, kwargs, self._accumulate)
+            recording = record(simulation, module, name, call, args, kwargs, self._accumulate)
+            with _own_forward(module):
+                if not self._kinds.is_current(module):
+                    raise NotComparable  # a replay would not change the module
+            return recording
         except Exception as error:
             for restore in undo:
                 restore()
@@ -118,6 +133,17 @@ class Quick:
             raise NotComparable from error  # an error of the layer itself will be raised again
         finally:
             self._records = False
+
+
+@contextlib.contextmanager
+def _own_forward(module: nn.Module) -> Iterator[None]:
+    """Remove the forward that `Quick.call` has set on a module of FSDP inside a with block."""
+    forward = vars(module).pop("forward", None)
+    try:
+        yield
+    finally:
+        if forward is not None:
+            vars(module)["forward"] = forward
 
 
 def _is_plain() -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import ModuleKind, NotComparable
 from storage_ops.simulate.plain_values import (
     Answers,
@@ -22,37 +23,47 @@ from storage_ops.simulate.plain_values import (
     learned,
     would_answer,
 )
-from storage_ops.simulate.values.known import Values
 
 T = TypeVar("T")
 Variant = Hashable  # what the layers with a result have in common, beside their kind
 
 
 class Variants(Generic[T]):
-    """Results by kind of layer, other conditions, and the questions of the layer's code."""
+    """Results by kind of layer, other conditions, and the questions of the layer's code.
+
+    Attributes:
+        have_written: whether a layer has changed values that its code reads. Its result is None,
+            because the results of other layers would change no values.
+    """
 
     def __init__(self) -> None:
+        self.have_written = False
         self._known: dict[Hashable, list[tuple[Answers, T | None]]] = {}
 
     def clear(self) -> None:
         """Remove all results."""
         self._known.clear()
 
-    def find(self, kind: ModuleKind, key: Hashable) -> tuple[Variant, T | None] | None:
+    def find(
+        self, kind: ModuleKind, key: Hashable, simulation: Simulation
+    ) -> tuple[Variant, T | None] | None:
         """Return the known result of a layer, or None if it must run.
 
         Args:
             kind: the kind of the layer.
             key: other conditions of the result, such as the layer's arguments.
+            simulation: the simulation that runs the layers.
         """
-        for answers, result in self._known.get(_whole(kind, key), ()):
+        whole = _whole(kind, key, simulation)
+        for answers, result in self._known.get(whole, ()):
             if would_answer(answers, kind.values):
-                return _variant(kind, answers), result
+                return (frozenset(answers.items()), whole[0], whole[2]), result
         return None
 
-    def is_alone(self, kind: ModuleKind, key: Hashable) -> bool:
+    def is_alone(self, kind: ModuleKind, key: Hashable, simulation: Simulation) -> bool:
         """Return True if, by the questions so far, no other layer has the same result."""
-        known = self._known.get(_whole(kind, key), ())
+        whole = _whole(kind, key, simulation)
+        known = self._known.get(whole, ())
         questions: list[Expression] = [e for answers, _ in known for e in answers]
         if kind.group.is_by_value:
             questions += exactly(kind.values, kind.group.differing)
@@ -60,17 +71,20 @@ class Variants(Generic[T]):
         return not any(
             [learned(expression, other.values) for expression in questions] == ours
             for other in kind.group.members
-            if other is not kind and _whole(other, key) == _whole(kind, key)
+            if other is not kind and _whole(other, key, simulation) == whole
         )
 
     def run(
-        self, kind: ModuleKind, key: Hashable, values: Values, run: Callable[[list[object]], T]
+        self,
+        kind: ModuleKind,
+        key: Hashable,
+        simulation: Simulation,
+        run: Callable[[list[object]], T],
     ) -> tuple[Variant, T | None]:
         """Run a layer and store its result.
 
         Args:
-            kind, key: as in `find`, which has no result for them.
-            values: the values of tensors that its code may read.
+            kind, key, simulation: as in `find`, which has no result for them.
             run: runs the layer. If it does not run the layer's backward, it adds the tensors from
                 which the backward is reached to a list. If it raises, it leaves no trace. If it
                 raises `NotComparable`, None is remembered.
@@ -79,7 +93,7 @@ class Variants(Generic[T]):
         watched = group.watched
         watch = Watch({position: kind.spots[position] for position in watched})
         kept_alive: list[object] = []
-        reads = values.reads
+        reads, tensors = simulation.values.reads, simulation.digests(kind.tensors)
         try:
             with watch:
                 result = run(kept_alive)
@@ -100,15 +114,15 @@ class Variants(Generic[T]):
                 result = None
         if group.is_by_value:
             answers = exactly(kind.values, group.differing)
-        group.reads_tensors = group.reads_tensors or values.reads > reads
-        self._known.setdefault(_whole(kind, key), []).append((answers, result))
-        return _variant(kind, answers), result
+        group.reads_tensors = group.reads_tensors or simulation.values.reads > reads
+        if group.reads_tensors and simulation.digests(kind.tensors) != tensors:
+            self.have_written, result = True, None
+        whole = group, key, tensors if group.reads_tensors else None
+        self._known.setdefault(whole, []).append((answers, result))
+        return (frozenset(answers.items()), whole[0], whole[2]), result
 
 
-def _variant(kind: ModuleKind, answers: Answers) -> Variant:
-    return frozenset(answers.items()), _whole(kind, None)
-
-
-def _whole(kind: ModuleKind, key: Hashable) -> Hashable:
+def _whole(kind: ModuleKind, key: Hashable, simulation: Simulation) -> tuple[Hashable, ...]:
     """Return all conditions of a layer's result, except for numbers and strings."""
-    return kind.group, key, kind.tensor_values if kind.group.reads_tensors else None
+    values = simulation.digests(kind.tensors) if kind.group.reads_tensors else None
+    return kind.group, key, values

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,26 +31,20 @@ from storage_ops._op_arguments import tensors_in, with_tensors
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.simulate.values.assume import Assumption, Source, name_of
-from storage_ops.simulate.values.wrappers import inside, is_wrapper
+from storage_ops.simulate.values.supposed import (
+    CHOICES,
+    along,
+    choices,
+    of_finite_numbers,
+    some_true,
+)
+from storage_ops.simulate.values.wrappers import is_wrapper
 
 _aten = torch.ops.aten
 # Tensors with more elements or bytes are not followed. The limit allows one-hot choices of 8 among
 # 128 experts for 32768 tokens.
 _LIMIT = 256 << 20
 _SHORT = 16 << 20  # most bytes of floating-point data and constants that are followed
-# Ops that return indices along a dimension, with the position of that argument.
-_CHOICES = {
-    "topk": 2,
-    "argmax": 1,
-    "argmin": 1,
-    "max": 1,
-    "min": 1,
-    "sort": 1,
-    "median": 1,
-    "mode": 1,
-    "kthvalue": 2,
-    "multinomial": None,
-}
 _UNINITIALISED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
 }  # fmt: skip
@@ -84,14 +78,9 @@ class Known:
         return Known(hashlib.blake2b(content, digest_size=16).hexdigest(), elements, None)
 
 
-def digest(t: Tensor) -> str:
-    """Return a digest of the values of a tensor from outside.
-
-    It is "" if its values are not known in a simulation, or if it is larger than sizes and masks.
-    """
-    if is_wrapper(t) or not (_is_real(t) and _is_strided(t) and _is_followed(t)):
-        return ""
-    if t.numel() == 0 or t.untyped_storage().nbytes() > _SHORT:
+def _digest(t: Tensor) -> str:
+    """Return a digest of the values of a real tensor, or "" if a simulation does not follow it."""
+    if not _is_followed(t) or t.numel() == 0:
         return ""
     with no_dispatch(), torch.no_grad():
         return Known.of(t.cpu().contiguous(), t.numel() - 1, None).digest
@@ -116,6 +105,8 @@ class Values:
         self._later: dict[int, Callable[[], Tensor]] = {}
         self._sources: dict[int, Source] = {}
         self._known: dict[int, dict[Any, Known]] = {}
+        self._writes: Counter[int] = Counter()  # how often each storage was written to
+        self._digests: dict[int, tuple[Tensor, str]] = {}  # of tensors from outside, by their ids
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
@@ -146,19 +137,36 @@ class Values:
         elif t.untyped_storage()._cdata in self._sources:
             self._sources[self._key(new)] = self._sources[t.untyped_storage()._cdata]
 
-    def identity(self, t: Tensor) -> Hashable:
-        """Return what identifies the present values of a tensor, or None if none are known.
+    def identity(self, parts: Sequence[Tensor]) -> Hashable:
+        """Return what identifies the present values of tensors, or None if none are known.
 
         Values of a tensor that `imitate` does not copy are not identified. Tensors with different
         storages have different identities, also if their values are equal.
         """
         # References to storages and not their keys, because a later storage can get the same key.
         known = [
-            (weakref.ref(part.untyped_storage()), part._version)
-            for part in (inside(t) if is_wrapper(t) else [t])
+            (weakref.ref(part.untyped_storage()), self._writes[_key_of(part)])
+            for part in parts
             if _is_strided(part) and _is_followed(part) and (_is_real(part) or self.knows(part))
         ]
         return tuple(known) or None
+
+    def digest(self, t: Tensor) -> str:
+        """Return a digest of the present values of a tensor.
+
+        It is "" if its values are not known, or if it is larger than sizes and masks.
+
+        Args:
+            t: a fake tensor, or a tensor from outside that no op has used.
+        """
+        if is_wrapper(t) or not _is_strided(t) or t.untyped_storage().nbytes() > _SHORT:
+            return ""
+        if not _is_real(t):
+            known = self.known(t)
+            return "" if known is None else known.digest
+        if id(t) not in self._digests:
+            self._digests[id(t)] = t, _digest(t)
+        return self._digests[id(t)][1]
 
     def read(self, t: Tensor) -> Tensor | None:
         """Return the values of a fake tensor, or None. Later writes change the result."""
@@ -187,7 +195,7 @@ class Values:
         if not is_followed or t.numel() == 0:
             return None
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        place = (t._version, int(t.storage_offset()), last, t.dtype)
+        place = (self._writes[_key_of(t)], int(t.storage_offset()), last, t.dtype)
         numbers = self._known.setdefault(self._key(t), {})
         if place not in numbers:
             numbers[place] = Known.of(self._read(t), last, self.source(t))
@@ -265,6 +273,7 @@ class Values:
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0, because numbers are finite
         targets = list(_written(func, args, kwargs))
+        self._writes.update(map(self._key, targets))
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
         if not results and not any(map(_is_followed, targets)):
             self._follow_numbers(func, args, kwargs, out, targets)
@@ -337,11 +346,11 @@ class Values:
         if t.dtype == torch.bool:
             kind = "condition"
         else:
-            kind = "choice" if name in _CHOICES and is_integer else "value"
+            kind = "choice" if name in CHOICES and is_integer else "value"
         self._is_unknown(func, args, kwargs, t, kind)
         if kind == "value" or t.numel() == 0:
             return
-        finite = _of_finite_numbers(func, args) if kind == "condition" else None
+        finite = of_finite_numbers(func, args) if kind == "condition" else None
         if finite is not None:
             count: int | None = int(finite) * t.numel()
         else:
@@ -349,10 +358,10 @@ class Values:
         if count is None:
             return
         if kind == "condition":
-            self._know(t, partial(_some_true, t.shape, count))
+            self._know(t, partial(some_true, t.shape, count))
         else:
-            dim = _along(name, args, kwargs)
-            self._know(t, partial(_choices, dim, args[0].shape, t.shape, count))
+            dim = along(name, args, kwargs)
+            self._know(t, partial(choices, dim, args[0].shape, t.shape, count))
 
     def _is_unknown(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, kind: str) -> None:
         """Record the op to name in an error if the values of a tensor are needed."""
@@ -369,7 +378,14 @@ class Values:
         return key
 
     def _gone(self, key: int, reference: object) -> None:
-        for table in (self._bytes, self._later, self._sources, self._known, self._alive):
+        for table in (
+            self._bytes,
+            self._later,
+            self._sources,
+            self._known,
+            self._alive,
+            self._writes,
+        ):
             table.pop(key, None)
 
 
@@ -419,66 +435,6 @@ def _private_random_numbers(func: Overload) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield
-
-
-def _of_finite_numbers(func: Overload, args: Args) -> bool | None:
-    """Return a condition's value for all finite numbers. None if it depends on the number."""
-    name = name_of(func)
-    if name in ("isnan", "isinf"):
-        return False
-    if name not in ("eq", "ne") or len(args) < 2:
-        return None
-    left, right = args[:2]
-    is_inf = isinstance(right, (int, float)) and math.isinf(right)
-    if left is right or is_inf:
-        return (name == "eq") is not is_inf
-    return None
-
-
-def _some_true(shape: torch.Size, count: int) -> Tensor:
-    """Return a mask with `count` True elements, in an order that matches no regular pattern."""
-    numel = shape.numel()
-    value = torch.zeros(numel, dtype=torch.bool)
-    if count in (0, numel):
-        return value.fill_(count > 0).view(shape)
-    order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
-    value[order[:count]] = True
-    return value.view(shape)
-
-
-def _along(name: str, args: Args, kwargs: Kwargs) -> int | None:
-    """Return the dimension along which an op chooses. None means all dimensions."""
-    position = _CHOICES[name]
-    if position is None:
-        return -1
-    missing = None if name.startswith("arg") else -1
-    dim: int | None = kwargs.get("dim", args[position] if len(args) > position else missing)
-    return dim
-
-
-def _choices(dim: int | None, among: torch.Size, shape: torch.Size, count: int) -> Tensor:
-    """Return indices of which `count` are 0, or an even share if that is more. The others are even.
-
-    Indices in a row are different, as in topk.
-    """
-    options = among.numel() if dim is None else among[dim]
-    # The dimension with the choices of a row, unless there is one choice for each row.
-    along = dim if dim is not None and len(shape) == len(among) else None
-    moved = list(shape)
-    if along is not None:
-        moved.append(moved.pop(along))
-    position = torch.arange(shape.numel())
-    if count * options <= shape.numel() or options == 1:
-        value = position % options
-    else:
-        total = shape.numel()
-        # At most one in each row.
-        count = min(count, total // (moved[-1] if along is not None else 1))
-        fullest = (position + 1) * count // total > position * count // total
-        value = ((~fullest).cumsum(0) - 1) % (options - 1) + 1
-        value[fullest] = 0
-    value = value.view(moved)
-    return value if along is None else value.movedim(-1, along)
 
 
 def _same(value: Tensor) -> Tensor:
