@@ -218,6 +218,27 @@ def test_peaks_of_a_row(name, dtype):
         check(run)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("tokens", [64, 200, 800])
+def test_peaks_of_fused_attention(tokens, is_transposed, dtype):
+    q, k, v = (
+        torch.randn(2, tokens, 4, 16, dtype=dtype).transpose(1, 2) if is_transposed
+        else torch.randn(2, 4, tokens, 16, dtype=dtype)
+        for _ in range(3)
+    )  # fmt: skip
+    trained = dtype != torch.bfloat16  # buffers of 16-bit products in the backward do not count
+    leaves = [t.requires_grad_(trained) for t in (q, k, v)]
+
+    def run():
+        out = F.scaled_dot_product_attention(q, k, v)
+        if trained:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return out
+
+    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=0.01)
+
+
 CONVOLUTIONS = {
     "to 8 channels": (lambda: nn.Conv2d(32, 8, 3, padding=1), (4, 32, 32, 32)),
     "of 24 channels": (lambda: nn.Conv2d(24, 24, 3, padding=1), (4, 24, 32, 32)),

@@ -7,6 +7,9 @@ not count.
 oneDNN runs each layer and direction of an LSTM in float32. Training keeps a workspace for the
 backward, with room for the gradients of all states. This was observed on AVX2. oneDNN of torch 2.10
 takes up to twice the temporary memory that is counted here.
+
+Fused attention has buffers for a block of scores in each thread (ATen's FlashAttentionKernel.cpp).
+The buffers of its 16-bit products do not count.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ _LARGE_BATCH = (
 )
 # Copies of an LSTM's hidden states in its workspace. oneDNN 3.7, of torch 2.10, keeps two more.
 _STATES = 5 if torch.__version__.startswith("2.10.") else 3
+# Rows of a block of scores, from this length of the queries on.
+_ROWS = {768: 256, 192: 64, 0: 32}
+_COLUMNS = 512  # most columns of a block
 
 
 def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
@@ -139,6 +145,43 @@ def _lstm_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: S
     scratch.give_back(copies)
 
 
+def _attention_block(queries: Tensor, keys: Tensor) -> tuple[int, int]:
+    """Return the number of rows and columns of a block of scores."""
+    rows = next(rows for least, rows in _ROWS.items() if queries.shape[-2] >= least)
+    return rows, min(_COLUMNS, keys.shape[-2])
+
+
+def _scores_bytes(t: Tensor, elements: int) -> int:
+    """Return the bytes of scores, which for 16-bit tensors exist in float32 and in 16 bits."""
+    return elements * (t.itemsize if t.itemsize >= 4 else 4 + t.itemsize)
+
+
+def _attention(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    for result in out:
+        see(result)
+    queries, keys = args[:2]
+    rows, columns = _attention_block(queries, keys)
+    sums = rows * (2 + queries.shape[-1])
+    nbytes = _scores_bytes(queries, rows * columns) + max(4, queries.itemsize) * sums
+    scratch.use(queries, torch.get_num_threads() * nbytes)
+
+
+def _attention_backward(scratch: Scratch, args: Args, out: tuple[Tensor, ...], see: See) -> None:
+    for result in out:
+        see(result)
+    gradient, queries, keys = args[:3]
+    copies = scratch.contiguous(gradient.transpose(1, 2))
+    rows, columns = _attention_block(queries, keys)
+    nbytes = torch.get_num_threads() * _scores_bytes(queries, 2 * rows * columns)
+    scratch.use(queries, nbytes + max(4, queries.itemsize) * rows)
+    scratch.give_back(copies)
+
+
+describe("_scaled_dot_product_flash_attention_for_cpu.default", scratch_on_cpu=_attention)
+describe(
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+    scratch_on_cpu=_attention_backward,
+)
 describe(
     "mkldnn_rnn_layer.default",
     result_on_cpu=_lstm_result,
