@@ -71,7 +71,7 @@ class Replaced(nn.Module):
     @classmethod
     def change_back(cls, module: nn.Module) -> None:
         """Give a module its class back, unless another class was put on top of this kind's."""
-        if vars(_below(module)).get("_kind") is cls:
+        if vars(below_parametrizations(module)).get("_kind") is cls:
             _change(module, lambda made: made._original)
 
     @classmethod
@@ -118,20 +118,23 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     return cls.forward
 
 
-def is_parametrized(cls: type, module: nn.Module) -> bool:
-    """Return True if torch.nn.utils.parametrize has put this class on top of a module's class."""
-    return cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(module)
+def is_parametrization(cls: type) -> bool:
+    """Return True for a class that `torch.nn.utils.parametrize` puts on top of a module's class."""
+    return cls.__name__.startswith("Parametrized") and cls.__module__ == parametrize.__name__
 
 
-def _below(module: nn.Module) -> Any:
-    """Return the class of a module without its parametrizations."""
-    cls = type(module)
-    return cls.__bases__[0] if is_parametrized(cls, module) else cls
+def below_parametrizations(module: nn.Module) -> Any:
+    """Return the class of a module without its parametrizations.
+
+    The class that torch puts on top references the module, so a cache must not keep it.
+    """
+    cls: Any = type(module)
+    return cls.__bases__[0] if is_parametrization(cls) else cls
 
 
 def _change(module: nn.Module, new: Callable[[Any], Any]) -> None:
     """Change the class of a module below its parametrizations, which torch removes from the top."""
-    top, below = type(module), _below(module)
+    top, below = type(module), below_parametrizations(module)
     if below is top:
         module.__class__ = new(top)
         return

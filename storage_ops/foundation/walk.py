@@ -28,10 +28,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from storage_ops._subclass import is_parametrization
 
 T = TypeVar("T")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype)
@@ -65,20 +66,6 @@ _KINDS = (
     (random.Random, GENERATOR),
     (weakref.ref, REFERENCE),
 )
-
-
-def is_parametrization(cls: type) -> bool:
-    """Return True for a class that `torch.nn.utils.parametrize` puts on top of a module's class."""
-    return cls.__name__.startswith("Parametrized") and cls.__module__ == parametrize.__name__
-
-
-def class_of(module: nn.Module) -> Any:
-    """Return the class of a module without its parametrizations.
-
-    The class that torch puts on top references the module, so a cache must not keep it.
-    """
-    cls: Any = type(module)
-    return cls.__bases__[0] if is_parametrization(cls) else cls
 
 
 class _ByClass(dict[type, T]):

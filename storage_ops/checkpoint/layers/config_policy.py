@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from storage_ops._subclass import is_parametrized
+from storage_ops._subclass import is_parametrization
 from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig
 from storage_ops.checkpoint.selective.policies import (
     Policy,
@@ -98,7 +98,7 @@ def class_of(module: nn.Module) -> type:
     while True:
         if "_original" in vars(cls):
             cls = cls._original
-        elif cls.__bases__[0].__name__ == "FSDPModule" or is_parametrized(cls, module):
+        elif cls.__bases__[0].__name__ == "FSDPModule" or is_parametrization(cls):
             cls = cls.__bases__[-1]
         else:
             return cls  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from storage_ops import _library
+from storage_ops._subclass import is_parametrization
 from storage_ops.checkpoint.state.calls import HOOKS_OF_ALL_MODULES
 from storage_ops.checkpoint.state.code_writes import may_write_parameters
 from storage_ops.checkpoint.state.containers import copy_of
@@ -39,7 +40,6 @@ from storage_ops.foundation.walk import (
     PLAIN,
     TENSOR,
     cells_of,
-    is_parametrization,
     kind_of,
     values_in,
 )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from storage_ops._subclass import below_parametrizations
 from storage_ops.checkpoint.state import code_writes, known_walks
 from storage_ops.checkpoint.state.contents import SMALL
 from storage_ops.checkpoint.state.known_walks import Facts, KnownWalk, Objects, Reads
@@ -34,7 +35,6 @@ from storage_ops.foundation.walk import (
     Name,
     attributes_of,
     cells_of,
-    class_of,
     globals_of,
     is_data,
     is_module_of_torch,
@@ -272,14 +272,14 @@ class Surroundings:
         modules = [m for m in _modules_in(root) if m is root or id(m) not in seen]
         self.modules += modules
         seen.update(map(id, modules))
-        types = dict.fromkeys(map(class_of, modules))
+        types = dict.fromkeys(map(below_parametrizations, modules))
         facts = _facts_of(tuple(types))
         self.code.append(facts.names)
         if self._reads is not None:
             self._note_modules(self._reads, modules, facts)
         inside: list[Any] = []
         for module in modules:
-            if class_of(module) in facts.own:
+            if below_parametrizations(module) in facts.own:
                 self.attributes.append(vars(module))
                 values = self._inside_attributes(vars(module), facts.names)
                 # A module that is an attribute but no submodule is usually the enclosing model.
@@ -287,7 +287,7 @@ class Surroundings:
             if module._forward_pre_hooks or module._forward_hooks:
                 inside += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if facts.adapters:
-            adapters = (m for m in modules if class_of(m) in facts.adapters)
+            adapters = (m for m in modules if below_parametrizations(m) in facts.adapters)
             may_write = (getattr(m, "merged", False) for m in adapters)
             if not any(may_write):
                 # The forward of an adapter names the method that removes a merged adapter from the
@@ -303,12 +303,12 @@ class Surroundings:
     def _note_modules(self, reads: Reads, modules: list[nn.Module], facts: _Classes) -> None:
         for module in modules:
             reads.add_module(module)
-        for cls in dict.fromkeys(map(class_of, modules)):
+        for cls in dict.fromkeys(map(below_parametrizations, modules)):
             reads.own(code_writes.run_by(cls))
         for base in facts.bases:
             reads.add_class(base)
         for module in modules:
-            if class_of(module) in facts.adapters and hasattr(module, "merged"):
+            if below_parametrizations(module) in facts.adapters and hasattr(module, "merged"):
                 # PEFT derives `merged` from this list. Whether it is empty matters to the walk.
                 adapters = vars(module).get("merged_adapters")
                 if isinstance(adapters, list):
