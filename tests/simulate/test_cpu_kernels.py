@@ -178,6 +178,8 @@ ELSEWHERE = {  # tested with the layers that call these ops
     "aten::mm", "aten::addmm", "aten::convolution.default", "aten::convolution_backward.default",
     "aten::_ctc_loss_backward", "aten::mkldnn_rnn_layer.default",
     "aten::mkldnn_rnn_layer_backward.default",
+    "aten::_scaled_dot_product_flash_attention_for_cpu.default",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward.default",
 }  # fmt: skip
 
 
