@@ -57,7 +57,7 @@ class Variants(Generic[T]):
         whole = _whole(kind, key, simulation)
         for answers, result in self._known.get(whole, ()):
             if would_answer(answers, kind.values):
-                return (frozenset(answers.items()), whole[0], whole[2]), result
+                return _variant(answers, whole), result
         return None
 
     def is_alone(self, kind: ModuleKind, key: Hashable, simulation: Simulation) -> bool:
@@ -119,7 +119,12 @@ class Variants(Generic[T]):
             self.have_written, result = True, None
         whole = group, key, tensors if group.reads_tensors else None
         self._known.setdefault(whole, []).append((answers, result))
-        return (frozenset(answers.items()), whole[0], whole[2]), result
+        return _variant(answers, whole), result
+
+
+def _variant(answers: Answers, whole: tuple[Hashable, ...]) -> Variant:
+    """Return the answers of layers, and the values of their tensors if those matter."""
+    return frozenset(answers.items()), whole[-1]
 
 
 def _whole(kind: ModuleKind, key: Hashable, simulation: Simulation) -> tuple[Hashable, ...]:
