@@ -193,11 +193,39 @@ def cells_of(fn: FunctionType) -> Iterator[Name]:
 
 
 def globals_of(fn: FunctionType) -> Iterator[Name]:
-    """Yield the globals that a function names, except for plain values."""
-    values = fn.__globals__
-    for name in names_of_globals(fn.__code__):
-        if name in values and kind_of(type(values[name])) != PLAIN:
-            yield values, name, values[name]
+    """Yield the globals that a function names, except for plain values.
+
+    If the function names a Python module, the variables of that module which the code of the
+    function names are globals, too.
+    """
+    for values, names in scopes_of(fn):
+        for name in names:
+            if name in values and kind_of(type(values[name])) != PLAIN:
+                yield values, name, values[name]
+
+
+def scopes_of(fn: FunctionType) -> Iterator[tuple[dict[str, Any], Iterable[str]]]:
+    """Yield the dictionaries with the globals that a function names, and these names.
+
+    The first is the function's own. The others belong to Python modules that it names, such as
+    `stats` in `stats.count(x)`. Modules of `OPAQUE` packages are left out.
+    """
+    names: Iterable[str] = names_of_globals(fn.__code__)
+    yield fn.__globals__, names
+    found = _python_modules(fn.__globals__, names)
+    if found:
+        attributes = names_of_code(fn.__code__)
+        for module in found:  # the loop appends to the list
+            yield vars(module), attributes
+            inner = _python_modules(vars(module), attributes)
+            found += [each for each in inner if each not in found]
+
+
+def _python_modules(values: dict[str, Any], names: Iterable[str]) -> list[ModuleType]:
+    # pytest lets an `assert` of a test name modules of pytest, under names such as `@pytest_ar`.
+    values_of_names = [values.get(name) for name in names if name.isidentifier()]
+    found = [value for value in values_of_names if isinstance(value, ModuleType)]
+    return [module for module in found if module.__name__.partition(".")[0] not in OPAQUE]
 
 
 def cached_by_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
@@ -228,6 +256,13 @@ def _find_globals(code: CodeType) -> set[str]:
         if isinstance(const, CodeType):
             names |= _find_globals(const)
     return names
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of_code(code: CodeType) -> frozenset[str]:
+    """Return the names of attributes and globals that code uses."""
+    inner = (names_of_code(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 class Access(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from storage_ops.foundation.walk import cached_by_code, is_of_torch, package_of
+from storage_ops.foundation.walk import cached_by_code, is_of_torch, names_of_code, package_of
 
 # How code may write tensors. These are bits of an integer, which are fast to combine.
 IN_PLACE = 1  # by an op that increments the version of the tensor
@@ -203,13 +203,6 @@ def run_by(cls: type) -> tuple[FunctionType, ...]:
 def _methods(cls: type) -> dict[str, FunctionType]:
     bases = [c for c in reversed(cls.__mro__) if not is_of_torch(c)]
     return {n: fn for c in bases for n, value in vars(c).items() if (fn := _function(value))}
-
-
-@functools.lru_cache(maxsize=4096)
-def names_of_code(code: CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals that code uses."""
-    inner = (names_of_code(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -116,11 +116,18 @@ class Reads:
         self.add_container(call.args, False, temporary=True)
         self.add_container(call.keywords, False, temporary=True)
 
-    def add_function(self, fn: Any, names_of_globals: Sequence[str]) -> None:
-        """Note the code, the closure, the defaults and some globals of a function."""
+    def add_function(self, fn: Any, scopes: Iterable[tuple[dict[str, Any], Iterable[str]]]) -> None:
+        """Note the code, the closure, the defaults and some globals of a function.
+
+        Args:
+            fn: the function.
+            scopes: dictionaries with globals, and names in them, as `scopes_of` returns.
+        """
         temporary = _is_nested(fn)
         self._add(_ATTRIBUTES, fn, _OF_FUNCTION, temporary=temporary)
-        self._add(_NAMES, fn.__globals__, names_of_globals)
+        for values, names in scopes:
+            outlives = values is not fn.__globals__  # the variables of another Python module
+            self.entries.append((_NAMES, values, tuple(names), False, outlives, False))
         if fn.__closure__:
             self._add(_ITEMS, fn.__closure__, temporary=temporary)
             for cell in fn.__closure__:

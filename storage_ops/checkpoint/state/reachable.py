@@ -41,9 +41,9 @@ from storage_ops.foundation.walk import (
     is_of_torch,
     is_opaque,
     kind_of,
-    names_of_globals,
     names_of_slots,
     package_of,
+    scopes_of,
     slots_of,
     values_in,
 )
@@ -319,7 +319,7 @@ class Surroundings:
     def _inside_function(self, fn: FunctionType) -> tuple[list[Any], frozenset[str]]:
         facts = code_writes.facts_of(fn.__code__)
         if self._reads is not None:
-            self._reads.add_function(fn, names_of_globals(fn.__code__))
+            self._reads.add_function(fn, scopes_of(fn))
         self.writes |= facts.writes
         self.called.append(facts.names)
         self.code.append(facts.names)
