@@ -35,8 +35,10 @@ class Replaced(nn.Module):
     and pickles of the module are of such a class, too.
     """
 
-    # Each class that `over` makes has the class that it replaces, and the subclass of this one.
+    # Each class that `over` makes has the class that it replaces, that class's forward as it is
+    # defined, and the subclass of this one.
     _original: Any
+    _replaced: Any
     _kind: Any
 
     @staticmethod
@@ -46,9 +48,12 @@ class Replaced(nn.Module):
 
     @classmethod
     def over(cls, original: type[nn.Module]) -> Any:
-        """Return the subclass of this kind and `original`, under the name of `original`."""
+        """Return the subclass of this kind and `original`, under the name of `original`.
+
+        Each class has one such subclass, until another forward is assigned to the class.
+        """
         subclass = _made.get((cls, original))
-        if subclass is None:
+        if subclass is None or subclass._replaced is not _defined_forward(original):
             subclass = _made[cls, original] = cls._make(original)
         return subclass
 
@@ -81,6 +86,7 @@ class Replaced(nn.Module):
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "_original": original,
+            "_replaced": _defined_forward(original),
             "_kind": cls,
         }
         forward = cls.forward_over(_forward_of(original))
@@ -106,9 +112,13 @@ class Replaced(nn.Module):
         return (_rebuild, (function, args, tuple(kinds)), *rest)
 
 
+def _defined_forward(cls: type[nn.Module]) -> Any:
+    return inspect.getattr_static(cls, "forward")
+
+
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward of a class as a function of the module and the arguments."""
-    defined: Any = inspect.getattr_static(cls, "forward")
+    defined = _defined_forward(cls)
     if isinstance(defined, classmethod):
         of_class = defined.__func__
         return lambda self, *args, **kwargs: of_class(type(self), *args, **kwargs)

@@ -95,3 +95,19 @@ def test_which_modules_are_of_torch():
         so.CheckpointWrapper(module)
         both(module)
     assert is_module_of_torch(type(plain)) and not is_module_of_torch(type(local))
+
+
+def test_a_forward_that_is_assigned_to_the_class_before_wrapping_runs():
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sin()
+
+    def forward(self, x, scale=1.0):
+        return nn.Linear.forward(self, x).cos() * scale
+
+    first, second = so.CheckpointWrapper(Layer(4, 4)), Layer(4, 4)
+    Layer.forward = forward
+    second, x = so.CheckpointWrapper(second), torch.randn(3, 4)
+    torch.testing.assert_close(second(x, scale=2.0), forward(second, x, 2.0), rtol=0, atol=0)
+    torch.testing.assert_close(first(x), nn.Linear.forward(first, x).sin(), rtol=0, atol=0)
+    assert isinstance(copy.deepcopy(second), Layer)
