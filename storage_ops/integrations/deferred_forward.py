@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from storage_ops.integrations.gathered_head import Gathering
 
 IGNORED = -100  # the ignored label in transformers' losses
+_CHECKPOINTS = ("torch.utils.checkpoint", "storage_ops.checkpoint")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,7 @@ class Forward:
         others: functions that compute per-token values from the logits and targets (N,) of a loss,
             by name.
         max_valid: as in `linear_cross_entropy`.
+        region: the hooks of the activation checkpoint around the forward, or None.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Forward:
         self.temperature = 1.0
         self.others: dict[str, Callable[[DeferredLogits, Tensor], Tensor]] = {}
         self.max_valid: Literal["sync"] | None = None
+        self.region = _region()
 
     @property
     def places(self) -> Tensor:
@@ -168,6 +171,7 @@ class Origin:
         autocast: the result of autocast_dtype() during the call.
         has_loss: whether the logits have led to a loss.
         versions: versions of the layer's parameters and the hidden states.
+        region: the hooks of the activation checkpoint around the call, or None.
     """
 
     def __init__(self, forward: Forward, weight: Tensor, hidden: Tensor, layer: nn.Module) -> None:
@@ -182,6 +186,7 @@ class Origin:
         self.dtype = hidden.dtype
         self.autocast = autocast_dtype(hidden)
         self.has_loss = False
+        self.region = _region()
         self.versions = Versions((hidden, *layer.parameters()))
         if forward.labels is None:  # DDP looks for unused parameters in the output of a model
             hidden = _Reaching.apply(hidden, *layer.parameters())  # type: ignore[no-untyped-call]
@@ -203,7 +208,19 @@ class Origin:
             return function(hidden) if self.gathering is None else self.gathering(function, hidden)
 
     def reaches_loss(self) -> None:
-        """Record that the logits led to a loss."""
+        """Record that the logits led to a loss.
+
+        Raises:
+            Refused: an activation checkpoint inside the forward contains the layer and the loss.
+        """
+        region, name = _region(), self.forward.model
+        if region is not None and region == self.region != self.forward.region:
+            raise Refused(
+                f"patch_causal_lm: the forward of {name} computes its output layer and its loss in "
+                "an activation checkpoint, whose recompute runs after the forward and would form "
+                "the logits. Call them without that checkpoint, because the patched loss keeps no "
+                "logits, or call storage_ops.unpatch_causal_lm(model)."
+            )
         if not self.has_loss:
             self.has_loss = True
             self.forward.losses += 1
@@ -222,6 +239,15 @@ class Origin:
             return contextlib.nullcontext()
         on = self.autocast is not None
         return torch.autocast(hidden.device.type, self.autocast, enabled=on)
+
+
+def _region() -> Any:
+    """Return the saved-tensor hooks of the activation checkpoint around the caller, or None."""
+    if torch.compiler.is_compiling():  # the graph contains the recompute
+        return None
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    module = getattr(hooks[0], "__module__", "") if hooks else ""
+    return hooks if module.startswith(_CHECKPOINTS) else None
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
