@@ -387,3 +387,21 @@ def test_normal_numbers_of_float_and_double(path):
 
 def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_new_module_at_the_address_of_another_can_become_known():
+    if known_walks._native is None:
+        pytest.skip("there is no library for this torch")
+    fn, x = known(Block())
+    key = known_walks.start_of(functools.partial(Block.forward, fn), []).key
+    fn.hidden = torch.randn(4)  # a walk with a tensor in an attribute never becomes known
+    for _ in range(2 * CALLS):
+        fn(x).sum().backward()
+    assert known_walks._known[key].walk is None
+    entry, others = known_walks._known.pop(key), known(Block())
+    start = known_walks.start_of(functools.partial(Block.forward, others[0]), [])
+    del fn
+    known_walks._known[start.key] = entry  # as if the new module had the same address
+    for _ in range(CALLS):
+        others[0](x).sum().backward()
+    assert known_walks._known[start.key].walk is not None

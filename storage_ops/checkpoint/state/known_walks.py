@@ -19,6 +19,7 @@ import functools
 import gc
 import inspect
 import sys
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType
@@ -205,13 +206,23 @@ class Objects(NamedTuple):
 
 
 class Entry:
-    """A walk that may be known."""
+    """A walk that may be known.
 
-    def __init__(self) -> None:
+    Args:
+        roots: functions and modules where it begins.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._modules = [weakref.ref(root) for root in roots if isinstance(root, nn.Module)]
         self.walk: Any = None
         self.facts = Facts([], [], 0, (), False)
         self.attempts = 0  # the number of walks noted since a call last found the same
         self.are_looked_at = False  # whether the modules are known to be in `contents.looked_at`
+
+    @property
+    def is_of_deleted(self) -> bool:
+        """Return True if a module was deleted, so that another one can have its place in a key."""
+        return any(reference() is None for reference in self._modules)
 
 
 class KnownWalk:
@@ -353,10 +364,10 @@ def find(start: Start) -> tuple[KnownWalk | None, Reads | None]:
     """
     key = start.key
     known = _known.get(key)
-    if known is None:
+    if known is None or known.is_of_deleted:
         if len(_known) >= _MANY:
             _known.clear()
-        known = _known[key] = Entry()
+        known = _known[key] = Entry(start.roots)
     elif known.walk is not None:
         seen = known.walk.see(start.roots)
         if seen is not None:
