@@ -8,6 +8,7 @@
 #pragma once
 #include "op_log.h"
 #include "saved_tensors.h"
+#include "unseen.h"
 // Python.h, which it includes, comes first.
 #include <ATen/Context.h>
 #include <ATen/core/boxing/impl/boxing.h>
@@ -133,6 +134,8 @@ struct Ops {
     op->is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     op->is_cast = name == "aten::_to_copy";
     op->draws = handle.hasTag(at::Tag::nondeterministic_seeded);
+    op->adds_to_product =
+        name == "aten::linear" || name == "aten::_scaled_dot_product_attention_math";
     for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
       if (handle.hasKernelForDispatchKey(key)) op->autocast = op->autocast.add(key);
     }
@@ -178,6 +181,30 @@ inline void abandon_all(bool needs_python) {
   }
 }
 
+inline at::Tensor copy_of(const at::Tensor& t) {
+  const Unseen unseen;
+  return t.clone();
+}
+
+// Replaces the saved result of the last op by a copy, because the next op writes to it.
+inline void copy_last_result(Log& log) {
+  for (size_t i = log.events.size(); i-- > 0;) {
+    const auto& [op, call, result] = log.events[i];
+    if (!op || op->name == "aten::_unsafe_view") continue;  // a saved tensor, or the same bytes
+    if (!result || result->values.size() != 1 || !result->values[0].isTensor()) return;
+    const at::Tensor& t = result->values[0].toTensor();
+    if (result->is_modified()) return;
+    const at::Tensor copy = copy_of(t);
+    log.on_storage.erase(key_of(t));
+    log.on_storage[key_of(copy)] = result.get();
+    result->values[0] = copy;
+    result->versions.clear();
+    result->watch(copy);
+    result->is_written_later = true;
+    return;
+  }
+}
+
 struct RunningOp {
   Frame* region = nullptr;  // the region whose depth the op has increased, or null
   const Op* op = nullptr;
@@ -186,6 +213,17 @@ struct RunningOp {
 
 // An object for each op, as `RecordFunction` can keep, takes longer.
 inline thread_local std::vector<RunningOp> running_ops;
+
+// Copies the saved product to which an op of torch adds in place. Linear layers do so if their
+// input is not contiguous. Under a Python mode, torch adds out of place.
+inline void copy_product(const Op* op) {
+  if (running_ops.empty() || op->name != "aten::add_.Tensor") return;
+  const Op* caller = running_ops.back().op;
+  if (!caller || !caller->adds_to_product) return;
+  for (Frame* f = top_frame; f && f->depth == 0; f = f->outer) {
+    if (!f->cursor && !f->is_idle()) copy_last_result(f->store->log);
+  }
+}
 
 // Returns those of some autocast keys that are active.
 inline c10::DispatchKeySet active(c10::DispatchKeySet keys) {
@@ -224,7 +262,8 @@ inline RunningOp counting(const at::RecordFunction& call) {
     if (is_new && op->is_of_library && !op->is_composite) abandon_all(false);
   }
   const Op* op = found->second;
-  if (op->is_composite || !op->counts) return {};
+  if (op->is_composite) return {nullptr, op, {}};
+  if (!op->counts) return {};
   bool is_logged = false;
   if (is_after_autocast(f)) {
     is_logged = running_ops.back().op == op;
@@ -233,6 +272,7 @@ inline RunningOp counting(const at::RecordFunction& call) {
   if (f->depth == 0 && !is_logged &&
       !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) {
     if (op->is_collective) abandon_all(true);  // its writes do not increment versions
+    copy_product(op);
     log_op(op);
   }
   return {f, op, active(op->autocast)};
@@ -362,9 +402,13 @@ inline void replay(Store& store, Cursor& cursor, const Op* op, torch::jit::Stack
   }
   cursor.use(position);
   torch::jit::drop(*stack, arguments);
-  const bool again = is_needed_again(store);
+  const bool again = is_needed_again(store), copies = (*result)->is_written_later;
   for (c10::IValue& value : (*result)->values) {
-    stack->push_back(again ? alias_of(value) : std::move(value));
+    if (!again) {
+      stack->push_back(std::move(value));
+    } else {
+      stack->push_back(copies ? c10::IValue(copy_of(value.toTensor())) : alias_of(value));
+    }
   }
   if (!again) result->reset();
 }

@@ -42,6 +42,7 @@ struct Op {
   bool is_cast = false;
   bool draws = false;            // uses random numbers
   bool has_kernel = false;       // whether `add_kernel` has added a kernel
+  bool adds_to_product = false;  // may add a bias or a mask in place to a product that it computes
   c10::DispatchKeySet autocast;  // the keys for which it has a kernel that casts arguments
 };
 
@@ -141,6 +142,7 @@ struct Result {
   c10::SmallVector<std::pair<at::Tensor, int64_t>, 3> versions;
   std::vector<std::pair<at::Generator, at::Tensor>> random;  // generator states after the op
   bool offloads = false;
+  bool is_written_later = false;  // by the region, which wrote to a copy in the forward
   Ref trips;  // of its bytes to host memory and back. Empty when the result is freed.
 
   void watch(const at::Tensor& t) { versions.emplace_back(t, t._version()); }
