@@ -167,7 +167,7 @@ def test_forcing_cuda_without_nvcc_says_so(tree):
         assert "torch>=2.10" in run_setup(tree, "build_ext", **environment).stderr
     else:
         result = run_setup(tree, "build_ext", FORCE_CUDA="1", PATH="/usr/bin", CUDA_HOME="")
-        assert "FORCE_CUDA=1 but nvcc was not found" in result.stderr
+        assert "FORCE_CUDA is 1, but nvcc was not found" in result.stderr
 
 
 LOGS = sorted((ROOT / "build").glob("native-*/*.log"))
