@@ -217,9 +217,8 @@ inline thread_local std::vector<RunningOp> running_ops;
 // Copies the saved product to which an op of torch adds in place. Linear layers do so if their
 // input is not contiguous. Under a Python mode, torch adds out of place.
 inline void copy_product(const Op* op) {
-  if (running_ops.empty() || op->name != "aten::add_.Tensor") return;
-  const Op* caller = running_ops.back().op;
-  if (!caller || !caller->adds_to_product) return;
+  const Op* caller = running_ops.empty() ? nullptr : running_ops.back().op;
+  if (!caller || !caller->adds_to_product || op->name != "aten::add_.Tensor") return;
   for (Frame* f = top_frame; f && f->depth == 0; f = f->outer) {
     if (!f->cursor && !f->is_idle()) copy_last_result(f->store->log);
   }
