@@ -15,8 +15,6 @@ from storage_ops.optional import required
 if TYPE_CHECKING:
     from torch import nn
 
-BUDGET = "80GiB"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options for the model, its training step and its devices."""
@@ -71,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = parser.add_argument_group("the devices")
     devices.add_argument(
         "--budget",
-        default=BUDGET,
-        help=f"usable memory of a device, such as 70GiB (default: {BUDGET})",
+        help="usable memory of a device, such as 70GiB (default: the memory of --device, without "
+        "0.5 GiB for the CUDA context)",
     )
     ranks.add_arguments(devices)
     output.add_device(devices)

@@ -17,7 +17,7 @@ from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import DEVICES, Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (
@@ -48,7 +48,7 @@ from storage_ops.simulate.ranks.collectives import (
     is_sharded_alone,
     updated_locally,
 )
-from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.rates import kind_of, rates_for
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
@@ -236,18 +236,7 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
     if device is None:
         batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
         return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
-    name = str(device).lower()
-    if name in DEVICES:
-        return name != "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}, 'cuda', or None."
-        )
-    return kind == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
