@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
@@ -206,16 +205,6 @@ def check_model(model: object) -> None:
     """Raise a TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
-
-
-def warn_of_eval_mode(model: nn.Module, function: str) -> None:
-    """Warn if a model is not in training mode, such as a model of `from_pretrained`."""
-    if not model.training:
-        warn_caller(
-            f"{function}: `model`, a {type(model).__name__}, is in eval mode, in which dropout and "
-            "other parts take less memory than in training. Trainers train in training mode. Call "
-            "model.train() first."
-        )
 
 
 def check_accumulate(accumulate: object) -> None:
