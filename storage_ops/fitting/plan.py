@@ -313,8 +313,9 @@ def load_fit(
         loss: a loss like that of `fit`, if the plan has actions for a head in it.
 
     Raises:
-        ValueError: the file is not a plan, or is a plan of another model. OSError: the file cannot
-            be read.
+        TypeError: `path` is no path.
+        ValueError: the file is not a plan, or is a plan of another model.
+        OSError: the file cannot be read.
 
     Example:
         >>> import tempfile, os
@@ -327,6 +328,11 @@ def load_fit(
         >>> again.peak_bytes == plan.peak_bytes
         True
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"load_fit: `path` is a {type(path).__name__}. Expected the path of a file that "
+            "plan.save() wrote."
+        )
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:

@@ -265,7 +265,8 @@ def optimizer_of(
     created = make(trained) if callable(make) and trained else None
     if trained and not isinstance(created, Optimizer):
         raise TypeError(
-            f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, or None."
+            f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, such as "
+            "torch.optim.AdamW, or None."
         )
     _check_step(created)
     return created

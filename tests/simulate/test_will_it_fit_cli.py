@@ -66,6 +66,7 @@ def test_json(command, capsys):
         (["--budget", "all"], "--budget is 'all'"),
         (["--device", "h1"], "--device is 'h1'. Expected one of cpu, h200"),
         (["--hf-config", "no.json"], "--hf-config is no.json, which transformers cannot read"),
+        (["--hf-config", "org/model-8B"], "run `hf download org/model-8B config.json`."),
     ],
 )
 def test_complaints(command, options, complaint, capsys):
