@@ -43,6 +43,8 @@ def with_cpu_parameter():
     model[0][0].bias = nn.Parameter(torch.Tensor(WIDTH))
     return model, torch.empty(512, WIDTH)
 
+a_model = nn.Linear(WIDTH, WIDTH)
+
 class Mixed(nn.Linear):
     def forward(self, x):
         return torch.bmm(x[None], self.weight[None].double())
@@ -156,6 +158,7 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
             "which returned int. Expected (model, batch) or (model, batch, loss)",
             id="number",
         ),
+        pytest.param("a_model", [], "which raised TypeError: Linear.forward()", id="a model"),
         pytest.param("without_batch", [], "which returned tuple (Sequential)", id="no batch"),
         pytest.param(
             "text",

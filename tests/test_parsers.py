@@ -4,6 +4,7 @@ The package runs nothing that it reads. No parser calls eval or loads a pickle.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -113,6 +114,16 @@ def test_plans(plan, at, other):
         if answers(lambda: (loaded.apply(), True)) is not None:
             loaded.undo()
     assert all(type(m) in (nn.Sequential, nn.Linear, nn.GELU) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step_seconds", 0), ("step_seconds", math.inf), ("seconds", math.nan)]
+)
+def test_impossible_times_are_no_plan(name, value, plan, tmp_path):
+    """Such a plan could not be printed."""
+    (tmp_path / "no.json").write_text(json.dumps(plan[1] | {name: value}))
+    with pytest.raises(ValueError, match="is not a plan of fit"):
+        so.load_fit(tmp_path / "no.json", plan[2])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", DEEP, '{"format": 1}', "\x00"])

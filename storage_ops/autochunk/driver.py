@@ -210,7 +210,7 @@ class _Work:
         if size == 0:
             raise Conflict("is empty", amplifier)
         if self.num_chunks is None and size <= budget:
-            raise Conflict(f"fits in the memory budget of {budget} bytes as a whole", amplifier)
+            raise Conflict(f"fits in the memory budget of {readable(budget)} as a whole", amplifier)
 
     def budget(self, amplifier: fx.Node) -> int:
         device = amplifier.meta["val"].device

@@ -13,7 +13,7 @@ from storage_ops.cli.model_function import takes
 from storage_ops.cli.workload import Workload, largest_to_try, model_errors, resized, workload
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.progress import showing
-from storage_ops.quantities import parse_bytes, readable, unit_of
+from storage_ops.quantities import readable, unit_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,13 +58,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace, console: Console) -> int:
     """Print a plan for --batch and --seq. Return the exit code."""
     from storage_ops.fitting.fit import NothingFits, Search
+    from storage_ops.simulate.rates import budget_of
 
     assumptions: list[str] = []
     try:
         output.check_folder("--save", args.save)
         output.check_plot(args.plot)
-        budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
+        budget = budget_of(args.budget, args.device, step.model)
         errors = model_errors(args, step.model)
         with errors, ranks.one_of(args, step.model), showing("fit"):
             optimizer = ranks.optimizer_of(args, step.model)
@@ -87,11 +88,13 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size, or the cheapest GPU. Return 0, or 1 if nothing fits."""
+    from storage_ops.simulate.rates import budget_of
+
     _check_find(args)
     output.check_folder("--save", args.save)
-    budget = parse_bytes(args.budget, "--budget")
     smallest = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | smallest))
+    budget = budget_of(args.budget, args.device, step.model)
     with model_errors(args, step.model), ranks.one_of(args, step.model):
         optimizer = ranks.optimizer_of(args, step.model)
         assumptions = ranks.assumptions(args, step.model)
@@ -154,7 +157,7 @@ def _check_find(args: argparse.Namespace) -> None:
             f"--find is {args.find}, but {args.model} has no argument {args.find}. Add the "
             "argument to the function, or pass --find device."
         )
-    for name, default in (("budget", hf_model.BUDGET), ("device", DEFAULT_GPU)):
+    for name, default in (("budget", None), ("device", DEFAULT_GPU)):
         if args.find == "device" and (value := getattr(args, name)) != default:
             raise ValueError(
                 f"--{name} is {value}, but --find device finds it. Leave out --{name}."

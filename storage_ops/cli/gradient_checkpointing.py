@@ -63,7 +63,11 @@ def _method(model: nn.Module, verb: str) -> Any:
 
 
 def compared(
-    args: argparse.Namespace, step: Workload, optimizer: type[Optimizer] | None, checkpointed: int
+    args: argparse.Namespace,
+    step: Workload,
+    optimizer: type[Optimizer] | None,
+    checkpointed: int,
+    budget: int,
 ) -> list[Peak]:
     """Return three peaks: without recomputing, with gradient checkpointing, and with a plan.
 
@@ -72,11 +76,11 @@ def compared(
         step: the model with gradient checkpointing disabled, its batch and its loss.
         optimizer: the class of the step's optimizer.
         checkpointed: the peak with gradient checkpointing, in bytes.
+        budget: the budget in bytes.
     """
     from storage_ops.fitting.fit import NothingFits, Search
     from storage_ops.memory import simulate_step
     from storage_ops.progress import showing
-    from storage_ops.quantities import parse_bytes
 
     kept = simulate_step(
         step.model, step.batch, loss=step.loss, optimizer=optimizer, device=args.device,
@@ -86,7 +90,7 @@ def compared(
     with showing("fit"):
         search = Search(*step, optimizer, args.device, None, ranks.accumulates(args))
         try:
-            plan = search.plan(parse_bytes(args.budget, "--budget"))
+            plan = search.plan(budget)
             ours = Peak("a plan of fit", plan.peak_bytes, plan.seconds)
             # Gradient checkpointing recomputes whole layers, as full checkpoints do.
             seconds = plan.totals["full checkpoint"][1]

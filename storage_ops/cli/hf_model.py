@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from storage_ops.optional import required
 
 if TYPE_CHECKING:
     from torch import nn
-
-BUDGET = "80GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = parser.add_argument_group("the devices")
     devices.add_argument(
         "--budget",
-        default=BUDGET,
-        help=f"usable memory of a device, such as 70GiB (default: {BUDGET})",
+        help="usable memory of a device, such as 70GiB (default: the memory of --device, without "
+        "0.5 GiB for the CUDA context)",
     )
     ranks.add_arguments(devices)
     output.add_device(devices)
@@ -122,9 +121,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         with torch.device("meta"), autocast.default_dtype(dtype):
             created = cls.from_config(config) if "Auto" in cls.__name__ else cls(config)
     except Exception as error:  # a config's own code may raise anything
+        given, hint = str(args.hf_config), ""
+        may_be_of_the_hub = re.fullmatch(r"[\w-]+/[\w.-]+(?<!\.json)", given)
+        if may_be_of_the_hub and not args.hf_config.exists():
+            hint = f" For a model of the hub, first run `hf download {given} config.json`."
         raise ValueError(
             f"--hf-config is {args.hf_config}, which transformers cannot read: {_why(error)}. "
-            "Expected the config.json of a model of transformers."
+            f"Expected the config.json of a model of transformers.{hint}"
         ) from error
     from storage_ops.cli import hf_batch, packing
     from storage_ops.cli.quantized.adapters import adapted

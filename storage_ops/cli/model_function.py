@@ -45,7 +45,9 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
             result = function(**sizes)
     except Exception as error:  # the user's code may raise anything
         raise ValueError(
-            f"--model is {args.model}, which raised {_with_line(error, function)}. {_EXPECTED}"
+            f"--model is {args.model}, which raised {_with_line(error, args.model)}. Expected a "
+            "function that runs on the meta device, without a GPU and weights, and returns (model, "
+            "batch) or (model, batch, loss)."
         ) from error
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     if not (is_tuple and isinstance(result[0], nn.Module)):
@@ -158,9 +160,9 @@ def _types(value: object) -> str:
     return name
 
 
-def _with_line(error: Exception, function: Callable[..., Any]) -> str:
-    """Return an error in one line, with the innermost line of its traceback in the user's file."""
-    file, line = inspect.getsourcefile(function), ""
+def _with_line(error: Exception, spelled: str) -> str:
+    """Return an error in one line, with the innermost line of its traceback in FILE.py."""
+    file, line = str(Path(spelled.rpartition(":")[0]).resolve()), ""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == file:

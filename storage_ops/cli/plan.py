@@ -15,7 +15,7 @@ import storage_ops
 from storage_ops.cli import output
 from storage_ops.loss.planning import plan as plans
 from storage_ops.loss.planning import planner, schedule
-from storage_ops.loss.planning.devices import DEFAULT_GPU, Rates, named
+from storage_ops.loss.planning.devices import DEFAULT_GPU, Rates, key_of, named
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import Problem, padded
 from storage_ops.quantities import metric, parse_bytes, readable
@@ -104,7 +104,7 @@ def curve(p: Problem, rates: Rates, extra: int | None = None) -> Curve:
 def _device(name: str) -> str:
     """Return the name of the rates of a device. "cuda" is torch's GPU, if there is one."""
     if name != "cuda":
-        return name
+        return key_of(name)
     present = "cpu" if storage_ops.import_error is not None else plans.default_device()
     return DEFAULT_GPU if present == "cpu" else present
 

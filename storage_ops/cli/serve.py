@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from storage_ops.cli import output
-from storage_ops.quantities import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,11 +33,12 @@ def check(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the memory of generation. Return 0 if it fits, 1 if not."""
     from storage_ops.cli.workload import model_errors, workload
+    from storage_ops.simulate.rates import budget_of
     from storage_ops.simulate.serve import simulate_serving
     from storage_ops.simulate.will_it_fit import verdict
 
-    budget = parse_bytes(args.budget, "--budget")
     step = workload(args)
+    budget = budget_of(args.budget, args.device, step.model)
     labels = ("labels", "start_positions", "end_positions")
     inputs = {name: t for name, t in step.batch.items() if name not in labels}
     # Adapters are in the layers of the model that PEFT wraps, and that has the cache.

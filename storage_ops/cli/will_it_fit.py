@@ -85,7 +85,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         report = ranks.with_buckets(report, buckets)
         checkpoints.close()
         if args.gradient_checkpointing:
-            peaks = gradient_checkpointing.compared(args, step, optimizer, training_peak)
+            peaks = gradient_checkpointing.compared(
+                args, step, optimizer, training_peak, report.budget_bytes
+            )
         assumptions = ranks.assumptions(args, model)
     if args.plot is not None:
         report.step.plot(args.plot, report.budget_bytes)

@@ -123,14 +123,18 @@ def resized(step: Workload, args: argparse.Namespace, size: str, number: int) ->
 
 def _of_transformers(args: argparse.Namespace, model: nn.Module, batch: Any) -> Workload:
     """Return the step of a transformers model. With autocast, its tensors are fake CPU tensors."""
+    from storage_ops.simulate.step import loss_of
+
+    # The sum of the output is asked for here, and is no oversight to warn of.
+    loss = loss_of if args.labels == "none" else None
     if args.autocast is None:
-        return Workload(model, batch)
+        return Workload(model, batch, loss)
     from storage_ops.simulate.fakes import FakesOfCPU
 
     fakes = FakesOfCPU()
     if next(model.parameters()).is_meta:
         fakes.module(model)
-    return Workload(model, fakes.batch(batch))
+    return Workload(model, fakes.batch(batch), loss)
 
 
 def largest_to_try(args: argparse.Namespace, step: Workload) -> int | None:

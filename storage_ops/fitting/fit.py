@@ -36,6 +36,7 @@ from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.measure.owners import owners_in_words
 from storage_ops.progress import say, showing
 from storage_ops.quantities import parse_bytes, readable
+from storage_ops.simulate.advice import warn_of_eval_mode, warn_of_missing_labels
 from storage_ops.simulate.compiled import as_it_runs, largest_of
 from storage_ops.simulate.kernels.cuda import workspace_bytes
 from storage_ops.simulate.module_kinds import Kinds
@@ -49,7 +50,6 @@ from storage_ops.simulate.step import (
     loss_of,
     optimizer_of,
     simulate_step,
-    warn_of_eval_mode,
 )
 from storage_ops.simulate.values.assume import Assumption
 
@@ -216,6 +216,7 @@ class Search:
             raise ValueError("`batch` is an empty list. Expected at least one batch.")
         for batch_of_list in batches:
             arguments(batch_of_list)
+        warn_of_missing_labels(model, batch, loss, "fit")
         self._model, self._batches = model, batches
         self._loss, self._optimizer, self._device = loss, optimizer, device
         self._accumulate = accumulate

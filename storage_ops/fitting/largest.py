@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from storage_ops.fitting.actions import EXACT, ActionName
 from storage_ops.fitting.fit import Search
 from storage_ops.fitting.plan import FitPlan
-from storage_ops.loss.planning.devices import BY_PRICE, CONTEXT_BYTES, GPUS
+from storage_ops.loss.planning.devices import BY_PRICE, GPUS
 from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.progress import say, showing
 from storage_ops.quantities import Tabular, metric, parse_bytes, readable
@@ -220,7 +220,7 @@ def find_gpu(
     def cheapest(actions: Sequence[ActionName] | None) -> tuple[Found[str] | None, int]:
         least = 0
         for name in BY_PRICE:
-            budget = GPUS[name].memory - CONTEXT_BYTES
+            budget = GPUS[name].usable
             if budget < _SLACK * least:
                 continue
             say(f"a step on {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -313,8 +314,9 @@ def load_fit(
         loss: a loss like that of `fit`, if the plan has actions for a head in it.
 
     Raises:
-        ValueError: the file is not a plan, or is a plan of another model. OSError: the file cannot
-            be read.
+        TypeError: `path` is no path.
+        ValueError: the file is not a plan, or is a plan of another model.
+        OSError: the file cannot be read.
 
     Example:
         >>> import tempfile, os
@@ -327,6 +329,11 @@ def load_fit(
         >>> again.peak_bytes == plan.peak_bytes
         True
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"load_fit: `path` is a {type(path).__name__}. Expected the path of a file that "
+            "plan.save() wrote."
+        )
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:
@@ -336,9 +343,11 @@ def load_fit(
             )
         saved = [(str(v["layer"]), v.get("print"), Action.from_dict(v)) for v in values["actions"]]
         rows = [_row(**row) for row in values["rows"]]
-        totals = {name: (int(peak), float(s)) for name, (peak, s) in values["totals"].items()}
+        totals = {name: (int(peak), _seconds(s)) for name, (peak, s) in values["totals"].items()}
         peak, budget = int(values["peak_bytes"]), int(values["budget"])
-        seconds, step_seconds = float(values["seconds"]), float(values["step_seconds"])
+        seconds, step_seconds = _seconds(values["seconds"]), _seconds(values["step_seconds"])
+        if step_seconds <= 0:
+            raise ValueError(f"`step_seconds` is {step_seconds}. Expected more than 0.")
         device, known = str(values["device"]), dict(values["fingerprint"])
         name_of_model = str(values["model"])
         conditions = Conditions.from_dict(values["conditions"])
@@ -415,7 +424,15 @@ def _row(
     """Return a row of a file. Raise a TypeError or ValueError if it is not a row."""
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(f"`names` is {names!r}. Expected a list of names.")
-    return Row(names, str(action), int(kept_bytes), int(peak_bytes), float(seconds))
+    return Row(names, str(action), int(kept_bytes), int(peak_bytes), _seconds(seconds))
+
+
+def _seconds(value: str | float) -> float:
+    """Return a time of a file. Raise a TypeError or ValueError if it is not a finite number."""
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"A time is {value!r}. Expected a finite number of seconds.")
+    return seconds
 
 
 def _together(names: list[str]) -> str:

@@ -20,8 +20,8 @@ class _Applied:
     def __init__(self, plan: FitPlan | str | os.PathLike[str]) -> None:
         if not isinstance(plan, (FitPlan, str, os.PathLike)):
             raise TypeError(
-                f"`plan` is {plan!r}, a {type(plan).__name__}. Expected what storage_ops.fit "
-                "returned, or the path of a file that it saved."
+                f"`plan` is a {type(plan).__name__}. Expected what storage_ops.fit returned, or "
+                "the path of a file that it saved."
             )
         self._source = plan
         self._plan: FitPlan | None = None

@@ -183,7 +183,8 @@ def patch_causal_lm(
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"patch_causal_lm: `model` is {name}, without get_output_embeddings(). Expected a "
-            "transformers model, not a wrapper around one."
+            "transformers model, not a wrapper around one. In a model of your own, use "
+            "storage_ops.LinearCrossEntropyLoss."
         )
     if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         check_version("transformers", "patch_causal_lm")

@@ -144,7 +144,8 @@ def linear_cross_entropy(
         z_loss: weight of lse^2, the z-loss of PaLM (Chowdhery et al. 2022, section 5).
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2. None: no soft-cap.
         logit_scale: logits are multiplied by this, before the soft-cap.
-        token_weight: the shape of target's indices, floating point. Tokens of weight 0 are ignored.
+        token_weight: the shape of target's indices, floating point or bool. Tokens of weight 0 or
+            False are ignored.
         shift: for causal language models, whose target is their input. With True or 1 the token at
             position i is scored with target i + 1, and with k, with target i + k (multi-token
             prediction). Equals calling with input[..., :-k, :], target[..., k:] and
@@ -277,6 +278,8 @@ def linear_cross_entropy(
     }  # fmt: skip
     check_tensors(OP, checked_tensors, ("input", "linear_weight", "target"))
     target = class_indices(target)
+    if token_weight is not None and token_weight.dtype == torch.bool:
+        token_weight = token_weight.to(torch.float32)  # a mask of tokens
     selected_ids = None if selected_ids is None else class_indices(selected_ids)
     memory_budget = budget_of(memory_budget, OP)
     returns = names_of(returns, RESULTS)

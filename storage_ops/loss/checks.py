@@ -50,7 +50,8 @@ def check_tensors(op: str, tensors: Mapping[str, object], required: Collection[s
             check_layout(op, name, value)
         elif value is not None or name in required:
             kind = "None" if value is None else f"a {type(value).__name__}"
-            raise wrong(TypeError, f"{name} is", kind, "a torch.Tensor", op)
+            rule = "its weight, " * isinstance(value, torch.nn.Linear) + "a torch.Tensor"
+            raise wrong(TypeError, f"{name} is", kind, rule, op)
 
 
 def check_shapes(op: str, *rows: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
@@ -180,7 +181,9 @@ def check_arguments(
         ("accumulate_into", accumulate_into, tuple(linear_weight.shape)),
     )
     if linear_weight.dtype != input.dtype:
-        rule = f"{input.dtype}, as input is"
+        rule = (
+            f"{input.dtype}, as input is. Convert one of them, or call the loss in torch.autocast"
+        )
         raise wrong(TypeError, "linear_weight is", linear_weight.dtype, rule)
     wide = arithmetic(input.dtype)
     if linear_bias is not None and linear_bias.dtype not in (input.dtype, wide):
@@ -188,7 +191,8 @@ def check_arguments(
         raise wrong(TypeError, "linear_bias is", linear_bias.dtype, rule)
     for name, t in (("weight", weight), ("token_weight", token_weight)):
         if t is not None and not t.is_floating_point():
-            raise wrong(TypeError, f"{name} is", t.dtype, "a floating dtype")
+            masks = ", or bool" * (name == "token_weight")
+            raise wrong(TypeError, f"{name} is", t.dtype, f"a floating dtype{masks}")
     check_needs_none(OP, ("weight", weight), ("token_weight", token_weight))
     if accumulate_into is not None:
         _check_sum(accumulate_into, linear_weight)

@@ -361,11 +361,14 @@ def _check_items(count: object, normalize: str) -> None:
 
 def _of_tokens(scored: Scored, argument: str, value: Tensor) -> Tensor:
     """Return per-sequence or per-token values for every token, without gradient; 0 if ignored."""
-    logps, whole = scored.logps, (scored.sequences,)
-    of_sequences = tuple(getattr(value, "shape", ())) == whole
-    check_values("grpo", argument, value, whole if of_sequences else tuple(logps.shape), logps)
+    logps, shape = scored.logps, tuple(getattr(value, "shape", ()))
+    of_sequences, of_tokens = (scored.sequences,), tuple(logps.shape)
+    if isinstance(value, Tensor) and shape not in (of_sequences, of_tokens):
+        rule = f"{of_sequences}, one for each sequence, or {of_tokens}, one for each token"
+        raise wrong("grpo", ValueError, f"{argument} has shape", shape, rule)
+    check_values("grpo", argument, value, shape, logps)
     value = value.detach().to(logps.dtype)
-    value = scored.per_token(value) if of_sequences else value
+    value = scored.per_token(value) if shape == of_sequences else value
     return torch.where(scored.mask, value, 0)
 
 

@@ -12,6 +12,7 @@ exist before the call. The packages below have the details:
   from its recording.
 
 `estimate.py` simulates a function, `step.py` a training step of a model, and `will_it_fit.py`
-compares its peak with a budget. A loss that is compiled with `backend="storage_ops"` is simulated
-in its compiled form (`compiled.py`). `rates.py` says how fast the simulated device is.
+compares its peak with a budget. `advice.py` warns of arguments that callers rarely mean. A loss
+that is compiled with `backend="storage_ops"` is simulated in its compiled form (`compiled.py`).
+`rates.py` says how fast the simulated device is, and how much memory it has.
 """

@@ -1,7 +1,8 @@
-"""The speed of the simulated device."""
+"""The speed and the memory of the simulated device."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -9,8 +10,37 @@ from torch import nn
 
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.checkpoint.selective.copies import active
-from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES, Rates, named, rates_of
+from storage_ops.loss.planning.devices import (
+    DEFAULT_GPU,
+    DEVICES,
+    Rates,
+    key_of,
+    named,
+    rates_of,
+)
 from storage_ops.loss.planning.op_times import HostTimes
+from storage_ops.quantities import parse_bytes
+
+
+def kind_of(device: str | torch.device) -> str:
+    """Return "cuda" for a GPU by its name, else "cpu".
+
+    Raises:
+        ValueError: the device is not known.
+    """
+    name = key_of(device)
+    if name in DEVICES:
+        return "cpu" if name == "cpu" else "cuda"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}, cuda, or None. For "
+            "another GPU, pass the most similar one, and the memory of yours as the budget."
+        )
+    return kind
 
 
 def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
@@ -22,10 +52,10 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "cpu"}
         device = next(iter(kinds), torch.device("cpu"))
-    if str(device).lower() in DEVICES:
-        rates = named(str(device).lower())
+    if key_of(device) in DEVICES:
+        rates = named(key_of(device))
     else:
-        torch_device = torch.device(device)
+        torch_device = torch.device(key_of(device))
         if torch_device.type == "cuda" and torch.cuda.is_available():
             return rates_of(torch_device)
         rates = named("cpu" if torch_device.type == "cpu" else DEFAULT_GPU)
@@ -35,3 +65,34 @@ def rates_for(device: str | torch.device | None, model: nn.Module) -> Rates:
     if any(map(is_compiled, model.modules())):
         rates = replace(rates, host=HostTimes(), fuses=True)
     return rates
+
+
+def budget_of(
+    budget: int | float | str | None, device: str | torch.device | None, model: nn.Module
+) -> int:
+    """Return a budget in bytes.
+
+    None: the memory of a GPU without the CUDA context, or the memory of this machine for a CPU.
+
+    Raises:
+        TypeError, ValueError: the budget is wrong, or the system does not tell its memory.
+    """
+    if budget is not None:
+        return parse_bytes(budget, "`budget`")
+    if device is not None:
+        kind_of(device)  # refuses an unknown name
+    usable = rates_for(device, model).usable or _bytes_of_this_machine()
+    if not usable:
+        raise ValueError(
+            "`budget` is not given, and this system does not tell how much memory it has. Pass the "
+            "memory that the step may use, such as 16GiB."
+        )
+    return usable
+
+
+def _bytes_of_this_machine() -> int:
+    """Return the memory of this machine, or 0 if the system does not tell, as on Windows."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0

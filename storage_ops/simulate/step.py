@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops._callers import warn_caller
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.loss.planning.devices import DEVICES, Rates
+from storage_ops.loss.planning.devices import Rates
 from storage_ops.measure.calls import ONE_AT_A_TIME, around_calls
 from storage_ops.measure.measurement import Measurement
 from storage_ops.measure.owners import (
@@ -48,7 +47,7 @@ from storage_ops.simulate.ranks.collectives import (
     is_sharded_alone,
     updated_locally,
 )
-from storage_ops.simulate.rates import rates_for
+from storage_ops.simulate.rates import kind_of, rates_for
 from storage_ops.simulate.values.assume import Assumption
 
 if TYPE_CHECKING:
@@ -208,16 +207,6 @@ def check_model(model: object) -> None:
         raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
 
 
-def warn_of_eval_mode(model: nn.Module, function: str) -> None:
-    """Warn if a model is not in training mode, such as a model of `from_pretrained`."""
-    if not model.training:
-        warn_caller(
-            f"{function}: `model`, a {type(model).__name__}, is in eval mode, in which dropout and "
-            "other parts take less memory than in training. Trainers train in training mode. Call "
-            "model.train() first."
-        )
-
-
 def check_accumulate(accumulate: object) -> None:
     """Raise a TypeError if `accumulate` is not a bool, such as a number of batches."""
     if not isinstance(accumulate, bool):
@@ -236,18 +225,7 @@ def is_gpu(model: nn.Module, batches: list[Any], device: str | torch.device | No
     if device is None:
         batch_tensors = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
         return "cpu" not in {t.device.type for t in list(model.parameters()) or batch_tensors}
-    name = str(device).lower()
-    if name in DEVICES:
-        return name != "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}, 'cuda', or None."
-        )
-    return kind == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -287,7 +265,8 @@ def optimizer_of(
     created = make(trained) if callable(make) and trained else None
     if trained and not isinstance(created, Optimizer):
         raise TypeError(
-            f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, or None."
+            f"`optimizer` is {optimizer!r}. Expected a torch.optim.Optimizer, its class, such as "
+            "torch.optim.AdamW, or None."
         )
     _check_step(created)
     return created

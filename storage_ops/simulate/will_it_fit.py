@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from storage_ops.loss.planning.devices import DEFAULT_GPU
-from storage_ops.quantities import Tabular, parse_bytes, readable
-from storage_ops.simulate.step import StepEstimate, check_model, simulate_step, warn_of_eval_mode
+from storage_ops.quantities import Tabular, readable
+from storage_ops.simulate.advice import warn_of_eval_mode, warn_of_missing_labels
+from storage_ops.simulate.rates import budget_of
+from storage_ops.simulate.step import StepEstimate, check_model, simulate_step
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
@@ -54,7 +56,7 @@ def verdict(peak: int, budget: int, device: str) -> str:
 def will_it_fit(
     model: nn.Module,
     batch: object,
-    budget: int | float | str = "80GiB",
+    budget: int | float | str | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: type[Optimizer] | Optimizer | None = torch.optim.AdamW,
     device: str | torch.device | None = DEFAULT_GPU,
@@ -72,7 +74,8 @@ def will_it_fit(
         model: the model as it will be trained, with its checkpoints, its dtype and its mode.
         batch: a tensor, a tuple (`model(*batch)`), a dict (`model(**batch)`), or a list of these.
             The batch with the highest peak decides.
-        budget: the available memory, in bytes or as text such as "80GiB".
+        budget: the available memory, in bytes or as text such as "70GiB". None: the memory of the
+            device, without 0.5 GiB of a GPU for the CUDA context.
         loss: a function of the model's output that returns a scalar. None: the output itself if it
             is one, or its `loss`, or the sum of its numbers.
         optimizer: an optimizer of the model's parameters, a class, or None.
@@ -95,9 +98,10 @@ def will_it_fit(
         >>> report.fits, report.peak_bytes >> 20
         (True, 3520)
     """
-    budget_bytes = parse_bytes(budget, "`budget`")
     check_model(model)
+    budget_bytes = budget_of(budget, device, model)
     warn_of_eval_mode(model, "will_it_fit")
+    warn_of_missing_labels(model, batch, loss, "will_it_fit")
     step = simulate_step(
         model, batch, loss=loss, optimizer=optimizer, device=device, assume=assume,
         accumulate=accumulate,

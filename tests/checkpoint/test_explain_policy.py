@@ -42,6 +42,7 @@ def test_all_forms_of_a_policy():
         (["matmuls", "attention"], 2),
         (lambda ctx, op, *args, **kwargs: ctx.op_output.shape == (4, 16), 1),
         (so.ActivationCheckpointConfig(ops_to_save=["aten.addmm"]), 2),
+        ({"ops_to_save": ["aten.addmm"]}, 2),
         (so.ActivationCheckpointConfig(["Linear"]), 0),
         (config, 1),
         ("communication", 0),

@@ -174,6 +174,8 @@ def test_a_plan_prints_saves_and_loads(tmp_path, searched):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a plan"):
         storage_ops.load_fit(tmp_path / "bad.json", other)
+    with pytest.raises(TypeError, match=r"`path` is a LlamaBlock\. Expected"):
+        storage_ops.load_fit(other.layers[0], "fit.json")
 
 
 def test_a_changed_model_is_refused_and_an_error_does_not_change_it(monkeypatch):

@@ -188,7 +188,7 @@ def test_the_package_imports_neither_transformers_nor_lightning():
 
 def test_wrong_types_of_plans_are_refused():
     for make in (trainer_callback, lightning_callback):
-        with pytest.raises(TypeError, match="`plan` is 3"):
+        with pytest.raises(TypeError, match=r"`plan` is a int\. Expected"):
             make(3)
 
 

@@ -302,6 +302,22 @@ def test_distributions_of_weight_zero_are_ignored():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_mask_is_a_token_weight(reduction, shift):
+    """As in `linear_kl_div`, False ignores a token."""
+    x, w = torch.randn(2, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target, mask = torch.randint(11, (2, 5)), torch.rand(2, 5) < 0.6
+    results = []
+    for weight in (mask, mask.float()):
+        loss = so.linear_cross_entropy(
+            x, w, target, token_weight=weight, reduction=reduction, shift=shift
+        )
+        results.append((loss, *torch.autograd.grad(loss.sum(), (x, w))))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("broken", ["input", "target"])

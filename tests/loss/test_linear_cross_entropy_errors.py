@@ -75,6 +75,16 @@ def arguments(**changes):
         refused(TypeError, "`linear_weight` is None. Expected a torch.Tensor", linear_weight=None),
         refused(TypeError, "`weight` is a list. Expected a torch.Tensor", weight=[1.0]),
         refused(
+            TypeError,
+            "`linear_weight` is a Linear. Expected its weight, a torch.Tensor",
+            linear_weight=torch.nn.Linear(4, 7),
+        ),
+        refused(
+            TypeError,
+            "torch.int64. Expected a floating dtype, or",
+            token_weight=torch.ones(5).long(),
+        ),
+        refused(
             TypeError, "`logit_scale` is a tensor. Expected a number", logit_scale=torch.ones(())
         ),
         refused(TypeError, "`z_loss` is a tensor. Expected a number", z_loss=torch.ones(())),

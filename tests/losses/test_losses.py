@@ -208,6 +208,9 @@ def test_compile(form):
         refused(ValueError, "`kl_weight` is 0.1", "grpo", kl_weight=0.1),
         refused(ValueError, "`old_logps` has shape (6, 9)", "grpo", old_logps=torch.ones(6, 9)),
         refused(ValueError, "`advantages` has shape (3,)", "grpo", advantages=torch.ones(3)),
+        refused(
+            ValueError, "(6, 1). Expected (6,), one for each", "grpo", advantages=torch.ones(6, 1)
+        ),
         refused(TypeError, "`advantages` is a list", "grpo", advantages=[1.0] * 6),
         refused(TypeError, "`advantages` is torch.bool", "grpo", advantages=torch.ones(6).bool()),
         refused(TypeError, "`old_logps` is a list", "grpo", old_logps=[1.0]),

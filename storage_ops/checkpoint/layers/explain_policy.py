@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ class PolicyTable(Tabular):
 def explain_policy(
     fn: Callable[..., Any],
     *args: object,
-    policy: PolicyChoice | ActivationCheckpointConfig,
+    policy: PolicyChoice | ActivationCheckpointConfig | Mapping[str, Any],
     **kwargs: object,
 ) -> PolicyTable:
     """Run a function once, and show what a policy would save and recompute.
@@ -122,7 +122,8 @@ def explain_policy(
 
     Args:
         fn: a function or module; args and kwargs are passed to it.
-        policy: as `ActivationCheckpointConfig.policy`, or such a config.
+        policy: as `ActivationCheckpointConfig.policy`, or such a config, or a mapping of its
+            arguments.
 
     Returns:
         A table with one row for every op and decision. Its numbers are in `rows`, `saved_bytes`,
@@ -137,6 +138,8 @@ def explain_policy(
         >>> [(row.op, row.saved, row.nbytes, row.flops) for row in table.rows if row.nbytes]
         [('aten.addmm', True, 1024, 8192), ('aten.gelu', False, 1024, 0)]
     """
+    if isinstance(policy, Mapping):
+        policy = ActivationCheckpointConfig.from_dict(policy)
     if isinstance(policy, ActivationCheckpointConfig):
         cfg = policy
     else:

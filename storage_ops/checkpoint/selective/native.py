@@ -109,8 +109,8 @@ def warn_of_modified(region: str, names: Iterable[str]) -> None:
     """Warn that a region modifies results of these ops, so that they are not saved."""
     ops = ", ".join(sorted(map(readable, set(names))))
     warn_caller(
-        f"{region} modifies in place tensors that the policy of its selective checkpoint saves. "
-        f"Results of {ops} are recomputed instead."
+        f"{region} modifies in place results of {ops} that the policy of its selective checkpoint "
+        "saves. They are recomputed instead, which takes longer and changes no gradient."
     )
 
 

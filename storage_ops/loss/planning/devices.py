@@ -66,6 +66,11 @@ class Rates:
     memory: int = 0
     op_times: MeasuredTimes = field(default_factory=MeasuredTimes, compare=False)
 
+    @property
+    def usable(self) -> int:
+        """Bytes of a GPU that a step can use: its memory without the CUDA context. 0 for a CPU."""
+        return max(self.memory - CONTEXT_BYTES, 0)
+
     def flops(self, itemsize: int, upcast: bool = False) -> float:
         """Return the rate of products of elements of this size, in operations per second."""
         if itemsize == 8:
@@ -135,6 +140,14 @@ GPUS = {
     "rtx5090": _gpu("RTX 5090", 31, 168e12, 84e12, 1.6e12, 48 << 20, _GEN5, 170 * 1536, 64),
 }
 DEVICES = ("cpu", *GPUS)
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+_KEYS = {_letters(name): key for key, rates in GPUS.items() for name in (key, rates.name)}
 # Ordered by rent in 2026, the cheapest first. docs/make-it-fit.md has the price lists. No list has
 # the GH200, GB200 or GB300 with the others, so their places are estimated.
 BY_PRICE = (
@@ -144,18 +157,23 @@ CONTEXT_BYTES = 512 << 20  # roughly the memory of the CUDA context and of libra
 DEFAULT_GPU = "h100"  # for predictions without a named device or a GPU in use
 
 
+def key_of(device: object) -> str:
+    """Return the name in DEVICES for a name such as "RTX 4090", and other text in lower case."""
+    return _KEYS.get(_letters(str(device)), str(device).lower())
+
+
 def named(name: str) -> Rates:
     """Return the rates of one of DEVICES."""
-    if name != "cpu":
-        return GPUS[name]
+    key = key_of(name)
+    if key != "cpu":
+        return GPUS[key]
     return _AMX if scratch.kind() == "amx_bf16" else _AVX512
 
 
 def of_gpu(name: str) -> Rates | None:
     """Return the rates of a GPU from its driver's name, such as "NVIDIA H100 80GB HBM3"."""
-    letters = re.sub("[^a-z0-9]", "", name.lower())
     # "GH200" also contains "H200".
-    longest = max((key for key in GPUS if key in letters), key=len, default=None)
+    longest = max((key for key in GPUS if key in _letters(name)), key=len, default=None)
     return None if longest is None else GPUS[longest]
 
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from storage_ops import matmul
 from storage_ops.loss.planning import budgets, cost, planner
-from storage_ops.loss.planning.devices import DEVICES, Rates, has_row_kernel, named, rates_of
+from storage_ops.loss.planning.devices import (
+    DEVICES,
+    Rates,
+    has_row_kernel,
+    key_of,
+    named,
+    rates_of,
+)
 from storage_ops.loss.planning.planner import Plan
 from storage_ops.loss.planning.problem import GRADS, REDUCTIONS, Grad, Problem, Reduction
 from storage_ops.loss.planning.schedule import Strategy
@@ -97,8 +104,9 @@ def problem_of(
     logits = _own_or_wide("logits_dtype", logits_dtype, name)
     if max_valid is not None:
         _check_count("max_valid", max_valid, 0)
+    device, given = key_of(device), device
     if device not in DEVICES:
-        raise ValueError(f"`device` is {device!r}. Expected one of {', '.join(DEVICES)}.")
+        raise ValueError(f"`device` is {given!r}. Expected one of {', '.join(DEVICES)}.")
     itemsize = ITEMSIZE[name]
     products: Matmul = Aten(itemsize, cuda=True)
     if device == "cpu":

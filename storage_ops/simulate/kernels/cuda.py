@@ -22,7 +22,7 @@ from torch._prims_common import suggest_memory_format
 
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, describe
-from storage_ops.loss.planning.devices import GPUS, threads_of
+from storage_ops.loss.planning.devices import GPUS, key_of, threads_of
 from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
 
 _PARTIAL = 8 << 20  # bytes of the partial sums of a weight's gradient
@@ -199,15 +199,16 @@ def workspace_bytes(device: str | torch.device | None, model: nn.Module) -> int:
         device: "cpu" or a GPU. None: the device of the model's parameters.
         model: the model.
     """
-    name = str(device).lower()
+    name = key_of(device)
     if name in _OF_NAMES:
         return _OF_NAMES[name]
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type == "cuda"}
         device = next(iter(kinds), None)
-    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+    here = torch.device("cpu" if device is None else key_of(device))
+    if here.type != "cuda" or not torch.cuda.is_available():
         return 0
-    return _HOPPER if torch.cuda.get_device_capability(device)[0] in (9, 10, 12) else _OTHER
+    return _HOPPER if torch.cuda.get_device_capability(here)[0] in (9, 10, 12) else _OTHER
 
 
 def keep_workspaces(ledger: Ledger, nbytes: int, threads: int = THREADS) -> list[Block]:
