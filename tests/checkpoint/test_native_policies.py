@@ -200,7 +200,7 @@ NAMED = "aten.mm", "aten.addmm", "aten.silu", "aten.native_dropout"
 FUNCTION = lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default  # noqa: E731
 
 
-@pytest.mark.filterwarnings("ignore:.*modifies in place tensors that the", "ignore:.*saves nothing")
+@pytest.mark.filterwarnings("ignore:.*modifies in place results of", "ignore:.*saves nothing")
 @pytest.mark.parametrize("around", [None, "set", "calls", "function"])
 @pytest.mark.parametrize("inside", [None, "set", "calls", "function", "full"])
 def test_nested_regions_that_write_and_draw(path, inside, around):
