@@ -297,6 +297,80 @@ def test_unsupported_operations_in_a_step_are_refused():
         traced(x)
 
 
+@pytest.mark.parametrize("kind", ["SparseAdam", "Adagrad"])
+def test_optimizers_that_take_sparse_gradients_apart_are_refused(kind):
+    """In a trace, a sparse tensor has no elements, so these optimizers would change nothing."""
+    table, tokens = torch.nn.Embedding(6, 3, sparse=True), torch.tensor([1, 4, 4])
+    optimizer = getattr(torch.optim, kind)(table.parameters(), lr=0.1)
+
+    def step(tokens):
+        optimizer.zero_grad()
+        table(tokens).square().sum().backward()
+        optimizer.step()
+
+    step(tokens)
+    before = copy.deepcopy((table.weight, optimizer.state_dict()["state"]))
+    with pytest.raises(RuntimeError, match=r"calls coalesce\(\) of a sparse tensor"):
+        graph.trace_step(step, tokens)
+    torch.testing.assert_close((table.weight, optimizer.state_dict()["state"]), before)
+
+
+def test_an_optimizer_that_counts_its_steps_in_a_number_is_refused():
+    class Warm(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                p.data.add_(p.grad, alpha=-0.1 / self.state[p]["step"])
+
+    model, x = linear(3, 4), rows(2, 3)
+    optimizer = Warm(model.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    step(x)
+    with pytest.raises(RuntimeError, match=r"state 'step' of parameter 0 .* of Warm from 1 to 2"):
+        graph.trace_step(step, x)
+    assert [state["step"] for state in optimizer.state.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["COO", "CSR"])
+def test_sparse_matrices(layout):
+    w, x = torch.nn.Parameter(rows(4, 3)), rows(4, 3)
+    matrix = (rows(4, 4) > 0).to(w).to_sparse(layout=layout)
+
+    def step(x, read):
+        return torch.autograd.grad(((read() @ w) * x).sum(), w)
+
+    for traced, args in (
+        (graph.trace_step(lambda x: step(x, lambda: matrix), x), (x,)),
+        (graph.trace_step(lambda x, m: step(x, lambda: m), x, matrix), (x, matrix)),
+    ):
+        torch.testing.assert_close(traced(*args), step(x, lambda: matrix))
+
+
+def test_momentum_of_sparse_gradients():
+    def train(traced):
+        torch.manual_seed(0)
+        table, tokens = torch.nn.Embedding(6, 3, sparse=True), torch.tensor([1, 4, 4])
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+
+        def step(tokens):
+            optimizer.zero_grad()
+            table(tokens).square().sum().backward()
+            optimizer.step()
+
+        step(tokens)
+        run = graph.trace_step(step, tokens) if traced else step
+        for first in range(3):
+            run(torch.tensor([first, 4, 4]))
+        return table.weight
+
+    torch.testing.assert_close(train(True), train(False))
+
+
 def test_lstm_in_single_precision():
     def make():
         model = nn.LSTM(3, 4, num_layers=2, batch_first=True)

@@ -269,7 +269,8 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
             Inductor's async tensor parallelism is on.
         RuntimeError: `fn` depends on the value of a tensor. Or a tensor of the step stays in an
             object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of a
-            tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or a
+            tensor, or seeds or forks a generator of torch. Or `fn` changes an option of an
+            optimizer, or a number in its state. Or `fn` reads the elements of a sparse tensor. Or a
             region modifies in place the output of another that discards it. In each case no tensor
             has changed.
 
