@@ -158,3 +158,20 @@ def test_a_backend_that_runs_the_checkpoint_repeats_random_numbers(retain):
     compiled = torch.compile(so.output_discard(act, down), backend="eager", fullgraph=True)
     for a, b in zip(step(compiled), right, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", ["chain", "composed", "wrapped"])
+def test_a_region_under_a_transform_is_a_plain_call(way, backend):
+    torch._dynamo.reset()
+    net, x = Mlp("plain" if way == "wrapped" else way), torch.randn(3, 16)
+    net = so.CheckpointWrapper(net) if way == "wrapped" else net
+
+    def gradients(forward, x):
+        grad = torch.func.grad(lambda x: forward(x).square().sum())
+        return grad(x), torch.func.vmap(grad)(x), torch.func.vmap(lambda x: forward(x))(x)
+
+    def compiled(x):
+        return gradients(net, x)
+
+    same(torch.compile(compiled, backend=backend, fullgraph=True)(x), gradients(net.plain, x))

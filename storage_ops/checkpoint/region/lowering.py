@@ -115,7 +115,12 @@ def compiled_region(
     context_fn: Callable[[], Any] | None,
     discards: bool = True,
 ) -> Any:
-    """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`."""
+    """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`.
+
+    Under a transform of torch.func, which allows no saved-tensor hooks, it is a plain call.
+    """
+    if _is_transformed():
+        return fn(*args, **kwargs)
     options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if _MODE is not None:
         options["context_fn"] = functools.partial(
@@ -132,6 +137,14 @@ def compiled_region(
         return fn(*args, **kwargs)
 
     return torch_checkpoint.checkpoint(region, *args, use_reentrant=False, **options)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# Dynamo calls a function that is marked constant while it traces, and guards on the transforms.
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _side_effects(allowed: bool) -> bool:
