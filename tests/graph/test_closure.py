@@ -1,8 +1,10 @@
 """Traced steps with shared tensors, gradients that fn sets, and objects that hold tensors."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -369,6 +371,29 @@ def test_momentum_of_sparse_gradients():
         return table.weight
 
     torch.testing.assert_close(train(True), train(False))
+
+
+def test_autocast_around_a_step():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(3, 4)
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+    def step(x):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach(), *(p.grad for p in model.parameters())
+
+    for around, other, text in (
+        (contextlib.nullcontext, autocast, r"cpu is on with torch\.bfloat16\. Expected off"),
+        (autocast, contextlib.nullcontext, r"cpu is off\. Expected on with torch\.bfloat16"),
+    ):
+        with around():
+            traced = graph.trace_step(step, x)
+            expected = step(x)
+            torch.testing.assert_close(traced(x), expected, rtol=0, atol=0)
+        with other(), pytest.raises(ValueError, match=text):
+            traced(x)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [*expected[1:]])
 
 
 def test_lstm_in_single_precision():

@@ -30,6 +30,7 @@ from storage_ops.graph.recompute.rng import gpu_of_replays
 from storage_ops.graph.schedule import Schedule, schedule
 from storage_ops.graph.tracing import cleanup, data_parallel, fully_sharded, refusals
 from storage_ops.graph.tracing.arguments import Arguments, Build, Layout, Packer, holders, reader
+from storage_ops.graph.tracing.autocast import Autocast
 from storage_ops.graph.tracing.lift import Gradients, Lift, is_traced
 from storage_ops.graph.tracing.optimizers import Optimizers
 from storage_ops.graph.tracing.slots import Closure, Slot, closure_of
@@ -138,6 +139,7 @@ class TracedStep(Generic[P, T]):
         ]
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
         self._gpu = gpu_of_replays(self.gm.graph)
+        self._autocast = Autocast(layout.device.type for layout in layouts)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the step. Arguments must be as in the trace, except for the values of tensors."""
@@ -151,6 +153,7 @@ class TracedStep(Generic[P, T]):
                     "when traced."
                 )
         self._optimizers.check()
+        self._autocast.check()
         for sharded in self._sharded:
             sharded.reshard()  # after a forward outside of the step
         lifted = [slot.read() for slot in self._inputs]
@@ -161,7 +164,7 @@ class TracedStep(Generic[P, T]):
         gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
             check_capture(self.gm.graph)
-        with torch.no_grad(), gpu:
+        with self._autocast.off(), torch.no_grad(), gpu:
             outputs = self.gm(*plain, *lifted)
         for gradient, before in previous:
             if gradient.build is None:
