@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops import graph
 
@@ -27,6 +28,9 @@ def assert_equals_eager(make, calls=3):
         ends.append((losses, [t.detach() for t in leaves], [t.grad for t in leaves if t.is_leaf]))
     torch.testing.assert_close(ends[1], ends[0])
     assert not any(type(t).__name__ == "FakeTensor" for t in leaves)
+
+
+checkpoint = functools.partial(torch_checkpoint, use_reentrant=False)
 
 
 def linear(*sizes):
@@ -66,6 +70,33 @@ def test_a_batch_passed_twice_may_differ_later_unless_it_is_modified():
     writes = graph.trace_step(lambda a, b: a.add_(1) * b, a, b)
     with pytest.raises(ValueError, match=r"args\[0\] and args\[1\] are one tensor.* is modified"):
         writes(x, x)
+
+
+def test_arguments_that_share_memory():
+    """A recompute reads `b` after the step has modified `a`."""
+    w = rows(4, 4).requires_grad_()
+
+    def step(a, b, call=checkpoint):
+        y = call(lambda x: (x @ w + b).sin(), torch.ones_like(b))
+        a.add_(1)
+        return torch.autograd.grad(y.sum(), w)
+
+    def eager(a, b):
+        return step(a, b, lambda fn, x: fn(x))
+
+    def shared(memory):
+        return memory[:3], memory[2:5]
+
+    memory = rows(6, 4)
+    separate = graph.trace_step(step, rows(3, 4), rows(3, 4))
+    expected = eager(memory[:3].clone(), memory[3:].clone())
+    torch.testing.assert_close(separate(*memory.clone().chunk(2)), expected)
+    before = memory.clone()
+    with pytest.raises(ValueError, match=r"args\[0\] and args\[1\] share memory, and the step"):
+        separate(*shared(memory))
+    assert torch.equal(memory, before)
+    traced = graph.trace_step(step, *shared(memory))
+    torch.testing.assert_close(traced(*shared(memory.clone())), eager(*shared(memory.clone())))
 
 
 def test_arguments_that_are_also_closed_over():
