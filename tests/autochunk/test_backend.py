@@ -162,6 +162,30 @@ def test_a_traced_step(focal):
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 
 
+def test_the_optimizer_in_a_traced_step_changes_each_tensor_once():
+    """Adam changes the bias by in-place ops that have a decomposition and no rule."""
+    head, x = torch.nn.Linear(8, 96), torch.randn(24, 8)
+    twin = copy.deepcopy(head)
+
+    def step_of(head):
+        optimizer = torch.optim.Adam(head.parameters(), lr=0.1, foreach=False)
+
+        def train(x):
+            optimizer.zero_grad()
+            loss = torch.softmax(head(x), -1).square().sum()
+            loss.backward()
+            optimizer.step()
+
+        train(x)  # creates the optimizer's state
+        return train
+
+    step, eager = storage_ops.graph.trace_step(step_of(head), x), step_of(twin)
+    chunk(step.gm, num_chunks=4, strict=True)
+    for _ in range(3):
+        step(x), eager(x)
+        torch.testing.assert_close(list(head.parameters()), list(twin.parameters()))
+
+
 def test_tensors_modified_between_forward_and_backward_are_not_chunked():
     def changed(x, w, t):
         loss = softmax_sum(x, w, t)

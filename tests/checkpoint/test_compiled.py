@@ -139,3 +139,39 @@ def test_compiled_regions_and_consumers_in_an_eager_discard(path):
     ):
         y = so.output_discard(p, c)(x)
         same(torch.autograd.grad(y.square().sum(), (x, *net.parameters())), right)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_backend_that_runs_the_checkpoint_repeats_random_numbers(retain):
+    up, down, x = nn.Linear(8, 32), nn.Linear(32, 8), torch.randn(4, 8, requires_grad=True)
+
+    def act(x):
+        return F.dropout(F.gelu(up(x)), 0.5)
+
+    def step(f):
+        torch.manual_seed(0)
+        y = f(x)
+        grads = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(1 + retain)]
+        return y, *(grad for (grad,) in grads), torch.get_rng_state()
+
+    right = step(lambda x: down(act(x)))
+    compiled = torch.compile(so.output_discard(act, down), backend="eager", fullgraph=True)
+    for a, b in zip(step(compiled), right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", ["chain", "composed", "wrapped"])
+def test_a_region_under_a_transform_is_a_plain_call(way, backend):
+    torch._dynamo.reset()
+    net, x = Mlp("plain" if way == "wrapped" else way), torch.randn(3, 16)
+    net = so.CheckpointWrapper(net) if way == "wrapped" else net
+
+    def gradients(forward, x):
+        grad = torch.func.grad(lambda x: forward(x).square().sum())
+        return grad(x), torch.func.vmap(grad)(x), torch.func.vmap(lambda x: forward(x))(x)
+
+    def compiled(x):
+        return gradients(net, x)
+
+    same(torch.compile(compiled, backend=backend, fullgraph=True)(x), gradients(net.plain, x))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import storage_ops as so
 
-from .blocks import Block, Model, make_input, step
+from .blocks import Block, Model, assert_same, make_input, step
 
 Config = so.ActivationCheckpointConfig
 # Options, and how many mm (of 4 in a block) and bmm (of 2) the compiled backward repeats. It does
@@ -142,6 +142,34 @@ def test_dropout_in_a_compiled_block_has_the_gradients_of_its_own_mask():
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     y.sum().backward()
     assert torch.equal(x.grad, y) and 0 < (y == 0).float().mean() < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"ops_to_save": ["aten.mm"]}])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_backend_that_runs_the_checkpoint_repeats_random_numbers(options, preserve):
+    model, x = Model(layers=2, dropout=0.2 if preserve else 0.0).double(), make_input()
+    right = step(model, x)
+    cfg = Config(["Block"], preserve_rng_state=preserve, **options)
+    so.apply_activation_checkpoint(model, cfg)
+    model.compile(fullgraph=True, backend="eager")
+    assert_same(step(model, x), right)
+
+
+def test_a_layer_that_is_called_with_changing_numbers():
+    """From the second number on, Dynamo traces a symbol."""
+
+    class Layer(nn.Linear):
+        def forward(self, x, scale, *, rows, part):
+            return super().forward(x)[part] * scale + rows
+
+    layer = so.CheckpointWrapper(Layer(4, 4))
+    layer.compile(fullgraph=True, backend="aot_eager")
+    for rows in (3, 4, 5):
+        x = torch.randn(rows, 4, requires_grad=True)
+        y = layer(x, rows / 2, rows=rows, part=slice(1, None))
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(y, (x @ layer.weight.T + layer.bias)[1:] * rows / 2 + rows)
+        torch.testing.assert_close(grad[1], layer.weight.sum(0) * rows / 2)
 
 
 def test_eager_checkpoint_around_a_compiled_function():

@@ -1,13 +1,16 @@
 """Traced steps with shared tensors, gradients that fn sets, and objects that hold tensors."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from storage_ops import graph
 
@@ -25,6 +28,9 @@ def assert_equals_eager(make, calls=3):
         ends.append((losses, [t.detach() for t in leaves], [t.grad for t in leaves if t.is_leaf]))
     torch.testing.assert_close(ends[1], ends[0])
     assert not any(type(t).__name__ == "FakeTensor" for t in leaves)
+
+
+checkpoint = functools.partial(torch_checkpoint, use_reentrant=False)
 
 
 def linear(*sizes):
@@ -64,6 +70,33 @@ def test_a_batch_passed_twice_may_differ_later_unless_it_is_modified():
     writes = graph.trace_step(lambda a, b: a.add_(1) * b, a, b)
     with pytest.raises(ValueError, match=r"args\[0\] and args\[1\] are one tensor.* is modified"):
         writes(x, x)
+
+
+def test_arguments_that_share_memory():
+    """A recompute reads `b` after the step has modified `a`."""
+    w = rows(4, 4).requires_grad_()
+
+    def step(a, b, call=checkpoint):
+        y = call(lambda x: (x @ w + b).sin(), torch.ones_like(b))
+        a.add_(1)
+        return torch.autograd.grad(y.sum(), w)
+
+    def eager(a, b):
+        return step(a, b, lambda fn, x: fn(x))
+
+    def shared(memory):
+        return memory[:3], memory[2:5]
+
+    memory = rows(6, 4)
+    separate = graph.trace_step(step, rows(3, 4), rows(3, 4))
+    expected = eager(memory[:3].clone(), memory[3:].clone())
+    torch.testing.assert_close(separate(*memory.clone().chunk(2)), expected)
+    before = memory.clone()
+    with pytest.raises(ValueError, match=r"args\[0\] and args\[1\] share memory, and the step"):
+        separate(*shared(memory))
+    assert torch.equal(memory, before)
+    traced = graph.trace_step(step, *shared(memory))
+    torch.testing.assert_close(traced(*shared(memory.clone())), eager(*shared(memory.clone())))
 
 
 def test_arguments_that_are_also_closed_over():
@@ -295,6 +328,103 @@ def test_unsupported_operations_in_a_step_are_refused():
     optimizer.add_param_group({"params": untied.parameters()})
     with pytest.raises(ValueError, match=r"number of parameter groups of SGD is 2\. Expected 1"):
         traced(x)
+
+
+@pytest.mark.parametrize("kind", ["SparseAdam", "Adagrad"])
+def test_optimizers_that_take_sparse_gradients_apart_are_refused(kind):
+    """In a trace, a sparse tensor has no elements, so these optimizers would change nothing."""
+    table, tokens = torch.nn.Embedding(6, 3, sparse=True), torch.tensor([1, 4, 4])
+    optimizer = getattr(torch.optim, kind)(table.parameters(), lr=0.1)
+
+    def step(tokens):
+        optimizer.zero_grad()
+        table(tokens).square().sum().backward()
+        optimizer.step()
+
+    step(tokens)
+    before = copy.deepcopy((table.weight, optimizer.state_dict()["state"]))
+    with pytest.raises(RuntimeError, match=r"calls coalesce\(\) of a sparse tensor"):
+        graph.trace_step(step, tokens)
+    torch.testing.assert_close((table.weight, optimizer.state_dict()["state"]), before)
+
+
+def test_an_optimizer_that_counts_its_steps_in_a_number_is_refused():
+    class Warm(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                p.data.add_(p.grad, alpha=-0.1 / self.state[p]["step"])
+
+    model, x = linear(3, 4), rows(2, 3)
+    optimizer = Warm(model.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    step(x)
+    with pytest.raises(RuntimeError, match=r"state 'step' of parameter 0 .* of Warm from 1 to 2"):
+        graph.trace_step(step, x)
+    assert [state["step"] for state in optimizer.state.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=["COO", "CSR"])
+def test_sparse_matrices(layout):
+    w, x = torch.nn.Parameter(rows(4, 3)), rows(4, 3)
+    matrix = (rows(4, 4) > 0).to(w).to_sparse(layout=layout)
+
+    def step(x, read):
+        return torch.autograd.grad(((read() @ w) * x).sum(), w)
+
+    for traced, args in (
+        (graph.trace_step(lambda x: step(x, lambda: matrix), x), (x,)),
+        (graph.trace_step(lambda x, m: step(x, lambda: m), x, matrix), (x, matrix)),
+    ):
+        torch.testing.assert_close(traced(*args), step(x, lambda: matrix))
+
+
+def test_momentum_of_sparse_gradients():
+    def train(traced):
+        torch.manual_seed(0)
+        table, tokens = torch.nn.Embedding(6, 3, sparse=True), torch.tensor([1, 4, 4])
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+
+        def step(tokens):
+            optimizer.zero_grad()
+            table(tokens).square().sum().backward()
+            optimizer.step()
+
+        step(tokens)
+        run = graph.trace_step(step, tokens) if traced else step
+        for first in range(3):
+            run(torch.tensor([first, 4, 4]))
+        return table.weight
+
+    torch.testing.assert_close(train(True), train(False))
+
+
+def test_autocast_around_a_step():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(3, 4)
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+    def step(x):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach(), *(p.grad for p in model.parameters())
+
+    for around, other, text in (
+        (contextlib.nullcontext, autocast, r"cpu is on with torch\.bfloat16\. Expected off"),
+        (autocast, contextlib.nullcontext, r"cpu is off\. Expected on with torch\.bfloat16"),
+    ):
+        with around():
+            traced = graph.trace_step(step, x)
+            expected = step(x)
+            torch.testing.assert_close(traced(x), expected, rtol=0, atol=0)
+        with other(), pytest.raises(ValueError, match=text):
+            traced(x)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [*expected[1:]])
 
 
 def test_lstm_in_single_precision():

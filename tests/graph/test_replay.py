@@ -130,7 +130,18 @@ def inplace_regions():
         out.index_put_((torch.tensor([0]),), torch.zeros(4, dtype=x.dtype))
         return out.sin().mul_(2).cos()
 
-    return [relu, chain, view, old_view, masked, fill]
+    def layout(x, w):
+        h = (x @ w).unsqueeze_(0).transpose_(1, 2)
+        h.mul_(2)
+        return h.squeeze_(0).t_().sin() @ w
+
+    def bits(x, w):
+        h = x @ w
+        old = h.detach().view(torch.int64)
+        h.detach().t().view(torch.int64).bitwise_and_(-(1 << 40))
+        return h.exp() @ w * old.view(torch.double)
+
+    return [relu, chain, view, old_view, masked, fill, layout, bits]
 
 
 @pytest.mark.parametrize("region", inplace_regions(), ids=lambda r: r.__name__)
@@ -141,6 +152,24 @@ def test_in_place_ops_on_tensors_that_a_region_created(region):
         return torch.autograd.grad(y.sum(), (x, w))
 
     both(step, *leaves((4, 4), (4, 4)))
+
+
+@pytest.mark.parametrize("view", [lambda z: z.real, lambda z: z.conj()], ids=["real", "conj"])
+def test_in_place_ops_on_a_view_with_other_elements_are_refused(view):
+    def region(x):
+        z = torch.complex(x.sin(), x.cos())
+        view(z).mul_(2)
+        return z.abs()
+
+    (x,) = leaves((4,))
+    with pytest.raises(RuntimeError, match=r"complex.* in place, is a view with other elements"):
+        graph.trace_step(lambda x: torch.autograd.grad(checkpointed(region, x).sum(), x), x)
+
+
+def test_a_recurrent_layer_in_a_region():
+    """Its code exchanges dimensions in place."""
+    layer = torch.nn.GRU(4, 4, batch_first=True, dtype=torch.double)
+    both(lambda x: torch.autograd.grad(checkpointed(layer, x)[0].sum(), x), *leaves((2, 3, 4)))
 
 
 def checkpointed(fn, x):

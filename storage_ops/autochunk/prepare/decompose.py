@@ -165,9 +165,10 @@ def _values(node: fx.Node) -> bool:
 def _decomposition(target: object) -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
-    # A decomposed random op would draw other random numbers.
+    # A decomposed random op would draw other random numbers. An op that works in place, such as
+    # that of an optimizer, would stay in the graph and change its tensor twice.
     if not isinstance(target, torch._ops.OpOverload) or (
-        torch.Tag.nondeterministic_seeded in target.tags
+        torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
     ):
         return None
     return select_decomp_table().get(target) or _core().get(target)

@@ -8,6 +8,7 @@ recomputed as one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -15,14 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.region.torch_checkpoint import policy_of
 from storage_ops.checkpoint.saved.snapshots import with_snapshots
+from storage_ops.checkpoint.state.execution import rng_of
 from storage_ops.foundation import regions
 from storage_ops.foundation.op_names import Op
 
 _NUMBER = 1 << 40  # above those that torch counts up
+# A function that sets the state of a generator, and the state.
+_RandomState = tuple[Callable[[Any], object], Any]
 
 
 def _recompute(ctx: object, op: Op, *args: object, **kwargs: object) -> Any:
@@ -41,8 +46,54 @@ def _numbered(mode: type) -> Any:
     return type("OutputDiscardMode", (mode,), {"ac_graph_id": number})
 
 
-def _contexts(context_fn: Callable[[], Any] | None, discards: bool) -> tuple[Any, Any]:
+class _WithRandomState:
+    """A context around that of a forward or a recompute, which repeats the random numbers.
+
+    Args:
+        inner: the context of the forward or the recompute.
+        states: the random states of the forward. The context of the forward fills this list, and
+            the context of the recompute sets them.
+        repeats: whether this is the context of the recompute.
+    """
+
+    def __init__(self, inner: Any, states: list[_RandomState], repeats: bool) -> None:
+        self._inner, self._states, self._repeats = inner, states, repeats
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._repeats:
+                stack.callback(_set, _random_states())
+                _set(self._states)
+            else:
+                self._states[:] = _random_states()
+            stack.enter_context(self._inner)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._entered.__exit__(*error)
+
+
+def _random_states() -> list[_RandomState]:
+    """Return for each generator in use the function that sets its state, and the state."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+    return [(put, get()) for get, put in map(rng_of, devices)]
+
+
+def _set(states: list[_RandomState]) -> None:
+    for put, state in states:
+        put(state)
+
+
+def _contexts(
+    context_fn: Callable[[], Any] | None, discards: bool, preserve_rng_state: bool
+) -> tuple[Any, Any]:
     forward, recompute = (context_fn or _recompute_all)()
+    if detect_fake_mode() is None:
+        # A backend such as "eager" runs the checkpoint, and torch then repeats no random numbers.
+        states: list[_RandomState] = []
+        forward = _WithRandomState(forward, states, False)
+        return forward, _WithRandomState(recompute, states, preserve_rng_state)
     if _MODE is not None and isinstance(forward, _MODE):
         own: Any = type(forward)
         kind: Any = with_snapshots(own)
@@ -64,10 +115,17 @@ def compiled_region(
     context_fn: Callable[[], Any] | None,
     discards: bool = True,
 ) -> Any:
-    """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`."""
+    """Call `fn` as a checkpoint that a partitioner recomputes; outputs too, if it `discards`.
+
+    Under a transform of torch.func, which allows no saved-tensor hooks, it is a plain call.
+    """
+    if _is_transformed():
+        return fn(*args, **kwargs)
     options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if _MODE is not None:
-        options["context_fn"] = functools.partial(_contexts, context_fn, discards)
+        options["context_fn"] = functools.partial(
+            _contexts, context_fn, discards, preserve_rng_state
+        )
     elif context_fn is not None:
         options["context_fn"] = context_fn
     compiling = torch.compiler.is_compiling()  # False where a graph breaks inside the region
@@ -79,6 +137,14 @@ def compiled_region(
         return fn(*args, **kwargs)
 
     return torch_checkpoint.checkpoint(region, *args, use_reentrant=False, **options)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# Dynamo calls a function that is marked constant while it traces, and guards on the transforms.
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _side_effects(allowed: bool) -> bool:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from storage_ops._callers import warn_caller
 
+# Dynamo cannot ask a symbolic number or a slice for an attribute.
+_NO_CACHES = (Tensor, int, float, slice)
+
 
 def without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], always: bool = False
@@ -30,7 +33,7 @@ def without_cache(
     caches = [
         value
         for value in (*args, *kwargs.values())
-        if not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+        if not isinstance(value, _NO_CACHES) and hasattr(value, "get_seq_length")
     ]
     if not (caches and (module.training or always)):
         return args, kwargs

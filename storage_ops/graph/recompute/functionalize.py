@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from storage_ops.foundation.op_names import is_view
 from storage_ops.foundation.regions import KEY, mark_of
 from storage_ops.graph.nodes import (
     argument,
@@ -45,12 +45,21 @@ class _Contents:
     def __init__(self, base: fx.Node) -> None:
         self.base = base
         t = base.meta["val"]
-        self.geometry = _geometry(t)
+        self.geometry, self.dtype = _geometry(t), t.dtype
         self.version = 0
         if t.storage_offset() != 0 or t.untyped_storage().nbytes() != t.numel() * t.element_size():
             raise RuntimeError(
                 f"remat: {base.name}, computed by {base.target} in a region that modifies it in "
                 "place, does not cover its storage. Modify a clone instead."
+            )
+
+    def check(self, view: fx.Node) -> None:
+        """Raise an error for a view whose elements are not those of the storage."""
+        t = view.meta["val"]
+        if t.itemsize != self.dtype.itemsize or t.is_conj() or t.is_neg():
+            raise RuntimeError(
+                f"remat: {view.name}, computed by {view.target} in a region that modifies "
+                f"{self.base.name} in place, is a view with other elements. Modify a clone instead."
             )
 
 
@@ -71,6 +80,10 @@ def functionalize(gm: fx.GraphModule, mode: FakeTensorMode) -> None:
         if key is not None:
             creator_of.setdefault(key, node)
         targets = tensors_of(written(node)) if mark_of(node).path else []
+        if targets and _is_local(creator_of.get(storage_of(targets[0]) or 0, targets[0]), node):
+            view = _functional(node.target)
+            if view is not None and is_view(view):  # of `squeeze_`, which writes no number
+                node.target, targets = view, []
         for source in list(node.all_input_nodes):
             contents = tracked.get(storage_of(source) or 0)
             if contents is not None and version_of.get(source, -1) < contents.version:
@@ -159,6 +172,7 @@ def _write(
     graph: fx.Graph, contents: _Contents, node: fx.Node, target: fx.Node, mode: FakeTensorMode
 ) -> None:
     """Replace an in-place op by an op that returns the next version of the storage's contents."""
+    contents.check(target)
     geometry = _geometry(target.meta["val"])
     if rng.is_random(node) and next(written(node)) is node.args[0]:
         result = _fill(graph, node, mode)
@@ -177,6 +191,10 @@ def _write(
             )
             result.meta = dict(node.meta)
             compute_value(result, mode)
+        if result.meta["val"].dtype != contents.dtype:
+            result = graph.call_function(aten.view.dtype, (result, contents.dtype))
+            result.meta = dict(node.meta)
+            compute_value(result, mode)
         if geometry != contents.geometry or result.meta["val"].stride() != geometry[1]:
             size, stride, offset = geometry
             result = graph.call_function(
@@ -191,7 +209,12 @@ def _write(
 
 def _functional_call(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> fx.Node:
     """Add the functional form of an in-place op before it."""
-    op = _functional(node)
+    op = _functional(node.target)
+    if op is None:
+        raise RuntimeError(
+            f"remat: {node.target} modifies a tensor of a region in place and has no functional "
+            "form. Expected an op that can be run again."
+        )
     # `node.args` omits default values, but the functional op may have no defaults. So pass all.
     values = {a.name: argument(node, a.name) for a in op._schema.arguments}
     positional = [values[a.name] for a in op._schema.arguments if not a.kwarg_only]
@@ -241,35 +264,33 @@ def _view(
     graph: fx.Graph, contents: _Contents, stale: fx.Node, reader: fx.Node, mode: FakeTensorMode
 ) -> fx.Node:
     """Return the view of the version that `reader` reads, in place of the outdated view `stale`."""
+    contents.check(stale)
     size, stride, offset = geometry = _geometry(stale.meta["val"])
-    if geometry == contents.geometry:
-        return contents.base
-    with graph.inserting_before(reader):
-        view = graph.call_function(
-            aten.as_strided.default, (contents.base, list(size), list(stride), offset)
-        )
-    view.meta = {KEY: mark_of(reader)}
-    compute_value(view, mode)
+    calls: list[tuple[OpOverload, Any]] = []
+    if geometry != contents.geometry:
+        calls.append((aten.as_strided.default, (list(size), list(stride), offset)))
+    if stale.meta["val"].dtype != contents.dtype:
+        calls.append((aten.view.dtype, (stale.meta["val"].dtype,)))
+    view = contents.base
+    for op, args in calls:
+        with graph.inserting_before(reader):
+            view = graph.call_function(op, (view, *args))
+        view.meta = {KEY: mark_of(reader)}
+        compute_value(view, mode)
     return view
 
 
-def _functional(node: fx.Node) -> OpOverload:
-    op = node.target
-    assert isinstance(op, OpOverload)
+def _functional(op: Any) -> OpOverload | None:
+    """Return the functional form of an in-place op, or None."""
     namespace, name = op._schema.name.split("::")
     renamed = name[:-1] if name.endswith("_") else f"{name}_functional"
     packet = getattr(getattr(torch.ops, namespace), renamed, None)
     overloads = [] if packet is None else packet.overloads()
-    for overload in itertools.chain(
-        [o for o in overloads if o == op._overloadname], [o for o in overloads if o == "default"]
-    ):
+    for overload in sorted(overloads, key=lambda o: (o != op._overloadname, o != "default")):
         candidate: OpOverload = getattr(packet, overload)
-        if not candidate._schema.is_mutable and _names(candidate) == _names(op):
+        if not candidate._schema.is_mutable and _parameters(candidate) == _parameters(op):
             return candidate
-    raise RuntimeError(
-        f"remat: {op} modifies a tensor of a region in place and has no functional form. Expected "
-        "an op that can be run again."
-    )
+    return None
 
 
 def _same_type(one: fx.Node, other: fx.Node) -> bool:
@@ -277,8 +298,8 @@ def _same_type(one: fx.Node, other: fx.Node) -> bool:
     return bool(a.dtype == b.dtype and a.device == b.device and not a.is_sparse)
 
 
-def _names(op: OpOverload) -> list[str]:
-    return [a.name for a in op._schema.arguments]
+def _parameters(op: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def _geometry(t: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:

@@ -37,9 +37,10 @@ class Layout:
         """Return the layout of a tensor. Dimensions in `dynamic` may have any size."""
         shape = tuple(None if i in dynamic else s for i, s in enumerate(t.shape))
         # If a size may change, so may the strides of other dimensions.
-        strided = t.layout == torch.strided and not dynamic and t.numel() > 0
-        stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
-        return Layout(shape, stride if strided else None, t.dtype, t.device, t.requires_grad)
+        stride = None
+        if t.layout == torch.strided and not dynamic and t.numel() > 0:
+            stride = tuple(s if n != 1 else None for s, n in zip(t.stride(), t.shape, strict=True))
+        return Layout(shape, stride, t.dtype, t.device, t.requires_grad)
 
     def check(self, name: str, t: object) -> None:
         """Raise an error unless `t` has the layout of the trace."""

@@ -136,7 +136,9 @@ class Lift(TorchDispatchMode):
         assert mode is not None
         tracer: Any = mode.tracer
         with _disable_current_modes():
-            plain = value.detach().as_subclass(Tensor)
+            plain = value.detach()
+            if type(plain) is not Tensor:  # a sparse tensor cannot be viewed as another class
+                plain = plain.as_subclass(Tensor)
             fake: Tensor = self._fake_mode.from_tensor(plain, static_shapes=True)
         graph: fx.Graph = tracer.graph
         last = None

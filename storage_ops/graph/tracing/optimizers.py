@@ -34,15 +34,16 @@ class Optimizers:
             name: called with each tensor of a new state and its slot.
 
         Raises:
-            RuntimeError: an option that the graph takes as fixed has another value after the block.
+            RuntimeError: an option, or a number in a state, that the graph takes as fixed has
+                another value after the block.
         """
 
         def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if not any(optimizer is known for known, _ in self.stepped):
-                self.stepped.append((optimizer, _options(optimizer)))
                 # These reads of gradients are not reads by fn.
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     _make_state(optimizer)
+                self.stepped.append((optimizer, _options(optimizer)))
                 for parameter, state in optimizer.state.items():
                     for key, value in state.items():
                         if isinstance(value, Tensor):
@@ -56,7 +57,7 @@ class Optimizers:
         for what, now, then in _differences([*self._before, *self.stepped]):
             raise RuntimeError(
                 f"trace_step: `fn` changes {what} from {then!r} to {now!r}, which a graph cannot "
-                "do. Change it outside of `fn`, as the step of a scheduler does."
+                "do. Change it outside of `fn`, as a scheduler's step does, or make it a tensor."
             )
 
     def check(self) -> None:
@@ -87,11 +88,17 @@ def _differences(optimizers: list[tuple[Optimizer, Options]]) -> Iterator[tuple[
 def _options(optimizer: Optimizer) -> Options:
     """Return the options of each parameter group that are not tensors.
 
-    The number of parameters is included.
+    The number of parameters is included, and so are numbers in the states of the parameters.
     """
     return [
         {name: v for name, v in group.items() if name != "params" and not isinstance(v, Tensor)}
         | {"the number of parameters": len(group["params"])}
+        | {
+            f"the state {key!r} of parameter {place}": number
+            for place, parameter in enumerate(group["params"])
+            for key, number in optimizer.state.get(parameter, {}).items()
+            if isinstance(number, (int, float))
+        }
         for group in optimizer.param_groups
     ]
 

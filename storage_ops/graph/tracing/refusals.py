@@ -12,10 +12,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from storage_ops.graph.tracing.slots import Closure
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "fork_rng")
+_PARTS = tuple(
+    getattr(Tensor, name)
+    for name in ("coalesce", "is_coalesced", "indices", "_indices", "values", "_values", "_nnz")
+)
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 # Each function begins a ring of context parallelism. The first one runs before buffers change.
 _BEGINNINGS = ("_context_parallel_buffers", "_enable_cp_dtensor_dispatcher")
@@ -36,7 +42,24 @@ def refused(closure: Closure) -> Iterator[None]:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, _unseeded(module, name)))
         stack.enter_context(_without_rings())
+        stack.enter_context(_WithoutParts())
         yield
+
+
+class _WithoutParts(TorchFunctionMode):
+    """Refuses to take sparse tensors apart. In a trace they have no elements."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _PARTS and args[0].is_sparse:
+            raise RuntimeError(
+                f"trace_step: `fn` calls {func.__name__}() of a sparse tensor. Its number of "
+                "elements depends on values, and a graph has the sizes of the trace. Use a dense "
+                "gradient (sparse=False), or an optimizer that adds a sparse one as it is, such as "
+                "SGD."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _unseeded(module: ModuleType, name: str) -> Any:

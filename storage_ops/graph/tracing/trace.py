@@ -23,15 +23,16 @@ from storage_ops.checkpoint.region import torch_checkpoint
 from storage_ops.checkpoint.state.left_behind import Namespaces
 from storage_ops.foundation import regions
 from storage_ops.foundation.walk import is_leaf
-from storage_ops.graph.nodes import storages, written_at
 from storage_ops.graph.recompute.capture import check_capture
 from storage_ops.graph.recompute.remat import forget_tags, recompute
 from storage_ops.graph.recompute.rng import gpu_of_replays
 from storage_ops.graph.schedule import Schedule, schedule
 from storage_ops.graph.tracing import cleanup, data_parallel, fully_sharded, refusals
 from storage_ops.graph.tracing.arguments import Arguments, Build, Layout, Packer, holders, reader
+from storage_ops.graph.tracing.autocast import Autocast
 from storage_ops.graph.tracing.lift import Gradients, Lift, is_traced
 from storage_ops.graph.tracing.optimizers import Optimizers
+from storage_ops.graph.tracing.overlaps import Overlaps
 from storage_ops.graph.tracing.slots import Closure, Slot, closure_of
 
 # Arguments and result of a step. An overload without brackets has the default types.
@@ -132,12 +133,14 @@ class TracedStep(Generic[P, T]):
             if (t.requires_grad and is_leaf(t)) or closure.slots[id(t)] in self._inputs
         ]
         layouts = [*map(Layout.of, self._arguments.stand_ins), *self._layouts]
+        self._overlaps = Overlaps(gm.graph)
         self._alone = [
             layout.requires_grad or modified
-            for layout, modified in zip(layouts, _modified(gm.graph), strict=True)
+            for layout, modified in zip(layouts, self._overlaps.modified, strict=True)
         ]
         self.gm: fx.GraphModule = recompute(gm, foreign=False)
         self._gpu = gpu_of_replays(self.gm.graph)
+        self._autocast = Autocast(layout.device.type for layout in layouts)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the step. Arguments must be as in the trace, except for the values of tensors."""
@@ -151,17 +154,18 @@ class TracedStep(Generic[P, T]):
                     "when traced."
                 )
         self._optimizers.check()
+        self._autocast.check()
         for sharded in self._sharded:
             sharded.reshard()  # after a forward outside of the step
         lifted = [slot.read() for slot in self._inputs]
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
-        self._check_ties([*plain, *lifted])
+        self._check_ties([*plain, *lifted], len(plain))
         previous = self._before(leaves)
         gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
             check_capture(self.gm.graph)
-        with torch.no_grad(), gpu:
+        with self._autocast.off(), torch.no_grad(), gpu:
             outputs = self.gm(*plain, *lifted)
         for gradient, before in previous:
             if gradient.build is None:
@@ -182,8 +186,11 @@ class TracedStep(Generic[P, T]):
         """Return the memory of the step over time, from the lifetimes of the graph's tensors."""
         return schedule(self.gm)
 
-    def _check_ties(self, inputs: list[Tensor]) -> None:
-        """Raise an error if one tensor of the trace is now several tensors, or several are one."""
+    def _check_ties(self, inputs: list[Tensor], arguments: int) -> None:
+        """Raise an error if one tensor of the trace is now several tensors, or several are one.
+
+        The arguments come first among the inputs.
+        """
         for first, second in self._again:
             now = _read(first), _read(second)
             if now[0] is not now[1] and not any(t is _GONE for t in now):
@@ -195,12 +202,23 @@ class TracedStep(Generic[P, T]):
         for place, t in enumerate(inputs):
             other = places.setdefault(id(t), place)
             if other != place and (self._alone[place] or self._alone[other]):
-                names = [*self._arguments.names, *(slot.name for slot in self._inputs)]
+                names = self._names()
                 raise ValueError(
                     f"traced step: {names[other]} and {names[place]} are one tensor, which "
                     "requires grad or is modified. Expected two, as when traced. Trace the "
                     "function again, or pass a copy."
                 )
+        if (found := self._overlaps.find(inputs, arguments)) is not None:
+            names = self._names()
+            raise ValueError(
+                f"traced step: {names[found[0]]} and {names[found[1]]} share memory, and the step "
+                "modifies one of them. Expected separate memory, as when traced. Trace the "
+                "function again, or pass a copy."
+            )
+
+    def _names(self) -> list[str]:
+        """Return the names of the graph's inputs in the user's program."""
+        return [*self._arguments.names, *(slot.name for slot in self._inputs)]
 
     def _before(self, leaves: list[Any]) -> list[tuple[_Gradient, Tensor | None]]:
         """Drop the gradients that the step drops.
@@ -269,7 +287,8 @@ def trace_step(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> TracedS
             Inductor's async tensor parallelism is on.
         RuntimeError: `fn` depends on the value of a tensor. Or a tensor of the step stays in an
             object, or is returned in an object that is not a pytree. Or `fn` sets `.data` of a
-            tensor, seeds or forks a generator of torch, or changes an option of an optimizer. Or a
+            tensor, or seeds or forks a generator of torch. Or `fn` changes an option of an
+            optimizer, or a number in its state. Or `fn` reads the elements of a sparse tensor. Or a
             region modifies in place the output of another that discards it. In each case no tensor
             has changed.
 
@@ -297,13 +316,6 @@ def _place_of(error: BaseException) -> str:
     called = next((f for f in frames[frames.index(lines[-1]) + 1 :] if f.filename[:1] != "<"), None)
     inside = f", in its call of {called.name}" if called is not None else ""
     return f" at {lines[-1].filename}:{lines[-1].lineno}{inside}"
-
-
-def _modified(graph: fx.Graph) -> list[bool]:
-    """Return for each input of a graph whether the graph modifies it."""
-    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-    writes = written_at(dict.fromkeys(graph.nodes, 0))
-    return [any(key in writes for key, _ in storages(t)) for t in inputs]
 
 
 @contextlib.contextmanager
