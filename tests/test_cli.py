@@ -164,6 +164,20 @@ def test_commands_that_cannot_draw_fail_before_the_work(tmp_path, capsys, monkey
         assert "needs matplotlib, which is not" in capsys.readouterr().err
 
 
+def test_files_that_cannot_be_written_are_errors_before_the_work(tmp_path, capsys):
+    fit = ["fit", "--hf-config", str(tmp_path / "config.json"), "--seq", "8"]
+    will_it_fit = ["will-it-fit", *fit[1:]]
+    for command, option in ((fit, "--save"), (fit, "--plot"), (will_it_fit, "--html"),
+                            (will_it_fit, "--plot"), (["demo"], "--plot")):  # fmt: skip
+        for path in (tmp_path, tmp_path / "no" / "plan.png"):
+            assert cli.main([*command, option, str(path)]) == 2
+            expected = f"{option} is {path}. Expected a file in a folder that exists.\n"
+            assert capsys.readouterr().err == expected
+    for command in (fit, will_it_fit, ["demo"]):
+        assert cli.main([*command, "--plot", str(tmp_path / "plan.foo")]) == 2
+        assert "plan.foo has an unknown format. Expected one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", [[], ["--device", "cuda"]])
 def test_plan_without_a_device_is_for_the_default_gpu(device, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

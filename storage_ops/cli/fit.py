@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
     assumptions: list[str] = []
     try:
-        output.check_folder("--save", args.save)
+        output.check_file("--save", args.save)
         output.check_plot(args.plot)
         budget = parse_bytes(args.budget, "--budget")
         step = workload(args)
@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 def _find(args: argparse.Namespace, console: Console) -> int:
     """Print the largest size, or the cheapest GPU. Return 0, or 1 if nothing fits."""
     _check_find(args)
-    output.check_folder("--save", args.save)
+    output.check_file("--save", args.save)
     budget = parse_bytes(args.budget, "--budget")
     smallest = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | smallest))
@@ -110,7 +110,7 @@ def _print(
 ) -> None:  # fmt: skip
     """Print an answer, as JSON or as a table, with its assumptions."""
     if args.json:
-        output.print_json(facts | ({"assumptions": assumptions} if assumptions else {}))
+        output.print_json(facts | ({"assumptions": assumptions} if assumptions else {}), console)
     else:
         console.print(table)
         output.print_assumptions(assumptions, console)
@@ -146,8 +146,10 @@ def _check_find(args: argparse.Namespace) -> None:
     """Raise an error for options that conflict with --find."""
     if args.plot is not None:
         raise ValueError(f"--plot is {args.plot}, but --find prints a table. Leave out --plot.")
-    if args.find == "seq" and args.seq is not None:
-        raise ValueError(f"--seq is {args.seq}, but --find seq finds it. Leave out --seq.")
+    if (size := getattr(args, args.find)) is not None and args.find != "device":
+        raise ValueError(
+            f"--{args.find} is {size}, but --find {args.find} finds it. Leave out --{args.find}."
+        )
     has_size = args.find == "device" or args.model is None or takes(args.model, args.find)
     if not has_size:
         raise ValueError(

@@ -43,7 +43,7 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
     try:
         with autocast.without_bytes(args), autocast.default_dtype(dtype):
             result = function(**sizes)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ValueError(
             f"--model is {args.model}, which raised {_with_line(error, function)}. {_EXPECTED}"
         ) from error
@@ -103,7 +103,7 @@ def _imported(file: Path, spelled: str) -> Any:
     sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         del sys.modules[name]
         raise ValueError(
             f"--model is {spelled}, whose file raised {_in_line(error)}. Expected a file that "
@@ -158,7 +158,7 @@ def _types(value: object) -> str:
     return name
 
 
-def _with_line(error: Exception, function: Callable[..., Any]) -> str:
+def _with_line(error: BaseException, function: Callable[..., Any]) -> str:
     """Return an error in one line, with the innermost line of its traceback in the user's file."""
     file, line = inspect.getsourcefile(function), ""
     trace = error.__traceback__
@@ -169,5 +169,5 @@ def _with_line(error: Exception, function: Callable[..., Any]) -> str:
     return _in_line(error) + line
 
 
-def _in_line(error: Exception) -> str:
+def _in_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
