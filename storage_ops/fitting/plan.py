@@ -149,6 +149,11 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         self._is_applied = False
         return self._model
 
+    @property
+    def is_applied(self) -> bool:
+        """Return True between `apply` and `undo`."""
+        return self._is_applied
+
     def is_of(self, model: nn.Module) -> bool:
         """Return True if the plan changes layers of this model object, or of a model inside it."""
         own = uncompiled(self._model)
