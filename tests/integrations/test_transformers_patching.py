@@ -44,6 +44,10 @@ def test_patching_twice(batch):
     with storage_ops.patch_causal_lm(model):
         assert type(model) is patched
     assert type(model) is patched and model(**batch).logits is None  # the outer patch remains
+    transformers.set_memory_budget(model, 1 << 20)  # as a plan does
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(RuntimeError, match="patched already"):
+        storage_ops.patch_causal_lm(model, memory_budget=1 << 20)
     storage_ops.unpatch_causal_lm(model)
     assert type(model) is tf.LlamaForCausalLM
 
