@@ -310,6 +310,10 @@ def test_output_layers_with_hooks_or_another_forward(batch):
     with pytest.raises(TypeError, match="ScaledLinear with a forward of its own"):
         storage_ops.patch_causal_lm(model)
     model.lm_head = nn.Linear(D, V)
+    storage_ops.apply_activation_checkpoint(model, {"layer_names": ["lm_head"]})
+    with pytest.raises(TypeError, match=r"is checkpointed or in tiles. .* Patch the model first"):
+        storage_ops.patch_causal_lm(model)
+    storage_ops.remove_activation_checkpoint(model)
     model.lm_head.forward = lambda input: 2 * input
     with pytest.raises(RuntimeError, match="output layer of LlamaForCausalLM was replaced"):
         storage_ops.patch_causal_lm(model)
