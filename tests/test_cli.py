@@ -34,6 +34,8 @@ def test_info_as_a_table(capsys):
         (["--preset", "huge"], "--preset is huge. Expected one of tiny"),
         (["--text", "/no/such/file"], "--text is /no/such/file. Expected the path of a file"),
         (["--steps", "1"], "--steps is 1. Expected at least 2"),
+        (["--device", "gpu"], "--device is gpu. Expected cpu or cuda"),
+        (["--seed", str(2**64)], f"--seed is {2**64}. Expected a number of 64 bits"),
     ],
 )
 def test_demo_complains(options, complaint, capsys):

@@ -70,7 +70,8 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
         True
     """
     where = _device(device)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < math.inf):
         raise ValueError(f"`seconds` is {seconds!r}. Expected a positive number.")
     name = device_name(where)
     path = path_of(name)

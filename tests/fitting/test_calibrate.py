@@ -242,7 +242,7 @@ def test_an_interrupt_leaves_no_file(folder, monkeypatch, where):
     assert not folder.exists() or not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, "10", None, True])
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "10", None, True])
 def test_wrong_seconds(seconds):
     with pytest.raises(ValueError, match=r"`seconds` is .*\. Expected a positive number"):
         storage_ops.calibrate("cpu", seconds=seconds)

@@ -26,6 +26,10 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return f"--text is {args.text}. Expected the path of a file."
     if args.steps < 2:
         return f"--steps is {args.steps}. Expected at least 2."
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        return f"--device is {args.device}. Expected cpu or cuda."
+    if not -(2**63) <= args.seed < 2**64:
+        return f"--seed is {args.seed}. Expected a number of 64 bits."
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         return (
             f"--device is {args.device}, but this torch ({torch.__version__}) sees no GPU. Pass "
