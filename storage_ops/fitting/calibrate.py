@@ -98,7 +98,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         where = torch.device("meta")
     if where.type == "cuda" and gpus and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if where.type != "cpu" and not (where.type == "cuda" and where.index < gpus):
+    if where.type != "cpu" and not (where.type == "cuda" and gpus and where.index < gpus):
         expected = "'cpu'" if not gpus else f"'cpu' or 'cuda', of which there are {gpus}"
         raise ValueError(
             f"`device` is {device!r}. Expected a device of this machine: {expected}. Calibrate a "

@@ -248,8 +248,9 @@ def test_wrong_seconds(seconds):
         storage_ops.calibrate("cpu", seconds=seconds)
 
 
-@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", 1.5])
-def test_wrong_devices(device):
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda", "cuda:99", 1.5])
+def test_wrong_devices(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"`device` is .*Expected a device of this machine: 'cpu'"):
         storage_ops.calibrate(device, seconds=1)
 
