@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from storage_ops.cli import main
 
@@ -126,6 +127,12 @@ def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
         for name in ("plain", "with_cpu_parameter")
     )
     assert partly_on_cpu == on_meta
+
+
+def test_cuda_without_a_gpu_is_the_default_gpu(file, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["will-it-fit", "--model", f"{file}:plain"]
+    assert answer([*command, "--device", "cuda"], capsys) == answer(command, capsys)
 
 
 def test_json_is_alone_on_the_standard_output(file, capsys):

@@ -28,8 +28,16 @@ def add_device(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--device",
         default=DEFAULT_GPU,
-        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds (default: {DEFAULT_GPU})",
+        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds, if there is one (default: "
+        f"{DEFAULT_GPU})",
     )
+
+
+def found(device: str) -> str:
+    """Return the device of --device, which is the default GPU for "cuda" without a GPU."""
+    import torch
+
+    return DEFAULT_GPU if device.startswith("cuda") and not torch.cuda.is_available() else device
 
 
 def reserved(args: argparse.Namespace) -> AbstractContextManager[Any]:
