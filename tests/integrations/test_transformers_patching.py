@@ -202,6 +202,24 @@ def test_unpatching_also_affects_a_forward_that_a_wrapper_stored(batch):
     assert model(**batch).logits is not None
 
 
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_accelerate_removes_its_own_wrappers(patch_first, batch):
+    accelerate = pytest.importorskip("accelerate")
+    model = make("Llama")
+    expected = copy.deepcopy(model)(**batch).loss
+    if patch_first:
+        storage_ops.patch_causal_lm(model)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    if not patch_first:
+        storage_ops.patch_causal_lm(prepared)
+    in_16_bits = prepared(**batch)
+    assert in_16_bits.logits is None and in_16_bits.loss != expected
+    outputs = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(**batch)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, expected)
+
+
 def test_a_forward_that_is_replaced_later(batch):
     """The first call in training warns that the patch has no effect."""
 
