@@ -128,6 +128,18 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     return cls.forward
 
 
+def runs(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Return True if a module runs a forward, directly or below the classes of `Replaced`."""
+    if type(module).forward is not forward:
+        cls = below_parametrizations(module)
+        while "_original" in vars(cls):
+            cls = cls._original
+        if cls.forward is not forward:
+            return False
+    # A checkpointed module keeps a forward that was set on the instance as `_own_forward`.
+    return "forward" not in vars(module) and "_own_forward" not in vars(module)
+
+
 def is_parametrization(cls: type) -> bool:
     """Return True for a class that `torch.nn.utils.parametrize` puts on top of a module's class."""
     return cls.__name__.startswith("Parametrized") and cls.__module__ == parametrize.__name__

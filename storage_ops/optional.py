@@ -65,12 +65,25 @@ def check_version(name: str, user: str) -> None:
 
 
 def check_drawable(path: str | os.PathLike[str], images_only: bool = False) -> None:
-    """Raise an error early if the package that draws a file is missing.
+    """Raise an error early if a file cannot be drawn.
 
     plotly draws a page (".html"). A snapshot (".pickle") needs no package. matplotlib draws images,
     and with `images_only` all other files.
+
+    Raises:
+        ModuleNotFoundError: the package that draws the file is missing.
+        ValueError: matplotlib has no format for the path's ending.
     """
     others = {} if images_only else {".html": "plotly", ".pickle": None}
-    package = others.get(Path(path).suffix.lower(), "matplotlib")
+    ending = Path(path).suffix.lower()
+    package = others.get(ending, "matplotlib")
     if package is not None:
         required(package, f"drawing {path}")
+    if package == "matplotlib" and ending:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = [*others, *(f".{name}" for name in FigureCanvasBase.get_supported_filetypes())]
+        if ending not in known:
+            raise ValueError(
+                f"The picture {path} has an unknown format. Expected one of {', '.join(known)}."
+            )

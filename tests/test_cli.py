@@ -34,6 +34,8 @@ def test_info_as_a_table(capsys):
         (["--preset", "huge"], "--preset is huge. Expected one of tiny"),
         (["--text", "/no/such/file"], "--text is /no/such/file. Expected the path of a file"),
         (["--steps", "1"], "--steps is 1. Expected at least 2"),
+        (["--device", "gpu"], "--device is gpu. Expected cpu or cuda"),
+        (["--seed", str(2**64)], f"--seed is {2**64}. Expected a number of 64 bits"),
     ],
 )
 def test_demo_complains(options, complaint, capsys):
@@ -162,6 +164,20 @@ def test_commands_that_cannot_draw_fail_before_the_work(tmp_path, capsys, monkey
     for ending in (".html", ".pickle"):  # `fit` draws only images
         assert cli.main([*fit, "--plot", str(tmp_path / f"plan{ending}")]) == 2
         assert "needs matplotlib, which is not" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_errors_before_the_work(tmp_path, capsys):
+    fit = ["fit", "--hf-config", str(tmp_path / "config.json"), "--seq", "8"]
+    will_it_fit = ["will-it-fit", *fit[1:]]
+    for command, option in ((fit, "--save"), (fit, "--plot"), (will_it_fit, "--html"),
+                            (will_it_fit, "--plot"), (["demo"], "--plot")):  # fmt: skip
+        for path in (tmp_path, tmp_path / "no" / "plan.png"):
+            assert cli.main([*command, option, str(path)]) == 2
+            expected = f"{option} is {path}. Expected a file in a folder that exists.\n"
+            assert capsys.readouterr().err == expected
+    for command in (fit, will_it_fit, ["demo"]):
+        assert cli.main([*command, "--plot", str(tmp_path / "plan.foo")]) == 2
+        assert "plan.foo has an unknown format. Expected one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cuda"]])

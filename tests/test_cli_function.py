@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from storage_ops.cli import main
 
@@ -73,6 +74,31 @@ def no_loss():
 
 def fails():
     return plain(1)
+
+class Prints(nn.Linear):
+    def forward(self, x):
+        print("forward")
+        return super().forward(x)
+
+def prints():
+    print("function")
+    return Prints(WIDTH, WIDTH), torch.empty(512, WIDTH)
+
+def large(batch):
+    return nn.Linear(WIDTH, WIDTH), torch.empty(batch, WIDTH)
+
+def exits():
+    raise SystemExit(0)
+
+class Exits(nn.Linear):
+    def forward(self, x):
+        raise SystemExit(0)
+
+def exits_later():
+    return Exits(WIDTH, WIDTH), torch.empty(512, WIDTH)
+
+def is_interrupted():
+    raise KeyboardInterrupt
 """
 
 
@@ -103,6 +129,33 @@ def test_parameters_that_the_function_creates_on_the_cpu(file, capsys):
         for name in ("plain", "with_cpu_parameter")
     )
     assert partly_on_cpu == on_meta
+
+
+def test_cuda_without_a_gpu_is_the_default_gpu(file, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["will-it-fit", "--model", f"{file}:plain"]
+    assert answer([*command, "--device", "cuda"], capsys) == answer(command, capsys)
+
+
+def test_json_is_alone_on_the_standard_output(file, capsys):
+    for command in ("will-it-fit", "fit"):
+        assert main([command, "--model", f"{file}:prints", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out) and {"function", "forward"} <= set(err.split())
+
+
+def test_a_batch_above_the_budget(file, capsys):
+    command = ["will-it-fit", "--model", f"{file}:large", "--batch", "1000000"]
+    assert main([*command, "--budget", "100MiB"]) == 1
+    said = capsys.readouterr().out
+    assert "the batch takes 244.2 MiB" in said and said.endswith("Choose a smaller batch.\n")
+    assert main([*command, "--budget", "1MiB"]) == 1
+    assert "workspaces alone take 64.1 MiB" in capsys.readouterr().out
+
+
+def test_an_interrupt_is_one_line(file, capsys):
+    assert main(["will-it-fit", "--model", f"{file}:is_interrupted"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +243,9 @@ def test_find_calls_the_function_for_each_size(size, file, capsys):
             "which needs an argument width. Expected a function without arguments",
             id="unknown argument",
         ),
+        pytest.param("exits", [], "which raised SystemExit: 0 at line", id="exit"),
+        pytest.param("exits_later", [], "A step of Exits raised SystemExit: 0 at", id="later exit"),
+        pytest.param("plain", ["--autocast", "fp8"], "--autocast is fp8. Expected bf16", id="fp8"),
         pytest.param("needs", [], "--batch is missing, but", id="missing batch size"),
         pytest.param("plain", ["--batch", "2"], "--batch is 2, but", id="unused batch size"),
         pytest.param(
@@ -211,11 +267,13 @@ def test_complaints(function, options, said, file, capsys):
         ("mine:f", "Expected a file and a function: FILE.py:FUNCTION"),
         ("no.py:f", "there is no file no.py"),
         ("broken.py:f", "whose file raised NameError: name 'x' is not defined"),
+        ("exits.py:f", "whose file raised SystemExit: 0. Expected a file that"),
     ],
 )
 def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("x")
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     assert main(["will-it-fit", "--model", spelled]) == 2
     assert said in capsys.readouterr().err
 
@@ -223,6 +281,8 @@ def test_files_that_do_not_run(spelled, said, tmp_path, capsys, monkeypatch):
 def test_find_needs_an_argument_of_that_name(file, capsys):
     assert main(["fit", "--model", f"{file}:plain", "--find", "batch"]) == 2
     assert "--find is batch, but" in capsys.readouterr().err
+    assert main(["fit", "--model", f"{file}:sized", "--batch", "4", "--find", "batch"]) == 2
+    assert "--batch is 4, but --find batch finds it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("which", [[], ["--model", "a.py:f", "--hf-config", "x"]])

@@ -124,11 +124,22 @@ def test_a_decoder_has_its_own_length(tmp_path, capsys):
         # Transformers checks types from version 5 on.
         ({"hidden_size": "x"}, "hidden_size" if tf.__version__ >= "5" else "TypeError"),
         ({"model_type": "nosuch"}, "nosuch"),
+        ({"architectures": ["pipeline"]}, "names 'pipeline', which is not the class of a model"),
+        ({"architectures": ["LlamaConfig"]}, "names 'LlamaConfig', which is not the class"),
+        ({"architectures": "LlamaForCausalLM"}, "names 'LlamaForCausalLM', which is not"),
+        ({"architectures": [3]}, "which is not the class of a model"),
     ],
 )
 def test_configs_that_transformers_refuses(wrong, said, tmp_path, capsys):
     command = command_for(tmp_path, "LlamaForCausalLM", **{"model_type": "llama", **TEXT, **wrong})
     assert said in refused([*command, "--seq", "8"], capsys)
+
+
+def test_an_architecture_that_transformers_does_not_have(tmp_path, capsys):
+    command = command_for(tmp_path, "MyLlama", **{"model_type": "llama", **TEXT})
+    assert main([*command, "--seq", "8"]) == 0
+    note = "MyLlama, which transformers does not have. LlamaForCausalLM is simulated instead."
+    assert note in " ".join(capsys.readouterr().err.split())
 
 
 LLAVA = {

@@ -4,10 +4,12 @@ Each command is a module here with `HELP`, an `EXAMPLE` for the end of its --hel
 `add_arguments(parser)`, which groups the options, and `run(args, console)`, which returns the exit
 code. It is 0 for an answer. It is 1 if the answer is no, or if something does not work here. It is
 2, with one line, for wrong arguments and all other errors. `python -X dev` shows the traceback. As
-in a shell, the code is 141 if the reader of the output is gone. Commands share `output.py` and
-`workload.py`, which creates the step by `hf_model.py` and `hf_batch.py`, or by `model_function.py`.
-`demo/` imports optional packages, so it is imported only when it runs. `info` and `plan` work
-without torch. `storage_ops_plan.py`, next to the package, runs `plan` without importing torch.
+in a shell, the code is 141 if the reader of the output is gone, and 130 after an interrupt.
+
+Commands share `output.py` and `workload.py`, which creates the step by `hf_model.py` and
+`hf_batch.py`, or by `model_function.py`. `demo/` imports optional packages, so it is imported only
+when it runs. `info` and `plan` work without torch. `storage_ops_plan.py`, next to the package, runs
+`plan` without importing torch.
 """
 
 from __future__ import annotations
@@ -52,12 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         try:
-            args = parser.parse_args(argv)
-            return int(COMMANDS[args.command].run(args, _console()))
+            args, console = parser.parse_args(argv), _console()
+            with output.reserved(args):
+                return int(COMMANDS[args.command].run(args, console))
         finally:  # also for --help
             sys.stdout.flush()
     except BrokenPipeError:
         return output.leave_quietly()
+    except KeyboardInterrupt:
+        if sys.flags.dev_mode:
+            raise
+        output.complain("Interrupted.")
+        return output.INTERRUPTED
     except ModelError as error:
         if sys.flags.dev_mode:
             raise
@@ -72,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _console() -> Console:
     """Return standard output, as wide as its terminal. Without one, tables decide."""
-    console = output.Pipe()
+    console = output.Pipe(file=sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = output.Pipe(width=WIDTH)
+        console = output.Pipe(file=sys.stdout, width=WIDTH)
     return console

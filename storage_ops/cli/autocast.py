@@ -13,7 +13,7 @@ from storage_ops.loss.planning.plan import dtype_name
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = "bfloat16", "float16"
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -35,8 +35,9 @@ def block(args: argparse.Namespace) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     import torch
 
-    name = dtype_name(args.autocast)
-    if name not in _DTYPES:
+    # Not by `dtype_name`, whose errors name dtypes that autocast does not support.
+    name = _DTYPES.get(args.autocast)
+    if name is None:
         raise ValueError(f"--autocast is {args.autocast}. Expected bf16 or fp16.")
     # The simulation uses fake CPU tensors in place of GPU tensors.
     return torch.autocast("cpu", getattr(torch, name))

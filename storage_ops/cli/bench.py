@@ -61,6 +61,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     code = int(runner.run(args.parts or known, args.quick, args.out, shown))
     if args.json:
         output.print_json(
-            [json.loads(row) for row in (args.out / "rows.jsonl").read_text().splitlines()]
+            [json.loads(row) for row in (args.out / "rows.jsonl").read_text().splitlines()],
+            console,
         )
     return code

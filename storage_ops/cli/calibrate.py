@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     calibration = storage_ops.calibrate(args.device, args.seconds)
     if args.json:
         facts = {**asdict(calibration), "path": str(calibration.path)}
-        output.print_json({**facts, "op_times": calibration.op_times.points})
+        output.print_json({**facts, "op_times": calibration.op_times.points}, console)
     else:
         console.print(calibration)
     return 0

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command. Return 0 if a plan fits, 1 if none does."""
+    args.device = output.found(args.device)
     with autocast.block(args):
         return _find(args, console) if args.find is not None else _plan(args, console)
 
@@ -62,7 +63,7 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
     assumptions: list[str] = []
     try:
-        output.check_folder("--save", args.save)
+        output.check_file("--save", args.save)
         output.check_plot(args.plot)
         step = workload(args)
         budget = budget_of(args.budget, args.device, step.model)
@@ -91,7 +92,7 @@ def _find(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.simulate.rates import budget_of
 
     _check_find(args)
-    output.check_folder("--save", args.save)
+    output.check_file("--save", args.save)
     smallest = {} if args.find == "device" else {args.find: 1}
     step = workload(argparse.Namespace(**vars(args) | smallest))
     budget = budget_of(args.budget, args.device, step.model)
@@ -113,7 +114,7 @@ def _print(
 ) -> None:  # fmt: skip
     """Print an answer, as JSON or as a table, with its assumptions."""
     if args.json:
-        output.print_json(facts | ({"assumptions": assumptions} if assumptions else {}))
+        output.print_json(facts | ({"assumptions": assumptions} if assumptions else {}), console)
     else:
         console.print(table)
         output.print_assumptions(assumptions, console)
@@ -149,8 +150,10 @@ def _check_find(args: argparse.Namespace) -> None:
     """Raise an error for options that conflict with --find."""
     if args.plot is not None:
         raise ValueError(f"--plot is {args.plot}, but --find prints a table. Leave out --plot.")
-    if args.find == "seq" and args.seq is not None:
-        raise ValueError(f"--seq is {args.seq}, but --find seq finds it. Leave out --seq.")
+    if (size := getattr(args, args.find)) is not None and args.find != "device":
+        raise ValueError(
+            f"--{args.find} is {size}, but --find {args.find} finds it. Leave out --{args.find}."
+        )
     has_size = args.find == "device" or args.model is None or takes(args.model, args.find)
     if not has_size:
         raise ValueError(

@@ -108,14 +108,13 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
         path = args.hf_config / "config.json" if args.hf_config.is_dir() else args.hf_config
         fields = json.loads(path.read_text())
         if not isinstance(fields, dict):
-            raise ValueError(f"It is a {type(fields).__name__} of JSON, not an object.")
+            raise ValueError(f"It is {type(fields).__name__} in JSON, not an object.")
         # transformers writes numbers such as infinity in its own way, which only it can read.
         fields = transformers.PretrainedConfig.get_config_dict(str(path))[0]
         config: Any = transformers.AutoConfig.for_model(**fields)
         # A training step has no cache of keys and values.
         config.use_cache = False
-        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-        cls: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        cls = _class_for(config, transformers)
         # from_pretrained creates parameters in the dtype in the same way. Buffers that a model
         # computes are in float32.
         with torch.device("meta"), autocast.default_dtype(dtype):
@@ -133,6 +132,12 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     from storage_ops.cli.quantized.adapters import adapted
 
     model: nn.Module = created.train()
+    names = getattr(config, "architectures", None)
+    if names and not hasattr(transformers, names[0]):
+        output.note(
+            f"--hf-config is of {names[0]}, which transformers does not have. "
+            f"{type(model).__name__} is simulated instead."
+        )
     batch = hf_batch.batch_for(model, args)
     if unused := hf_batch.left_out(model, batch):
         advice = " without --images" if unused == "pixel_values" else ""
@@ -140,6 +145,24 @@ def model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]
     if args.packing is not None:
         packing.prepare(model, args)
     return adapted(model, args), batch
+
+
+def _class_for(config: Any, transformers: Any) -> Any:
+    """Return the class of transformers that a config names, or a causal language model's.
+
+    Raises:
+        ValueError: the config names something that is no model.
+    """
+    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    is_list = isinstance(names, (list, tuple)) and isinstance(names[0], str)
+    named = getattr(transformers, names[0], None) if is_list else names
+    if named is None:  # such as a class that lies beside the config
+        return transformers.AutoModelForCausalLM
+    bases = getattr(named, "__mro__", ())
+    if transformers.PreTrainedModel not in bases and not hasattr(named, "from_config"):
+        first = names[0] if is_list else names
+        raise ValueError(f"`architectures` names {first!r}, which is not the class of a model.")
+    return named
 
 
 def _why(error: Exception) -> str:
@@ -151,4 +174,4 @@ def _why(error: Exception) -> str:
         why += f" (did you mean {similar[0]}?)"
     if not isinstance(error, (OSError, ValueError)):
         why = f"{type(error).__name__}: {why}"
-    return " ".join(why.split())
+    return " ".join(why.split()).rstrip(".")

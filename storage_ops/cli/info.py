@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         facts = storage_ops.info()
     if args.json:
-        output.print_json(facts)
+        output.print_json(facts, console)
     else:
         rows = [
             (key, Text(text, "red" if key == "problems" and facts[key] else ""))

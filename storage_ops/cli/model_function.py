@@ -43,7 +43,7 @@ def call(args: argparse.Namespace) -> tuple[nn.Module, Any, Callable[[Any], Tens
     try:
         with autocast.without_bytes(args), autocast.default_dtype(dtype):
             result = function(**sizes)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ValueError(
             f"--model is {args.model}, which raised {_with_line(error, args.model)}. Expected a "
             "function that runs on the meta device, without a GPU and weights, and returns (model, "
@@ -105,7 +105,7 @@ def _imported(file: Path, spelled: str) -> Any:
     sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         del sys.modules[name]
         raise ValueError(
             f"--model is {spelled}, whose file raised {_in_line(error)}. Expected a file that "
@@ -160,7 +160,7 @@ def _types(value: object) -> str:
     return name
 
 
-def _with_line(error: Exception, spelled: str) -> str:
+def _with_line(error: BaseException, spelled: str) -> str:
     """Return an error in one line, with the innermost line of its traceback in FILE.py."""
     file, line = str(Path(spelled.rpartition(":")[0]).resolve()), ""
     trace = error.__traceback__
@@ -171,5 +171,5 @@ def _with_line(error: Exception, spelled: str) -> str:
     return _in_line(error) + line
 
 
-def _in_line(error: Exception) -> str:
+def _in_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

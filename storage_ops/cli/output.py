@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,29 @@ def add_device(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--device",
         default=DEFAULT_GPU,
-        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds (default: {DEFAULT_GPU})",
+        help=f"{', '.join(DEVICES)}, or cuda: the GPU that torch finds, if there is one (default: "
+        f"{DEFAULT_GPU})",
     )
 
 
-def print_json(facts: Any) -> None:
-    """Print the result of a command as JSON, on the standard output."""
-    print(json.dumps(facts, indent=1))
+def found(device: str) -> str:
+    """Return the device of --device, which is the default GPU for "cuda" without a GPU."""
+    import torch
+
+    return DEFAULT_GPU if device.startswith("cuda") and not torch.cuda.is_available() else device
+
+
+def reserved(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Return a block in which --json reserves the standard output for `print_json`.
+
+    Whatever the code of a model prints goes to the standard error.
+    """
+    return contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+
+
+def print_json(facts: Any, console: Console) -> None:
+    """Print the result of a command as JSON, where the console prints."""
+    print(json.dumps(facts, indent=1), file=console.file)
 
 
 def print_assumptions(sentences: list[str], console: Console) -> None:
@@ -41,15 +59,15 @@ def print_assumptions(sentences: list[str], console: Console) -> None:
         console.print(f"* {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Raise an error before the work starts if the folder of an output file does not exist."""
-    if path is not None and not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} is {path}. Expected a file in a folder that exists.")
+def check_file(option: str, path: Path | None) -> None:
+    """Raise an error before the work starts if an output file cannot be written."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise OSError(f"{option} is {path}. Expected a file in a folder that exists.")
 
 
 def check_plot(path: Path | None, images_only: bool = True) -> None:
     """Raise an error before the work starts if the file of --plot cannot be drawn."""
-    check_folder("--plot", path)
+    check_file("--plot", path)
     if path is not None:
         check_drawable(path, images_only)
 
@@ -120,7 +138,9 @@ class Pipe(Console):
         raise BrokenPipeError
 
 
-BROKEN_PIPE = 141  # 128 + 13, the code that a shell gives for a program that SIGPIPE ended
+# The codes that a shell gives for a program that a signal ended: 128 and the number of the signal.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 def leave_quietly() -> int:

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     budget = planner.default_budget(p, rates) if budget_arg is None else budget_arg
     budgets = curve(p, rates, budget)
     if args.json:
-        output.print_json(_facts(p, device, budget, chosen, budgets))
+        output.print_json(_facts(p, device, budget, chosen, budgets), console)
     else:
         console.print(plans.describe(chosen, p, rates, budget_arg), highlight=False, soft_wrap=True)
         console.print(_table(budgets, rates, budget))

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         names = ("peak_bytes", "prefill_bytes", "decode_bytes", "cache_bytes", "by_owner")
         facts = {name: getattr(report, name) for name in names}
-        output.print_json({"fits": fits, "budget_bytes": budget, "device": args.device} | facts)
+        common = {"fits": fits, "budget_bytes": budget, "device": args.device}
+        output.print_json(common | facts, console)
     else:
         console.print(report.table(verdict(report.peak_bytes, budget, args.device)))
     return 0 if fits else 1

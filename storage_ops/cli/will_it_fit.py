@@ -54,6 +54,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
+    args.device = output.found(args.device)
     if args.serve:
         parser = argparse.ArgumentParser()
         add_arguments(parser)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return serve.run(args, console)
     evaluation.check(args)
     output.check_plot(args.plot, images_only=False)
-    output.check_folder("--html", args.html)
+    output.check_file("--html", args.html)
     step = workload(args)
     model, batch, loss = step
     evaluation_step = evaluation.step_of(args, step)
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             facts |= dict(zip(keys, step_peaks, strict=True))
         if assumptions:
             facts["assumptions"] = assumptions
-        output.print_json(facts)
+        output.print_json(facts, console)
     else:
         console.print(report)
         output.print_assumptions(assumptions, console)
@@ -130,13 +131,20 @@ def _what_now(args: argparse.Namespace, report: Any, evaluation_decides: bool) -
         return (
             "The evaluation step has the larger peak. Pass a smaller --eval-batch or --eval-logits."
         )
-    lasting, budget = report.step.kept_bytes, report.budget_bytes
+    budget, batch = report.budget_bytes, report.step.by_owner.get("batch", 0)
+    lasting = report.step.kept_bytes - batch
     if lasting > budget:
         return (
             "Recomputing cannot make it fit: parameters, gradients, optimizer state and workspaces "
             f"alone take {readable(lasting, up=True)}, more than the budget of {readable(budget)}. "
             f"Shard them over {'more' if args.gpus > 1 else 'several'} --gpus, or choose an "
             "--optimizer or a --dtype that takes less."
+        )
+    if lasting + batch > budget:
+        return (
+            f"Recomputing cannot make it fit: the batch takes {readable(batch, up=True)}, and "
+            f"parameters, gradients, optimizer state and workspaces {readable(lasting, up=True)}, "
+            f"together more than the budget of {readable(budget)}. Choose a smaller batch."
         )
     if args.gpus > 1 and (args.shard == "ddp" or args.tensor_parallel > 1):
         return (

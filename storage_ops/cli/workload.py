@@ -89,7 +89,7 @@ def model_errors(args: argparse.Namespace, model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if _PACKAGE in Path(frame.f_code.co_filename).parents:
             raise  # errors of this package need no explanation

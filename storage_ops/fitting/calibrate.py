@@ -70,7 +70,8 @@ def calibrate(device: str | torch.device | None = None, seconds: float = 45.0) -
         True
     """
     where = _device(device)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < math.inf):
         raise ValueError(f"`seconds` is {seconds!r}. Expected a positive number.")
     name = device_name(where)
     path = path_of(name)
@@ -97,7 +98,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         where = torch.device("meta")
     if where.type == "cuda" and gpus and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if where.type != "cpu" and not (where.type == "cuda" and where.index < gpus):
+    if where.type != "cpu" and not (where.type == "cuda" and gpus and where.index < gpus):
         expected = "'cpu'" if not gpus else f"'cpu' or 'cuda', of which there are {gpus}"
         raise ValueError(
             f"`device` is {device!r}. Expected a device of this machine: {expected}. Calibrate a "

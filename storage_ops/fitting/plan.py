@@ -35,6 +35,7 @@ ModelT_co = TypeVar("ModelT_co", bound=nn.Module, covariant=True, default=nn.Mod
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _FORMAT = 5
 _LAYERS = "settings of layers"
+_PATCHED = "patched"  # an aspect of models with the patch of `patching()`
 
 
 @dataclass
@@ -113,7 +114,8 @@ class FitPlan(Tabular, Generic[ModelT_co]):
                 "fit: the plan patches the model, which is patched already. Call "
                 "unpatch_causal_lm(model) before apply()."
             )
-        if any(a.patched for _, a in self._actions) and not patching().is_patched(self._model):
+        of_patched = _PATCHED in self._aspects or any(a.patched for _, a in self._actions)
+        if of_patched and not patching().is_patched(self._model):
             raise RuntimeError(
                 "fit: the plan is for a patched model, and this one is not patched. Call "
                 "patch_causal_lm(model) before apply()."
@@ -149,6 +151,11 @@ class FitPlan(Tabular, Generic[ModelT_co]):
         _undo(self._actions)
         self._is_applied = False
         return self._model
+
+    @property
+    def is_applied(self) -> bool:
+        """Return True between `apply` and `undo`."""
+        return self._is_applied
 
     def is_of(self, model: nn.Module) -> bool:
         """Return True if the plan changes layers of this model object, or of a model inside it."""
@@ -378,10 +385,13 @@ def load_fit(
             f"was fitted.{_hint_of_mode(differs, model)}"
         )
     actions = [(units[name], action) for name, _, action in saved]
-    return FitPlan(
+    plan = FitPlan(
         model, loss, actions, peak, seconds, budget, device, rows, totals, step_seconds, conditions,
         is_calibrated,
     )  # fmt: skip
+    if _PATCHED in known:  # the model can be patched after this, too
+        plan._aspects[_PATCHED] = known[_PATCHED]
+    return plan
 
 
 def _aspects(model: nn.Module) -> dict[str, str]:
@@ -390,16 +400,18 @@ def _aspects(model: nn.Module) -> dict[str, str]:
     Trainers set attributes of modules that are not layers, so only layers have full fingerprints.
     """
     layers = [(unit.name, unit.print) for unit in units_of(model)]
-    return {**aspects(model), _LAYERS: hashed(layers)}
+    patched = {_PATCHED: "yes"} if patching().is_patched(model) else {}
+    return {**aspects(model), _LAYERS: hashed(layers), **patched}
 
 
 def _differences(before: dict[str, Any], now: dict[str, str]) -> str:
     """Return the names of the aspects that differ.
 
     If "modules" differ, all other aspects do, too, so only "modules" is named. Fingerprints of
-    layers cover all aspects, so layers are named only if nothing else differs.
+    layers cover all aspects, so layers are named only if nothing else differs. A patch that the
+    plan does not need is no difference.
     """
-    names = [name for name, value in now.items() if before.get(name) != value]
+    names = [name for name in now if name != _PATCHED and before.get(name) != now[name]]
     if "modules" in names:
         return "modules"
     return ", ".join([name for name in names if name != _LAYERS] or names)

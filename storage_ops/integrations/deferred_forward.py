@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from storage_ops.storage.storage import is_discarded
+
 if TYPE_CHECKING:
     from storage_ops.integrations.deferred_logits import DeferredLogits
     from storage_ops.integrations.gathered_head import Gathering
@@ -130,10 +132,15 @@ class Forward:
 class _Reaching(torch.autograd.Function):
     """Returns hidden states, and shows autograd the parameters that their loss will use."""
 
+    generate_vmap_rule = True  # with `setup_context`, transforms of torch.func work, too
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.others = len(parameters)
+    def forward(hidden: Tensor, *parameters: Tensor) -> Tensor:
         return hidden.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.others = len(inputs) - 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -227,7 +234,7 @@ class Origin:
 
     def _again(self, hidden: Tensor) -> contextlib.AbstractContextManager[Any]:
         returned = self.forward.labels is None and not torch.compiler.is_compiling()
-        if returned and self.weight.numel() and not self.weight.untyped_storage().size():
+        if returned and is_discarded(self.weight):
             raise RuntimeError(
                 f"patch_causal_lm: the weight of the output layer of {self.forward.model} was "
                 "freed after the forward, before the loss of its deferred logits. Pass "

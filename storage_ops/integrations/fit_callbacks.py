@@ -33,8 +33,7 @@ class _Applied:
         Raises:
             ValueError, RuntimeError: the plan is for another model.
         """
-        if self._plan is not None:
-            return
+        self.end()  # an earlier training may have ended with an error
         source = self._source
         plan = source if isinstance(source, FitPlan) else load_fit(source, model)
         if not plan.is_of(model):
@@ -51,7 +50,7 @@ class _Applied:
         if self._first_batch is not None:
             self._first_batch.disarm()
             self._first_batch = None
-        if plan is not None:
+        if plan is not None and plan.is_applied:
             plan.undo()
 
 

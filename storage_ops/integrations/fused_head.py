@@ -116,6 +116,8 @@ def replacement(model: nn.Module, instance_forward: Any, options: LossOptions) -
     if closure is None and _wraps_own(instance_forward, model):
         forward: Any = model_forward(instance_forward.__func__)
         forward._replaced = instance_forward.__func__
+        # unwrap_model of accelerate follows `__wrapped__` to remove its own wrappers.
+        forward.__wrapped__ = type(model).forward
         return MethodType(forward, model)
     if closure is None:
         return instance_forward

@@ -170,6 +170,12 @@ def _check(head: object, name: str) -> None:
             f"patch_causal_lm: the output layer of {name}, get_output_embeddings(), is {kind}. "
             f"Expected torch.nn.Linear.{remedy}"
         )
+    if isinstance(head, Replaced):
+        raise TypeError(
+            f"patch_causal_lm: the output layer of {name} is checkpointed or in tiles. Expected a "
+            "plain torch.nn.Linear. Patch the model first, or leave the layer out of "
+            "apply_activation_checkpoint and tile."
+        )
     if type(head).forward is not nn.Linear.forward:
         raise TypeError(
             f"patch_causal_lm: the output layer of {name} is {kind} with a forward of its own. "

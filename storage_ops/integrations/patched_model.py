@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -102,6 +103,10 @@ def deferred(
             head._deferred_in = None
     if run.labels is not None and run.losses < max(run.calls, 1):
         missing = "a cross-entropy of its logits" if run.calls else "get_output_embeddings()"
+        if run.losses:
+            missing = (
+                f"a loss for {run.calls - run.losses} of the {run.calls} calls of its output layer"
+            )
         others = [name for name in other_labels(forward) if kwargs.get(name) is None]
         also = f" It may need {' and '.join(others)} too." if others else ""
         raise Refused(
@@ -191,18 +196,44 @@ def _finished(outputs: object, formed: bool, results: dict[str, Tensor]) -> Any:
                 tensor = value.formed()
                 deferred_outputs.append((value, tensor))
             return tensor
-        if type(value) is tuple:
-            return tuple(one(v) for v in value)
+        if type(value) is tuple or type(value) is list:
+            return type(value)(one(v) for v in value)
+        before = _items_of(value)
+        items = {k: one(v) for k, v in before.items()}
+        if all(items[k] is v for k, v in before.items()):
+            return value
         if isinstance(value, dict):
-            items = {k: one(v) for k, v in value.items()}
-            if any(items[k] is not v for k, v in value.items()):
-                return type(value)(**items)
-        return value
+            return type(value)(**items)
+        if isinstance(value, tuple):
+            return value._replace(**items)  # type: ignore[attr-defined]
+        changed = {k: v for k, v in items.items() if v is not before[k]}
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
 
     outputs = one(outputs)
+    if not results:
+        return outputs
     if isinstance(outputs, tuple):
         return (*outputs, *results.values())
     if isinstance(outputs, dict):
-        for name, result in results.items():
+        for name, result in results.items():  # a ModelOutput has no update()
             outputs[name] = result
+    elif dataclasses.is_dataclass(outputs):
+        vars(outputs).update(results)
+    else:
+        raise TypeError(
+            f"patch_causal_lm: `returns` has {', '.join(results)}, for which the output of the "
+            f"model, a {type(outputs).__name__}, has no place. Expected a tuple, a dict or a "
+            "dataclass."
+        )
     return outputs
+
+
+def _items_of(value: object) -> dict[str, Any]:
+    """Return the items of a dict, or the fields of a named tuple or a dataclass, by name."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple):
+        return dict(zip(getattr(value, "_fields", ()), value, strict=False))
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, DeferredLogits)):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

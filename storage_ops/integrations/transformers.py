@@ -174,9 +174,10 @@ def patch_causal_lm(
     budget = budget_of(memory_budget, "patch_causal_lm")
     options = _options(returns, token_weights, label_smoothing, logits, budget, gradient_tolerance)
     if isinstance(model, PatchedModel) and has_patch(model):
-        if model._loss_options.key != options.key:
+        own = vars(model).get(OWN_OPTIONS, model._loss_options)  # without the budget of a plan
+        if own.key != options.key:
             raise RuntimeError(
-                f"patch_causal_lm: {name} is patched already, with {model._loss_options}. Pass the "
+                f"patch_causal_lm: {name} is patched already, with {own}. Pass the "
                 f"same options ({options}), or call storage_ops.unpatch_causal_lm(model) first."
             )
         return CausalLMPatch(outer_model, applied=False)

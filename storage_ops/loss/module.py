@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
+from storage_ops._subclass import runs
 from storage_ops.loss.api import linear_cross_entropy
 from storage_ops.loss.call import ModuleOptions, Result, Several, TensorResult
 from storage_ops.loss.engine import ranks
@@ -177,7 +178,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
     def _check_linear(self) -> None:
         """Raise a TypeError if the layer's forward is more than a product with weight and bias."""
         linear = self.linear
-        plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+        plain = runs(linear, nn.Linear.forward)  # a checkpoint of the layer changes no value
         hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
         # Hooks of tensor parallelism are for DTensors, whose placements have the same information.
         if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):

@@ -24,6 +24,7 @@ from storage_ops.quantities import parse_bytes
 _FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profile).parameters
 _WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
 ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
+_BEGIN = "storage_ops measure"  # the first event of a measurement
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,10 @@ class measure:
     """Context manager that measures the memory of a block.
 
     On the CPU, allocations of torch in this thread count, from the events of torch.profiler.
-    Buffers inside math libraries, and releases of blocks that were allocated before the first
-    `measure` of the process, are not seen. On CUDA, the peak is that of the caching allocator, and
-    the timeline comes from the same events. The block runs somewhat slower, so do not time it.
+    Buffers inside math libraries are not seen. torch knows the size of a block only if it was
+    allocated inside of a `measure`. The release of another block is not seen, or with the size of
+    an earlier block at its address. On CUDA, the peak is that of the caching allocator, and the
+    timeline comes from the same events. The block runs somewhat slower, so do not time it.
 
     Args:
         device: the device whose memory is measured, "cpu" or a CUDA device.
@@ -162,7 +164,8 @@ class measure:
 
     Raises:
         TypeError: model is no module. ValueError: another device, or a compiled module.
-        RuntimeError: a torch profiler is running already.
+        RuntimeError: a torch profiler is running already, or one that began inside the block has
+            ended the measurement.
 
     Example:
         >>> with storage_ops.memory.measure(device="cpu") as m:
@@ -177,7 +180,6 @@ class measure:
             raise ValueError(f"measure: `device` is {device!r}. Expected 'cpu' or a CUDA device.")
         self._marks = Marks(model)
         self._subject = "" if model is None else class_of(uncompiled(model)).__name__
-        self._result = Measurement.__new__(Measurement)  # has no numbers until the end
         self._entry_bytes: int | None = None  # bytes of the allocator of a GPU
 
     def __enter__(self) -> Measurement:
@@ -186,6 +188,7 @@ class measure:
                 "measure: a torch profiler or another measure is running, and torch has one "
                 "profiler at a time. End it first."
             )
+        self._result = Measurement.__new__(Measurement)  # has no numbers until the end
         gc.collect()  # garbage of earlier code must not be freed inside the block
         # Otherwise Kineto reports each start and stop on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -202,8 +205,12 @@ class measure:
             # here.
             profiler: Any = self._profile.profiler
             profiler.acc_events = False
-        except BaseException:
+            with torch._C._profiler._RecordFunctionFast(_BEGIN):  # no op, as record_function is
+                pass
+        except BaseException as error:
             self._marks.close()
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                self._profile.__exit__(type(error), error, error.__traceback__)
             raise
         return self._result
 
@@ -217,19 +224,25 @@ class measure:
             torch.cuda.synchronize(self._device)
         self._marks.close()
         self._profile.__exit__(kind, error, trace)
-        self._read_events()
+        profiler: Any = self._profile.profiler
+        events = profiler.kineto_results.experimental_event_tree()
+        del self._profile
+        if not any(event.name == _BEGIN for event in events):
+            if error is not None:
+                return
+            raise RuntimeError(
+                "measure: a torch profiler began inside the block, and torch has one profiler at a "
+                "time. So the block was not measured. Begin no other profiler in it."
+            )
+        self._read(events)
         if self._entry_bytes is not None:
             allocated = torch.cuda.memory_allocated(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
             self._result.kept_bytes = allocated - self._entry_bytes
             self._result.peak_bytes = peak - self._entry_bytes
 
-    def _read_events(self) -> None:
-        profiler: Any = self._profile.profiler
-        changes, allocations = history(
-            profiler.kineto_results.experimental_event_tree(), self._device.type, self._device.index
-        )
-        del self._profile
+    def _read(self, events: list[Any]) -> None:
+        changes, allocations = history(events, self._device.type, self._device.index)
         after = levels(nbytes for _, nbytes in changes)
         timeline = [
             Sample((start - changes[0][0]) / 1e9, level)

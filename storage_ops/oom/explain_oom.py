@@ -77,8 +77,9 @@ class OomReport(Tabular):
         rest = sum(nbytes for _, nbytes in rows[_ROWS:])
         rows = rows[:_ROWS] + ([("all others", rest)] if rest else [])
         total = max(self.in_use_bytes, 1)
+        title = f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use"
         table = Grid(
-            f"out of memory in {self.failed}: {readable(self.in_use_bytes)} were in use",
+            title if self.failed else "memory has not run out",
             ("owner", "bytes", "of all"),
             [(owner, readable(nbytes), f"{nbytes / total:.1%}") for owner, nbytes in rows],
             words=("owner",),

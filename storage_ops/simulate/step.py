@@ -79,7 +79,8 @@ class StepEstimate(Tabular, Measurement):
 
     Attributes:
         peak_bytes: the highest level.
-        kept_bytes: the level after the optimizer's step: parameters, gradients and state.
+        kept_bytes: the level after the optimizer's step: parameters, gradients, state, the batch
+            and workspaces.
         timeline: the level after every allocation and release. The seconds are those of the
             simulation.
         by_owner: bytes at the peak by their owner, largest first. Their sum is `peak_bytes`. Owners

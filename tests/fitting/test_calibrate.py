@@ -242,14 +242,15 @@ def test_an_interrupt_leaves_no_file(folder, monkeypatch, where):
     assert not folder.exists() or not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, "10", None, True])
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "10", None, True])
 def test_wrong_seconds(seconds):
     with pytest.raises(ValueError, match=r"`seconds` is .*\. Expected a positive number"):
         storage_ops.calibrate("cpu", seconds=seconds)
 
 
-@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", 1.5])
-def test_wrong_devices(device):
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda", "cuda:99", 1.5])
+def test_wrong_devices(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"`device` is .*Expected a device of this machine: 'cpu'"):
         storage_ops.calibrate(device, seconds=1)
 

@@ -197,7 +197,23 @@ def test_the_budget_of_a_patched_loss_is_chosen(tmp_path, peft):
         storage_ops.fit(model, batch, "1GiB")
     plan.undo()
     assert inner._loss_options is own
+    of_layers = storage_ops.fit(model, batch, "1GiB", actions=["full"])  # with the patched loss
+    of_layers.save(tmp_path / "layers.json")
     storage_ops.unpatch_causal_lm(model)
-    for refused in (plan, storage_ops.load_fit(tmp_path / "fit.json", model)):
+    loaded = [storage_ops.load_fit(tmp_path / name, model) for name in ("fit.json", "layers.json")]
+    for refused in (plan, of_layers, *loaded):
         with pytest.raises(RuntimeError, match="is for a patched model, and this one is not"):
             refused.apply()
+    storage_ops.patch_causal_lm(model)
+    for accepted in (plan, of_layers, *loaded):
+        accepted.apply()
+        accepted.undo()
+
+
+def test_a_plan_of_a_plain_model_is_valid_with_a_patch():
+    """The patched loss takes less memory."""
+    model, batch = llama()
+    plan = storage_ops.fit(model, batch, "1GiB", actions=["full"])
+    with storage_ops.patch_causal_lm(model):
+        plan.apply()
+        plan.undo()

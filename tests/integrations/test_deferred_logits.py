@@ -132,6 +132,22 @@ def test_compiled(head, fullgraph):
     check_against_plain(Toy(HEADS[head], None if fullgraph else sliced_loss), run)
 
 
+def test_transforms_of_torch_func():
+    """Of a loss of returned logits."""
+    model, ids = Toy(), torch.randint(V, (2, 5))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, ids):
+        logits = torch.func.functional_call(model, parameters, (ids,))["logits"]
+        return sliced_loss(logits, ids)
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    expected = torch.func.grad(loss)(parameters, ids), per_sample(parameters, ids[:, None])
+    with storage_ops.patch_causal_lm(model, logits="deferred"):
+        found = torch.func.grad(loss)(parameters, ids), per_sample(parameters, ids[:, None])
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_graph_break_between_output_layer_and_loss():
     def head(logits):
         torch._dynamo.graph_break()

@@ -57,6 +57,27 @@ def test_a_plan_is_applied_while_a_trainer_trains(from_file, tmp_path):
 
 
 @pytest.mark.in_turn
+def test_a_training_after_one_that_ended_with_an_error(tmp_path):
+    """Such a training has no on_train_end. The next one may be of another model."""
+    first, second = tiny(), tiny()
+    tiny_plan(first).save(tmp_path / "fit.json")
+    of_file = trainer_callback(tmp_path / "fit.json")
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    for model in (first, second):
+        of_file.on_train_begin(None, state, control, model=model)
+    assert any(changed(second)) and not any(changed(first))
+    of_file.on_train_end(None, state, control)
+    plan = tiny_plan(first)
+    of_plan = trainer_callback(plan)
+    for _ in range(2):
+        of_plan.on_train_begin(None, state, control, model=first)
+        assert any(changed(first))
+        plan.undo()  # by the user
+    of_plan.on_train_end(None, state, control)
+    assert not any(changed(first))
+
+
+@pytest.mark.in_turn
 def test_a_trainer(tmp_path):
     pytest.importorskip("accelerate")
     model = tiny()

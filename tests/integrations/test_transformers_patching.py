@@ -44,6 +44,10 @@ def test_patching_twice(batch):
     with storage_ops.patch_causal_lm(model):
         assert type(model) is patched
     assert type(model) is patched and model(**batch).logits is None  # the outer patch remains
+    transformers.set_memory_budget(model, 1 << 20)  # as a plan does
+    storage_ops.patch_causal_lm(model)
+    with pytest.raises(RuntimeError, match="patched already"):
+        storage_ops.patch_causal_lm(model, memory_budget=1 << 20)
     storage_ops.unpatch_causal_lm(model)
     assert type(model) is tf.LlamaForCausalLM
 
@@ -198,6 +202,24 @@ def test_unpatching_also_affects_a_forward_that_a_wrapper_stored(batch):
     assert model(**batch).logits is not None
 
 
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_accelerate_removes_its_own_wrappers(patch_first, batch):
+    accelerate = pytest.importorskip("accelerate")
+    model = make("Llama")
+    expected = copy.deepcopy(model)(**batch).loss
+    if patch_first:
+        storage_ops.patch_causal_lm(model)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    if not patch_first:
+        storage_ops.patch_causal_lm(prepared)
+    in_16_bits = prepared(**batch)
+    assert in_16_bits.logits is None and in_16_bits.loss != expected
+    outputs = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(**batch)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, expected)
+
+
 def test_a_forward_that_is_replaced_later(batch):
     """The first call in training warns that the patch has no effect."""
 
@@ -307,6 +329,10 @@ def test_output_layers_with_hooks_or_another_forward(batch):
     with pytest.raises(TypeError, match="ScaledLinear with a forward of its own"):
         storage_ops.patch_causal_lm(model)
     model.lm_head = nn.Linear(D, V)
+    storage_ops.apply_activation_checkpoint(model, {"layer_names": ["lm_head"]})
+    with pytest.raises(TypeError, match=r"is checkpointed or in tiles. .* Patch the model first"):
+        storage_ops.patch_causal_lm(model)
+    storage_ops.remove_activation_checkpoint(model)
     model.lm_head.forward = lambda input: 2 * input
     with pytest.raises(RuntimeError, match="output layer of LlamaForCausalLM was replaced"):
         storage_ops.patch_causal_lm(model)

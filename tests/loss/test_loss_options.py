@@ -403,6 +403,16 @@ def test_module_has_the_names_of_torch():
     with pytest.raises(TypeError, match=r"`linear` is torch.*Linear with forward hooks. Expected"):
         head(x, target)
     handle.remove()
+    config = {"layer_classes": ["Linear"]}
+    so.apply_activation_checkpoint(head, config)  # which does not change what the layer computes
+    torch.testing.assert_close(head(x, target), right)
+    so.remove_activation_checkpoint(head)
+    head.linear.forward = lambda x: 2 * x
+    so.apply_activation_checkpoint(head, config)
+    with pytest.raises(TypeError, match=r"Expected torch.nn.Linear with a forward of its own"):
+        head(x, target)
+    so.remove_activation_checkpoint(head)
+    del head.linear.forward
     head.linear = torch.nn.Sequential(head.linear)  # a wrapper like PEFT's adapters
     with pytest.raises(TypeError, match=r"`linear` is torch.*Sequential. Expected torch.nn.Linear"):
         head(x, target)

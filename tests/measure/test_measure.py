@@ -85,6 +85,25 @@ def test_one_profiler_at_a_time():
             so.memory.measure().__enter__()
         t = torch.empty(MIB)
     assert outer.peak_bytes == t.nbytes
+    for profile in (torch.profiler.profile, torch.autograd.profiler.profile):
+        with (
+            pytest.raises(RuntimeError, match="a torch profiler began inside the block"),
+            so.memory.measure(),
+        ):
+            with profile():
+                pass
+            torch.empty(MIB)
+        with pytest.raises(ZeroDivisionError), so.memory.measure(), profile():
+            1 / 0  # noqa: B018
+
+
+def test_a_measure_that_is_used_twice_has_two_results():
+    measure = so.memory.measure()
+    with measure as first:
+        torch.empty(MIB)
+    with measure as second:
+        torch.empty(2 * MIB)
+    assert (first.peak_bytes, second.peak_bytes) == (4 * MIB, 8 * MIB)
 
 
 @pytest.mark.parametrize("device", ["meta", "gpu", "h100", 3.5, print])

@@ -141,6 +141,7 @@ def test_without_an_error_the_report_is_empty():
     with explain_oom() as report:
         torch.zeros(4)
     assert not report.by_owner and report.in_use_bytes == 0
+    assert "memory has not run out" in str(report)
     with pytest.raises(KeyboardInterrupt), explain_oom() as report:
         raise KeyboardInterrupt
     assert not report.by_owner

@@ -48,6 +48,4 @@ def run(args: argparse.Namespace, console: Console) -> int:
     except ImportError as error:
         output.complain(error)
         return 2
-    if args.json:  # with JSON, messages go to standard error
-        console = Console(stderr=True)
     return command.run(args, console)

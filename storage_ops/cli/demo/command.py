@@ -26,6 +26,10 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return f"--text is {args.text}. Expected the path of a file."
     if args.steps < 2:
         return f"--steps is {args.steps}. Expected at least 2."
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        return f"--device is {args.device}. Expected cpu or cuda."
+    if not -(2**63) <= args.seed < 2**64:
+        return f"--seed is {args.seed}. Expected a number of 64 bits."
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         return (
             f"--device is {args.device}, but this torch ({torch.__version__}) sees no GPU. Pass "
@@ -36,12 +40,14 @@ def _complaint(args: argparse.Namespace) -> str | None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the demo. Return the exit code."""
+    shown = Console(stderr=True) if args.json else console
     complaint = _complaint(args)
     if complaint is not None:
         output.complain(complaint)
         return 2
+    output.check_plot(args.plot)
     config = PRESETS[args.preset]
-    with console.status("reading text and training a byte-pair encoding"):
+    with shown.status("reading text and training a byte-pair encoding"):
         text = (
             args.text.read_text(errors="replace") if args.text else corpus.standard_library_text()
         )
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if len(data) <= config.context + 1:
         output.complain(f"--text has {len(data)} tokens. Expected more than {config.context + 1}.")
         return 2
-    console.print(
+    shown.print(
         f"{len(text) / 1e6:.1f} MB of text, {len(data):,} tokens, vocabulary {config.vocab:,}; "
         f"{config.layers} layers of width {config.width}, "
         f"{config.batch} x {config.context} tokens a step"
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("loss {task.fields[loss]}"),
     )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=shown) as bar:
         tasks: dict[str, object] = {}
 
         def progress(current: TrainingRun) -> None:
@@ -69,12 +75,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
         device = torch.device(args.device)
         plain, ours = train(config, data, device, args.steps, args.seed, progress)
-    console.print(_table(plain, ours, storage_ops.info()))
+    shown.print(_table(plain, ours, storage_ops.info()))
     losses = {run.label: run.losses for run in (plain, ours)}
     picture.draw(args.plot, losses, {run.label: run.memory for run in (plain, ours)})
-    console.print(f"Loss and memory curves: {args.plot}")
+    shown.print(f"Loss and memory curves: {args.plot}")
     if args.json:
-        output.print_json([_facts(plain), _facts(ours)])
+        output.print_json([_facts(plain), _facts(ours)], console)
     return 0
 
 
