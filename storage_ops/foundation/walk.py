@@ -122,6 +122,14 @@ def package_of(defined: object) -> str:
     return str(getattr(defined, "__module__", "")).partition(".")[0]
 
 
+def package_with(variables: dict[str, Any]) -> str:
+    """Return the top-level package of a Python module with these variables.
+
+    Reading the attribute `__name__` would load a module that a lazy loader has not loaded yet.
+    """
+    return str(variables.get("__name__", "")).partition(".")[0]
+
+
 def _find_opaque(cls: type) -> bool:
     return package_of(cls) in OPAQUE and not issubclass(cls, _TORCH_HOLDERS)
 
@@ -193,11 +201,7 @@ def cells_of(fn: FunctionType) -> Iterator[Name]:
 
 
 def globals_of(fn: FunctionType) -> Iterator[Name]:
-    """Yield the globals that a function names, except for plain values.
-
-    If the function names a Python module, the variables of that module which the code of the
-    function names are globals, too.
-    """
+    """Yield the globals in `scopes_of` of a function, except for plain values."""
     for values, names in scopes_of(fn):
         for name in names:
             if name in values and kind_of(type(values[name])) != PLAIN:
@@ -216,16 +220,17 @@ def scopes_of(fn: FunctionType) -> Iterator[tuple[dict[str, Any], Iterable[str]]
     if found:
         attributes = names_of_code(fn.__code__)
         for module in found:  # the loop appends to the list
-            yield vars(module), attributes
-            inner = _python_modules(vars(module), attributes)
+            variables = attributes_of(module)
+            yield variables, attributes
+            inner = _python_modules(variables, attributes)
             found += [each for each in inner if each not in found]
 
 
 def _python_modules(values: dict[str, Any], names: Iterable[str]) -> list[ModuleType]:
     # pytest lets an `assert` of a test name modules of pytest, under names such as `@pytest_ar`.
-    values_of_names = [values.get(name) for name in names if name.isidentifier()]
-    found = [value for value in values_of_names if isinstance(value, ModuleType)]
-    return [module for module in found if module.__name__.partition(".")[0] not in OPAQUE]
+    named = [values.get(name) for name in names if name.isidentifier()]
+    found: list[Any] = [value for value in named if issubclass(type(value), ModuleType)]
+    return [module for module in found if package_with(attributes_of(module)) not in OPAQUE]
 
 
 def cached_by_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:

@@ -113,3 +113,26 @@ def test_a_function_that_is_replaced_later_is_found(monkeypatch, path):
     out.sum().backward()
     assert values_of(other) == after_forward
     assert (module.counts.calls, other.counts.calls) == (CALLS, 1)
+
+
+class Lazy(types.ModuleType):
+    """A Python module that is not loaded yet."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(f"loads for {name}")
+
+
+lazy = Lazy("team.lazy")
+
+
+class Undecided(CallsFunction):
+    def forward(self, x):
+        return super().forward(x) if self.training else lazy.count(x)
+
+
+def test_the_search_loads_no_module(monkeypatch, path):
+    same_state(monkeypatch)
+    wrapped = so.CheckpointWrapper(Undecided())
+    for _ in range(CALLS):
+        wrapped(torch.randn(3, 4)).sum().backward()
+    assert stats.counts.calls == CALLS

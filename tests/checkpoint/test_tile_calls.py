@@ -15,6 +15,29 @@ from storage_ops import memory
 from storage_ops.checkpoint.layers import tile
 
 
+class Counted(nn.Linear):
+    tokens = 0
+
+    def forward(self, x):
+        # On the class, because a recompute restores the attributes of the module.
+        Counted.tokens += x.shape[-2]
+        return super().forward(x)
+
+
+def test_the_forward_runs_twice_in_all():
+    layer = Counted(16, 16)
+    module = storage_ops.tile(nn.Sequential(layer, nn.SiLU(), nn.Linear(16, 16)), 4)
+    x = torch.randn(2, 32, 16, requires_grad=True)
+    module(x).sum().backward()
+    Counted.tokens = 0
+    module(x).sum().backward()
+    assert Counted.tokens == 2 * 32
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    module(x).sum().backward()
+    assert len(calls) == 8
+
+
 def test_the_budget_is_evaluated_for_every_mode(monkeypatch):
     class Scaled(nn.Linear):
         def forward(self, x, how="plain", by=1.0):

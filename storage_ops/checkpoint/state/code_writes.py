@@ -12,11 +12,18 @@ import functools
 import sys
 from collections.abc import Collection, Iterable
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from storage_ops.foundation.walk import cached_by_code, is_of_torch, names_of_code, package_of
+from storage_ops.foundation.walk import (
+    attributes_of,
+    cached_by_code,
+    is_of_torch,
+    names_of_code,
+    package_of,
+    package_with,
+)
 
 # How code may write tensors. These are bits of an integer, which are fast to combine.
 IN_PLACE = 1  # by an op that increments the version of the tensor
@@ -139,7 +146,7 @@ def of_calls(
         names |= new
         stack += [*_called(known, new), *elsewhere_of(fn)]
         values = (fn.__globals__.get(name) for name in used)
-        stack += [value for value in values if isinstance(value, FunctionType) and _is_code(value)]
+        stack += [value for value in values if type(value) is FunctionType and _is_code(value)]
     return writes
 
 
@@ -170,17 +177,21 @@ def _find_elsewhere(fn: FunctionType) -> tuple[Any, ...]:
     names, found = names_of_code(fn.__code__), []
     for name in names:
         value = fn.__globals__.get(name)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _NOT_SEARCHED:
-            found += [v for n in names if _is_code(v := vars(value).get(n))]
-        elif isinstance(value, type) and _is_code(value):
+        if isinstance(value, ModuleType):
+            variables = attributes_of(value)
+            if package_with(variables) not in _NOT_SEARCHED:
+                found += [v for n in names if _is_code(v := variables.get(n))]
+        elif type(value) is not FunctionType and _is_code(value):
             found.append(value)
     return tuple(found)
 
 
 def _is_code(value: object) -> bool:
-    if isinstance(value, type) and issubclass(value, nn.Module):
+    kind = type(value)  # isinstance() reads `__class__`, which loads a module of a lazy loader
+    is_class = issubclass(kind, type)
+    if is_class and issubclass(cast(type, value), nn.Module):
         return False
-    return isinstance(value, (type, FunctionType)) and package_of(value) not in _NOT_SEARCHED
+    return (is_class or kind is FunctionType) and package_of(value) not in _NOT_SEARCHED
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,9 +44,10 @@ def register_rng_tracker(tracker: object) -> RemovableHandle:
 
     Recomputes always repeat the default generators of the CPU and of every device. They also repeat
     each `torch.Generator`, `random.Random` and `numpy.random.Generator` that a region has as an
-    argument, in its closure or as a global. It may also be an attribute of a module or another
-    object that the region reaches, or a name in that object's forward or `__call__`. Register other
-    generators, and the global ones of `random` and `numpy.random`.
+    argument, in its closure, as a global or in a Python module that its code names. It may also be
+    an attribute of a module or another object that the region reaches, or a name in that object's
+    forward or `__call__`. Register other generators, and the global ones of `random` and
+    `numpy.random`.
 
     Args:
         tracker: a generator, `random`, `numpy.random`, or an object with `get_states()` and
