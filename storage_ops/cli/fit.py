@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the command. Return 0 if a plan fits, 1 if none does."""
+    output.check_budget(args.budget)
     args.device = output.found(args.device)
     with autocast.block(args):
         return _find(args, console) if args.find is not None else _plan(args, console)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from storage_ops.loss.planning.devices import DEFAULT_GPU, DEVICES
 from storage_ops.optional import check_drawable
+from storage_ops.quantities import parse_bytes
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
@@ -63,6 +64,12 @@ def check_file(option: str, path: Path | None) -> None:
     """Raise an error before the work starts if an output file cannot be written."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise OSError(f"{option} is {path}. Expected a file in a folder that exists.")
+
+
+def check_budget(budget: str | None) -> None:
+    """Raise an error before the work starts if --budget is not a number of bytes."""
+    if budget is not None:
+        parse_bytes(budget, "--budget")
 
 
 def check_plot(path: Path | None, images_only: bool = True) -> None:

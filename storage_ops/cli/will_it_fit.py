@@ -54,6 +54,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from storage_ops.measure import page
     from storage_ops.memory import will_it_fit
 
+    output.check_budget(args.budget)
     args.device = output.found(args.device)
     if args.serve:
         parser = argparse.ArgumentParser()

@@ -61,3 +61,10 @@ def test_commands_take_the_memory_of_the_device(name, tmp_path, capsys):
     options = ["--hf-config", path, "--seq", "16", "--device", "RTX 4090"]
     assert cli.main([*words, *options]) == 0
     assert "of 22.5 GiB" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("words", [["will-it-fit"], ["will-it-fit", "--serve"], ["fit"]])
+def test_a_wrong_budget_of_a_command_is_an_error_before_a_model_exists(words, tmp_path, capsys):
+    path = tmp_path / "config.json"  # reading this file would be another error
+    assert cli.main([*words, "--hf-config", str(path), "--budget", "much"]) == 2
+    assert "--budget is 'much'. Expected" in " ".join(capsys.readouterr().err.split())
