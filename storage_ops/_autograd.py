@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.library import register_autograd, register_fake
 
 from storage_ops import _schemas
+from storage_ops.foundation.autocast import autocast_dtype
 from storage_ops.matmul.full_sums import full_sums
 
 _OPS = torch.ops.storage_ops
@@ -261,8 +262,7 @@ def exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: object) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
-        available = torch.amp.is_autocast_available(device)  # not for the meta device
-        casts = available and torch.is_autocast_enabled(device)
+        casts = autocast_dtype(device) is not None
         sums = full_sums if device == "cuda" else contextlib.nullcontext()
         with torch.autocast(device, enabled=False) if casts else contextlib.nullcontext(), sums:
             return kernel(*args)

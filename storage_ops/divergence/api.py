@@ -18,6 +18,7 @@ from storage_ops.divergence.checks import (
     check_options,
     check_types,
 )
+from storage_ops.foundation.autocast import autocast_dtype
 from storage_ops.loss.checks import budget_of, class_indices, group_of
 from storage_ops.loss.engine import ranks
 from storage_ops.loss.planning.problem import Reduction
@@ -182,9 +183,8 @@ def linear_kl_div(
     teacher = [teacher_input, teacher_weight, teacher_bias, log_probs, ids]
     frozen = [None if t is None else t.detach() for t in teacher]
     tensors = [input, linear_weight, linear_bias, *frozen[:3]]
-    device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(input.device.type)
+    if dtype is not None:
         tensors = [_cast(t, dtype) for t in tensors]
     student, weight, bias, hidden, head, offset = tensors
     assert student is not None and weight is not None

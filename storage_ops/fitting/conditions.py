@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
 
 Shapes = dict[str, tuple[int, ...]]
@@ -110,10 +110,8 @@ class Conditions:
 
 def autocast_now() -> str:
     """Return the dtype of `torch.autocast` on the device where it is on, or "" if it is off."""
-    for kind in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(kind):
-            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return ""
+    on = autocast_dtypes()
+    return str(on[-1][1]).removeprefix("torch.") if on else ""  # a GPU comes last
 
 
 def _of_autocast(conditions: Conditions) -> str:

@@ -21,6 +21,7 @@ from storage_ops.checkpoint.state.caches import without_cache
 from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.fitting.step import OpTimes, StepLedger
 from storage_ops.fitting.units import Unit
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
@@ -340,11 +341,7 @@ class Recorder:
                     "parallelize_module makes, and no such layer is simulated by itself. Select "
                     "checkpoints by hand, and check them with will_it_fit."
                 )
-            autocast = tuple(
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in ("cpu", "cuda")
-                if torch.is_autocast_enabled(kind)
-            )
+            autocast = autocast_dtypes()
             like = tree_map_only(Tensor, self._like, (args, kwargs))
             settings = (x if isinstance(x, Like) else repr(x) for x in leaves_of(like))
             gathered = {name: Like.of(named[name]) for name in spread if not is_spread(named[name])}

@@ -4,5 +4,6 @@
 rules. `regions.py` marks the nodes of a graph under trace. `ledger.py` records which block of
 memory lives from when to when. `lifetimes.py` fills a ledger from a graph whose nodes are known
 before it runs. `op_names.py` has the dispatcher's names of ops. `ops.py` is the table of the known
-facts of each op. `tensor_spec.py` describes a tensor without its bytes.
+facts of each op. `tensor_spec.py` describes a tensor without its bytes. `autocast.py` tells the
+dtype of autocast where the caller stands.
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from storage_ops.foundation.autocast import autocast_dtype
 from storage_ops.storage.storage import is_discarded
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Origin:
         classes: V.
         hidden: (..., D), the argument of the call.
         dtype: dtype of the hidden states.
-        autocast: the result of autocast_dtype() during the call.
+        autocast: the dtype of autocast during the call.
         has_loss: whether the logits have led to a loss.
         versions: versions of the layer's parameters and the hidden states.
         region: the hooks of the activation checkpoint around the call, or None.
@@ -191,7 +192,7 @@ class Origin:
             self.gathering.check_labels(forward)
             self.classes = self.gathering.classes
         self.dtype = hidden.dtype
-        self.autocast = autocast_dtype(hidden)
+        self.autocast = autocast_dtype(hidden.device.type)
         self.has_loss = False
         self.region = _region()
         self.versions = Versions((hidden, *layer.parameters()))
@@ -242,10 +243,10 @@ class Origin:
                 "is the default for the whole model."
             )
         self.versions.check()
-        if autocast_dtype(hidden) == self.autocast:
+        device_type = hidden.device.type
+        if autocast_dtype(device_type) == self.autocast:
             return contextlib.nullcontext()
-        on = self.autocast is not None
-        return torch.autocast(hidden.device.type, self.autocast, enabled=on)
+        return torch.autocast(device_type, self.autocast, enabled=self.autocast is not None)
 
 
 def _region() -> Any:
@@ -255,11 +256,3 @@ def _region() -> Any:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     module = getattr(hooks[0], "__module__", "") if hooks else ""
     return hooks if module.startswith(_CHECKPOINTS) else None
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for a linear layer on a tensor's device, or None if it is off."""
-    device = tensor.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.loss.planning.devices import Rates
@@ -416,7 +417,7 @@ def outside_autocast() -> Iterator[None]:
     Autocast frees its cached casts of parameters when its outermost block ends. So an inner block
     with `enabled=False` is not the same.
     """
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    on = [kind for kind, _ in autocast_dtypes()]
     nesting = 0
     try:
         while torch.autocast_decrement_nesting() >= 0:

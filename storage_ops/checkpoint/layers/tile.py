@@ -27,6 +27,7 @@ from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
 from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import replaced, unchanged
 from storage_ops.foundation import regions
+from storage_ops.foundation.autocast import autocast_dtype
 from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.quantities import parse_bytes, readable
 
@@ -120,7 +121,7 @@ class Tiling:
         # The bytes of a tile also depend on dropout, frozen weights and arguments.
         modes = tuple(module.training for module in tiled.host.modules())
         kinds = tuple((p.requires_grad, p.dtype) for p in tiled.host.parameters())
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = autocast_dtype(x.device.type)
         key = (x.shape, x.dtype, x.requires_grad, autocast, modes, kinds, others)
         if key not in self.tiles_by_call:
             self.tiles_by_call[key] = _fewest(tiled, x, tokens, self.budget)

@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from storage_ops.checkpoint.region.torch_checkpoint import policy_of
 from storage_ops.checkpoint.saved.snapshots import with_snapshots
-from storage_ops.checkpoint.state.execution import rng_of
+from storage_ops.checkpoint.state.execution import gpus_in_use, rng_of
 from storage_ops.foundation import regions
 from storage_ops.foundation.op_names import Op
 
@@ -75,8 +75,7 @@ class _WithRandomState:
 
 def _random_states() -> list[_RandomState]:
     """Return for each generator in use the function that sets its state, and the state."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+    devices = torch.device("cpu"), *(torch.device("cuda", i) for i in gpus_in_use())
     return [(put, get()) for get, put in map(rng_of, devices)]
 
 

@@ -93,6 +93,11 @@ def rng_of(device: torch.device) -> State:
     return functools.partial(library.get_rng_state, device), put
 
 
+def gpus_in_use() -> range:
+    """Return the numbers of all GPUs if the process uses CUDA, else none."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
 def _state_of_cpu() -> Tensor:
     state = torch.default_generator.get_state()
     if torch._C._len_torch_dispatch_stack():  # simulations count the memory of the state
@@ -278,8 +283,7 @@ class ExecutionState:
     def __init__(self, surroundings: Surroundings, preserve_rng_state: bool) -> None:
         """Capture the state for a call with these surroundings."""
         devices = set(surroundings.devices)
-        if torch.cuda.is_initialized():
-            devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+        devices |= {torch.device("cuda", i) for i in gpus_in_use()}
         self._number, self._of_torch, known = read_settings()
         types = {"cpu", *(device.type for device in devices)}
         self._autocast = {name: known.get(name) or _autocast(name) for name in types}

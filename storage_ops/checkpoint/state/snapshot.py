@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -130,7 +129,7 @@ def snapshot_before(
     in_place = may_write_parameters(known.facts.writes)
     if in_place and contents.is_any_parameter_written():  # Python may have to copy parameters
         return None
-    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    gpus = len(execution.gpus_in_use())
     native = _native.Snapshot(
         known.walk, start.roots, preserve_rng_state, gpus, known.facts.trusted
     )

@@ -18,6 +18,7 @@ from storage_ops.cli.quantized.experts import QuantizedExperts
 from storage_ops.cli.quantized.layers import Linear4bit, Linear8bit
 from storage_ops.cli.quantized.options import Lora, lora_of
 from storage_ops.cli.quantized.schemes import scheme_of
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.loss.planning.plan import dtype_name
 from storage_ops.optional import required
 
@@ -132,7 +133,7 @@ def _as_on_bitsandbytes(cls: type[nn.Module]) -> type[nn.Module]:
     """
 
     def casts(module: object) -> bool:
-        return not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        return not autocast_dtypes()
 
     def ignore(module: object, value: bool) -> None:
         """Let PEFT set the attribute without an effect."""

@@ -9,6 +9,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from storage_ops.checkpoint.state.execution import gpus_in_use
+
 # A key in the meta of random ops that were recorded again. The value is the name of the op whose
 # random numbers the op repeats in eager mode, or None if that is unknown.
 REPEATS = "storage_ops_repeats"
@@ -94,8 +96,7 @@ def _copied(value: object) -> Any:
 
 def _random_states() -> list[Tensor]:
     """Return the state of the CPU's generator, and of the generators of GPUs in use."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *gpus]
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus_in_use())]
 
 
 def _random(value: object, generator: torch.Generator) -> Any:

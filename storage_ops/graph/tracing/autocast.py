@@ -7,17 +7,19 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from storage_ops.foundation.autocast import autocast_dtype
+
 
 class Autocast:
     """The autocast that was on around a trace, for some types of devices."""
 
     def __init__(self, device_types: Iterable[str]) -> None:
-        self._traced = {name: _dtype(name) for name in sorted({*device_types})}
+        self._traced = {name: autocast_dtype(name) for name in sorted({*device_types})}
 
     def check(self) -> None:
         """Raise a ValueError unless the autocast around a call is that of the trace."""
         for name, traced in self._traced.items():
-            now = _dtype(name)
+            now = autocast_dtype(name)
             if now != traced:
                 raise ValueError(
                     f"traced step: the autocast of {name} is {_text(now)}. Expected "
@@ -33,14 +35,6 @@ class Autocast:
                 if traced is not None:
                     stack.enter_context(torch.autocast(name, enabled=False))
             yield
-
-
-def _dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of a device's autocast, or None if autocast is off."""
-    if not torch.amp.is_autocast_available(device_type):
-        return None
-    on = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if on else None
 
 
 def _text(dtype: torch.dtype | None) -> str:

@@ -15,17 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block
 from storage_ops.simulate.module_kinds import NotComparable
-
-_KINDS = "cpu", "cuda"
-
-
-def dtypes_of_autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the kinds of devices for which autocast is on, with the dtypes."""
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)
-    )
 
 
 @contextlib.contextmanager
@@ -42,7 +34,7 @@ def casts_uncached() -> Iterator[None]:
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
     """Turn autocast off in a with block, as in a backward, without clearing its cache."""
-    on = [kind for kind, _ in dtypes_of_autocast()]
+    on = [kind for kind, _ in autocast_dtypes()]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -64,7 +56,7 @@ def check_casts(
     Raises:
         NotComparable: a cast was freed in the forward, or a parameter may have been cast twice.
     """
-    if not dtypes_of_autocast():
+    if not autocast_dtypes():
         return
     uncast = Counter(tuple(p.shape) for p in parameters)
     shapes = set(uncast)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
+from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.simulate.layers.casts import dtypes_of_autocast
 from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
 from storage_ops.simulate.layers.variants import Variants
@@ -87,7 +87,7 @@ class Quick:
             key, tensors = arguments_key(args, kwargs, simulation.identity)
         except NotComparable:
             return False, None
-        key = (torch.is_grad_enabled(), dtypes_of_autocast(), key)
+        key = (torch.is_grad_enabled(), autocast_dtypes(), key)
         known = self._recordings.find(kind, key, simulation)
         if known is None:
             if self._recordings.is_alone(kind, key, simulation):

@@ -19,6 +19,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from storage_ops.foundation.autocast import autocast_dtype
 from storage_ops.foundation.walk import TENSOR, walk
 from storage_ops.simulate.mode import Simulation
 
@@ -326,8 +327,8 @@ def _flex_attention(
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
             simulation.twin(t)  # in memory, although no op reads it
-    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     reached = walk([("score_mod", score_mod)])
     captured = [v.value for v in reached if v.kind == TENSOR and v.is_first]
