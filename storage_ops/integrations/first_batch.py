@@ -16,7 +16,9 @@ from storage_ops.fitting.plan import FitPlan
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.quantities import readable
 
-_DOUBT = 0.01  # the relative excess over a plan's predicted peak that is accepted without an error
+# A peak this much above that of the plan is accepted although the budget is smaller. A trainer may
+# add small tensors to a batch.
+_DOUBT = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class FirstBatch:
             peak = None
             if any(difference.may_be_larger for difference in differences):
                 peak = self._peak(module, args, kwargs)
-                if peak is None or peak > self._plan.peak_bytes * (1 + _DOUBT):
+                most = max(self._plan.budget, self._plan.peak_bytes * (1 + _DOUBT))
+                if peak is None or peak > most:
                     self._refuse()
                     raise ValueError(self._error(differences, peak))
         warn_caller(self._line(differences, peak))
@@ -99,11 +102,16 @@ class FirstBatch:
         )
 
     def _line(self, differences: list[Difference], peak: int | None) -> str:
-        takes = "" if peak is None else f"A step takes {readable(peak, up=True)} now. "
+        planned = readable(self._plan.peak_bytes, up=True)
+        result = "so it is enough, but may recompute more than such a step needs"
+        takes = ""
+        if peak is not None:
+            takes = f"A step takes {readable(peak, up=True)} now. "
+            if peak > self._plan.peak_bytes:
+                result = f"and the budget is {readable(self._plan.budget)}"
         return (
-            f"{self._compared(differences)}. {takes}The plan's step takes "
-            f"{readable(self._plan.peak_bytes, up=True)}, so it is enough, but may recompute more "
-            f"than such a step needs.{self._uncounted}"
+            f"{self._compared(differences)}. {takes}The plan's step takes {planned}, {result}."
+            f"{self._uncounted}"
         )
 
     @property

@@ -92,9 +92,9 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     """Return a `transformers.TrainerCallback` that applies a plan while a Trainer trains.
 
     The first batch is compared with the one that the plan was made for: shapes, the dtype of
-    autocast and gradient accumulation. If a step takes more memory than the plan's, the training
-    ends with a ValueError before the forward. If it takes less, a warning says so. Models that
-    `torch.compile` compiles are not compared.
+    autocast and gradient accumulation. If a step takes more memory than the plan's budget, the
+    training ends with a ValueError before the forward. Otherwise, a warning names the difference.
+    Models that `torch.compile` compiles are not compared.
 
     Args:
         plan: what `storage_ops.fit` returned for the Trainer's model, or the path of a file that it
@@ -103,8 +103,8 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     Raises:
         TypeError: `plan` is neither.
         ImportError: transformers is not installed.
-        ValueError: raised when training starts. The plan is for another model or for smaller
-            batches, or the TrainingArguments turn on checkpoints of transformers.
+        ValueError: raised when training starts. The plan is for another model, a step exceeds its
+            budget, or the TrainingArguments turn on checkpoints of transformers.
 
     Example:
         >>> from storage_ops.integrations import trainer_callback

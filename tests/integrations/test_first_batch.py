@@ -169,12 +169,24 @@ class Holder(torch.nn.Module):
 def test_the_callback_of_lightning_compares_the_batch():
     pytest.importorskip("lightning")
     holder = Holder()
-    plan = storage_ops.fit(holder.model, torch.randn(4, 8), "1GiB")
+    plan = storage_ops.fit(holder.model, torch.randn(4, 8), "8KiB")
     callback = lightning_callback(plan, "model")
     callback.on_fit_start(None, holder)
-    with pytest.raises(ValueError, match=r"input \(4, 8\), and .* input \(64, 8\)"):
+    with pytest.raises(ValueError, match=r"input \(4, 8\), and .* input \(64, 8\).* of 8 KiB"):
         holder.model(torch.randn(64, 8))
     assert not plan._is_applied
+    callback.on_fit_end(None, holder)
+
+
+def test_a_larger_step_within_the_budget_is_a_warning():
+    pytest.importorskip("lightning")
+    holder = Holder()
+    plan = storage_ops.fit(holder.model, torch.randn(4, 8), "1MiB")
+    callback = lightning_callback(plan, "model")
+    callback.on_fit_start(None, holder)
+    with pytest.warns(UserWarning, match=r"takes 20.3 KiB now.* KiB, and the budget is 1 MiB"):
+        holder.model(torch.randn(64, 8))
+    assert plan.is_applied
     callback.on_fit_end(None, holder)
 
 
