@@ -438,7 +438,7 @@ class Search:
             row.kept_bytes += problem.options[place][index].kept
             row.seconds += problem.options[place][index].seconds
             if place < at_peak.alive:
-                row.peak_bytes += cost.kept
+                row.peak_bytes += cost.kept + cost.casts * at_peak.has_casts
             elif place == at_peak.running:
                 row.peak_bytes += max(cost.forward, cost.backward)
         if variant.loss != KEEP:

@@ -37,6 +37,8 @@ class Cost:
             waiting for copies between the device and host memory.
         forward_seconds: seconds of its forward, in which copies can hide.
         away: bytes in host memory between forward and backward.
+        casts: bytes of autocast's casts of parameters that stay from the call to the end of the
+            forward, besides `kept`.
     """
 
     kept: int
@@ -45,6 +47,7 @@ class Cost:
     seconds: float
     forward_seconds: float = 0.0
     away: int = 0
+    casts: int = 0
 
 
 def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like | None]:
@@ -118,7 +121,7 @@ class Probe:
             levels = step_ledger.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
-        ready, after, before = marks
+        ready, after, with_casts, without_casts, before = marks
         in_forward, calls = self._forward
         base = levels[ready]
         # Copies hide in a forward and in a backward; what does not is waited for.
@@ -138,6 +141,7 @@ class Probe:
             times.seconds + host + sum(max(copying - part, 0.0) for part in parts),
             in_forward,
             away,
+            levels[with_casts] - levels[without_casts],
         )
 
     def _once(
@@ -172,6 +176,8 @@ class Probe:
                 self._forward = times.seconds, times.count
                 marks.append(step_ledger.mark())
                 region_ended()  # the next one
+                marks.append(step_ledger.mark())
+            marks.append(step_ledger.mark())  # autocast has freed its casts
             output_tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
             output_tensors = [t for t in output_tensors if id(t) not in inputs and t.requires_grad]
             lasting = [tree_leaves(outputs)[i] for i in call.lasting]

@@ -28,6 +28,7 @@ from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
 from storage_ops.simulate.kernels.cuda import keep_workspaces
+from storage_ops.simulate.layers.casts import casts_uncached
 from storage_ops.simulate.layers.graph_ends import next_node, reads_history
 from storage_ops.simulate.layers.variants import Variants
 from storage_ops.simulate.mode import Simulation
@@ -394,7 +395,8 @@ class Recorder:
         """
         entries, since = {t.grad_fn for t in inputs}, next_node()
         undo, start = undo_changes([unit.module, args, kwargs]), self.step_ledger.mark()
-        with forwards_forgotten(unit.module):
+        # Autocast would keep casts for the rest of the forward, which Probe counts.
+        with forwards_forgotten(unit.module), casts_uncached():
             leaves, tree = tree_flatten(plain(*args, **kwargs))
             own = [*unit.module.parameters(), *gathered_inside(unit.module), *inputs]
         differentiable = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]

@@ -354,6 +354,20 @@ def test_a_forward_in_autocast():
     assert computed == pytest.approx(none, rel=0.05)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_peaks_in_an_autocast_block(accumulate):
+    """Autocast's casts stay in memory to the end of the forward, whatever a layer recomputes."""
+    model = nn.Sequential(*(Residual() for _ in range(3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        search = Search(model, torch.randn(16, 32), actions=["full"], accumulate=accumulate)
+        for choice in map(list, itertools.product((0, 1), repeat=3)):
+            computed = search.problem.peak(choice)
+            assert search._simulated(0, choice).peak_bytes == pytest.approx(computed, abs=4)
+        alone = simulate_step(model, torch.randn(16, 32), accumulate=accumulate)
+        plan = storage_ops.fit(model, torch.randn(16, 32), alone.peak_bytes, accumulate=accumulate)
+    assert plan.seconds == 0 and plan.peak_bytes == alone.peak_bytes
+
+
 def test_a_model_without_layers():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     plan = storage_ops.fit(model, x, "1KiB")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from storage_ops.fitting import solve
 from storage_ops.fitting.solve import ActionProblem, Option
 
 
-def drawn(seed):
+def drawn(seed, casts=False):
     rng = random.Random(seed)
     kinds = []
     for _ in range(rng.randint(1, 2)):
@@ -17,9 +18,21 @@ def drawn(seed):
         for _ in range(rng.randint(1, 4)):
             kept = rng.randint(-5, 90)
             options.append(Option(kept, kept + rng.randint(0, 150), rng.random()))
-        kinds.append(options)
+        kinds.append(with_casts(options, rng) if casts else options)
     calls = [rng.choice(kinds) for _ in range(rng.randint(1, 5))]
-    return ActionProblem(calls, [rng.randint(0, 120) for _ in range(len(calls) + 1)])
+    between = [rng.randint(0, 120) for _ in range(len(calls) + 1)]
+    return ActionProblem(calls, between, (), [n // 2 for n in between] if casts else ())
+
+
+def with_casts(options, rng):
+    """Return options with casts. One that keeps less also takes less in the forward."""
+    in_forward = sorted(rng.randint(50, 200) for _ in options)
+    by_kept = sorted(range(len(options)), key=lambda i: options[i].kept)
+    taken = dict(zip(by_kept, in_forward, strict=True))
+    return [
+        replace(o, casts=max(taken[i] - o.kept, 0), in_forward=o.highest - rng.randint(0, 50))
+        for i, o in enumerate(options)
+    ]
 
 
 def everything(problem):
@@ -28,8 +41,9 @@ def everything(problem):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_other_choice_is_better(seed):
-    problem = drawn(seed)
+@pytest.mark.parametrize("casts", [False, True])
+def test_no_other_choice_is_better(seed, casts):
+    problem = drawn(seed, casts)
     outcomes = everything(problem)
     assert problem.peak(problem.smallest()) == min(peak for peak, _ in outcomes)
     for budget in sorted({peak for peak, _ in outcomes}):
@@ -79,3 +93,11 @@ def test_the_moment_of_the_peak():
     assert (moment.level, moment.alive, moment.running) == (65, 2, None)
     moment = ActionProblem([options, options], [5, 6, 7]).at_peak([0, 0])
     assert (moment.level, moment.alive, moment.running) == (50, 1, 1)
+
+
+def test_casts_count_in_the_forward_only():
+    options = [Option(10, 40, 0.0, casts=100, in_forward=30)]
+    moment = ActionProblem([options, options], [5, 6, 45], (), [5, 6, 7]).at_peak([0, 0])
+    assert (moment.level, moment.alive, moment.has_casts) == (2 * 110 + 7, 2, True)
+    moment = ActionProblem([options], [5, 6], (), [5, 6]).at_peak([0])
+    assert (moment.level, moment.alive, moment.has_casts) == (116, 1, True)
