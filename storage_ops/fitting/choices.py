@@ -24,8 +24,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 def costs_of(
-    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, accumulate: bool,
-    assumption: Assumption,
+    call: LayerCall, allowed: Sequence[str], on_gpu: bool, rates: Rates, assumption: Assumption
 ) -> dict[Action, Cost]:  # fmt: skip
     """Return actions for a call of a layer with their costs. The first action keeps everything.
 
@@ -34,10 +33,9 @@ def costs_of(
         allowed: names of actions.
         on_gpu: whether sizes and kernels are those of a GPU.
         rates: rates of the device.
-        accumulate: as in `fit`.
         assumption: the caller's assumptions about unknown values.
     """
-    probe = Probe(call, on_gpu, rates, accumulate, assumption)
+    probe = Probe(call, on_gpu, rates, assumption)
     keep = Action("keep")
     costs = {keep: probe.cost(keep)}
     hides = int(rates.link * costs[keep].forward_seconds)

@@ -301,14 +301,8 @@ class Search:
             key = call.kind, is_free
             if key not in self._known:
                 say(f"what may be recomputed of {call.unit.name}")
-                costs = costs_of(
-                    call,
-                    allowed if is_free else (),
-                    self._on_gpu,
-                    self._rates,
-                    self._accumulate,
-                    self._assumption,
-                )
+                names = allowed if is_free else ()
+                costs = costs_of(call, names, self._on_gpu, self._rates, self._assumption)
                 self._known[key] = list(costs.items())
             costs_of_calls.append(self._known[key])
         return costs_of_calls

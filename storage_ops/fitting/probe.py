@@ -17,6 +17,7 @@ from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
+from storage_ops.simulate.layers.casts import casts_in
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
@@ -65,12 +66,9 @@ def _gradients_of(outputs: list[Tensor], likes: tuple[Like, ...]) -> list[Like |
 class Probe:
     """Runs a layer by itself."""
 
-    def __init__(
-        self, call: LayerCall, on_gpu: bool, rates: Rates, accumulate: bool, assumption: Assumption
-    ) -> None:
+    def __init__(self, call: LayerCall, on_gpu: bool, rates: Rates, assumption: Assumption) -> None:
         self._call, self._on_gpu, self._rates = call, on_gpu, rates
         self._assumption = assumption
-        self._accumulate = accumulate
         self._forward = 0.0, 0  # seconds and ops of the forward that ran last
         self._lasting: set[Block] = set()  # its outputs that others hold, too
         self.logits = 0  # bytes of the largest logits that a loss in the layer does without
@@ -118,10 +116,14 @@ class Probe:
             whole = {name: like.make() for name, like in self._call.gathered.items()}
             with layer_alone(module, whole) as called:
                 step_ledger.run(self._once, called, simulation, step_ledger, times, marks)
+            ready, after, with_casts, without_casts, before = marks
+            events = step_ledger.ledger.events
+            if self._call.is_cast:
+                for block in casts_in(events[ready:with_casts], module.parameters()):
+                    block.nbytes = 0
             levels = step_ledger.levels()
             copies = simulation.copies
         away = 0 if copies is None else copies.sent_bytes
-        ready, after, with_casts, without_casts, before = marks
         in_forward, calls = self._forward
         base = levels[ready]
         # Copies hide in a forward and in a backward; what does not is waited for.
@@ -129,7 +131,7 @@ class Probe:
         parts = in_forward, times.seconds - in_forward
         host = times.roofline.of_host(action, calls)
         kept = levels[before] - base
-        freed = {block for _, block, taken in step_ledger.ledger.events[:before] if not taken}
+        freed = {block for _, block, taken in events[:before] if not taken}
         kept -= sum(block.nbytes for block in self._lasting - freed)  # they count in the step
         # Compiled code forms the gradients of weights at the end of a layer's backward, and holds
         # what it forms them from until then.
@@ -164,7 +166,7 @@ class Probe:
         inputs = {id(leaves[i]) for i in places}
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves
-        if self._accumulate:
+        if call.adds:
             named = call.unit.module.named_parameters()
             earlier_gradients(p for name, p in named if name not in call.gathered)
         marks.append(step_ledger.mark())

@@ -89,6 +89,9 @@ class LayerCall:
         saved: the blocks of outputs that the layer saves for its backward, by their numbers.
         lasting: the saved blocks that other code also holds until the backward, so that they count
             once.
+        is_cast: whether an earlier call of the layer has made autocast's casts of its parameters.
+        adds: whether its gradients of parameters are added to others, of earlier batches or of a
+            later call of the layer.
     """
 
     unit: Unit
@@ -104,6 +107,8 @@ class LayerCall:
     shared: tuple[int, ...] = ()
     saved: dict[int, Block] = field(default_factory=dict)
     lasting: tuple[int, ...] = ()
+    is_cast: bool = False
+    adds: bool = False
 
 
 @dataclass
@@ -163,9 +168,10 @@ class _StandIn(torch.autograd.Function):
         call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
-        if recorder.accumulate:
-            # Gradients of parameters are added to earlier ones within the layer, and freed. Those
-            # that FSDP still has to reduce stay.
+        call.adds = recorder.adds(call)
+        if call.adds:
+            # Gradients of parameters are added to others within the layer, and freed. Those that
+            # FSDP still has to reduce stay.
             needed = [
                 needs and (i < ctx.num_inputs or i in ctx.fresh) for i, needs in enumerate(needed)
             ]
@@ -197,6 +203,7 @@ class Recorder:
         self._times = OpTimes(rates)
         self._kinds = kinds
         self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
+        self._calls: dict[str, list[LayerCall]] = {}  # by layer
         self._outputs = Variants[_Outputs | None]()
         self.simulation: Simulation
 
@@ -298,7 +305,9 @@ class Recorder:
             call.shared = tuple(shared)
             call.lasting = self._find_lasting(call, freed)
             call.inputs, call.saved = [], {}
-            call.kind = (*call.kind, call.shared, call.lasting, call.gradients)
+            call.kind = (
+                *call.kind, call.shared, call.lasting, call.gradients, call.is_cast, call.adds
+            )  # fmt: skip
 
     def _find_lasting(self, call: LayerCall, freed: dict[Block, int]) -> tuple[int, ...]:
         """Return the saved outputs that are in memory until the backward in any case.
@@ -314,6 +323,16 @@ class Recorder:
             for moment in range(at + 1, call.backward[0]):
                 levels[moment] += block.nbytes
         return tuple(lasting)
+
+    def adds(self, call: LayerCall) -> bool:
+        """Return whether a call, whose backward runs, adds its gradients of parameters to others.
+
+        Autograd adds the gradients of all calls of a layer, and then those of earlier batches.
+        """
+        of_layer = self._calls[call.unit.name]
+        if len(of_layer) == 1:
+            return self.accumulate
+        return any(other.backward is not None for other in of_layer)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
         """Return the trained parameters that FSDP gathers while the layer of a call runs."""
@@ -355,6 +374,9 @@ class Recorder:
                 return plain(*args, **kwargs)
             results, tree, saved = run
             call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
+            of_layer = self._calls.setdefault(unit.name, [])
+            call.is_cast = any(other.autocast for other in of_layer)
+            of_layer.append(call)
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in inputs]
             before = self._times.seconds

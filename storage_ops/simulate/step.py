@@ -54,7 +54,7 @@ from storage_ops.simulate.values.assume import Assumption
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
 
-_REFUSED = 1  # layers, such as the last one, that are simulated alone before all of them are
+_ATTEMPTS = 2  # simulations with equal layers simulated once, before all of them run
 _ROWS = 16  # most rows of the table; the last one has the rest
 BUCKETS = "gradient buckets"
 LOSS = "loss"  # the owner of the loss's tensors, in place of a module's name
@@ -323,12 +323,12 @@ def _quickly(model: nn.Module, options: _StepOptions) -> StepEstimate | None:
     if is_distributed(model) and not is_sharded_alone(model):
         return None
     refused: set[nn.Module] = set()
-    while len(refused) <= _REFUSED:
+    for _ in range(_ATTEMPTS):
         quick = Quick(model, options[-1], refused)
         try:
             step = _simulate(model, options, quick)
         except NotReplayable as error:
-            refused.add(error.module)
+            refused.update(error.modules)
         except Exception:
             if quick.count == 0 and not quick.is_spoiled:
                 raise

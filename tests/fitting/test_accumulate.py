@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import storage_ops
 from storage_ops.fitting.fit import Search
-from storage_ops.memory import explain_oom, limit, simulate_step, will_it_fit
+from storage_ops.memory import explain_oom, limit, measure, simulate_step, will_it_fit
 from tests.simulate.models import MODELS, build, run
 from tests.simulate.test_step import checkpointed, measured, replays_of
 
@@ -72,6 +73,49 @@ def test_advice_and_reports(gpt):
         run(model, batch, loss)
     assert "where gradients of earlier batches are there" in report.advice
     assert report.plan.peak_bytes <= peaks[1] * 0.9
+
+
+class Twice(nn.Module):
+    """Encodes two inputs with the same layers, as contrastive losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        )
+
+    def forward(self, x, y):
+        return (self.layers(x) * self.layers(y)).mean()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_layers_that_run_twice(accumulate):
+    """Autograd holds the gradient of the second call until that of the first is added."""
+    model, batch = Twice(), (torch.randn(32, 64), torch.randn(32, 64))
+    e = simulate_step(model, batch, accumulate=accumulate)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if accumulate else None
+    with measure() as m:
+        model(*batch).backward()
+    static = sum(t.nbytes for t in (*batch, *model.parameters()))
+    static += accumulate * sum(p.nbytes for p in model.parameters())
+    assert e.peak_bytes == m.peak_bytes + static
+    search = Search(model, batch, accumulate=accumulate, actions=["full"])
+    for action in (0, 1):
+        choice = [action] * 8
+        computed = search.problem.peak(choice)
+        assert computed == pytest.approx(search._simulated(0, choice).peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_casts_of_layers_that_run_twice(accumulate):
+    model, batch = Twice(), (torch.randn(512, 64), torch.randn(512, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        search = Search(model, batch, accumulate=accumulate, actions=["full"])
+        for action in (0, 1):
+            choice = [action] * 8
+            computed = search.problem.peak(choice)
+            assert computed == pytest.approx(search._simulated(0, choice).peak_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("call", [simulate_step, will_it_fit, storage_ops.fit])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -61,8 +61,37 @@ def check_casts(
     uncast = Counter(tuple(p.shape) for p in parameters)
     shapes = set(uncast)
     for _, block, is_allocation in events:
-        if block.made_by != "aten._to_copy.default" or block.shape not in shapes:
+        if not _is_cast(block, shapes):
             continue
         uncast[block.shape] -= 1
         if not is_allocation or uncast[block.shape] < 0:
             raise NotComparable
+
+
+def casts_in(
+    events: Iterable[tuple[object, Block, bool]], parameters: Iterable[nn.Parameter]
+) -> list[Block]:
+    """Return the casts of parameters that a forward has made and not freed.
+
+    Args:
+        events: the allocations and releases of the forward.
+        parameters: the parameters of the layer.
+    """
+    uncast = Counter(tuple(p.shape) for p in parameters)
+    alive: dict[Block, None] = {}
+    for _, block, is_allocation in events:
+        if is_allocation:
+            alive[block] = None
+        else:
+            alive.pop(block, None)
+    casts = []
+    for block in alive:
+        if _is_cast(block, uncast) and uncast[block.shape] > 0:
+            uncast[block.shape] -= 1
+            casts.append(block)
+    return casts
+
+
+def _is_cast(block: Block, shapes: Container[tuple[int, ...]]) -> bool:
+    """Return whether a block may be the cast of a parameter with one of these shapes."""
+    return block.made_by == "aten._to_copy.default" and block.shape in shapes

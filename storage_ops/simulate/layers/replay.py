@@ -7,6 +7,7 @@ call, and keeps inputs and outputs alive as long as the call's own nodes would.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +34,9 @@ from storage_ops.simulate.module_kinds import NotComparable
 class NotReplayable(NotComparable):
     """The gradients in a backward are not those of the recording."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
-        self.module = module  # whose call was replayed
+        self.modules = modules  # whose calls were replayed
 
 
 class Replay:
@@ -45,8 +46,9 @@ class Replay:
         self, simulation: Simulation, recording: Recording, module: nn.Module, name: str,
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
-        self._simulation, self.recording, self._module = simulation, recording, module
+        self._simulation, self.recording, self.module = simulation, recording, module
         self._parameters, self._name = list(module.parameters()), name
+        self.trained = [p for p in self._parameters if p.requires_grad]
         self._device = next((t.device for t in (*self._parameters, *inputs)), torch.device("cpu"))
         self._live: dict[int, Block] = {}  # the inner blocks, by slot
         self._held: dict[int, torch.UntypedStorage] = {}
@@ -73,13 +75,13 @@ class Replay:
         recording = self.recording
         pairs = list(zip(self._parameters, recording.parameters, strict=True))
         if any(view is not None and p.grad is not None for p, view in pairs):
-            raise NotReplayable(self._module)  # autograd would add to it
+            raise NotReplayable(self.module)  # autograd would add to it
         if not recording.is_of(gradients):
-            raise NotReplayable(self._module)
+            raise NotReplayable(self.module)
         for number in recording.written:
             gradient = gradients[number]
             if gradient is None or _uses(gradient) > _uses_of_the_last():
-                raise NotReplayable(self._module)
+                raise NotReplayable(self.module)
             del gradient
         self._simulation.sent += recording.sent[1]
         input_gradients = self._carry_out(recording.backward, gradients)
@@ -162,8 +164,12 @@ def check_edges(last: Tensor) -> None:
     Raises:
         NotComparable: an input gets gradients from outside a call, and from inside it gets several,
             or one before the end of the call's backward.
+        NotReplayable: a parameter gets gradients from several calls. Autograd holds their sum until
+            the last one.
     """
     counts, nodes = edges_behind(last)
+    replays: list[Replay] = []
+    uses = Counter(id(node.variable) for node in nodes if hasattr(node, "variable"))
     for node in nodes:
         replay = getattr(node, "replay", None)
         if not isinstance(replay, Replay):
@@ -171,6 +177,11 @@ def check_edges(last: Tensor) -> None:
         is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
         if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
             raise NotComparable
+        replays.append(replay)
+        uses.update(map(id, replay.trained))
+    repeated = [r.module for r in replays if any(uses[id(p)] > 1 for p in r.trained)]
+    if repeated:
+        raise NotReplayable(*repeated)
 
 
 def _uses(t: Any) -> int:
