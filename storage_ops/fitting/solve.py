@@ -141,7 +141,8 @@ class ActionProblem:
         if self.repeated:
             parts = ((fixed, part.fastest(budget)) for fixed, part in self._parts)
             choices = [_inserted(choice, fixed) for fixed, choice in parts if choice is not None]
-            return min(choices, key=self.seconds, default=None)
+            fastest = min(choices, key=self.seconds, default=None)
+            return None if fastest is None else self._relaxed(fastest, budget)
         if self.between[0] > budget:
             return None
         states = [_NOTHING]
@@ -164,6 +165,20 @@ class ActionProblem:
             and (after := state.then(number, option)).kept <= room
             and after.in_forward <= room_in_forward
         ]
+
+    def _relaxed(self, choice: list[int], budget: int) -> list[int]:
+        """Return a choice in which no repeated layer could take a faster option in the budget."""
+        seconds = self.seconds(choice)
+        changed = [
+            _inserted(choice, dict.fromkeys(places, index))
+            for places in self.repeated
+            for index in range(len(self.options[places[0]]))
+        ]
+        faster = [other for other in changed if self.seconds(other) < seconds - 1e-12]
+        for other in sorted(faster, key=self.seconds):
+            if self.peak(other) <= budget:
+                return self._relaxed(other, budget)
+        return choice
 
     @cached_property
     def _parts(self) -> list[tuple[dict[int, int], ActionProblem]]:

@@ -84,6 +84,11 @@ def test_calls_of_one_layer_have_one_action(seed):
         assert all(choice[i] == choice[layers + i] for i, _ in repeated)
         fits = [problem.seconds(c) for c in simple if problem.peak(c) <= budget]
         assert problem.seconds(choice) <= min(fits) + 1e-9
+        for places in repeated:
+            for option in range(len(problem.options[places[0]])):
+                other = [option if i in places else index for i, index in enumerate(choice)]
+                is_faster = problem.seconds(other) < problem.seconds(choice) - 1e-9
+                assert not (is_faster and problem.peak(other) <= budget)
     assert problem.peak(problem.smallest()) <= min(map(problem.peak, simple))
 
 
