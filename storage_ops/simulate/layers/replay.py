@@ -169,16 +169,19 @@ def check_edges(last: Tensor) -> None:
     """
     counts, nodes = edges_behind(last)
     replays: list[Replay] = []
-    uses = Counter(id(node.variable) for node in nodes if hasattr(node, "variable"))
+    used: set[int] = set()  # the ids of parameters, by other nodes
     for node in nodes:
         replay = getattr(node, "replay", None)
         if not isinstance(replay, Replay):
+            leaves = (following for following, _ in node.next_functions)
+            used.update(id(leaf.variable) for leaf in leaves if hasattr(leaf, "variable"))
             continue
         is_one = replay.recording.edges <= 1 and replay.recording.arrives_last
         if not is_one and any(counts[edge] > 1 for edge in node.next_functions):
             raise NotComparable
         replays.append(replay)
-        uses.update(map(id, replay.trained))
+    uses = Counter(used)
+    uses.update(id(p) for replay in replays for p in replay.trained)
     repeated = [r.module for r in replays if any(uses[id(p)] > 1 for p in r.trained)]
     if repeated:
         raise NotReplayable(*repeated)
