@@ -50,6 +50,19 @@ def test_orpo_with_other_targets_for_the_nll(form):
     compare(p, loss, p.nll_of_chosen() + 0.3 * ratio)
 
 
+@pytest.mark.parametrize("pad", [0, V])
+def test_orpo_with_a_class_as_ignore_index(pad):
+    p = Problem("shifted")
+    target = p.target.clamp_min(1 - pad // V).masked_fill(p.target == -100, pad)
+    more = torch.randint(1, V, target.shape)  # includes prompts
+    same = [torch.where(t == pad, -100, t) for t in (target, more)]
+    results = []
+    for (own, nll_target), index in (((target, more), pad), (same, -100)):
+        loss = losses.orpo(p.x, p.w, own, nll_target=nll_target, ignore_index=index, **p.options)
+        results.append((loss, *torch.autograd.grad(loss, p.leaves)))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
 @pytest.mark.parametrize("form", FORMS)
 def test_kto(form, kl):
