@@ -143,7 +143,7 @@ def score(
         ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # ends of the scored tokens
         places = torch.arange(logps.numel(), device=logps.device)
         owners, sequences = torch.searchsorted(ends, places, right=True), ends.shape[0]
-    elif logps.dim() < 2:
+    elif logps.dim() != 2:
         rule = "(S, T) for S sequences, or cu_seqlens"
         raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
     return Scored(logps, mask, results.get("entropy"), owners, sequences, second, second_mask)

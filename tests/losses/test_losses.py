@@ -248,6 +248,13 @@ def test_compile(form):
         refused(ValueError, "`normalize` is 'batch'", "grpo", normalize="batch"),
         refused(TypeError, "`logit_scale` is given", "grpo", logit_scale=2.0),
         refused(ValueError, "`max_length` is 0", "grpo", max_length=0),
+        refused(
+            ValueError,
+            "`target` has shape (2, 3, 9). Expected (S, T)",
+            "dapo",
+            input=torch.randn(2, 3, 9, D, dtype=torch.float64),
+            target=torch.ones(2, 3, 9).long(),
+        ),
         refused(TypeError, "`target` is a NoneType", "kd", target=None),
         refused(TypeError, "`ignore_index` is 1.0", "kd", ignore_index=1.0),
         refused(ValueError, "`alpha` is 2", "kd", alpha=2),
