@@ -34,26 +34,30 @@ def placed(t, mesh, placements, grad=True):
     local = local.redistribute(mesh, whole).to_local()
     for d in pending:
         local = local / mesh.size(d)
-    dtensor = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
+    dtensor = DTensor.from_local(
+        local.detach().clone(), mesh, placements, run_check=False, shape=t.shape, stride=t.stride()
+    )
     return dtensor.requires_grad_(grad)
 
 
-def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torch.float64):
+def compare(
+    mesh, of_input, of_weight, of_target, options, bias=True, dtype=torch.float64, shape=SHAPE
+):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    x, w = torch.randn(*SHAPE, HIDDEN, dtype=dtype), torch.randn(VOCAB, HIDDEN, dtype=dtype)
-    b, target, options = torch.randn(VOCAB, dtype=dtype), torch.randint(VOCAB, SHAPE), dict(options)
-    target[torch.rand(SHAPE) < 0.2] = -100
+    x, w = torch.randn(*shape, HIDDEN, dtype=dtype), torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    b, target, options = torch.randn(VOCAB, dtype=dtype), torch.randint(VOCAB, shape), dict(options)
+    target[torch.rand(shape) < 0.2] = -100
     by_class = [p if p == Shard(0) else Replicate() for p in of_weight]
     whole, ours = dict(options), dict(options)
     for name, sizes, places in (
-        ("token_weight", SHAPE, of_target), ("weight", (VOCAB,), by_class)
+        ("token_weight", shape, of_target), ("weight", (VOCAB,), by_class)
     ):  # fmt: skip
         if name in options:
             whole[name] = torch.rand(sizes, dtype=dtype) + 0.5
             ours[name] = whole[name] if places is None else placed(whole[name], mesh, places, False)
     if "selected_ids" in options:
-        whole["selected_ids"] = ours["selected_ids"] = torch.randint(VOCAB, (*SHAPE, 3))
+        whole["selected_ids"] = ours["selected_ids"] = torch.randint(VOCAB, (*shape, 3))
     if bias:
         ours["linear_bias"] = placed(b, mesh, by_class)
         whole["linear_bias"] = b.requires_grad_()
@@ -88,6 +92,18 @@ def on_a_line(rank):
         compare(mesh, [of_input], [of_weight], next(targets), options)
 
 
+def with_unequal_parts(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (LINE,))
+    places = (Shard(0), Shard(1))
+    for of_input, of_weight, of_target, options in itertools.product(
+        places, (Shard(0), Replicate()), places, OPTIONS
+    ):
+        compare(mesh, [of_input], [of_weight], [of_target], options, shape=(3, 5))
+
+
 def on_a_plane(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -111,6 +127,12 @@ needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch ha
 @needs_distributed
 def test_every_placement_on_a_mesh_with_one_dimension():
     run_on_ranks(on_a_line, LINE)
+
+
+@pytest.mark.in_turn
+@needs_distributed
+def test_parts_of_different_sizes():
+    run_on_ranks(with_unequal_parts, LINE)
 
 
 @pytest.mark.in_turn
