@@ -58,7 +58,8 @@ class _Meshed:
             )
         self.vocabulary = sliced[0] if sliced else None
         self.parts: list[int | None] = [None] * self.mesh.ndim
-        for d, p in enumerate(self.of(x)):
+        self._of_input = self.of(x)
+        for d, p in enumerate(self._of_input):
             if p.is_shard() and not p.is_shard(x.dim() - 1):
                 self.parts[d] = p.dim  # type: ignore[attr-defined]
         self.input_grad = "replicate"
@@ -96,7 +97,7 @@ class _Meshed:
         placements: Placements = []
         for d, part in enumerate(self.parts):
             gathered = part is None or (whole and d == self.vocabulary)
-            placements.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
+            placements.append(Replicate() if gathered else self._of_input[d])
         return placements
 
     def classes(self) -> Placements:

@@ -184,6 +184,27 @@ def in_a_plan(rank):
     torch.testing.assert_close(loss, whole.head(x, target))
 
 
+def compiled_for_any_size(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (LINE,))
+    w, call = torch.randn(VOCAB, HIDDEN), so.linear_cross_entropy
+    for of_input, of_weight in itertools.product((Shard(0), Replicate()), repeat=2):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        part = placed(w, mesh, [of_weight])
+        for tokens in (4, 6):
+            x, target = torch.randn(tokens, HIDDEN), torch.randint(VOCAB, (tokens,))
+            of_compiled, right = (
+                f(placed(x, mesh, [of_input]), part, target) for f in (compiled, call)
+            )
+            assert_same(of_compiled.full_tensor(), right.full_tensor())
+            assert_same(
+                *(torch.autograd.grad(t, part)[0].full_tensor() for t in (of_compiled, right))
+            )
+
+
 def refused(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -208,6 +229,12 @@ def refused(rank):
             so.linear_cross_entropy(replicated, weight, target, **options)
     with pytest.raises(ValueError, match=r"5 classes on 4 ranks\. Expected at least one"):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
+
+
+@pytest.mark.in_turn
+@needs_distributed
+def test_compiled_with_dynamic_shapes():
+    run_on_ranks(compiled_for_any_size, LINE)
 
 
 @pytest.mark.in_turn
