@@ -207,6 +207,7 @@ def compiled_for_any_size(rank):
 
 def refused(rank):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     plane, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (PLANE,))
@@ -227,6 +228,10 @@ def refused(rank):
     ):
         with pytest.raises(ValueError, match=message):
             so.linear_cross_entropy(replicated, weight, target, **options)
+    head = so.LinearCrossEntropyLoss(HIDDEN, VOCAB)
+    fully_shard(head.linear, mesh=line)
+    with pytest.raises(TypeError, match=r"Linear with hooks.* Call fully_shard with the whole"):
+        head(x, target)
     with pytest.raises(ValueError, match=r"5 classes on 4 ranks\. Expected at least one"):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
 
