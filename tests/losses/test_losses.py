@@ -1,5 +1,8 @@
 """Every loss agrees with its paper's formula, computed sequence by sequence."""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -284,6 +287,15 @@ def test_errors(name, change, kind, message):
     with pytest.raises(kind) as raised:
         getattr(losses, name)(**{**arguments, **change})
     assert message in str(raised.value) and "Expected" in str(raised.value)
+
+
+@pytest.mark.parametrize("name, option", [("dpo", "beta"), ("simpo", "gamma"), ("kto", "kl")])
+def test_numbers_of_numpy(name, option):
+    p = Problem("shifted")
+    more = {"desirable": torch.ones(S).bool()} if name == "kto" else {}
+    call = functools.partial(getattr(losses, name), p.x, p.w, p.target, shift=True, **more)
+    results = [call(**{option: value}) for value in (np.float32(0.25), 0.25)]
+    torch.testing.assert_close(*results)
 
 
 def test_a_bound_of_none_is_no_bound():
