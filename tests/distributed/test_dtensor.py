@@ -205,6 +205,25 @@ def compiled_for_any_size(rank):
             )
 
 
+def with_a_count_of_tokens(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, everywhere = init_device_mesh("cpu", (LINE,)), [Replicate()]
+    x, w = torch.randn(*SHAPE, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    target = torch.randint(VOCAB, SHAPE).masked_fill(torch.rand(SHAPE) < 0.4, -100)
+    right = so.linear_cross_entropy(x, w, target)
+    for place in (Shard(0), Replicate()):
+        labels = placed(target, mesh, [place], False)
+        count = (labels != -100).sum()  # pending sums of the ranks if `place` is a shard
+        options = {"reduction": "sum", "divisor": count}
+        hidden = placed(x, mesh, [place])
+        for head in (placed(w, mesh, [Shard(0)]), placed(w, mesh, everywhere)):
+            loss = so.linear_cross_entropy(hidden, head, labels, **options)
+            torch.testing.assert_close(loss.full_tensor(), right)
+        torch.testing.assert_close(so.linear_cross_entropy(x, w, target, **options), right)
+
+
 def refused(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -240,6 +259,11 @@ def refused(rank):
 @needs_distributed
 def test_compiled_with_dynamic_shapes():
     run_on_ranks(compiled_for_any_size, LINE)
+
+
+@needs_distributed
+def test_a_divisor_that_is_a_dtensor():
+    run_on_ranks(with_a_count_of_tokens, LINE)
 
 
 @pytest.mark.in_turn
