@@ -88,14 +88,14 @@ struct PairOfRows {
           to_logits(column, z);
 #pragma unroll
           for (int k = 0; k < static_cast<int>(std::size(z[0])); ++k) {
-            const A of_student = log_probability(z[0][k], lse.student);
-            const A of_teacher = log_probability(z[1][k], lse.teacher);
+            const A of_student = z[0][k] - lse.student;
+            const A of_teacher = z[1][k] - lse.teacher;
             const A p = exponential(of_student);
             const A q = kKind == Divergence::kReverse ? A(0) : exponential(of_teacher);
             const A m = kKind == Divergence::kJsd ? log_mixture(p, q, a.beta) : A(0);
             if constexpr (kSums) {
               sums[0] += value_of<kKind>(of_student, of_teacher, p, q, m, a.beta);
-              sums[1] += p * slope_of<kKind>(of_student, of_teacher, m);
+              sums[1] += weighted(p, slope_of<kKind>(of_student, of_teacher, m));
             }
             if constexpr (kGrad) {
               const A dz = gradient_of<kKind>(of_student, of_teacher, p, q, m, a.beta, center);
@@ -127,13 +127,11 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     rows.template pass<true, false, kBackwards>(lse, A(0), sums);
   }
   block_reduce(sums, A(0), scratch.totals, [](A x, A y) { return x + y; });
-  const bool infinite = sums[0] > kInfinite<A>;
-  const A value = infinite ? std::numeric_limits<A>::infinity() : sums[0];
   const A center = kKind == Divergence::kForward   ? A(0)
-                   : kKind == Divergence::kReverse ? value
+                   : kKind == Divergence::kReverse ? sums[0]
                                                    : sums[1];
   if (threadIdx.x == 0) {
-    a.loss[i] = value;
+    a.loss[i] = sums[0];
     state[0] = lse.student;
     state[a.state_stride] = lse.teacher;
     state[2 * a.state_stride] = center;

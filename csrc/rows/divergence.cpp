@@ -68,9 +68,9 @@ STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& argumen
     load(row, arguments.bias, scale, begin, n, a);
     load(teacher, arguments.teacher_bias, scale, begin, n, b);
 #pragma omp simd
-    for (int64_t j = 0; j < n; ++j) a[j] = log_probability(a[j], lse);
+    for (int64_t j = 0; j < n; ++j) a[j] -= lse;
 #pragma omp simd
-    for (int64_t j = 0; j < n; ++j) b[j] = log_probability(b[j], teacher_lse);
+    for (int64_t j = 0; j < n; ++j) b[j] -= teacher_lse;
 #pragma omp simd
     for (int64_t j = 0; j < n; ++j) p[j] = exponential(a[j]);
     if constexpr (kKind != Divergence::kReverse) {
@@ -90,7 +90,7 @@ STORAGE_OPS_INLINE RowSums<double> pass(const DivergenceArguments<T, A>& argumen
       if constexpr (kKind == Divergence::kJsd || kKind == Divergence::kTvd) {
 #pragma omp simd reduction(+ : centers)
         for (int64_t j = 0; j < n; ++j) {
-          centers += p[j] * slope_of<kKind>(a[j], b[j], m[j]);
+          centers += weighted(p[j], slope_of<kKind>(a[j], b[j], m[j]));
         }
       }
       total.value += value;
@@ -118,8 +118,7 @@ STORAGE_OPS_INLINE void run_row(const DivergenceArguments<T, A>& a, int64_t i) {
     state[a.state_stride] =
         log_sum_exp<T, A>(a.teacher + i * a.teacher_stride, a.teacher_bias, a.scale, a.columns);
     const auto sums = pass<kKind, true>(a, i, a.grad && at_once(kKind), A(0));
-    const bool infinite = sums.value > kInfinite<A>;
-    a.loss[i] = infinite ? std::numeric_limits<A>::infinity() : static_cast<A>(sums.value);
+    a.loss[i] = static_cast<A>(sums.value);
     center = kKind == Divergence::kReverse ? a.loss[i] : static_cast<A>(sums.center);
   }
   if (a.grad && !(a.update && at_once(kKind))) pass<kKind, false>(a, i, true, center);

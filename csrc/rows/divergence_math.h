@@ -1,7 +1,8 @@
 // The formulas of a class in the divergence of two heads, shared by all kernels.
 //
 // With p the student's probability of the class, q the teacher's, a = log p, b = log q, and
-// m = beta q + (1 - beta) p, a row sums `value`, and `center`, and a logit's gradient is
+// m = beta q + (1 - beta) p, a row sums `value`, and `center`, and a logit's gradient is as
+// follows. A probability of 0 makes its term 0, although its logarithm may be -inf: 0 log 0 is 0.
 //   forward  q (b - a)                                   p - q
 //   reverse  p (a - b)                                   p (a - b - center), center the value
 //   jsd      beta q (b - log m) + (1 - beta) p (a - log m)
@@ -16,12 +17,6 @@
 namespace storage_ops {
 
 enum class Divergence { kForward, kReverse, kJsd, kTvd };
-
-// Represents the logarithm of 0, so that 0 log 0 is 0. A larger value counts as infinite.
-template <typename A>
-constexpr A kLogZero = static_cast<A>(-1e37);
-template <typename A>
-constexpr A kInfinite = static_cast<A>(1e9);
 
 // log of a normal float in plain arithmetic that compilers vectorize, with a relative error below 2
 // ulp. The polynomial is that of Cephes (Moshier 1989), for f from 1/sqrt(2) to sqrt(2).
@@ -58,12 +53,6 @@ constexpr A kSteepness = static_cast<A>(sizeof(A) == sizeof(float) ? 0x1p12 : 0x
 
 // The formulas take and return numbers, because compilers do not vectorize structs.
 
-template <typename A>
-STORAGE_OPS_INLINE A log_probability(A logit, A lse) {
-  const A a = logit - lse;
-  return a < kLogZero<A> ? kLogZero<A> : a;  // a nan stays a nan
-}
-
 // Returns log m.
 template <typename A>
 STORAGE_OPS_INLINE A log_mixture(A p, A q, A beta) {
@@ -72,7 +61,7 @@ STORAGE_OPS_INLINE A log_mixture(A p, A q, A beta) {
 }
 
 // Returns the factor of p in the gradient of the student's side, before the center is subtracted.
-// `m` is log m for jsd.
+// `m` is log m for jsd. The factor may be nan if p is 0.
 template <Divergence kKind, typename A>
 STORAGE_OPS_INLINE A slope_of(A a, A b, A m) {
   if constexpr (kKind == Divergence::kReverse) return a - b;
@@ -84,16 +73,18 @@ STORAGE_OPS_INLINE A slope_of(A a, A b, A m) {
 // Returns the contribution of a class to the value of its row.
 template <Divergence kKind, typename A>
 STORAGE_OPS_INLINE A value_of(A a, A b, A p, A q, A m, A beta) {
-  if constexpr (kKind == Divergence::kForward) return q * (b - a);
-  if constexpr (kKind == Divergence::kReverse) return p * (a - b);
-  if constexpr (kKind == Divergence::kJsd) return beta * (q * (b - m)) + (1 - beta) * (p * (a - m));
+  if constexpr (kKind == Divergence::kForward) return weighted(q, b - a);
+  if constexpr (kKind == Divergence::kReverse) return weighted(p, a - b);
+  if constexpr (kKind == Divergence::kJsd) {
+    return beta * weighted(q, b - m) + (1 - beta) * weighted(p, a - m);
+  }
   return (p > q ? p - q : q - p) * A(0.5);
 }
 
 template <Divergence kKind, typename A>
 STORAGE_OPS_INLINE A gradient_of(A a, A b, A p, A q, A m, A beta, A center) {
   if constexpr (kKind == Divergence::kForward) return p - q;
-  const A value = p * (slope_of<kKind>(a, b, m) - center);
+  const A value = weighted(p, slope_of<kKind>(a, b, m) - center);
   return kKind == Divergence::kJsd ? (1 - beta) * value : value;
 }
 

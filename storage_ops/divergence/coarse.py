@@ -77,7 +77,7 @@ class Coarse:
         if self.tail:
             # The probability of the other classes under the teacher.
             rest = b.exp().sum(1, keepdim=True).neg_().clamp_(min=-1).log1p_()
-            b = torch.cat([b, rest], 1).clamp_(min=rows.LOG_ZERO)
+            b = torch.cat([b, rest], 1)
         else:
             a = a[:, :-1]
         p, q = (rows.normalise(z, z.logsumexp(1)) for z in (a, b))

@@ -19,8 +19,6 @@ from storage_ops.loss.planning.schedule import GRADIENT, UPDATE, slices
 
 _OPS = torch.ops.storage_ops
 
-# The value of log 0, so that 0 log 0 is 0. A divergence from this value on is infinite.
-LOG_ZERO, INFINITE = -1e37, 1e9
 # Smaller norms are replaced by this value, as in `F.cosine_similarity`. The distance of a row of
 # zeros is 1.
 _SMALLEST_NORM = 1e-8
@@ -71,7 +69,7 @@ def log_sum_exp(z: Tensor, state: Tensor | None = None) -> Tensor:
 
 def normalise(z: Tensor, lse: Tensor) -> Tensor:
     """Return the softmax of rows from their log-sum-exp. `z` becomes its logarithm."""
-    return z.sub_(lse.unsqueeze(1)).clamp_(min=LOG_ZERO).exp()
+    return z.sub_(lse.unsqueeze(1)).exp()
 
 
 def values(
@@ -83,22 +81,22 @@ def values(
     classes).
     """
     if divergence == "forward":
-        value = b.sub_(a).mul_(q).sum(1)
+        value = _weighted(q, b.sub_(a), b).sum(1)
         center, terms = torch.zeros_like(value), q
     elif divergence == "reverse":
         terms = a.sub_(b)
-        value = center = torch.mul(p, terms, out=b).sum(1)
+        value = center = _weighted(p, terms, b).sum(1)
     elif divergence == "jsd":
         log_m = _log_mixture(beta, p, q)
-        of_teacher = b.sub_(log_m).mul_(q).sum(1)
+        of_teacher = _weighted(q, b.sub_(log_m), b).sum(1)
         terms = a.sub_(log_m)
-        center = torch.mul(p, terms, out=log_m).sum(1)
+        center = _weighted(p, terms, log_m).sum(1)
         value = beta * of_teacher + (1 - beta) * center
     else:
         terms = _half_sign(a, b)
         value = torch.sub(p, q, out=b).abs_().sum(1).mul_(0.5)
-        center = torch.mul(p, terms, out=q).sum(1)
-    return value.masked_fill(value > INFINITE, torch.inf), center, terms
+        center = _weighted(p, terms, q).sum(1)
+    return value, center, terms
 
 
 def contributions(
@@ -121,8 +119,13 @@ def gradient(divergence: str, beta: float, p: Tensor, terms: Tensor, center: Ten
     """Return the gradient with respect to the logits. Overwrites `p` or `terms`."""
     if divergence == "forward":
         return p.sub_(terms)
-    terms.sub_(center.unsqueeze(1)).mul_(p)
-    return terms.mul_(1 - beta) if divergence == "jsd" else terms
+    dz = _weighted(p, terms.sub_(center.unsqueeze(1)), terms)
+    return dz.mul_(1 - beta) if divergence == "jsd" else dz
+
+
+def _weighted(weight: Tensor, z: Tensor, out: Tensor) -> Tensor:
+    """Return weight * z in `out`, but 0 for a weight of 0 even if z is not finite: 0 log 0 is 0."""
+    return torch.mul(weight, z, out=out).masked_fill_(weight == 0, 0)
 
 
 def _half_sign(a: Tensor, b: Tensor) -> Tensor:

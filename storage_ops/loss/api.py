@@ -323,6 +323,8 @@ def linear_cross_entropy(
     if divisor is not None and not isinstance(divisor, Tensor):
         divisor = torch.full((), divisor, dtype=arithmetic(input.dtype), device=input.device)
     elif divisor is not None:
+        whole: Any = divisor
+        divisor = whole.full_tensor() if hasattr(whole, "device_mesh") else divisor
         divisor = divisor.to(input.device, arithmetic(input.dtype))
     refuse_forward_mode(input, linear_weight, target, linear_bias, weight, token_weight)
     head = (input, linear_weight, linear_bias)

@@ -119,7 +119,7 @@ def budget_of(memory_budget: Any, op: str) -> Any:
 def names_of(returns: Sequence[Result], allowed: Sequence[Result]) -> tuple[Result, ...]:
     """Return `returns` as a tuple. Raise a ValueError if it has a name that is not allowed."""
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()  # a set has no order
-    if not names or not set(names) <= set(allowed):
+    if not names or any(name not in allowed for name in names):
         raise wrong(ValueError, "returns is", repr(returns), f"a sequence of some of {allowed}")
     return names
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from storage_ops.loss.formulas import total_weight
@@ -57,7 +58,8 @@ class _Meshed:
             )
         self.vocabulary = sliced[0] if sliced else None
         self.parts: list[int | None] = [None] * self.mesh.ndim
-        for d, p in enumerate(self.of(x)):
+        self._of_input = self.of(x)
+        for d, p in enumerate(self._of_input):
             if p.is_shard() and not p.is_shard(x.dim() - 1):
                 self.parts[d] = p.dim  # type: ignore[attr-defined]
         self.input_grad = "replicate"
@@ -95,7 +97,7 @@ class _Meshed:
         placements: Placements = []
         for d, part in enumerate(self.parts):
             gathered = part is None or (whole and d == self.vocabulary)
-            placements.append(Replicate() if gathered else Shard(part))  # type: ignore[arg-type]
+            placements.append(Replicate() if gathered else self._of_input[d])
         return placements
 
     def classes(self) -> Placements:
@@ -121,9 +123,12 @@ class _Meshed:
             t = DTensor.from_local(t, self.mesh, self.of(t), run_check=False)
         return t.redistribute(self.mesh, placements).to_local(grad_placements=grad)
 
-    def joined(self, t: Tensor, placements: Placements) -> DTensor:
-        """Return the results of the ranks as one tensor."""
-        return DTensor.from_local(t, self.mesh, placements, run_check=False)
+    def joined(self, t: Tensor, placements: Placements, shape: Sequence[int]) -> DTensor:
+        """Return the results of the ranks as one tensor of this shape.
+
+        The ranks' parts may have different sizes.
+        """
+        return _joined(t, self.mesh, placements, shape)
 
     @property
     def everywhere(self) -> Placements:
@@ -132,7 +137,7 @@ class _Meshed:
 
     def total(self, t: Tensor) -> DTensor:
         """Return the sum of the ranks' results for their tokens."""
-        parts = self.joined(t, self.added(self.everywhere, self.summed))
+        parts = self.joined(t, self.added(self.everywhere, self.summed), t.shape)
         return parts.redistribute(self.mesh, self.everywhere)
 
     def added(self, placements: Placements, over: Sequence[int | None]) -> Placements:
@@ -215,7 +220,7 @@ def linear_cross_entropy(
     def whole_of(result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(whole_of, result))
-        joined = _result(meshed, result, whole, dim, int(shift))
+        joined = _result(meshed, result, input.shape[:-1], whole, dim, int(shift))
         return joined if isinstance(input, DTensor) else joined.to_local()
 
     return whole_of(results)
@@ -236,12 +241,22 @@ def _refuse(process_group: Any, input_grad: str, accumulate_into: Tensor | None)
             )
 
 
+def _joined(
+    local: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
+) -> DTensor:
+    """Return the DTensor of this shape, of which each rank has `local`."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
 def _shifted(t: Tensor, dim: int, by: int, last: float) -> Tensor:
     """Return a tensor moved along a dimension, with `last` in the places that become free."""
     if isinstance(t, DTensor):
         whole = [Replicate() if p.is_shard(dim) else p for p in t.placements]
         local = _shifted(t.redistribute(t.device_mesh, whole).to_local(), dim, by, last)
-        return DTensor.from_local(local, t.device_mesh, whole, run_check=False)
+        return _joined(local, t.device_mesh, whole, t.shape)
     by = min(int(by), t.shape[dim])
     rest = t.narrow(dim, by, t.shape[dim] - by)
     return torch.cat((rest, torch.full_like(t.narrow(dim, 0, by), last)), dim)
@@ -258,16 +273,21 @@ def _divisor(
 
 
 def _result(
-    meshed: _Meshed, t: Tensor, tokens: Placements, moved: int | None, shift: int
-) -> DTensor:
+    meshed: _Meshed, t: Tensor, tokens: Sequence[int], placements: Placements, moved: int | None,
+    shift: int,
+) -> DTensor:  # fmt: skip
     """Return a result of all ranks.
 
-    It is a reduced loss, or per-token values without the tokens that `shift` leaves out. `moved` is
-    the dimension that `shift` moves targets along.
+    It is a reduced loss, or per-token values without the tokens that `shift` leaves out.
+
+    Args:
+        tokens: the shape of the tokens of all ranks.
+        placements: the placements of per-token values.
+        moved: the dimension that `shift` moves targets along.
     """
     if t.dim() == 0:
         return meshed.total(t)
-    whole = meshed.joined(t, tokens)
+    whole = meshed.joined(t, placements, (*tokens, *t.shape[len(tokens) :]))
     if moved is None:
         return whole
     return whole.narrow(moved, 0, max(whole.shape[moved] - shift, 0))  # type: ignore[return-value]

@@ -20,6 +20,9 @@ from storage_ops.loss.engine import ranks
 T = TypeVar("T", default=Tensor)
 
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
 @dataclass(frozen=True)
 class _Group:
     """A process group by its name, which can be copied and pickled."""
@@ -143,7 +146,7 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
 
         Raises:
             TypeError: `linear` is no plain `torch.nn.Linear` any more, for example because of a
-                PEFT adapter; or it has forward hooks, which would not run.
+                PEFT adapter; or it has hooks, which would not run, such as those of `fully_shard`.
         """
         self._check_linear()
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
@@ -179,15 +182,18 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
         """Raise a TypeError if the layer's forward is more than a product with weight and bias."""
         linear = self.linear
         plain = runs(linear, nn.Linear.forward)  # a checkpoint of the layer changes no value
-        hooked = plain and bool(linear._forward_hooks or linear._forward_pre_hooks)
+        hooked = plain and any(getattr(linear, name) for name in _HOOKS)
         # Hooks of tensor parallelism are for DTensors, whose placements have the same information.
-        if not plain or (hooked and not hasattr(linear.weight, "device_mesh")):
+        # FSDP2 has DTensors, too, but its hooks gather the weight; a module of it has `unshard`.
+        gathered = hasattr(linear, "unshard")
+        if not plain or (hooked and (gathered or not hasattr(linear.weight, "device_mesh"))):
             kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
             raise TypeError(
-                f"LinearCrossEntropyLoss: `linear` is {kind}{' with forward hooks' * hooked}. "
-                "Expected torch.nn.Linear with a forward of its own and no hooks, because the loss "
-                "reads its weight and bias alone. Merge an adapter into the weight, or train the "
-                "layer whole. Use torch.nn.utils.parametrizations instead of hooks."
+                f"LinearCrossEntropyLoss: `linear` is {kind}{' with hooks' * hooked}. Expected "
+                "torch.nn.Linear with a forward of its own and no hooks, because the loss reads "
+                "its weight and bias alone. Merge an adapter into the weight, or train the layer "
+                "whole. Use torch.nn.utils.parametrizations instead of hooks. Call fully_shard "
+                "with the whole loss."
             )
 
     def extra_repr(self) -> str:

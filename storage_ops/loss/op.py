@@ -169,6 +169,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     logits = [t.detach() for t in output[-3:-1] if t.numel()] if call.keeps else []
     ctx.kept = kept.keep(*logits) if logits else None
     call = call._replace(accumulate_into=None)
+    if call.selected_ids is not None and call.ignore_index >= 0:
+        # The backward cannot distinguish a selected ignore_index from a most probable class.
+        no_class = call.selected_ids == call.ignore_index
+        call = call._replace(selected_ids=call.selected_ids.masked_fill(no_class, -1))
     if call.top_k:  # the backward needs both
         selected_ids, top_ids = call.selected_ids, output[-6]
         ids = top_ids if selected_ids is None else torch.cat((selected_ids, top_ids), -1)

@@ -67,6 +67,10 @@ class Picked:
     def _outside(self) -> Tensor:
         return (self.ids < 0) | (self.ids >= self._vocabulary)
 
+    def _no_class(self) -> Tensor:
+        """Return a mask of ids that stand for no class; ignore_index may also be a class."""
+        return self._outside() | (self.ids == self._call.ignore_index)
+
     def _wrong(self) -> Tensor:
         """Return a mask of ids that are not classes, although their token is not ignored."""
         wrong = self._outside() & (self.ids != self._call.ignore_index)
@@ -160,7 +164,7 @@ class Picked:
         picked_logits = self.logits
         if picked_logits.shape[1]:
             picked_logits = picked_logits - shift.unsqueeze(1) - total.log().unsqueeze(1)
-            picked_logits = picked_logits.masked_fill(self._outside(), 0).masked_fill(
+            picked_logits = picked_logits.masked_fill(self._no_class(), 0).masked_fill(
                 self._wrong(), torch.nan
             )
         top, ids = self.top - shift.unsqueeze(1) - total.log().unsqueeze(1), self.top_ids
@@ -172,7 +176,8 @@ class Picked:
     def differentiate(self, upstream: Tensor) -> Tensor:
         """Set `upstream` from the gradients of `ids`. Return the upstream gradient of lse, (n,).
 
-        Duplicate classes are merged, so that the gradient of a class is rounded once.
+        An id that stands for no class is negative here, because `ids` also has the most probable
+        classes. Duplicate classes are merged, so that the gradient of a class is rounded once.
         """
         order = self.ids.argsort(1)
         ids, classes = self.ids.gather(1, order), upstream.gather(1, order)

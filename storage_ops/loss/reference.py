@@ -255,7 +255,7 @@ def results_of(
     results |= {"lse": lse, "z_loss": z_loss * lse.detach().square()}
     mask = counted.unsqueeze(-1)
     if selected_ids is not None:
-        selects = mask & (selected_ids >= 0)
+        selects = mask & (selected_ids >= 0) & (selected_ids != ignore_index)
         picked = log_p.gather(-1, torch.where(selects, selected_ids, 0).long())
         results["selected"] = torch.where(selects, picked, zero)
     if top_k:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import Result, count_of
+from storage_ops.loss.call import Result, count_of, is_number
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
@@ -79,8 +79,7 @@ def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> No
 
 def number(loss: str, argument: str, value: Any) -> None:
     """Raise a ValueError unless a value is a finite number."""
-    finite = isinstance(value, (int, float)) and abs(value) < float("inf")
-    if isinstance(value, bool) or not finite:
+    if not is_number(value) or not abs(value) < float("inf"):
         raise wrong(loss, ValueError, f"{argument} is", repr(value), "a finite number")
 
 
@@ -89,7 +88,7 @@ TINY = 1e-30  # the least value of an option that must be positive
 
 def within(loss: str, argument: str, value: Any, low: float, high: float = float("inf")) -> None:
     """Raise a ValueError unless a number is in a range that includes `low` and excludes `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+    if not is_number(value) or not low <= value < high:
         rule = "a positive number" if low == TINY else f"a finite number of at least {low}"
         if high < float("inf"):
             rule = f"a number from {low} to below {high}"
@@ -143,7 +142,7 @@ def score(
         ends = cu_seqlens[1:].to(torch.int64) - int(shift)  # ends of the scored tokens
         places = torch.arange(logps.numel(), device=logps.device)
         owners, sequences = torch.searchsorted(ends, places, right=True), ends.shape[0]
-    elif logps.dim() < 2:
+    elif logps.dim() != 2:
         rule = "(S, T) for S sequences, or cu_seqlens"
         raise wrong(loss, ValueError, "target has shape", tuple(target.shape), rule)
     return Scored(logps, mask, results.get("entropy"), owners, sequences, second, second_mask)

@@ -34,26 +34,30 @@ def placed(t, mesh, placements, grad=True):
     local = local.redistribute(mesh, whole).to_local()
     for d in pending:
         local = local / mesh.size(d)
-    dtensor = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
+    dtensor = DTensor.from_local(
+        local.detach().clone(), mesh, placements, run_check=False, shape=t.shape, stride=t.stride()
+    )
     return dtensor.requires_grad_(grad)
 
 
-def compare(mesh, of_input, of_weight, of_target, options, bias=True, dtype=torch.float64):
+def compare(
+    mesh, of_input, of_weight, of_target, options, bias=True, dtype=torch.float64, shape=SHAPE
+):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    x, w = torch.randn(*SHAPE, HIDDEN, dtype=dtype), torch.randn(VOCAB, HIDDEN, dtype=dtype)
-    b, target, options = torch.randn(VOCAB, dtype=dtype), torch.randint(VOCAB, SHAPE), dict(options)
-    target[torch.rand(SHAPE) < 0.2] = -100
+    x, w = torch.randn(*shape, HIDDEN, dtype=dtype), torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    b, target, options = torch.randn(VOCAB, dtype=dtype), torch.randint(VOCAB, shape), dict(options)
+    target[torch.rand(shape) < 0.2] = -100
     by_class = [p if p == Shard(0) else Replicate() for p in of_weight]
     whole, ours = dict(options), dict(options)
     for name, sizes, places in (
-        ("token_weight", SHAPE, of_target), ("weight", (VOCAB,), by_class)
+        ("token_weight", shape, of_target), ("weight", (VOCAB,), by_class)
     ):  # fmt: skip
         if name in options:
             whole[name] = torch.rand(sizes, dtype=dtype) + 0.5
             ours[name] = whole[name] if places is None else placed(whole[name], mesh, places, False)
     if "selected_ids" in options:
-        whole["selected_ids"] = ours["selected_ids"] = torch.randint(VOCAB, (*SHAPE, 3))
+        whole["selected_ids"] = ours["selected_ids"] = torch.randint(VOCAB, (*shape, 3))
     if bias:
         ours["linear_bias"] = placed(b, mesh, by_class)
         whole["linear_bias"] = b.requires_grad_()
@@ -88,6 +92,18 @@ def on_a_line(rank):
         compare(mesh, [of_input], [of_weight], next(targets), options)
 
 
+def with_unequal_parts(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (LINE,))
+    places = (Shard(0), Shard(1))
+    for of_input, of_weight, of_target, options in itertools.product(
+        places, (Shard(0), Replicate()), places, OPTIONS
+    ):
+        compare(mesh, [of_input], [of_weight], [of_target], options, shape=(3, 5))
+
+
 def on_a_plane(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -111,6 +127,12 @@ needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch ha
 @needs_distributed
 def test_every_placement_on_a_mesh_with_one_dimension():
     run_on_ranks(on_a_line, LINE)
+
+
+@pytest.mark.in_turn
+@needs_distributed
+def test_parts_of_different_sizes():
+    run_on_ranks(with_unequal_parts, LINE)
 
 
 @pytest.mark.in_turn
@@ -162,8 +184,49 @@ def in_a_plan(rank):
     torch.testing.assert_close(loss, whole.head(x, target))
 
 
+def compiled_for_any_size(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (LINE,))
+    w, call = torch.randn(VOCAB, HIDDEN), so.linear_cross_entropy
+    for of_input, of_weight in itertools.product((Shard(0), Replicate()), repeat=2):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        part = placed(w, mesh, [of_weight])
+        for tokens in (4, 6):
+            x, target = torch.randn(tokens, HIDDEN), torch.randint(VOCAB, (tokens,))
+            of_compiled, right = (
+                f(placed(x, mesh, [of_input]), part, target) for f in (compiled, call)
+            )
+            assert_same(of_compiled.full_tensor(), right.full_tensor())
+            assert_same(
+                *(torch.autograd.grad(t, part)[0].full_tensor() for t in (of_compiled, right))
+            )
+
+
+def with_a_count_of_tokens(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, everywhere = init_device_mesh("cpu", (LINE,)), [Replicate()]
+    x, w = torch.randn(*SHAPE, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    target = torch.randint(VOCAB, SHAPE).masked_fill(torch.rand(SHAPE) < 0.4, -100)
+    right = so.linear_cross_entropy(x, w, target)
+    for place in (Shard(0), Replicate()):
+        labels = placed(target, mesh, [place], False)
+        count = (labels != -100).sum()  # pending sums of the ranks if `place` is a shard
+        options = {"reduction": "sum", "divisor": count}
+        hidden = placed(x, mesh, [place])
+        for head in (placed(w, mesh, [Shard(0)]), placed(w, mesh, everywhere)):
+            loss = so.linear_cross_entropy(hidden, head, labels, **options)
+            torch.testing.assert_close(loss.full_tensor(), right)
+        torch.testing.assert_close(so.linear_cross_entropy(x, w, target, **options), right)
+
+
 def refused(rank):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     plane, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (PLANE,))
@@ -184,8 +247,23 @@ def refused(rank):
     ):
         with pytest.raises(ValueError, match=message):
             so.linear_cross_entropy(replicated, weight, target, **options)
+    head = so.LinearCrossEntropyLoss(HIDDEN, VOCAB)
+    fully_shard(head.linear, mesh=line)
+    with pytest.raises(TypeError, match=r"Linear with hooks.* Call fully_shard with the whole"):
+        head(x, target)
     with pytest.raises(ValueError, match=r"5 classes on 4 ranks\. Expected at least one"):
         so.linear_cross_entropy(x, distribute_tensor(few, line, [Shard(0)]), target)
+
+
+@pytest.mark.in_turn
+@needs_distributed
+def test_compiled_with_dynamic_shapes():
+    run_on_ranks(compiled_for_any_size, LINE)
+
+
+@needs_distributed
+def test_a_divisor_that_is_a_dtensor():
+    run_on_ranks(with_a_count_of_tokens, LINE)
 
 
 @pytest.mark.in_turn

@@ -114,6 +114,7 @@ def arguments(**changes):
         refused(ValueError, "`returns` is 'loss'. Expected a sequence of some of", returns="loss"),
         refused(ValueError, r"`returns` is \{'loss'\}. Expected a sequence", returns={"loss"}),
         refused(ValueError, r"`returns` is \('los',\). Expected a sequence", returns=("los",)),
+        refused(ValueError, r"`returns` is \(\['loss'\],\). Expected", returns=(["loss"],)),
         refused(
             ValueError,
             r"`input` has shape \(8,\). Expected \(..., T, D\) with shift",

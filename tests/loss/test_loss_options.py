@@ -399,10 +399,11 @@ def test_module_has_the_names_of_torch():
     torch.nn.utils.parametrizations.weight_norm(head.linear)
     torch.testing.assert_close(head(x, target), right)
     torch.nn.utils.parametrize.remove_parametrizations(head.linear, "weight")
-    handle = head.linear.register_forward_pre_hook(lambda module, args: None)
-    with pytest.raises(TypeError, match=r"`linear` is torch.*Linear with forward hooks. Expected"):
-        head(x, target)
-    handle.remove()
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        handle = getattr(head.linear, f"register_{kind}_hook")(lambda *args: None)
+        with pytest.raises(TypeError, match=r"`linear` is torch.*Linear with hooks. Expected"):
+            head(x, target)
+        handle.remove()
     config = {"layer_classes": ["Linear"]}
     so.apply_activation_checkpoint(head, config)  # which does not change what the layer computes
     torch.testing.assert_close(head(x, target), right)

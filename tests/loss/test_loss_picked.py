@@ -226,6 +226,32 @@ def test_transforms(sequences):
     torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("pad", [-100, 0, 69, 70])
+def test_a_selected_ignore_index_is_no_class(sequences, pad):
+    """Padding may be a class of the vocabulary, which stays a class for topk."""
+    leaves, target, ids = sequences
+    target, ids = (
+        t.clamp_min(0).masked_fill(torch.rand(t.shape) < 0.4, pad) for t in (target, ids)
+    )
+    with torch.no_grad():
+        leaves[1][pad % 70] *= 3  # often among the most probable classes
+    options = {"returns": ("selected", "topk"), "selected_ids": ids, "top_k": 3}
+    selected, (top, _) = so.linear_cross_entropy(*leaves[:2], target, ignore_index=pad, **options)
+    log_p = (leaves[0] @ leaves[1].t()).log_softmax(-1)
+    counted = (target != pad).unsqueeze(-1)
+    some = counted & (ids != pad)
+    right = torch.where(some, log_p.gather(-1, torch.where(some, ids, 0)), 0)
+    right_top = torch.where(counted, log_p.topk(3).values, 0)
+    torch.testing.assert_close((selected, top), (right, right_top))
+    upstream = torch.randn(3, 5, 2), torch.randn(3, 5, 3)
+    for outputs_here, wanted in (((selected, top), (right, right_top)), ((selected,), (right,))):
+        got, expected = (
+            torch.autograd.grad(t, leaves[:2], upstream[: len(t)], retain_graph=True)
+            for t in (outputs_here, wanted)
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_one_token():
     x, w = torch.randn(8, requires_grad=True), torch.randn(11, 8)
     ids = torch.randint(11, (3,))

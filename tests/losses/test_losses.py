@@ -1,5 +1,8 @@
 """Every loss agrees with its paper's formula, computed sequence by sequence."""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -48,6 +51,19 @@ def test_orpo_with_other_targets_for_the_nll(form):
     ratio = -log_sigmoid(odds[:half] - odds[half:]).mean()
     p.target = more
     compare(p, loss, p.nll_of_chosen() + 0.3 * ratio)
+
+
+@pytest.mark.parametrize("pad", [0, V])
+def test_orpo_with_a_class_as_ignore_index(pad):
+    p = Problem("shifted")
+    target = p.target.clamp_min(1 - pad // V).masked_fill(p.target == -100, pad)
+    more = torch.randint(1, V, target.shape)  # includes prompts
+    same = [torch.where(t == pad, -100, t) for t in (target, more)]
+    results = []
+    for (own, nll_target), index in (((target, more), pad), (same, -100)):
+        loss = losses.orpo(p.x, p.w, own, nll_target=nll_target, ignore_index=index, **p.options)
+        results.append((loss, *torch.autograd.grad(loss, p.leaves)))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("kl", [0.0, 1.3, torch.tensor(-2.0)])
@@ -235,6 +251,13 @@ def test_compile(form):
         refused(ValueError, "`normalize` is 'batch'", "grpo", normalize="batch"),
         refused(TypeError, "`logit_scale` is given", "grpo", logit_scale=2.0),
         refused(ValueError, "`max_length` is 0", "grpo", max_length=0),
+        refused(
+            ValueError,
+            "`target` has shape (2, 3, 9). Expected (S, T)",
+            "dapo",
+            input=torch.randn(2, 3, 9, D, dtype=torch.float64),
+            target=torch.ones(2, 3, 9).long(),
+        ),
         refused(TypeError, "`target` is a NoneType", "kd", target=None),
         refused(TypeError, "`ignore_index` is 1.0", "kd", ignore_index=1.0),
         refused(ValueError, "`alpha` is 2", "kd", alpha=2),
@@ -264,6 +287,15 @@ def test_errors(name, change, kind, message):
     with pytest.raises(kind) as raised:
         getattr(losses, name)(**{**arguments, **change})
     assert message in str(raised.value) and "Expected" in str(raised.value)
+
+
+@pytest.mark.parametrize("name, option", [("dpo", "beta"), ("simpo", "gamma"), ("kto", "kl")])
+def test_numbers_of_numpy(name, option):
+    p = Problem("shifted")
+    more = {"desirable": torch.ones(S).bool()} if name == "kto" else {}
+    call = functools.partial(getattr(losses, name), p.x, p.w, p.target, shift=True, **more)
+    results = [call(**{option: value}) for value in (np.float32(0.25), 0.25)]
+    torch.testing.assert_close(*results)
 
 
 def test_a_bound_of_none_is_no_bound():
