@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import storage_ops
 from benchmarks._harness import MIB, ROOT
 from benchmarks._programs import Program, programs
-from storage_ops.fitting.fit import NothingFits
+from storage_ops.fitting.search import NothingFits
 from storage_ops.memory import measure, simulate_step
 
 PAGE = ROOT / "docs" / "measured-programs.md"

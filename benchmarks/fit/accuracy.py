@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import storage_ops
 from benchmarks._harness import MIB, Case, group_done, interleave, ratios, tick
 from benchmarks.fit.models import Parts, measured, models, placed, step_of
-from storage_ops.fitting.fit import NothingFits, Search
+from storage_ops.fitting.search import NothingFits, Search
 
 LAYERS = ["GPT2Block", "LlamaDecoderLayer", "MixtralDecoderLayer", "ViTLayer", "T5Block",
           "Residual"]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 
 import storage_ops
 from benchmarks._harness import MIB
-from storage_ops.fitting.fit import FitPlan
+from storage_ops.fitting.plan import FitPlan
 
 Step = Callable[[], None]
 Parts = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]  # a model, its batch, its loss

@@ -22,7 +22,7 @@ from benchmarks.fit.models import Parts, Step, loss_of, placed
 from benchmarks.fit.ways import NONE, saved
 from storage_ops.fitting.actions import Action
 from storage_ops.fitting.calibration import Calibration
-from storage_ops.fitting.fit import NothingFits, Search
+from storage_ops.fitting.search import NothingFits, Search
 from storage_ops.fitting.units import units_of
 
 FULL = "full checkpoint"
@@ -71,7 +71,7 @@ def searches(parts: Parts, made: Calibration) -> dict[str, Search]:
     model, batch, loss = parts
     found = {}
     for source, used in ((TABLE, None), (CALIBRATED, made)):
-        with mock.patch("storage_ops.fitting.fit.calibration_of", lambda _, used=used: used):
+        with mock.patch("storage_ops.fitting.search.calibration_of", lambda _, used=used: used):
             found[source] = Search(model, batch, loss)
     return found
 

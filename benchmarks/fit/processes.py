@@ -23,7 +23,7 @@ import storage_ops
 from benchmarks._harness import Clock, Runs, group_done, skip, tick
 from benchmarks.fit.models import Parts, facts_of, measured, models, placed, step_of
 from benchmarks.fit.ways import SLACK, Facts, rows_of, size
-from storage_ops.fitting.fit import NothingFits, Search
+from storage_ops.fitting.search import NothingFits, Search
 
 WHOLE = "torch.compile"
 

@@ -39,7 +39,8 @@ from benchmarks._harness import (
     tick,
 )
 from benchmarks.fit.models import Parts, facts_of, measured, placed, step_of
-from storage_ops.fitting.fit import FitPlan, NothingFits, Search
+from storage_ops.fitting.plan import FitPlan
+from storage_ops.fitting.search import NothingFits, Search
 from storage_ops.fitting.units import units_of
 from storage_ops.memory import Measurement, Sample
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace, console: Console) -> int:
     """Print a plan for --batch and --seq. Return the exit code."""
-    from storage_ops.fitting.fit import NothingFits, Search
+    from storage_ops.fitting.search import NothingFits, Search
     from storage_ops.simulate.rates import budget_of
 
     assumptions: list[str] = []

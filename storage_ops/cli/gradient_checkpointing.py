@@ -78,7 +78,7 @@ def compared(
         checkpointed: the peak with gradient checkpointing, in bytes.
         budget: the budget in bytes.
     """
-    from storage_ops.fitting.fit import NothingFits, Search
+    from storage_ops.fitting.search import NothingFits, Search
     from storage_ops.memory import simulate_step
     from storage_ops.progress import showing
 

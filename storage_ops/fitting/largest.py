@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.fitting.actions import EXACT, ActionName
-from storage_ops.fitting.fit import Search
 from storage_ops.fitting.plan import FitPlan
+from storage_ops.fitting.search import Search
 from storage_ops.loss.planning.devices import BY_PRICE, GPUS
 from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.progress import say, showing

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.fit.models import loss_of, measured, models, placed
 from storage_ops import load_fit
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import simulate_step
 
 from .devices import each_device

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import storage_ops as so
 from storage_ops import memory
 from storage_ops.fitting.actions import Action
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 
 from ..ranks import run_on_ranks
 from .test_estimate import WIDTH, Block, Model, fsdp, loss, measured, on_no_ranks, partly

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import storage_ops
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import explain_oom, limit, measure, simulate_step, will_it_fit
 from tests.simulate.models import MODELS, build, run
 from tests.simulate.test_step import checkpointed, measured, replays_of

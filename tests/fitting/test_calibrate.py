@@ -16,8 +16,8 @@ import storage_ops
 from storage_ops import cli
 from storage_ops.fitting import calibration as calibrations
 from storage_ops.fitting.calibration import Calibration, device_name, load, path_of
-from storage_ops.fitting.fit import Search
 from storage_ops.fitting.roofline import Roofline
+from storage_ops.fitting.search import Search
 from storage_ops.fitting.step import OpTimes
 from storage_ops.loss.planning.devices import GPUS, named
 from storage_ops.loss.planning.op_times import HostTimes, MeasuredTimes, interpolated, reduced

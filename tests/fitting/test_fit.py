@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import storage_ops
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.fitting.units import units_of
 from storage_ops.loss.planning.devices import named
 from storage_ops.loss.planning.op_times import HostTimes
@@ -109,7 +109,7 @@ def asking_is_free(monkeypatch):
         host = HostTimes(op=named("cpu").host.op)
         return dataclasses.replace(rates_for(device, model), host=host)
 
-    monkeypatch.setattr("storage_ops.fitting.fit.rates_for", rates)
+    monkeypatch.setattr("storage_ops.fitting.search.rates_for", rates)
 
 
 def test_no_assignment_of_actions_is_faster(asking_is_free):

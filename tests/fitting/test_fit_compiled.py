@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import storage_ops
 from storage_ops.fitting.actions import Action
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 
 from .models import gpt, llama
 from .test_fit import gradients

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import simulate_step
 from tests.simulate.test_estimate_compiled import losses, measured_peak, parts
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import storage_ops
 from storage_ops.fitting import actions
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import measure, simulate_step
 
 pytestmark = pytest.mark.in_turn

@@ -9,7 +9,7 @@ from torch import nn
 
 import storage_ops
 from storage_ops.fitting import choices
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import simulate_step
 
 pytestmark = pytest.mark.in_turn
@@ -279,7 +279,7 @@ def test_the_peak_without_a_plan_is_simulated_if_the_sum_over_layers_is_inexact(
     highest = simulate_step(model, x).peak_bytes
     whole = storage_ops.fit(model, x, 2 * highest)
     assert whole.peak_bytes == whole.totals["none"][0] == highest
-    monkeypatch.setattr("storage_ops.fitting.fit._EXACT", -1)
+    monkeypatch.setattr("storage_ops.fitting.search._EXACT", -1)
     plan = storage_ops.fit(model, x, int(0.8 * highest))
     assert plan.peak_bytes < plan.totals["none"][0] == highest
     config = storage_ops.ActivationCheckpointConfig(layer_names=["[0-3]"])

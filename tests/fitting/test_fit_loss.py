@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 from storage_ops.memory import simulate_step
 from tests.fitting.test_fit import measured_peak
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import storage_ops
-from storage_ops.fitting.fit import Search
+from storage_ops.fitting.search import Search
 
 from ..link import simulated_copies
 from .models import MODELS, llama

@@ -184,7 +184,7 @@ def test_a_lightning_trainer(package):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     module, x = Module(), torch.randn(4, 64, 32)
-    search = storage_ops.fitting.fit.Search(module.model, x)
+    search = storage_ops.fitting.search.Search(module.model, x)
     plan = search.plan(search.problem.peak(search.problem.smallest()))
     trainer = lightning.Trainer(
         max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,

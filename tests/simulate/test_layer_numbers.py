@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import storage_ops as so
-from storage_ops.fitting.fit import Search
 from storage_ops.fitting.probe import Probe
+from storage_ops.fitting.search import Search
 from storage_ops.simulate import step as steps
 from storage_ops.simulate.layers import replay_cache
 from storage_ops.simulate.module_kinds import Kinds
