@@ -84,7 +84,12 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
         known = [dict(costs_of_calls[place]) for place in places]
         actions = [action for action in known[0] if all(action in costs for costs in known)]
         numbers = [
-            [n for c in known for n in (c[a].kept, c[a].forward, c[a].backward, c[a].seconds)]
+            [
+                n
+                for costs in known
+                for cost in [costs[a]]
+                for n in (cost.kept, cost.casts, cost.forward, cost.backward, cost.seconds)
+            ]
             for a in actions
         ]
         best = [
