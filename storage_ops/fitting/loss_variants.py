@@ -83,15 +83,7 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
     for places in _places_of_layers(recording):
         known = [dict(costs_of_calls[place]) for place in places]
         actions = [action for action in known[0] if all(action in costs for costs in known)]
-        numbers = [
-            [
-                n
-                for costs in known
-                for cost in [costs[a]]
-                for n in (cost.kept, cost.casts, cost.forward, cost.backward, cost.seconds)
-            ]
-            for a in actions
-        ]
+        numbers = [[n for costs in known for n in _numbers_of(costs[a])] for a in actions]
         best = [
             action
             for action, ours in zip(actions, numbers, strict=True)
@@ -100,6 +92,10 @@ def _without_worse(recording: StepRecording, costs_of_calls: Costs) -> Costs:
         for place, costs in zip(places, known, strict=True):
             remaining[place] = [(action, costs[action]) for action in best]
     return remaining
+
+
+def _numbers_of(cost: Cost) -> tuple[float, ...]:
+    return cost.kept, cost.casts, cost.forward, cost.backward, cost.seconds
 
 
 def logits_to_spare(model: nn.Module, batch: object, loss: object) -> int:
