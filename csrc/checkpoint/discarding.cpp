@@ -199,12 +199,13 @@ Ref call_with_hooks(const SharedRegion& shared, PyObject* fn, PyObject* output) 
 }
 
 // Returns true if only consumers' saved tensors reference the output besides `hidden`, and it was
-// not modified.
+// neither modified nor shown to numpy.
 bool may_discard(const PlainRegion& plain, PyObject* hidden) {
   if (plain.region || !plain.output) return false;
   const Output& output = *plain.output;
   return has_one_owner(hidden) && output.handle.storage().use_count() == 2 + output.uses &&
-         output.handle._version() == output.version;
+         output.handle._version() == output.version &&
+         is_own(*output.handle.storage().unsafeGetStorageImpl());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,7 +156,8 @@ class Explaining(Tracking):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.report = OomReport()
-        self._noted: BaseException | None = None
+        # A weak reference, because an error keeps the frames that raised it, with their tensors.
+        self._noted: Callable[[], BaseException | None] = lambda: None
         self._names: dict[int, str] = {}
         for root in self.roots:
             for name, module in root.named_modules():
@@ -194,9 +196,9 @@ class Explaining(Tracking):
 
     def note(self, error: BaseException, failed: str) -> None:
         """Record the owners of memory when an error is first seen."""
-        if error is self._noted:
+        if error is self._noted():
             return
-        self._noted = error
+        self._noted = weakref.ref(error)
         self._add_late_holders()
         roles = self._roles()
         owners: Counter[str] = Counter()

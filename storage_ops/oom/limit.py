@@ -81,7 +81,10 @@ class _Limit(Tracking):
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Explaining):
                 mode.note(error, str(func))
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # the frame would keep the error and so all frames below, with their tensors
 
 
 @contextlib.contextmanager

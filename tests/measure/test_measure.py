@@ -1,6 +1,7 @@
 import copy
 import re
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -95,6 +96,26 @@ def test_one_profiler_at_a_time():
             torch.empty(MIB)
         with pytest.raises(ZeroDivisionError), so.memory.measure(), profile():
             1 / 0  # noqa: B018
+
+
+def test_profilers_of_other_threads():
+    """Two profilers in two threads would end the process."""
+
+    def other():
+        with pytest.raises(RuntimeError, match="is running, perhaps in another thread"):
+            so.memory.measure().__enter__()
+        refused.append(True)
+
+    refused = []
+    for profile in (so.memory.measure, torch.profiler.profile):
+        with profile():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+    assert len(refused) == 2
+    with so.memory.measure("cpu:0") as m:
+        torch.empty(MIB)
+    assert m.peak_bytes == 4 * MIB
 
 
 def test_a_measure_that_is_used_twice_has_two_results():

@@ -47,7 +47,7 @@ from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.foundation.eager import eager
-from storage_ops.storage.storage import discard_storage, share_storage, wait_for
+from storage_ops.storage.storage import discard_storage, is_own, share_storage, wait_for
 
 serials = itertools.count()  # numbers of regions, in the order of their calls
 # This node saves its input, and noise that its kernel writes only afterwards.
@@ -223,7 +223,10 @@ class Region:
             keep: tensors whose storages must not be freed.
         """
         kept = {storage_key(leaf) for leaf in keep}
-        kept |= {entry.key for entry in self.discardable if entry.is_referenced}
+        for entry in self.discardable:
+            # A consumer may have shown the output to numpy, or put it into shared memory.
+            if entry.is_referenced or not is_own(entry.handle):
+                kept.add(entry.key)
         freed = [entry for entry in self.discardable if entry.key not in kept]
         for entry in freed:
             if entry.is_modified:
