@@ -268,7 +268,8 @@ def tile(
     Token-wise means that the output at a token depends only on the input at that token, and not on
     its position. The first call checks this by gradients at three tokens, outside of inference
     mode. The check cannot detect dependence on the position: a module that adds embeddings of
-    positions gives wrong results without an error.
+    positions gives wrong results without an error. It cannot detect dependence on values without
+    gradients either, such as the detached maximum of all tokens, or ids of tokens.
 
     A module with a state, such as a counter or running statistics, updates it once for each tile. A
     tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode
