@@ -124,7 +124,6 @@ class Region:
         self._stops = self.options.early_stop
         self._lock = RLock()
         self.producers: set[Region] = set()
-        self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
         self.uses: dict[int, int] = {}
 
     def __del__(self) -> None:
@@ -209,7 +208,7 @@ class Region:
         first = None if self.is_frozen else start
         self.discardable = discardable_outputs(leaves, attributes, self._inputs.tensors, first)
         for entry in self.discardable:
-            self._results[entry.index] = Saved(leaves[entry.index], self._checksums)
+            entry.description = Saved(leaves[entry.index], self._checksums)
             producers[entry.key] = weakref.ref(self)
 
     def made_this(self, t: object) -> bool:
@@ -414,7 +413,8 @@ class Region:
     def _bind(self, outputs: list[Any]) -> None:
         """Bind recomputed outputs to the discarded ones, if all of them fit."""
         for entry in self._discarded:
-            first = self._results[entry.index]
+            first = entry.description
+            assert first is not None
             again = outputs[entry.index] if entry.index < len(outputs) else None
             found = Saved(again, self._checksums) if isinstance(again, Tensor) else None
             if found is None or not first.is_like(found):
