@@ -137,6 +137,20 @@ def test_an_array_of_shared_bytes_keeps_them(path, zero_copy):
     assert (array == values().numpy()).all()
 
 
+def test_shared_bytes_that_move_to_shared_memory(path):
+    first, second, third = torch.zeros(SIZE), values(), torch.zeros(SIZE)
+    so.share_storage(first, second)
+    second.share_memory_()  # gives its storage other bytes
+    second[0] = 7
+    with pytest.raises(RuntimeError, match="`t` has bytes that torch cannot resize"):
+        so.discard_storage(second)
+    so.share_storage(third, second)
+    assert torch.equal(third, second) and torch.equal(first, values())
+    so.discard_storage(first)
+    so.share_storage(first, second)
+    assert torch.equal(first, second)
+
+
 def test_an_output_of_a_region_that_torch_did_not_allocate_is_kept():
     class FromElsewhere(torch.autograd.Function):
         @staticmethod
