@@ -119,6 +119,9 @@ def explain_oom(
     Yields:
         A report, empty until memory runs out.
 
+    Raises:
+        TypeError, ValueError: an argument is wrong; the error names it.
+
     Example:
         >>> layer, x = torch.nn.Linear(512, 512), torch.randn(64, 512)
         >>> try:
@@ -131,6 +134,8 @@ def explain_oom(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = numbered(device)
+    if not isinstance(model, (nn.Module, type(None))):
+        raise TypeError(f"`model` is {model!r}. Expected a torch.nn.Module, or None.")
     check_loss(loss)
     mode = Explaining(where)
     follower = Follower(mode.roots)

@@ -165,8 +165,12 @@ def test_activations_have_the_names_of_their_modules():
     assert report.failed == "aten.addmm.default of down"
 
 
-def test_a_loss_that_takes_no_output_is_refused():
-    with pytest.raises(TypeError, match="`loss` is mse_loss"), explain_oom(loss=F.mse_loss):
+@pytest.mark.parametrize(
+    "wrong, message",
+    [({"loss": F.mse_loss}, "`loss` is mse_loss"), ({"model": nn.Linear}, "`model` is <class")],
+)
+def test_a_loss_that_takes_no_output_and_a_class_are_refused(wrong, message):
+    with pytest.raises(TypeError, match=message), explain_oom(**wrong):
         pytest.fail("the block ran")
 
 
