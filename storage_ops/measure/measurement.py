@@ -247,9 +247,11 @@ class measure:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks.close()
-        self._profile.__exit__(kind, error, trace)
-        profiler: Any = self._profile.profiler
-        events = profiler.kineto_results.experimental_event_tree()
+        events: list[Any] = []
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self._profile.__exit__(kind, error, trace)
+            profiler: Any = self._profile.profiler
+            events = profiler.kineto_results.experimental_event_tree()
         del self._profile
         if not any(event.name == _BEGIN for event in events):
             if error is not None:
