@@ -101,6 +101,24 @@ def test_ids_of_tokens(sparse):
     assert torch.allclose(got, right)
 
 
+class Flat(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_module_that_needs_a_contiguous_input(compiles):
+    x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    plain = Flat(16, 8).double()
+    tiled = storage_ops.tile(copy.deepcopy(plain), 3)
+    run = torch.compile(tiled, backend="aot_eager") if compiles else tiled
+    right, got = (
+        torch.autograd.grad(call(x).square().sum(), (x, *module.parameters()))
+        for call, module in ((plain, plain), (run, tiled))
+    )
+    assert all(map(torch.allclose, got, right))
+
+
 def test_parameters_that_functional_call_computes():
     plain = nn.Sequential(nn.Linear(16, 8), nn.Tanh()).double()
     tiled = storage_ops.tile(copy.deepcopy(plain), 3)

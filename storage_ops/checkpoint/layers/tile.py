@@ -66,6 +66,8 @@ class Tiling:
         tokens = x.shape[dim]
         if is_disabled() or tokens < 2:
             return forward(module, x)
+        if x.is_contiguous():
+            forward = partial(_on_contiguous, forward)
         if torch.compiler.is_compiling():
             if self.tiles is None:
                 fail(
@@ -125,6 +127,11 @@ class Tiling:
         if key not in self.tiles_by_call:
             self.tiles_by_call[key] = _fewest(tiled, x, tokens, self.budget)
         return self.tiles_by_call[key]
+
+
+def _on_contiguous(forward: tile_run.Forward, module: nn.Module, tile_input: Tensor) -> Any:
+    """Call a forward with a contiguous tile, as a module may call `view` on a contiguous input."""
+    return forward(module, tile_input.contiguous())
 
 
 def _choice(leaf: object) -> Any:
