@@ -246,12 +246,14 @@ class measure:
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._marks.close()
         events: list[Any] = []
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            self._profile.__exit__(kind, error, trace)
-            profiler: Any = self._profile.profiler
-            events = profiler.kineto_results.experimental_event_tree()
+        try:
+            self._marks.close()
+        finally:
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                self._profile.__exit__(kind, error, trace)
+                profiler: Any = self._profile.profiler
+                events = profiler.kineto_results.experimental_event_tree()
         del self._profile
         if not any(event.name == _BEGIN for event in events):
             if error is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import storage_ops as so
-from storage_ops.measure.owners import history
+from storage_ops.measure.owners import Marks, history
 
 MIB = 1 << 20
 
@@ -114,6 +114,19 @@ def test_profilers_of_other_threads():
             thread.join()
     assert len(refused) == 2
     with so.memory.measure("cpu:0") as m:
+        torch.empty(MIB)
+    assert m.peak_bytes == 4 * MIB
+
+
+def test_an_interrupt_at_the_end_of_the_block(monkeypatch):
+    def interrupt(marks):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Marks, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt), so.memory.measure():
+            pass
+    with so.memory.measure() as m:
         torch.empty(MIB)
     assert m.peak_bytes == 4 * MIB
 
