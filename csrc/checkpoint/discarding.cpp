@@ -198,13 +198,22 @@ Ref call_with_hooks(const SharedRegion& shared, PyObject* fn, PyObject* output) 
   return owned(call_in(contexts, fn, args.get(), nullptr));
 }
 
+// Returns true if the output has the version of the forward, and the checksum, if there is one.
+bool is_unmodified(const Output& output) {
+  const at::Tensor& before = output.description.checksum;
+  if (output.handle._version() != output.version) return false;
+  if (!before.defined()) return true;
+  const WithoutGil no_gil;
+  return are_equal({before}, {checksum_of(output.handle)});
+}
+
 // Returns true if only consumers' saved tensors reference the output besides `hidden`, and it was
-// not modified.
+// neither modified nor shown to numpy.
 bool may_discard(const PlainRegion& plain, PyObject* hidden) {
   if (plain.region || !plain.output) return false;
   const Output& output = *plain.output;
   return has_one_owner(hidden) && output.handle.storage().use_count() == 2 + output.uses &&
-         output.handle._version() == output.version;
+         is_own(*output.handle.storage().unsafeGetStorageImpl()) && is_unmodified(output);
 }
 
 }  // namespace

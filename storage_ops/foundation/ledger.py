@@ -163,7 +163,9 @@ class Ledger:
         call = self.calls[-1] if self.calls else None
         node = torch._C._current_autograd_node()
         number = None if node is None else node._sequence_nr()
-        return Block(self.round_up(nbytes), tuple(t.shape), t.dtype, made_by, call, nbytes, number)
+        # A nested tensor with layout torch.strided has no shape.
+        shape = (t.numel(),) if t.is_nested and t.layout == torch.strided else tuple(t.shape)
+        return Block(self.round_up(nbytes), shape, t.dtype, made_by, call, nbytes, number)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import threading
 from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _FILTERS = "activity_filters" in inspect.signature(torch.autograd.profiler.profi
 _WITHOUT_CUPTI = {ProfilerActivity.CPU: ["CPU_OP", "CPU_INSTANT_EVENT", "USER_ANNOTATION"]}
 ACTIVITIES: list[Any] = [_WITHOUT_CUPTI if _FILTERS else ProfilerActivity.CPU]
 _BEGIN = "storage_ops measure"  # the first event of a measurement
+# Held by the measure that runs. Two profilers in two threads would end the process.
+_running = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Life:
 
 
 def numbered(device: str | torch.device) -> torch.device:
-    """Return a named device if torch finds it, and the current GPU for "cuda".
+    """Return a named device if torch finds it. "cuda" is the current GPU, and "cpu:0" is "cpu".
 
     Raises:
         ValueError: the name is not a device, or the device does not exist.
@@ -64,6 +67,8 @@ def numbered(device: str | torch.device) -> torch.device:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"`device` is {device!r}. Expected 'cpu' or a CUDA device.") from None
+    if torch_device.type == "cpu":
+        return torch.device("cpu")  # the device of each tensor on it, which has no number
     if torch_device.type != "cuda":
         return torch_device
     if not torch.cuda.is_available():
@@ -183,11 +188,19 @@ class measure:
         self._entry_bytes: int | None = None  # bytes of the allocator of a GPU
 
     def __enter__(self) -> Measurement:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        # torch's variable knows the profilers of all threads.
+        if torch.autograd.profiler._is_profiler_enabled or not _running.acquire(blocking=False):
             raise RuntimeError(
-                "measure: a torch profiler or another measure is running, and torch has one "
-                "profiler at a time. End it first."
+                "measure: a torch profiler or another measure is running, perhaps in another "
+                "thread, and torch has one profiler at a time. End it first."
             )
+        try:
+            return self._begin()
+        except BaseException:
+            _running.release()
+            raise
+
+    def _begin(self) -> Measurement:
         self._result = Measurement.__new__(Measurement)  # has no numbers until the end
         gc.collect()  # garbage of earlier code must not be freed inside the block
         # Otherwise Kineto reports each start and stop on stderr.
@@ -220,12 +233,27 @@ class measure:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        try:
+            self._end(kind, error, trace)
+        finally:
+            _running.release()
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._marks.close()
-        self._profile.__exit__(kind, error, trace)
-        profiler: Any = self._profile.profiler
-        events = profiler.kineto_results.experimental_event_tree()
+        events: list[Any] = []
+        try:
+            self._marks.close()
+        finally:
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                self._profile.__exit__(kind, error, trace)
+                profiler: Any = self._profile.profiler
+                events = profiler.kineto_results.experimental_event_tree()
         del self._profile
         if not any(event.name == _BEGIN for event in events):
             if error is not None:

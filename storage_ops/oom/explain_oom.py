@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,9 @@ def explain_oom(
     Yields:
         A report, empty until memory runs out.
 
+    Raises:
+        TypeError, ValueError: an argument is wrong; the error names it.
+
     Example:
         >>> layer, x = torch.nn.Linear(512, 512), torch.randn(64, 512)
         >>> try:
@@ -130,6 +134,8 @@ def explain_oom(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = numbered(device)
+    if not isinstance(model, (nn.Module, type(None))):
+        raise TypeError(f"`model` is {model!r}. Expected a torch.nn.Module, or None.")
     check_loss(loss)
     mode = Explaining(where)
     follower = Follower(mode.roots)
@@ -155,7 +161,8 @@ class Explaining(Tracking):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.report = OomReport()
-        self._noted: BaseException | None = None
+        # A weak reference, because an error keeps the frames that raised it, with their tensors.
+        self._noted: Callable[[], BaseException | None] = lambda: None
         self._names: dict[int, str] = {}
         for root in self.roots:
             for name, module in root.named_modules():
@@ -194,9 +201,9 @@ class Explaining(Tracking):
 
     def note(self, error: BaseException, failed: str) -> None:
         """Record the owners of memory when an error is first seen."""
-        if error is self._noted:
+        if error is self._noted():
             return
-        self._noted = error
+        self._noted = weakref.ref(error)
         self._add_late_holders()
         roles = self._roles()
         owners: Counter[str] = Counter()

@@ -52,6 +52,9 @@ def record_of(storage: Storage) -> Record:
     if "_storage_ops" not in attributes:
         attributes["_storage_ops"] = Record.fresh()
     record: Record = attributes["_storage_ops"]
+    if record.owner is not None and record.owner.data_ptr() != storage.data_ptr():
+        # Other code has replaced the bytes, as share_memory_() and queues of processes do.
+        record = attributes["_storage_ops"] = Record.fresh()
     return record
 
 

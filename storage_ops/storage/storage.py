@@ -54,7 +54,10 @@ def locals_of(op: str, name: str, t: object) -> list[Tensor]:
 
 def is_own(t: Tensor) -> bool:
     """Return True if torch allocated the bytes of a tensor, and no other code uses them."""
-    return is_traceable_wrapper_subclass(t) or can_resize(t.untyped_storage())
+    if is_traceable_wrapper_subclass(t):
+        inner = (getattr(t, attribute) for attribute in t.__tensor_flatten__()[0])
+        return all(is_own(part) for part in inner if isinstance(part, Tensor))
+    return can_resize(t.untyped_storage())
 
 
 def wait_for(value: object) -> None:

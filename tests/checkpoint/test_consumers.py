@@ -300,6 +300,7 @@ KEEP = {
     "view in an object": lambda h: Result(y=h.sin(), inner=[{"h": h[1:]}]),
     "dictionary": lambda h: {"y": h.sin(), "h": h},
     "elsewhere": lambda h: (h.sin(), KEPT.update(h=h.detach())),
+    "numpy": lambda h: (h.sin(), torch.from_numpy(h.detach().numpy())),
 }
 
 

@@ -90,6 +90,55 @@ def test_calls_without_tokens_or_in_inference_mode_are_not_checked():
             module(x)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ids_of_tokens(sparse):
+    tables = [nn.Embedding(20, 8, sparse=sparse, dtype=torch.float64) for _ in range(2)]
+    ids = torch.randint(20, (2, 7, 3))
+    for table, run in zip(tables, (tables[0], storage_ops.tile(tables[1], 3, dim=1)), strict=True):
+        table.load_state_dict(tables[0].state_dict())
+        run(ids).square().sum().backward()
+    right, got = (table.weight.grad.to_dense() for table in tables)
+    assert torch.allclose(got, right)
+
+
+class Flat(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_module_that_needs_a_contiguous_input(compiles):
+    x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    plain = Flat(16, 8).double()
+    tiled = storage_ops.tile(copy.deepcopy(plain), 3)
+    run = torch.compile(tiled, backend="aot_eager") if compiles else tiled
+    right, got = (
+        torch.autograd.grad(call(x).square().sum(), (x, *module.parameters()))
+        for call, module in ((plain, plain), (run, tiled))
+    )
+    assert all(map(torch.allclose, got, right))
+
+
+def test_parameters_that_functional_call_computes():
+    plain = nn.Sequential(nn.Linear(16, 8), nn.Tanh()).double()
+    tiled = storage_ops.tile(copy.deepcopy(plain), 3)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    for module in (plain, tiled):
+        doubled = {name: 2 * p for name, p in module.named_parameters()}
+        torch.func.functional_call(module, doubled, x).square().sum().backward()
+    for p, q in zip(plain.parameters(), tiled.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad)
+
+
+def test_a_module_that_modifies_its_input_is_refused():
+    hidden = torch.randn(2, 7, 16, requires_grad=True) * 1
+    before = hidden.clone()
+    for module in (nn.ReLU(inplace=True), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 8))):
+        with pytest.raises(RuntimeError, match="modifies its input in place"):
+            storage_ops.tile(module, 3)(hidden)
+    assert torch.equal(hidden, before)
+
+
 def test_an_output_without_a_gradient_has_none():
     class Choice(nn.Linear):
         def forward(self, x):

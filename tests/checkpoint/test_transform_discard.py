@@ -304,7 +304,8 @@ def test_a_layer_that_is_also_a_parent():
         assert [type(m) for m in model.modules()][1:3] == [MLP, nn.Linear]
 
 
-def test_an_output_that_the_parent_modifies_in_place_is_kept():
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_output_that_the_parent_modifies_in_place_is_kept(through_data):
     class Adding(nn.Module):
         def __init__(self):
             super().__init__()
@@ -312,12 +313,17 @@ def test_an_output_that_the_parent_modifies_in_place_is_kept():
 
         def forward(self, x):
             h = self.a(x)
-            h += x
+            if through_data:
+                h.data += x
+            else:
+                h += x
             return self.c(self.b(h).relu_())
 
     plain, x = Adding(), torch.randn(3, 4)
     right = torch.autograd.grad(plain(x).square().sum(), plain.parameters())
-    module = discarding(plain, layer_classes=None, layer_names=["a", "b"])
+    check = "checksum" if through_data else "default"
+    names = {"layer_classes": None, "layer_names": ["a", "b"]}
+    module = discarding(plain, determinism_check=check, **names)
     got = torch.autograd.grad(module(x).square().sum(), module.parameters())
     assert all(map(torch.equal, got, right))
 

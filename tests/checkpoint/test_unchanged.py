@@ -11,6 +11,7 @@ import storage_ops
 from storage_ops import memory
 from storage_ops.checkpoint.layers.tile import bytes_of_tile
 from storage_ops.checkpoint.layers.tile_run import TiledModule
+from storage_ops.checkpoint.state.unchanged import places_of, replaced
 
 
 def report(model, x):
@@ -145,3 +146,23 @@ def test_a_module_in_two_places_keeps_its_parameters(run):
             module(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_an_interrupt_while_parameters_are_put_back():
+    class Parameters(dict):
+        """Raises KeyboardInterrupt once, when the second parameter is put back."""
+
+        def __setitem__(self, name, t):
+            writes.append(name)
+            if len(writes) == 4:
+                raise KeyboardInterrupt
+            super().__setitem__(name, t)
+
+    writes = []
+    module = nn.Linear(2, 2)
+    module._parameters = Parameters(module._parameters)
+    weight, bias = module.parameters()
+    places = [(where, name, t.detach()) for where, name, t in places_of(module)]
+    with pytest.raises(KeyboardInterrupt), replaced(places):
+        assert module.weight is not weight
+    assert module.weight is weight and module.bias is bias

@@ -1,6 +1,7 @@
 import copy
 import re
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import storage_ops as so
-from storage_ops.measure.owners import history
+from storage_ops.measure.owners import Marks, history
 
 MIB = 1 << 20
 
@@ -95,6 +96,39 @@ def test_one_profiler_at_a_time():
             torch.empty(MIB)
         with pytest.raises(ZeroDivisionError), so.memory.measure(), profile():
             1 / 0  # noqa: B018
+
+
+def test_profilers_of_other_threads():
+    """Two profilers in two threads would end the process."""
+
+    def other():
+        with pytest.raises(RuntimeError, match="is running, perhaps in another thread"):
+            so.memory.measure().__enter__()
+        refused.append(True)
+
+    refused = []
+    for profile in (so.memory.measure, torch.profiler.profile):
+        with profile():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+    assert len(refused) == 2
+    with so.memory.measure("cpu:0") as m:
+        torch.empty(MIB)
+    assert m.peak_bytes == 4 * MIB
+
+
+def test_an_interrupt_at_the_end_of_the_block(monkeypatch):
+    def interrupt(marks):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Marks, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt), so.memory.measure():
+            pass
+    with so.memory.measure() as m:
+        torch.empty(MIB)
+    assert m.peak_bytes == 4 * MIB
 
 
 def test_a_measure_that_is_used_twice_has_two_results():

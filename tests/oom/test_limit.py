@@ -1,5 +1,6 @@
 """limit and explain_oom: an error where such a device runs out of memory, and its owners."""
 
+import gc
 import importlib
 import re
 import threading
@@ -51,6 +52,38 @@ def test_counted_bytes():
         with pytest.raises(torch.OutOfMemoryError):
             kept.add_(torch.zeros(MIB))
     del kept
+
+
+def test_an_error_that_the_block_catches_keeps_no_memory():
+    """A program that tries smaller batches until one fits."""
+    mlp = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64))
+
+    def try_batch(size):
+        hidden = mlp[:2](torch.randn(size, 64))  # a variable of this frame
+        mlp[2](hidden).sum().backward()
+
+    def fits(size):
+        try:
+            try_batch(size)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    with limit("8 MiB"), explain_oom() as report:
+        gc.disable()
+        try:
+            sizes = [size for size in (1024, 900, 800, 256) if fits(size)]
+        finally:
+            gc.enable()
+    assert sizes == [256] and "activations of 1" in report.by_owner
+
+
+def test_a_cpu_with_a_number_and_nested_tensors():
+    two = [torch.ones(1000), torch.ones(24)]
+    with explain_oom("cpu:0") as report, pytest.raises(torch.OutOfMemoryError), \
+            limit("6 KiB", "cpu:0"):  # fmt: skip
+        torch.nested.as_nested_tensor(two).sin()  # has no shape
+    assert report.by_owner
 
 
 def test_discarded_storages_do_not_count(path):
@@ -132,8 +165,12 @@ def test_activations_have_the_names_of_their_modules():
     assert report.failed == "aten.addmm.default of down"
 
 
-def test_a_loss_that_takes_no_output_is_refused():
-    with pytest.raises(TypeError, match="`loss` is mse_loss"), explain_oom(loss=F.mse_loss):
+@pytest.mark.parametrize(
+    "wrong, message",
+    [({"loss": F.mse_loss}, "`loss` is mse_loss"), ({"model": nn.Linear}, "`model` is <class")],
+)
+def test_a_loss_that_takes_no_output_and_a_class_are_refused(wrong, message):
+    with pytest.raises(TypeError, match=message), explain_oom(**wrong):
         pytest.fail("the block ran")
 
 

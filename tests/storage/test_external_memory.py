@@ -7,6 +7,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import storage_ops as so
 
@@ -135,6 +136,44 @@ def test_an_array_of_shared_bytes_keeps_them(path, zero_copy):
         with pytest.raises(RuntimeError, match="`t` has bytes that torch cannot resize"):
             so.discard_storage(src)
     assert (array == values().numpy()).all()
+
+
+def test_shared_bytes_that_move_to_shared_memory(path):
+    first, second, third = torch.zeros(SIZE), values(), torch.zeros(SIZE)
+    so.share_storage(first, second)
+    second.share_memory_()  # gives its storage other bytes
+    second[0] = 7
+    with pytest.raises(RuntimeError, match="`t` has bytes that torch cannot resize"):
+        so.discard_storage(second)
+    so.share_storage(third, second)
+    assert torch.equal(third, second) and torch.equal(first, values())
+    so.discard_storage(first)
+    so.share_storage(first, second)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_an_output_that_wraps_bytes_that_numpy_shows_is_kept(path, shows):
+    def consumer(h):
+        y = h * h
+        if shows:
+            arrays.append(h.b.detach().numpy())
+        return y
+
+    arrays = []
+    x = TwoTensor(values(), values() + 1).requires_grad_()
+    ckpt = so.OutputDiscardCheckpoint()
+    h = ckpt.checkpoint(torch.sin, x)
+    with ckpt.consumer():
+        y = consumer(h)
+    ckpt.discard_output_and_register_recompute()
+    assert so.is_discarded(h) is not shows
+    if shows:
+        assert (arrays[0] == x.b.detach().sin().numpy()).all()
+    y.sum().backward()
+    for part in ("a", "b"):
+        at = getattr(x, part).detach()
+        assert torch.allclose(getattr(x.grad, part), (2 * at).sin(), atol=1e-5)
 
 
 def test_an_output_of_a_region_that_torch_did_not_allocate_is_kept():

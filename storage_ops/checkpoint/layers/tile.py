@@ -67,6 +67,8 @@ class Tiling:
         tokens = x.shape[dim]
         if is_disabled() or tokens < 2:
             return forward(module, x)
+        if x.is_contiguous():
+            forward = partial(_on_contiguous, forward)
         if torch.compiler.is_compiling():
             if self.tiles is None:
                 fail(
@@ -126,6 +128,11 @@ class Tiling:
         if key not in self.tiles_by_call:
             self.tiles_by_call[key] = _fewest(tiled, x, tokens, self.budget)
         return self.tiles_by_call[key]
+
+
+def _on_contiguous(forward: tile_run.Forward, module: nn.Module, tile_input: Tensor) -> Any:
+    """Call a forward with a contiguous tile, as a module may call `view` on a contiguous input."""
+    return forward(module, tile_input.contiguous())
 
 
 def _choice(leaf: object) -> Any:
@@ -269,7 +276,8 @@ def tile(
     Token-wise means that the output at a token depends only on the input at that token, and not on
     its position. The first call checks this by gradients at three tokens, outside of inference
     mode. The check cannot detect dependence on the position: a module that adds embeddings of
-    positions gives wrong results without an error.
+    positions gives wrong results without an error. It cannot detect dependence on values without
+    gradients either, such as the detached maximum of all tokens, or ids of tokens.
 
     A module with a state, such as a counter or running statistics, updates it once for each tile. A
     tensor that the forward stores on the module, or in a container, has no gradient. Forward-mode

@@ -8,6 +8,7 @@ starts with the same generator state. So they draw the same random numbers.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,8 @@ def lock_of(module: nn.Module) -> Any:
 
 
 Forward = Callable[[nn.Module, Tensor], Any]
+# torch's error for a write to a leaf or to a view of one. In backward, each tile is a leaf.
+_LEAF_IS_WRITTEN = re.compile("a (view of a )?leaf Variable that requires grad is being used in an")
 
 
 def fail(name: str, what: str, kind: type[Exception] = RuntimeError) -> NoReturn:
@@ -108,6 +111,12 @@ class TiledModule:
             out = self.host.run(tile)
         except RuntimeError as error:
             explain_transform(self.name, error)
+            if _LEAF_IS_WRITTEN.search(str(error)):
+                fail(
+                    self.name,
+                    "modifies its input in place, and the backward needs the input again. Expected "
+                    "a module that does not, such as nn.ReLU(inplace=False).",
+                )
             raise
         if not isinstance(out, Tensor):
             fail(
@@ -408,10 +417,11 @@ def can_check_tokens(tiled: TiledModule, x: Tensor) -> bool:
     """Return True if `check_tokens` can detect a dependence in this call.
 
     It needs gradients and values, and no dispatch mode: such a mode may record the check's ops for
-    a checkpoint, or make tensors fake.
+    a checkpoint, or make tensors fake. Whole numbers, such as token ids, have no gradients.
     """
     has_tokens = x.numel() > 0 and x.shape[tiled.dim] > 2
-    has_gradients = not torch.is_inference_mode_enabled()
+    is_differentiable = x.is_floating_point() or x.is_complex()
+    has_gradients = is_differentiable and not torch.is_inference_mode_enabled()
     return has_tokens and has_gradients and not torch._C._len_torch_dispatch_stack()
 
 
@@ -451,8 +461,11 @@ def check_tokens(tiled: TiledModule, x: Tensor) -> bool:
     # The surrounding hooks count saved tensors, so use other hooks here.
     own = saved_tensors_hooks(_as_it_is, _as_it_is)
     with state, torch.enable_grad(), own:
-        for p in filter(_has_zeros, parameters):
-            copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
+        for p in parameters:
+            if _has_zeros(p):
+                copies[p] = _without_zeros(p).requires_grad_(p.requires_grad)
+            elif p.grad_fn is not None:  # of `functional_call`; a call detaches it, too
+                copies[p] = p.detach().requires_grad_()
         places = [(at, name, copies[t]) for at, name, t in places_of(tiled.host) if t in copies]
         tile = x.detach().narrow(tiled.dim, 0, 3)
         tile = (_without_zeros(tile) if type(x) in _PLAIN else tile.clone()).requires_grad_()

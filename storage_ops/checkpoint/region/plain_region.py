@@ -141,8 +141,8 @@ def _give_output(
 ) -> None:
     """Give a region the output that the library has noted or discarded."""
     handle.untyped_storage()  # `RefCounts` counts the Python object of a storage
-    entry = DiscardableOutput(0, key, handle, output or _freed, version, _FIRST)
-    made._results[0], made.uses[key] = description, uses
+    entry = DiscardableOutput(0, key, handle, output or _freed, version, description, _FIRST)
+    made.uses[key] = uses
     if is_discarded:
         made._discarded = [entry]
     else:

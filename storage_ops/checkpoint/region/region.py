@@ -47,7 +47,7 @@ from storage_ops.checkpoint.state.execution import ExecutionState
 from storage_ops.checkpoint.state.snapshot import Snapshot, state_before
 from storage_ops.foundation import collectives, fsdp
 from storage_ops.foundation.eager import eager
-from storage_ops.storage.storage import discard_storage, share_storage, wait_for
+from storage_ops.storage.storage import discard_storage, is_own, share_storage, wait_for
 
 serials = itertools.count()  # numbers of regions, in the order of their calls
 # This node saves its input, and noise that its kernel writes only afterwards.
@@ -124,7 +124,6 @@ class Region:
         self._stops = self.options.early_stop
         self._lock = RLock()
         self.producers: set[Region] = set()
-        self._results: dict[int, Saved] = {}  # descriptions of discardable outputs
         self.uses: dict[int, int] = {}
 
     def __del__(self) -> None:
@@ -209,7 +208,7 @@ class Region:
         first = None if self.is_frozen else start
         self.discardable = discardable_outputs(leaves, attributes, self._inputs.tensors, first)
         for entry in self.discardable:
-            self._results[entry.index] = Saved(leaves[entry.index], self._checksums)
+            entry.description = Saved(leaves[entry.index], self._checksums)
             producers[entry.key] = weakref.ref(self)
 
     def made_this(self, t: object) -> bool:
@@ -223,7 +222,10 @@ class Region:
             keep: tensors whose storages must not be freed.
         """
         kept = {storage_key(leaf) for leaf in keep}
-        kept |= {entry.key for entry in self.discardable if entry.is_referenced}
+        for entry in self.discardable:
+            # A consumer may have shown the output to numpy, or put it into shared memory.
+            if entry.is_referenced or not is_own(entry.handle):
+                kept.add(entry.key)
         freed = [entry for entry in self.discardable if entry.key not in kept]
         for entry in freed:
             if entry.is_modified:
@@ -411,7 +413,8 @@ class Region:
     def _bind(self, outputs: list[Any]) -> None:
         """Bind recomputed outputs to the discarded ones, if all of them fit."""
         for entry in self._discarded:
-            first = self._results[entry.index]
+            first = entry.description
+            assert first is not None
             again = outputs[entry.index] if entry.index < len(outputs) else None
             found = Saved(again, self._checksums) if isinstance(again, Tensor) else None
             if found is None or not first.is_like(found):

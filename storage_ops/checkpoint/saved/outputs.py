@@ -17,7 +17,7 @@ from torch import Tensor
 
 from storage_ops.checkpoint.saved.guard import storage_key
 from storage_ops.checkpoint.saved.ref_counts import RefCounts
-from storage_ops.checkpoint.saved.saved import fail, without_graph
+from storage_ops.checkpoint.saved.saved import Saved, fail, without_graph
 from storage_ops.storage.storage import is_own, wait_for
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class DiscardableOutput:
         handle: a detached alias, which keeps the storage alive but not the graph.
         output: returns the tensor that the region returned, or None if it was freed.
         version: the version of the tensor when the region returned.
+        description: the tensor when the region returned; its checksum if the options ask for one.
         first_counts: references to the output when the region returned.
         is_referenced: whether code other than consumers references the output. Then it is kept.
     """
@@ -45,13 +46,17 @@ class DiscardableOutput:
     handle: Tensor
     output: Callable[[], Tensor | None]
     version: int
+    description: Saved | None = None
     first_counts: RefCounts = _NO_REFERENCES
     is_referenced: bool = False
 
     @property
     def is_modified(self) -> bool:
         """Return True if the output was modified in place. A recompute cannot restore that."""
-        return self.handle._version != self.version
+        first = self.description
+        if self.handle._version != self.version or first is None or first.checksum is None:
+            return self.handle._version != self.version
+        return not first.is_like(Saved(self.handle, checksum=True))
 
 
 def discardable_outputs(

@@ -140,8 +140,16 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
                 where[name] = t
             yield
     finally:
-        for where, name, t in reversed(before):
-            where[name] = t
+        try:
+            _put_back(before)
+        except BaseException:  # an interrupt; a module without its parameters would not be trained
+            _put_back(before)
+            raise
+
+
+def _put_back(places: list[Place]) -> None:
+    for where, name, t in reversed(places):
+        where[name] = t
 
 
 def state_of(value: object) -> State | None:
