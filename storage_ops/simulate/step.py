@@ -42,6 +42,7 @@ from storage_ops.simulate.estimate import (
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
+from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.collectives import (
     is_distributed,
     is_sharded_alone,
@@ -378,7 +379,10 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
         del moved
+        earlier = _blocks_of_states(captured, simulation)
         call_simulated(step, args, kwargs)
+        # Tensors of the state that the step has replaced. The new ones exist from the start.
+        _remove(ledger, earlier.difference(roles))
         state_blocks = {block for block, role in roles.items() if role == STATE}
         _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
@@ -391,6 +395,12 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         raise RuntimeError("Outputs are discarded across layers. Simulate the layers together.")
     del settled["input_bytes"]
     return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+
+
+def _blocks_of_states(captured: Captured, simulation: Simulation) -> set[Block]:
+    states = tree_leaves([list(optimizer.state.values()) for optimizer in captured.optimizers])
+    tensors = [t for t in states if isinstance(t, Tensor)]
+    return {block for t in tensors for block in simulation.blocks_of(t)}
 
 
 def _backward(
@@ -448,7 +458,12 @@ def check_value(value: object) -> None:
 
 def _move_to_start(ledger: Ledger, blocks: set[Block]) -> None:
     """Record that blocks exist from the start, because an earlier step or batch created them."""
+    _remove(ledger, blocks)
     ledger.inputs += blocks
+
+
+def _remove(ledger: Ledger, blocks: set[Block]) -> None:
+    ledger.inputs = [block for block in ledger.inputs if block not in blocks]
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
 
 
