@@ -17,11 +17,12 @@ from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
+from storage_ops.simulate.gradients import earlier_gradients, without_gradients
 from storage_ops.simulate.layers.casts import casts_in
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.fsdp import layer_alone
-from storage_ops.simulate.step import earlier_gradients, outside_autocast, without_gradients
+from storage_ops.simulate.step import outside_autocast
 from storage_ops.simulate.values.assume import Assumption
 
 

@@ -27,6 +27,11 @@ from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.loss.planning.devices import Rates
 from storage_ops.progress import say
+from storage_ops.simulate.gradients import (
+    earlier_gradients,
+    with_dense_gradients,
+    without_gradients,
+)
 from storage_ops.simulate.kernels.cuda import keep_workspaces
 from storage_ops.simulate.layers.casts import casts_uncached
 from storage_ops.simulate.layers.graph_ends import next_node, reads_history
@@ -39,13 +44,7 @@ from storage_ops.simulate.ranks.fsdp import (
     gathered_inside,
     sharded_parameters,
 )
-from storage_ops.simulate.step import (
-    arguments,
-    check_value,
-    earlier_gradients,
-    outside_autocast,
-    without_gradients,
-)
+from storage_ops.simulate.step import arguments, check_value, outside_autocast
 from storage_ops.simulate.values.assume import Assumption
 from storage_ops.simulate.values.known import Known
 from storage_ops.simulate.values.wrappers import is_wrapper
@@ -251,7 +250,7 @@ class Recorder:
         loss: Callable[[Any], Tensor],
         optimizer: Any,
     ) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = with_dense_gradients(model)
         is_first = optimizer is not None and not optimizer.state
         if is_first:
             earlier_gradients(parameters)

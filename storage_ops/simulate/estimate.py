@@ -161,7 +161,7 @@ def estimate(
         >>> x = torch.empty(8192, 4096, device="meta")
         >>> e = storage_ops.memory.estimate(lambda x: mlp(x).sum().backward(), x)
         >>> e.peak_bytes >> 20, e.input_bytes >> 20
-        (2432, 640)
+        (2560, 640)
 
         A quarter of the tokens passes:
 

@@ -1,4 +1,4 @@
-"""Replaces tensors on the meta device by fake CPU tensors.
+"""The fake tensor mode of simulations, and fake CPU tensors in place of tensors on the meta device.
 
 Autocast depends on the device, and does not know the meta device. Fake tensors have no bytes,
 either.
@@ -6,14 +6,31 @@ either.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested._internal.nested_tensor import get_tensor_symint
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from storage_ops.simulate.values.wrappers import rewrapped
+
+
+class SimulatedFakes(FakeTensorMode):
+    """The fake tensor mode. `reads` says whether values are known, for losses that count tokens."""
+
+    reads: Callable[[Tensor], bool] | None = None
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
+        """Return a new ragged size of a jagged tensor, which torch cannot create without symbols.
+
+        It is the size that eager mode assigns to new offsets.
+        """
+        with no_dispatch():
+            return get_tensor_symint(torch.empty(0))
 
 
 class FakesOfCPU:

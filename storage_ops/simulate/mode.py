@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     in_kernel_invocation_manager,
 )
 from torch.utils._mode_utils import no_dispatch
@@ -26,6 +25,7 @@ from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs, describe, facts_of
 from storage_ops.foundation.walk import is_leaf
+from storage_ops.simulate.fakes import SimulatedFakes
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import NotComparable
 from storage_ops.simulate.ranks import collectives
@@ -39,12 +39,6 @@ from storage_ops.storage import reference
 
 _OPS = torch.ops.storage_ops
 _aten = torch.ops.aten
-
-
-class _Fakes(FakeTensorMode):
-    """The fake tensor mode. `reads` says whether values are known, for losses that count tokens."""
-
-    reads: Callable[[Tensor], bool] | None = None
 
 
 class Simulation(TorchDispatchMode):
@@ -67,7 +61,7 @@ class Simulation(TorchDispatchMode):
         self.values = Values(assumption)
         self._sizes = Sizes(self.values, assumption)
         self._sparse = Sparse(self.unseen, self._sizes.distinct, self._temporary)
-        self._fake = _Fakes()
+        self._fake = SimulatedFakes()
         if not on_gpu:
             self._fake.reads = self.values.knows
         self._paused = False

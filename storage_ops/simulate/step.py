@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,9 +40,16 @@ from storage_ops.simulate.estimate import (
     settle,
     simulating,
 )
+from storage_ops.simulate.gradients import (
+    check_gradients_are_on,
+    earlier_gradients,
+    with_dense_gradients,
+    without_gradients,
+)
 from storage_ops.simulate.kernels.cuda import keep_workspaces, workspace_bytes
 from storage_ops.simulate.layers.replay import NotReplayable
 from storage_ops.simulate.layers.replay_cache import Quick
+from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.ranks.collectives import (
     is_distributed,
     is_sharded_alone,
@@ -161,7 +168,7 @@ def simulate_step(
             named or installed.
         assume: as in `estimate`, for sizes that depend on values.
         accumulate: whether gradients of earlier batches exist, as with several batches for each
-            step of the optimizer.
+            step of the optimizer. Sparse ones do not count.
 
     Raises:
         TypeError, ValueError: an argument is wrong. The error names it.
@@ -308,6 +315,7 @@ def loss_of(output: object) -> Tensor:
         return loss
     numbers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not numbers:
+        check_gradients_are_on()
         raise ValueError(
             "`loss` is None, and no output of the model requires grad. Pass a function of the "
             "output that returns a scalar."
@@ -357,7 +365,7 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
 
     def step(*args: object, **kwargs: object) -> None:
         if accumulate:
-            earlier_gradients(model.parameters())
+            earlier_gradients(with_dense_gradients(model))
             note_roles(roles, GRADIENTS, (p.grad for p in model.parameters()), simulation)
             _move_to_start(ledger, {block for block, role in roles.items() if role == GRADIENTS})
         _backward(loss, model, args, kwargs, ledger, quick)
@@ -379,7 +387,10 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         note_roles(roles, BUCKETS, simulation.buckets, simulation)
         args, kwargs = moved
         del moved
+        earlier = _blocks_of_states(captured, simulation)
         call_simulated(step, args, kwargs)
+        # Tensors of the state that the step has replaced. The new ones exist from the start.
+        _remove(ledger, earlier.difference(roles))
         state_blocks = {block for block, role in roles.items() if role == STATE}
         _move_to_start(ledger, state_blocks.difference(ledger.inputs))
         if simulation.multiplies:
@@ -392,6 +403,12 @@ def _simulate(model: nn.Module, options: _StepOptions, quick: Quick | None = Non
         raise RuntimeError("Outputs are discarded across layers. Simulate the layers together.")
     del settled["input_bytes"]
     return StepEstimate(by_owner=settled.pop("by_owner"), sent_bytes=sent, **settled)
+
+
+def _blocks_of_states(captured: Captured, simulation: Simulation) -> set[Block]:
+    states = tree_leaves([list(optimizer.state.values()) for optimizer in captured.optimizers])
+    tensors = [t for t in states if isinstance(t, Tensor)]
+    return {block for t in tensors for block in simulation.blocks_of(t)}
 
 
 def _backward(
@@ -441,6 +458,7 @@ def check_value(value: object) -> None:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(f"`loss` returned {shown}. Expected a scalar tensor.")
     if not value.requires_grad:
+        check_gradients_are_on()
         raise ValueError(
             "`loss` returned a tensor that needs no gradient. Expected a tensor that depends on a "
             "parameter with requires_grad."
@@ -449,26 +467,10 @@ def check_value(value: object) -> None:
 
 def _move_to_start(ledger: Ledger, blocks: set[Block]) -> None:
     """Record that blocks exist from the start, because an earlier step or batch created them."""
+    _remove(ledger, blocks)
     ledger.inputs += blocks
+
+
+def _remove(ledger: Ledger, blocks: set[Block]) -> None:
+    ledger.inputs = [block for block in ledger.inputs if block not in blocks]
     ledger.events = [event for event in ledger.events if event[1] not in blocks]
-
-
-def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Create gradients of trained parameters in a simulation, as after earlier batches."""
-    for p in parameters:
-        if p.requires_grad:
-            p.grad = torch.empty_like(p)
-
-
-@contextlib.contextmanager
-def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Remove the gradients of parameters inside a with block, and restore them after it."""
-    parameters = list(parameters)
-    before = [(p, p.grad) for p in parameters]
-    for p, _ in before:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in before:
-            p.grad = gradient

@@ -1,5 +1,7 @@
 """Simulate and measure the peak of a function on a CPU."""
 
+import pytest
+
 from storage_ops.foundation.ledger import Ledger
 from storage_ops.memory import measure
 from storage_ops.simulate.captured import Captured
@@ -29,3 +31,8 @@ def measured_peak(run):
     with measure() as m:
         run()
     return m.peak_bytes
+
+
+def check(run, rel=0.03):
+    """Assert that the simulated peak of `run` is the measured one."""
+    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=rel, abs=4096)

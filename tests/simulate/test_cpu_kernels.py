@@ -8,7 +8,8 @@ from torch import fft, nn
 from storage_ops.foundation import ops
 from storage_ops.memory import measure
 
-from .cpu_peaks import measured_peak, simulated_levels, simulated_peak
+from .cpu_peaks import check, measured_peak, simulated_levels, simulated_peak
+from .operand_cases import OPERANDS
 
 aten = torch.ops.aten
 ROWS, WIDTH = 512, 256
@@ -173,6 +174,7 @@ CASES = {
         lambda x: F.cross_entropy(x.view(2, -1, WIDTH).transpose(1, 2), classes()),
     ],
     "aten::_euclidean_dist": [lambda x: torch.cdist(x.float(), x.float()[:100])],
+    **OPERANDS,
 }  # fmt: skip
 ELSEWHERE = {  # tested with the layers that call these ops
     "aten::mm", "aten::addmm", "aten::convolution.default", "aten::convolution_backward.default",
@@ -186,10 +188,6 @@ ELSEWHERE = {  # tested with the layers that call these ops
 def test_every_row_has_a_case():
     rows = {name for name, row in ops.described().items() if "scratch_on_cpu" in row}
     assert rows == CASES.keys() | ELSEWHERE
-
-
-def check(run, rel=0.03):
-    assert simulated_peak(run) == pytest.approx(measured_peak(run), rel=rel, abs=4096)
 
 
 # Ops in which real tensors allocate memory on any device, and fake tensors do not.

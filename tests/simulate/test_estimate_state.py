@@ -117,3 +117,33 @@ def same(a, b):
     if isinstance(a, list) and a and isinstance(a[0], torch.Tensor):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
     return a == b
+
+
+class Quantized(torch.optim.Optimizer):
+    """Replaces its 8-bit momentum in each step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            momentum = state["codes"].float() * state["scale"] if state else torch.zeros_like(p)
+            momentum = momentum.mul_(0.9).add_(p.grad)
+            state["scale"] = momentum.abs().max() / 127
+            state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+            p.sub_(momentum, alpha=0.01)
+
+
+def test_a_state_that_each_step_replaces_counts_once():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    optimizer, x = Quantized(model.parameters()), torch.randn(4, 128)
+    before_a_step = so.memory.simulate_step(model, x, optimizer=optimizer)
+    model(x).sum().backward()
+    optimizer.step()
+    after_a_step = so.memory.simulate_step(model, x, optimizer=optimizer)
+    assert after_a_step.by_owner == before_a_step.by_owner
+    assert after_a_step.by_owner["optimizer state"] < 1.1 * sum(
+        p.numel() for p in model.parameters()
+    )

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import storage_ops as so
 from storage_ops.memory import estimate, explain_oom, limit, simulate_step, will_it_fit
 
+from .cpu_peaks import check
 from .models import run
 from .test_step import measured
 
@@ -211,3 +212,32 @@ def test_data_of_another_kind_is_refused(value):
     ):
         estimate(fn)
     assert t.shape == (4,) and t.dtype == torch.float32
+
+
+def from_tensors(x, lengths):
+    return torch.nested.nested_tensor([t[:n] for t, n in zip(x, lengths, strict=True)],
+                                      layout=torch.jagged)  # fmt: skip
+
+
+def from_offsets(x, lengths):
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(x[torch.arange(60) < lengths[:, None]], offsets)
+
+
+def from_slices(x, lengths):
+    starts = torch.zeros_like(lengths)
+    return torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged).contiguous()
+
+
+@pytest.mark.parametrize("made", [from_tensors, from_offsets, from_slices])
+def test_jagged_tensors_that_a_function_creates(made):
+    layer, x = nn.Linear(32, 96), torch.randn(4, 60, 32)
+    lengths = torch.tensor([60, 12, 33, 5])
+
+    def run():
+        jagged = made(x, lengths)
+        out = F.layer_norm(layer(jagged).relu() + layer(jagged), (96,))
+        out.values().square().mean().backward()
+        layer.zero_grad()
+
+    check(run, 0.01)

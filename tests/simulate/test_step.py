@@ -374,6 +374,31 @@ def test_wrong_arguments(change, error, message):
         will_it_fit(**arguments)
 
 
+@pytest.mark.parametrize("loss", [None, torch.sum])
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(off, loss):
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    for ask in (simulate_step, functools.partial(so.fit, budget="1GiB")):
+        with (
+            off(),
+            pytest.raises(ValueError, match=r"Gradients are off.* outside of torch.no_grad"),
+        ):
+            ask(model, x, loss=loss)
+
+
+def test_accumulated_gradients_of_sparse_embeddings():
+    model, ids = nn.Embedding(10_000, 8, sparse=True), torch.randint(10_000, (64,))
+    sparse = simulate_step(model, ids, optimizer=torch.optim.SparseAdam, accumulate=True)
+    assert sparse.by_owner.get("gradients", 0) < model.weight.nbytes
+    plan = so.fit(model, ids, "1GiB", optimizer=torch.optim.SparseAdam)
+    once = simulate_step(model, ids, optimizer=torch.optim.SparseAdam)
+    assert plan.peak_bytes == once.peak_bytes
+    model.head = nn.Linear(8, 10_000)  # not called, so its gradient is that of earlier batches
+    model.head.weight = model.weight
+    tied = simulate_step(model, ids, accumulate=True)
+    assert tied.by_owner["gradients"] >= model.weight.nbytes
+
+
 def test_without_parameters_the_device_is_that_of_the_batch():
     x = torch.randn(3, 5, requires_grad=True)
     peaks = [simulate_step(nn.Softmax(-1), x, device=d).peak_bytes for d in (None, "cpu", "h100")]

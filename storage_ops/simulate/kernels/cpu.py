@@ -36,10 +36,12 @@ _COLUMNS = 512  # most columns of a block
 
 
 def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    see(out)
+    copies = scratch.for_blas(*args[-2:])
     if aten.has_arm_library() and _is_packed(*args[-2:]):
-        see(out)
         classes, hidden = args[-1].shape[1], args[-1].shape[0]
         scratch.use(args[-1], aten.packed_bytes(classes, hidden))
+    scratch.give_back(copies)
 
 
 def _is_packed(left: Tensor, right: Tensor) -> bool:

@@ -41,6 +41,7 @@ _SMALLEST = 8 if _CHANNELS == 8 else 4  # smallest block for a group of channels
 _COLORS = 3
 _AS_IT_IS, _CHANNELS_LAST = 0, 1  # blocks of images without a copy and without padding
 _WIDEST_OF_CHANNEL = 3  # widest kernels of one channel for which oneDNN has special code
+_MANY = 16  # from this number of images on, one thread uses oneDNN for all kernels
 _WIDEST = 14  # wider kernels become matrix products, with copies for each thread
 
 
@@ -136,12 +137,12 @@ def _take_weight(scratch: Scratch, weight: Tensor, blocks: tuple[int, int]) -> l
     return scratch.take_bytes(weight, weight[0, 0].numel() * channels * weight.itemsize)
 
 
-def _is_on_onednn(weight: Tensor, strides: Sequence[int]) -> bool:
+def _is_on_onednn(x: Tensor, weight: Tensor, strides: Sequence[int]) -> bool:
     """Return True if oneDNN computes the convolution.
 
-    With one thread, a kernel of one element is a matrix product instead.
+    With one thread and few images, a kernel of one element is a matrix product instead.
     """
-    several = torch.get_num_threads() > 1 or max(strides) > 1
+    several = torch.get_num_threads() > 1 or max(strides) > 1 or len(x) >= _MANY
     return several or weight[0, 0].numel() > 1 or weight.dtype != torch.float32
 
 
@@ -189,14 +190,26 @@ def _take_gradient_of_last(scratch: Scratch, call: _Call) -> list[Block]:
 
 
 def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    x, weight = args[:2]
+    is_last = _is_channels_last(x, weight)
+    dense = scratch.contiguous(x, memory_format=_format(is_last))
+    _convolution_of_dense(scratch, args, out, see)
+    scratch.give_back(dense)
+
+
+def _format(is_last: bool) -> torch.memory_format:
+    return torch.channels_last if is_last else torch.contiguous_format
+
+
+def _convolution_of_dense(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     x, weight, strides, transposed, groups = args[0], args[1], args[3], args[6], args[8]
-    if not _is_on_onednn(weight, strides):
+    if not _is_on_onednn(x, weight, strides):
         copies = scratch.take(out) if transposed else []
         see(out)
         scratch.give_back(copies)
         return
     call = _Call(weight, strides, groups)
-    if not transposed and _is_channels_last(x, weight):
+    if _is_channels_last(x, weight):
         operands = _take_weight_twice(scratch, call, (_CHANNELS, 1))
         see(out)
         scratch.give_back(operands)
@@ -216,11 +229,10 @@ def _convolution(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
 def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See) -> None:
     grad, x, weight, strides, transposed, groups = *args[:3], args[4], args[7], args[9]
     of_x, of_weight, of_bias = out
-    is_last = _is_channels_last(x, weight) and not transposed
-    kept = torch.channels_last if is_last else torch.contiguous_format
+    is_last = _is_channels_last(x, weight)
     # For example the gradient of a mean over an image, which is one expanded number.
-    dense = [] if grad.is_contiguous(memory_format=kept) else scratch.take(grad)
-    if not _is_on_onednn(weight, strides):
+    dense = scratch.contiguous(grad, x, memory_format=_format(is_last))
+    if not _is_on_onednn(x, weight, strides):
         for t in [t for t in out if t is not None]:
             see(t)
         scratch.give_back(dense)

@@ -71,9 +71,16 @@ def _softmax_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> No
 def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     """Count the float32 sums of up to ten indices of a row, and of whole rows."""
     see(out)
+    copies = scratch.contiguous(args[0])
     indices = args[1].numel()
     if indices > _FEW_ROWS:
         scratch.use(out, 4 * out.shape[1] * (indices // 10 + min(indices, len(out))))
+    scratch.give_back(copies)
+
+
+def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
+    see(out)
+    scratch.give_back(scratch.for_blas(*args[-2:]))
 
 
 def _reduction(numbers: int) -> Kernel:
@@ -236,6 +243,7 @@ describe(
 )
 describe("_softmax_backward_data.default", scratch_on_gpu=_softmax_backward)
 describe("embedding_dense_backward.default", scratch_on_gpu=_embedding_backward)
+describe("mm addmm bmm baddbmm", scratch_on_gpu=_product)
 describe("sum.dim_IntList mean.dim", scratch_on_gpu=_reduction(1))
 # Count, count as a float, mean and sum of squares.
 describe("std.correction var.correction var_mean.correction", scratch_on_gpu=_reduction(4))

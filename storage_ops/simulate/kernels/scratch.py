@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from storage_ops.foundation.ledger import Block, Ledger
@@ -45,10 +46,25 @@ class Scratch:
         """Allocate `nbytes` bytes and free them."""
         self.ledger.temporary(like, self.name, nbytes)
 
-    def contiguous(self, *tensors: Tensor) -> list[Block]:
-        """Allocate a contiguous copy of each tensor that is not contiguous."""
-        strided = [t for t in tensors if not t.is_contiguous()]
-        return [b for t in strided for b in self.take_bytes(t, t.numel() * t.itemsize)]
+    def contiguous(
+        self, *tensors: Tensor, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> list[Block]:
+        """Allocate a copy of each tensor that is not contiguous in a memory format."""
+        return self._copies(t for t in tensors if not t.is_contiguous(memory_format=memory_format))
+
+    def for_blas(self, *matrices: Tensor) -> list[Block]:
+        """Allocate a copy of each matrix, or batch of them, whose strides BLAS does not support."""
+        return self._copies(t for t in matrices if not _is_for_blas(t))
+
+    def _copies(self, tensors: Iterable[Tensor]) -> list[Block]:
+        return [b for t in tensors for b in self.take_bytes(t, t.numel() * t.itemsize)]
+
+
+def _is_for_blas(t: Tensor) -> bool:
+    """Return True if rows or columns of a matrix are contiguous, and do not overlap."""
+    (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
+    by_rows = across == 1 and down >= max(1, columns)
+    return by_rows or (down == 1 and across >= max(1, rows)) or not t.numel()
 
 
 # For the input, the weight and the bias.
@@ -61,7 +77,8 @@ def of_contiguous(*places: int) -> Kernel:
 
     def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
         for result in [out] if isinstance(out, Tensor) else out:
-            see(result)
+            if result is not None:
+                see(result)
         scratch.give_back(scratch.contiguous(*(args[place] for place in places)))
 
     return kernel
