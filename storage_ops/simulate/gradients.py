@@ -25,7 +25,7 @@ def with_dense_gradients(model: nn.Module) -> list[nn.Parameter]:
     """
     of_kind: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
     for module in model.modules():
-        is_sparse = getattr(module, "sparse", None) is True
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         of_kind[is_sparse].update(module.parameters(recurse=False))
     sparse = of_kind[True] - of_kind[False]
     return [p for p in model.parameters() if p.requires_grad and p not in sparse]
