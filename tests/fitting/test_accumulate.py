@@ -129,6 +129,15 @@ def test_a_plan_uses_the_room_that_is_left():
     assert plan.peak_bytes <= budget and plan.seconds < 0.8 * computed
 
 
+def test_gradients_of_a_module_with_an_attribute_named_sparse():
+    """Only embeddings have sparse gradients."""
+    model = nn.Linear(256, 256)
+    peaks = []
+    for model.sparse in (False, True):
+        peaks.append(simulate_step(model, torch.randn(2, 256), accumulate=True).peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize("call", [simulate_step, will_it_fit, storage_ops.fit])
 def test_a_number_of_batches_is_not_accepted(call):
     budget = ("1GiB",) if call is not simulate_step else ()

@@ -386,15 +386,6 @@ def test_a_step_without_gradients_is_refused(off, loss):
             ask(model, x, loss=loss)
 
 
-def test_accumulated_gradients_of_a_module_with_an_attribute_named_sparse():
-    """Only embeddings have sparse gradients."""
-    model = nn.Linear(256, 256)
-    peaks = []
-    for model.sparse in (False, True):
-        peaks.append(simulate_step(model, torch.randn(2, 256), accumulate=True).peak_bytes)
-    assert peaks[0] == peaks[1]
-
-
 def test_accumulated_gradients_of_sparse_embeddings():
     model, ids = nn.Embedding(10_000, 8, sparse=True), torch.randint(10_000, (64,))
     sparse = simulate_step(model, ids, optimizer=torch.optim.SparseAdam, accumulate=True)
