@@ -133,8 +133,9 @@ def linear_kl_div(
         The loss: shape () for "mean" and "sum", the shape of the tokens for "none". It is float64
         for a float64 input, float32 for all others. Ignored tokens have loss 0. If every token is
         ignored the mean is nan and the gradients are zero. A token with a nan logit is nan. A class
-        of logit -inf has probability 0, and 0 log 0 is 0. An infinite divergence is inf, and its
-        gradients are not finite. Under autocast products run in the autocast dtype.
+        of logit -inf has probability 0, and 0 log 0 is 0. An infinite divergence is inf, and the
+        gradients of an infinite "reverse" are not finite. Under autocast products run in the
+        autocast dtype.
 
         A mean or a sum computes its gradients in the forward, in four matrix products of size
         tokens x D x V, one of them the teacher's. Reduction "none", float16, and a budget without

@@ -17,7 +17,7 @@ from storage_ops.fitting.record import LayerCall, Like
 from storage_ops.fitting.step import Op, OpTimes, StepLedger
 from storage_ops.foundation.ledger import Block
 from storage_ops.loss.planning.devices import Rates
-from storage_ops.simulate.gradients import earlier_gradients, without_gradients
+from storage_ops.simulate.gradients import earlier_gradients, later_gradients, without_gradients
 from storage_ops.simulate.layers.casts import casts_in
 from storage_ops.simulate.layers.graph_ends import enter, leave, run_backward
 from storage_ops.simulate.mode import Simulation
@@ -167,11 +167,13 @@ class Probe:
         inputs = {id(leaves[i]) for i in places}
         args, kwargs = tree_unflatten(leaves, tree)
         del leaves
+        named = call.unit.module.named_parameters()
+        parameters = [p for name, p in named if name not in call.gathered]
         if call.adds:
-            named = call.unit.module.named_parameters()
-            earlier_gradients(p for name, p in named if name not in call.gathered)
-        marks.append(step_ledger.mark())
-        with torch.enable_grad(), times:
+            earlier_gradients(parameters)
+        joins = later_gradients(parameters) if call.joins else contextlib.nullcontext()
+        with joins, torch.enable_grad(), times:
+            marks.append(step_ledger.mark())
             with contextlib.ExitStack() as stack:
                 for device_type, dtype in call.autocast:
                     stack.enter_context(torch.autocast(device_type, dtype))

@@ -89,8 +89,8 @@ class LayerCall:
         lasting: the saved blocks that other code also holds until the backward, so that they count
             once.
         is_cast: whether an earlier call of the layer has made autocast's casts of its parameters.
-        adds: whether its gradients of parameters are added to others, of earlier batches or of a
-            later call of the layer.
+        joins: whether its gradients of parameters are added to those of a later call of the layer.
+        adds: whether they are added to gradients of earlier batches.
     """
 
     unit: Unit
@@ -107,6 +107,7 @@ class LayerCall:
     saved: dict[int, Block] = field(default_factory=dict)
     lasting: tuple[int, ...] = ()
     is_cast: bool = False
+    joins: bool = False
     adds: bool = False
 
 
@@ -167,8 +168,8 @@ class _StandIn(torch.autograd.Function):
         call.gradients = tuple(map(Like.of, upstream))
         call.gradient_bytes = sum(block.nbytes for block in blocks)
         needed = ctx.needs_input_grad[3:]
-        call.adds = recorder.adds(call)
-        if call.adds:
+        recorder.note_sums(call)
+        if call.joins or call.adds:
             # Gradients of parameters are added to others within the layer, and freed. Those that
             # FSDP still has to reduce stay.
             needed = [
@@ -305,7 +306,8 @@ class Recorder:
             call.lasting = self._find_lasting(call, freed)
             call.inputs, call.saved = [], {}
             call.kind = (
-                *call.kind, call.shared, call.lasting, call.gradients, call.is_cast, call.adds
+                *call.kind, call.shared, call.lasting, call.gradients,
+                call.is_cast, call.joins, call.adds,
             )  # fmt: skip
 
     def _find_lasting(self, call: LayerCall, freed: dict[Block, int]) -> tuple[int, ...]:
@@ -323,15 +325,14 @@ class Recorder:
                 levels[moment] += block.nbytes
         return tuple(lasting)
 
-    def adds(self, call: LayerCall) -> bool:
-        """Return whether a call, whose backward runs, adds its gradients of parameters to others.
+    def note_sums(self, call: LayerCall) -> None:
+        """Record to which gradients a call, whose backward runs, adds those of its parameters.
 
         Autograd adds the gradients of all calls of a layer, and then those of earlier batches.
         """
-        of_layer = self._calls[call.unit.name]
-        if len(of_layer) == 1:
-            return self.accumulate
-        return any(other.backward is not None for other in of_layer)
+        others = [other for other in self._calls[call.unit.name] if other is not call]
+        have_run = [other.backward is not None for other in others]
+        call.joins, call.adds = any(have_run), self.accumulate and all(have_run)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
         """Return the trained parameters that FSDP gathers while the layer of a call runs."""

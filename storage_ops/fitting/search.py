@@ -267,21 +267,23 @@ class Search:
         if self._rates.fuses:  # the peak of compiled code is the one that was computed
             return found
 
-        def excess_of(number: int, choice: list[int]) -> int:
+        def peaks_of(number: int, choice: list[int]) -> tuple[int, int]:
             computed = self._variants[number].problem.peak(choice)
-            return computed - self._simulated(number, choice).peak_bytes
+            return computed, self._simulated(number, choice).peak_bytes
 
-        excess = excess_of(*found)
+        computed, peak = peaks_of(*found)
+        inside = budget + computed - peak
         for _ in range(_MORE_LOOKS):
-            if excess <= _EXACT * budget:
+            if inside <= budget * (1 + _EXACT):
                 break
-            faster = self._fastest([budget + excess] * len(self._variants))
+            faster = self._fastest([inside] * len(self._variants))
             if faster is None or self._seconds(*faster) >= self._seconds(*found):
                 break
-            if self._simulated(*faster).peak_bytes <= budget:
-                found, excess = faster, excess_of(*faster)
+            computed, peak = peaks_of(*faster)
+            if peak <= budget:
+                found, inside = faster, budget + computed - peak
             else:
-                excess //= 2
+                inside = computed - 1  # the next plan that is smaller by what was computed
         return found
 
     def smallest(self) -> int:

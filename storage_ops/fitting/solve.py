@@ -108,17 +108,17 @@ class ActionProblem:
         if self.repeated:
             choices = [_inserted(part.smallest(), fixed) for fixed, part in self._parts]
             return min(choices, key=lambda choice: (self.peak(choice), self.seconds(choice)))
-        low, high = 0, self.peak([0] * len(self.options))
+        found = [0] * len(self.options)
+        low, high = 0, self.peak(found)
         while low < high:
             middle = (low + high) // 2
-            if self._leanest(middle) is None:
+            leanest = self._leanest(middle)
+            if leanest is None:
                 low = middle + 1
             else:
-                high = middle
-        leanest = self._leanest(high)
-        assert leanest is not None
+                found, high = leanest, middle
         # The fastest of the choices with that peak.
-        return self.fastest(high) or leanest
+        return self.fastest(high) or found
 
     def _leanest(self, budget: int) -> list[int] | None:
         """Return the choice that keeps the least within a budget.

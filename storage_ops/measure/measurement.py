@@ -254,6 +254,8 @@ class measure:
                 self._profile.__exit__(kind, error, trace)
                 profiler: Any = self._profile.profiler
                 events = profiler.kineto_results.experimental_event_tree()
+            else:  # code in the block has ended the profiler, but not torch's record of it
+                torch.autograd.profiler._set_is_profiler_enabled(False)
         del self._profile
         if not any(event.name == _BEGIN for event in events):
             if error is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def check_gradients_are_on() -> None:
@@ -25,7 +26,7 @@ def with_dense_gradients(model: nn.Module) -> list[nn.Parameter]:
     """
     of_kind: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
     for module in model.modules():
-        is_sparse = getattr(module, "sparse", None) is True
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         of_kind[is_sparse].update(module.parameters(recurse=False))
     sparse = of_kind[True] - of_kind[False]
     return [p for p in model.parameters() if p.requires_grad and p not in sparse]
@@ -36,6 +37,27 @@ def earlier_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         if p.requires_grad:
             p.grad = torch.empty_like(p)
+
+
+@contextlib.contextmanager
+def later_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Add gradients to those of a later call of a layer, in a backward inside a with block.
+
+    Autograd holds the gradient of the later call. It adds to it in place unless this gradient is a
+    view, such as the transposed gradient of a linear layer's weight.
+    """
+    held = {p: torch.empty_like(p) for p in parameters if p.requires_grad}
+
+    def added(p: nn.Parameter, gradient: Tensor) -> Tensor:
+        later = held.pop(p)
+        return later + gradient if gradient._is_view() else later.add_(gradient)
+
+    hooks = [p.register_hook(functools.partial(added, p)) for p in held]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

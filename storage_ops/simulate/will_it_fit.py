@@ -96,7 +96,7 @@ def will_it_fit(
         >>> x = torch.empty(8192, 4096, device="meta")
         >>> report = storage_ops.memory.will_it_fit(mlp, x, budget="4GiB")
         >>> report.fits, report.peak_bytes >> 20
-        (True, 3520)
+        (True, 3648)
     """
     check_model(model)
     budget_bytes = budget_of(budget, device, model)

@@ -54,6 +54,14 @@ def test_no_other_choice_is_better(seed, casts):
     assert problem.fastest(min(peak for peak, _ in outcomes) - 1) is None
 
 
+def test_the_smallest_choice_if_one_that_keeps_less_takes_more_in_the_forward():
+    options = [Option(100, 200, 0.0, 0, 200), Option(0, 100, 1.0, 300, 100)]
+    problem = ActionProblem([options] * 3, [0] * 4)
+    peaks = [peak for peak, _ in everything(problem)]
+    assert problem.peak([0, 0, 0]) == min(peaks)
+    assert problem.smallest() == [0, 0, 0]
+
+
 @pytest.mark.in_turn
 def test_with_many_states_the_choice_is_within_two_percent(monkeypatch):
     rng = random.Random(5)

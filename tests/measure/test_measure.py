@@ -118,6 +118,14 @@ def test_profilers_of_other_threads():
     assert m.peak_bytes == 4 * MIB
 
 
+def test_after_a_block_that_has_ended_the_profiler():
+    with pytest.raises(RuntimeError, match="a torch profiler began inside"), so.memory.measure():
+        torch.autograd._disable_profiler()
+    with so.memory.measure() as m:
+        torch.empty(MIB)
+    assert m.peak_bytes == 4 * MIB
+
+
 def test_an_interrupt_at_the_end_of_the_block(monkeypatch):
     def interrupt(marks):
         raise KeyboardInterrupt

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from storage_ops.memory import estimate
+
 from .cpu_peaks import check
 from .operand_cases import last
 
@@ -16,6 +18,18 @@ def test_peaks_of_products_with_expanded_gradients(dtype):
     check(lambda: torch.autograd.grad(layer(x).mean(), [x, *layer.parameters()]), 0.001)
     check(lambda: torch.autograd.grad(layer(x).mean(0).sum(), [x, *layer.parameters()]), 0.001)
     check(lambda: x.detach()[:, ::2] @ x.detach()[::4, ::2].t(), 0.001)
+
+
+def test_peaks_of_products_with_a_dtype_of_the_result():
+    """The dtype follows the factors, of which the right one is copied."""
+    x = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    right = torch.empty(64, 128, dtype=torch.bfloat16, device="meta")
+
+    def product(x, right):
+        return torch.mm(x, right[:, ::2], out_dtype=torch.float32)
+
+    e = estimate(product, x, right)
+    assert e.peak_bytes - e.input_bytes == 64 * 64 * 4 + right.nbytes // 2
 
 
 STRIDED = {

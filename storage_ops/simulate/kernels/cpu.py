@@ -22,7 +22,7 @@ from torch import Tensor
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
-from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, factors_of
 
 _PAGE = 4096  # bytes
 _LARGE_BATCH = (
@@ -37,10 +37,11 @@ _COLUMNS = 512  # most columns of a block
 
 def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
-    copies = scratch.for_blas(*args[-2:])
-    if aten.has_arm_library() and _is_packed(*args[-2:]):
-        classes, hidden = args[-1].shape[1], args[-1].shape[0]
-        scratch.use(args[-1], aten.packed_bytes(classes, hidden))
+    left, right = factors_of(args)
+    copies = scratch.for_blas(left, right)
+    if aten.has_arm_library() and _is_packed(left, right):
+        hidden, classes = right.shape
+        scratch.use(right, aten.packed_bytes(classes, hidden))
     scratch.give_back(copies)
 
 

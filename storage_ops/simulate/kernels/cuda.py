@@ -23,7 +23,7 @@ from torch._prims_common import suggest_memory_format
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.loss.planning.devices import GPUS, key_of, threads_of
-from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See
+from storage_ops.simulate.kernels.scratch import Gradients, Kernel, Scratch, See, factors_of
 
 _PARTIAL = 8 << 20  # bytes of the partial sums of a weight's gradient
 _PARTS = 13  # the number of partial sums
@@ -80,7 +80,7 @@ def _embedding_backward(scratch: Scratch, args: Args, out: Tensor, see: See) -> 
 
 def _product(scratch: Scratch, args: Args, out: Tensor, see: See) -> None:
     see(out)
-    scratch.give_back(scratch.for_blas(*args[-2:]))
+    scratch.give_back(scratch.for_blas(*factors_of(args)))
 
 
 def _reduction(numbers: int) -> Kernel:

@@ -60,6 +60,12 @@ class Scratch:
         return [b for t in tensors for b in self.take_bytes(t, t.numel() * t.itemsize)]
 
 
+def factors_of(args: Args) -> tuple[Tensor, Tensor]:
+    """Return the two factors of a matrix product. A dtype of the result may follow them."""
+    left, right = [t for t in args if isinstance(t, Tensor)][-2:]
+    return left, right
+
+
 def _is_for_blas(t: Tensor) -> bool:
     """Return True if rows or columns of a matrix are contiguous, and do not overlap."""
     (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
