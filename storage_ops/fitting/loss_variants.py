@@ -148,35 +148,24 @@ def _problem(recording: StepRecording, costs_of_calls: Costs, away: int) -> Acti
             ]
         )
     repeated = [places for places in _places_of_layers(recording) if len(places) > 1]
-    forwards = [(*call.forward, place, True) for place, call in enumerate(calls)]
-    backwards = [
-        (*call.backward, place, False)
-        for place, call in enumerate(calls)
-        if call.backward is not None
-    ]
-    between = _between(recording, forwards + backwards, len(levels))
-    between_forwards = _between(recording, forwards, recording.turn + 1)
-    return ActionProblem(
-        options,
-        [level + away for level in between],
-        repeated,
-        [level + away for level in between_forwards],
+    between, between_forwards = (
+        [level + away for level in _between(recording, in_forward)] for in_forward in (False, True)
     )
+    return ActionProblem(options, between, repeated, between_forwards)
 
 
-def _between(
-    recording: StepRecording, spans: list[tuple[int, int, int, bool]], end: int
-) -> list[int]:
+def _between(recording: StepRecording, in_forward: bool) -> list[int]:
     """Return the highest level outside of calls, by how many calls are in memory.
 
-    Args:
-        recording: the recording of the step.
-        spans: first and last moment of a call's forward or backward, its place, and whether it is
-            the forward.
-        end: the moment after the last one that counts.
+    `in_forward`: whether only the forward of the step counts.
     """
     calls, levels = recording.calls, recording.levels
     between = [0] * (len(calls) + 1)
+    spans = [(*c.forward, i, True) for i, c in enumerate(calls)]
+    if in_forward:
+        levels = levels[: recording.turn + 1]
+    else:
+        spans += [(*c.backward, i, False) for i, c in enumerate(calls) if c.backward is not None]
     alive: set[int] = set()
     at = recording.start
     for first, last, index, is_forward in sorted(spans):
@@ -187,5 +176,5 @@ def _between(
         if calls[index].backward is None:
             alive.discard(index)
     next_index = max(alive, default=-1) + 1
-    between[next_index] = max(between[next_index], *levels[at:end])
+    between[next_index] = max(between[next_index], *levels[at:])
     return between

@@ -203,7 +203,6 @@ class Recorder:
         self._times = OpTimes(rates)
         self._kinds = kinds
         self._sharded: set[int] = set()  # the ids of parameters that FSDP gathers
-        self._calls: dict[str, list[LayerCall]] = {}  # by layer
         self._outputs = Variants[_Outputs | None]()
         self.simulation: Simulation
 
@@ -325,13 +324,16 @@ class Recorder:
                 levels[moment] += block.nbytes
         return tuple(lasting)
 
+    def _others(self, call: LayerCall) -> list[LayerCall]:
+        """Return the other calls of the layer of a call, so far."""
+        return [c for c in self.recording.calls if c.unit is call.unit and c is not call]
+
     def note_sums(self, call: LayerCall) -> None:
         """Record to which gradients a call, whose backward runs, adds those of its parameters.
 
         Autograd adds the gradients of all calls of a layer, and then those of earlier batches.
         """
-        others = [other for other in self._calls[call.unit.name] if other is not call]
-        have_run = [other.backward is not None for other in others]
+        have_run = [other.backward is not None for other in self._others(call)]
         call.joins, call.adds = any(have_run), self.accumulate and all(have_run)
 
     def sharded_inside(self, call: LayerCall) -> list[nn.Parameter]:
@@ -374,9 +376,7 @@ class Recorder:
                 return plain(*args, **kwargs)
             results, tree, saved = run
             call = LayerCall(unit, kind, like, autocast=autocast, gathered=gathered)
-            of_layer = self._calls.setdefault(unit.name, [])
-            call.is_cast = any(other.autocast for other in of_layer)
-            of_layer.append(call)
+            call.is_cast = any(other.autocast for other in self._others(call))
             blocks = self.simulation.blocks_of
             call.inputs = [next(iter(blocks(t)), None) for t in inputs]
             before = self._times.seconds
