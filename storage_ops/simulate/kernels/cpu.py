@@ -22,7 +22,7 @@ from torch import Tensor
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.matmul import aten
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
-from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, factors_of
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, factors_of, see_all
 
 _PAGE = 4096  # bytes
 _LARGE_BATCH = (
@@ -58,9 +58,7 @@ def _batch_norm_backward(scratch: Scratch, args: Args, out: Gradients, see: See)
         input_format = memory_format_of(args[1])
         if all(t.is_contiguous(memory_format=input_format) for t in args[:2]):
             copies = scratch.take(of_x)
-    for t in out:
-        if t is not None:
-            see(t)
+    see_all(out, see)
     scratch.give_back(copies)
 
 

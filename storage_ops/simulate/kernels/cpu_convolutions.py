@@ -31,7 +31,7 @@ from torch import Tensor
 from storage_ops.foundation.ledger import Block
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
-from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See
+from storage_ops.simulate.kernels.scratch import Gradients, Scratch, See, see_all
 
 # Channels of a block. An AVX2 vector has eight float32 numbers.
 _CHANNELS = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
@@ -233,8 +233,7 @@ def _convolution_backward(scratch: Scratch, args: Args, out: Gradients, see: See
     # For example the gradient of a mean over an image, which is one expanded number.
     dense = scratch.contiguous(grad, x, memory_format=_format(is_last))
     if not _is_on_onednn(x, weight, strides):
-        for t in [t for t in out if t is not None]:
-            see(t)
+        see_all(out, see)
         scratch.give_back(dense)
         return
     call = _Call(weight, strides, groups)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from storage_ops.foundation.ops import Args, describe
 from storage_ops.simulate.kernels.fake_tensor_gaps import memory_format_of
-from storage_ops.simulate.kernels.scratch import Scratch, See, of_contiguous
+from storage_ops.simulate.kernels.scratch import Scratch, See, of_contiguous, see_all
 
 # Up to this sum of an enlarged image's height and width, a CPU reads and writes channels_last.
 _SMALL_IMAGE = 128
@@ -25,8 +25,7 @@ _SMALL_IMAGE = 128
 
 def _image(scratch: Scratch, args: Args, out: Any, see: See) -> None:
     """Read an image in its memory format."""
-    for result in [out] if isinstance(out, Tensor) else out:
-        see(result)
+    see_all(out, see)
     copies = scratch.contiguous(args[0], memory_format=memory_format_of(args[0]))
     scratch.give_back(copies)
 

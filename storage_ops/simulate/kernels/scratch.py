@@ -60,6 +60,13 @@ class Scratch:
         return [b for t in tensors for b in self.take_bytes(t, t.numel() * t.itemsize)]
 
 
+def see_all(out: Tensor | Iterable[Tensor | None], see: See) -> None:
+    """Record the storages of all results of an op."""
+    for result in [out] if isinstance(out, Tensor) else out:
+        if result is not None:
+            see(result)
+
+
 def factors_of(args: Args) -> tuple[Tensor, Tensor]:
     """Return the two factors of a matrix product. A dtype of the result may follow them."""
     left, right = [t for t in args if isinstance(t, Tensor)][-2:]
@@ -82,9 +89,7 @@ def of_contiguous(*places: int) -> Kernel:
     """Return the kernel of an op that reads contiguous copies of the arguments at `places`."""
 
     def kernel(scratch: Scratch, args: Args, out: Any, see: See) -> None:
-        for result in [out] if isinstance(out, Tensor) else out:
-            if result is not None:
-                see(result)
+        see_all(out, see)
         scratch.give_back(scratch.contiguous(*(args[place] for place in places)))
 
     return kernel

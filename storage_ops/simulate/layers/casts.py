@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def check_casts(
 
 
 def casts_in(
-    events: Iterable[tuple[object, Block, bool]], parameters: Iterable[nn.Parameter]
+    events: Sequence[tuple[object, Block, bool]], parameters: Iterable[nn.Parameter]
 ) -> list[Block]:
     """Return the casts of parameters that a forward has made and not freed.
 
@@ -78,15 +78,10 @@ def casts_in(
         parameters: the parameters of the layer.
     """
     uncast = Counter(tuple(p.shape) for p in parameters)
-    alive: dict[Block, None] = {}
-    for _, block, is_allocation in events:
-        if is_allocation:
-            alive[block] = None
-        else:
-            alive.pop(block, None)
+    freed = {block for _, block, is_allocation in events if not is_allocation}
     casts = []
-    for block in alive:
-        if _is_cast(block, uncast) and uncast[block.shape] > 0:
+    for _, block, _ in events:
+        if block not in freed and _is_cast(block, uncast) and uncast[block.shape] > 0:
             uncast[block.shape] -= 1
             casts.append(block)
     return casts
