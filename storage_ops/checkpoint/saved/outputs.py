@@ -53,9 +53,11 @@ class DiscardableOutput:
     @property
     def is_modified(self) -> bool:
         """Return True if the output was modified in place. A recompute cannot restore that."""
+        if self.handle._version != self.version:
+            return True
         first = self.description
-        if self.handle._version != self.version or first is None or first.checksum is None:
-            return self.handle._version != self.version
+        if first is None or first.checksum is None:
+            return False
         return not first.is_like(Saved(self.handle, checksum=True))
 
 
