@@ -49,12 +49,27 @@ def test_two_runs_give_the_same_bits(divergence):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def part_tied_tokens(x, w, t, head):
+    """Change the teacher's tokens until no class is nearly as likely under both heads.
+
+    The gradient of total variation jumps there in plain torch, and is a ramp in this package.
+    """
+    student = (x.double() @ w.double().T).log_softmax(-1)
+    while True:
+        teacher = (t.double() @ head.double().T).log_softmax(-1)
+        tied = ((student - teacher).abs() < 2e-4).any(-1)
+        if not tied.any():
+            return
+        t[tied] = torch.randn_like(t[tied])
+
+
 @each_device
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("budget", [None, "400 KiB"])
 @pytest.mark.parametrize("targets", [False, True])
 def test_the_divergence_of_two_heads(device, divergence, budget, targets):
     tensors = [torch.randn(*shape) for shape in ((40, 16), (1003, 16), (40, 24), (1003, 24))]
+    part_tied_tokens(*tensors)
     results = []
     for where, dtype in ((device, torch.float32), ("cpu", torch.float64)):
         x, w, t, head = (m.to(where, dtype) for m in tensors)
