@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.checkpoint.state.left_behind import few_objects
 from storage_ops.fitting.actions import (
@@ -117,10 +118,10 @@ class Search:
         accumulate: bool = False,
         assume: float | Mapping[str, float] | None = None,
     ) -> None:
-        check_model(model)
+        check_module(model)
         check_accumulate(accumulate)
         check_loss(loss)
-        allowed = _allowed(actions)
+        allowed = checked(actions)
         check_plain(model, loss)
         warn_of_eval_mode(model, "fit")
         batches = batch if isinstance(batch, list) else [batch]

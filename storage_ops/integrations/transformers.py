@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, get_args
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.fitting.heads import OWN_OPTIONS, Patching, register_patching
 from storage_ops.integrations import fused_head
@@ -306,10 +307,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         >>> type(model) is GPT2LMHeadModel, type(model.lm_head) is torch.nn.Linear
         (True, True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"unpatch_causal_lm: `model` is {type(model).__name__}. Expected a torch.nn.Module."
-        )
+    check_module(model, "unpatch_causal_lm: `model`")
     model = _inner(model)
     if not isinstance(model, PatchedModel):
         return

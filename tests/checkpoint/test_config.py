@@ -369,6 +369,12 @@ def test_wrong_types_of_model_and_config_are_errors(model, cfg, message):
         so.apply_activation_checkpoint(model, cfg)
 
 
+@pytest.mark.parametrize("function", [so.remove_activation_checkpoint, so.checkpoint_report])
+def test_a_class_instead_of_a_model_is_an_error(function):
+    with pytest.raises(TypeError, match=r"`model` is .*Block'>, a type\. Expected a torch"):
+        function(Block)
+
+
 def test_a_mapping_is_accepted_as_config():
     model = so.apply_activation_checkpoint(Model(), {"layer_classes": ["Block"]})
     assert isinstance(model.layers[0], so.CheckpointWrapper)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from storage_ops._subclass import Replaced, like
+from storage_ops._subclass import Replaced, check_module, like
 from storage_ops.checkpoint.layers import tile_run
 from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
@@ -309,10 +309,7 @@ def tile(
         >>> mlp = storage_ops.tile(mlp, 4)
         >>> mlp(torch.randn(2, 100, 16)).sum().backward()
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"tile: `module` is {module!r}, a {type(module).__name__}. Expected a torch.nn.Module."
-        )
+    check_module(module, "tile: `module`")
     if (tiles is None) == (budget is None):
         raise ValueError(
             f"tile: `tiles` is {tiles!r} and `budget` is {budget!r}. Expected a value for exactly "
