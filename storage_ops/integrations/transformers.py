@@ -247,7 +247,7 @@ def _options(
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(RESULTS):
         raise ValueError(f"patch_causal_lm: `returns` is {returns!r}. Expected some of {RESULTS}.")
-    if logits not in LOGITS:
+    if not isinstance(logits, str) or logits not in LOGITS:
         raise ValueError(f"patch_causal_lm: `logits` is {logits!r}. Expected one of {LOGITS}.")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(

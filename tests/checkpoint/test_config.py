@@ -6,6 +6,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -160,6 +161,7 @@ BAD = [
     ),
     refused(ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?", policy="matmul"),
     refused(TypeError, "`policy` is 3, a int. Expected one of matmuls", policy=["matmuls", 3]),
+    refused(ValueError, "`mode` is array.* Expected one of", mode=np.zeros(2)),
     refused(ValueError, "no option says what to save", mode="selective"),
     refused(ValueError, "no option says what to save", mode="selective", ops_to_save=[]),
     refused(ValueError, "but policy is given. Set `mode`", mode="full", policy="matmuls"),

@@ -3,6 +3,7 @@
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +29,9 @@ def arguments(**changes):
     "changes, kind, message",
     [
         refused(ValueError, "`reduction` is 'avg'. Expected one of", reduction="avg"),
+        refused(ValueError, "`reduction` is array.* Expected one of", reduction=np.zeros(2)),
+        refused(ValueError, "`max_valid` is array.* Expected None", max_valid=np.zeros(2)),
+        refused(ValueError, "`logits_dtype` is .* Expected one of", logits_dtype=np.zeros(2)),
         refused(
             TypeError, "`input` is torch.int64. Expected a float", input=torch.ones(5, 8).long()
         ),

@@ -302,7 +302,7 @@ def named_policy(policy: object) -> Policy:
 
 def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
     choices = tuple(choices)
-    if value in choices:
+    if (value is None or isinstance(value, str)) and value in choices:
         return
     names = [c for c in choices if isinstance(c, str)]
     near = difflib.get_close_matches(str(value), names, n=1)
