@@ -315,6 +315,26 @@ def test_autocast_like_linear(reduction):
     torch.testing.assert_close(w.grad, expected[1], rtol=5e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        refused(TypeError, "`in_features` is 8.0. Expected an integer", in_features=8.0),
+        refused(TypeError, "`num_classes` is True. Expected an integer", num_classes=True),
+        refused(ValueError, "`num_classes` is 0. Expected at least 1", num_classes=0),
+        refused(TypeError, "`out_features` is 2. Expected a tuple of sizes", out_features=2),
+        refused(ValueError, "`out_features` is -2. Expected at least 1", out_features=(3, -2)),
+        refused(TypeError, "`bias` is 'no'. Expected True or False", bias="no"),
+        refused(TypeError, "`weight` is a list. Expected a torch.Tensor", weight=[1.0]),
+        refused(ValueError, "`reduction` is 'avg'. Expected one of", reduction="avg"),
+    ],
+)
+def test_wrong_arguments_of_the_module(changes, kind, message):
+    sizes = {"in_features": np.int64(8), "num_classes": 11}
+    so.LinearCrossEntropyLoss(**sizes)
+    with pytest.raises(kind, match=f"^LinearCrossEntropyLoss: {message}"):
+        so.LinearCrossEntropyLoss(**{**sizes, **changes})
+
+
 def heads(hidden=8, vocab=11):
     """Return functions of hidden states and a weight, by the names in their errors."""
     x, w = torch.randn(2, 5, hidden), torch.randn(vocab, hidden)
