@@ -315,8 +315,8 @@ def tile(
             f"tile: `tiles` is {tiles!r} and `budget` is {budget!r}. Expected a value for exactly "
             "one of them."
         )
-    for name, value in (("tiles", tiles), ("dim", dim)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    for name, value in (("tiles", 1 if tiles is None else tiles), ("dim", dim)):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"tile: `{name}` is {value!r}. Expected a whole number.")
     if tiles is not None and tiles < 1:
         raise ValueError(f"tile: `tiles` is {tiles}. Expected at least 1.")
