@@ -45,7 +45,6 @@ from storage_ops.simulate.step import (
     arguments,
     check_accumulate,
     check_loss,
-    check_model,
     is_gpu,
     loss_of,
     optimizer_of,
@@ -89,7 +88,8 @@ class NothingFits(ValueError):
         )
 
 
-def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
+def checked(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
+    """Return the actions that a plan may use, if each name is known."""
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
