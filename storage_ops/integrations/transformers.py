@@ -126,12 +126,12 @@ def patch_causal_lm(
         label_smoothing: for the model's loss. With "deferred" logits a call in training without
             labels is an error, because another loss would ignore this option. The same is true of
             token_weights.
-        logits: when to form `outputs.logits` beside the loss, once, in the model's dtype. "eval":
-            in evaluation only, as `compute_metrics` of Trainer needs them. "always" or "never".
-            This is also true of logits in outputs of a part of the model.
-            "deferred": as "eval", but a call in training without labels returns logits that are not
-            formed, for a loss outside the model. Trainer keeps the labels for such a loss if it has
-            a `compute_loss_func` or `label_smoothing_factor`. These logits are not a tensor. A loss
+        logits: when a call with labels also computes the tensor `outputs.logits`, in the model's
+            dtype: "eval" (only in eval mode, for `compute_metrics` of Trainer), "always" or
+            "never". The same holds for logits that the output of a part of the model has.
+            "deferred" is as "eval", and a call without labels in training mode returns deferred
+            logits, for a loss outside the model. A Trainer with a `compute_loss_func` or a
+            `label_smoothing_factor` computes such a loss. These logits are not a tensor. A loss
             may slice, mask, split, reshape, scale, cast and detach them. It may compute their
             `cross_entropy`, their `logsumexp` or `argmax` over the classes, or `log_softmax`. The
             result of `log_softmax` supports `gather` of one class for each token, the sum or mean

@@ -83,10 +83,10 @@ class OutputDiscardCheckpoint:
             every device, generators that the region gets or reaches, and `register_rng_tracker`.
             Python's and numpy's generators must be registered by that function.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
-            tensors saved in forward and in the recompute. It also checks that parameters and
-            captured tensors with a gradient were not modified in place in between. "checksum" also
-            compares the bytes of these and of the outputs, and the error names the first
-            difference. "none" does not compare saved tensors.
+            tensors saved in forward and in the recompute. It also checks that nothing has modified
+            a parameter, or a captured tensor that requires grad, in place since the forward.
+            "checksum" also compares the bytes of all these tensors and of the outputs, and the
+            error names the first difference. "none" does not compare saved tensors.
         debug: if `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
         context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
