@@ -12,6 +12,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 
+def check_module(module: object, argument: str = "`model`") -> None:
+    """Raise a TypeError for an argument that is not a module."""
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise TypeError(f"{argument} is {module!r}, a {kind}. Expected a torch.nn.Module.")
+
+
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator like functools.wraps that sets a signature instead of __wrapped__.
 

@@ -13,7 +13,8 @@ from storage_ops.cli import fit, main, will_it_fit
 
 pytest.importorskip("transformers")
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [(DOCS / name).read_text() for name in ("will-it-fit.md", "make-it-fit.md")]
+NAMES = ("will-it-fit", "make-it-fit", "largest-that-fits", "calibrate")
+PAGES = [(DOCS / f"{name}.md").read_text() for name in NAMES]
 PROGRAM = ["python", "-m", "storage_ops"]
 SMALL_BUDGET = "600MiB"  # for --find, which simulates many steps with the budgets of the pages
 HEADS = {"num_attention_heads": 2, "num_hidden_layers": 2}

@@ -45,8 +45,8 @@ TABLES = [
     ),
     pytest.param("make-it-fit", "layers action", "--save fit.json", LLAMA_8B, id="plan of a Llama",
                  marks=pytest.mark.slow),
-    pytest.param("make-it-fit", "Fits into 79 GiB", "--find batch", LLAMA_1B, id="largest batch",
-                 marks=pytest.mark.slow),
+    pytest.param("largest-that-fits", "Fits into 79 GiB", "--find batch", LLAMA_1B,
+                 id="largest batch", marks=pytest.mark.slow),
     pytest.param("make-it-fit", "layers action", "--hf-config small.json", None, id="small Llama"),
 ]  # fmt: skip
 

@@ -185,6 +185,7 @@ def test_the_examples_of_the_readme_run(run_examples):
         "how-it-works",
         "index",
         "integrations",
+        "largest-that-fits",
         "make-it-fit",
         "who-held-the-memory",
         "will-it-fit",
@@ -192,6 +193,7 @@ def test_the_examples_of_the_readme_run(run_examples):
         "measuring",
         "preference-rl-and-distillation",
         "storage-ops",
+        "tiles",
     ],
 )
 def test_the_examples_of_a_page_run(name, run_examples):

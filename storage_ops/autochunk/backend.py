@@ -177,6 +177,11 @@ def chunk(
         True
     """
     options = checked(num_chunks, memory_budget, strict)
+    if not isinstance(joint_gm, (fx.GraphModule, fx.Graph)):
+        raise TypeError(
+            f"`joint_gm` is a {type(joint_gm).__name__}. Expected a torch.fx.GraphModule, such as "
+            "`gm` of a traced step, or its graph."
+        )
     if isinstance(joint_gm, fx.GraphModule):
         _with_values(joint_gm)
     apply(joint_gm.graph if isinstance(joint_gm, fx.GraphModule) else joint_gm, *options)

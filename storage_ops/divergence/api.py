@@ -113,10 +113,10 @@ def linear_kl_div(
         process_group: as in `linear_cross_entropy`: the ranks hold consecutive slices of the
             classes of both heads, the same slices of both, and all tokens. Not with teacher_topk or
             valid_classes. The gradient of input is that of all ranks, on each of them.
-        target: (...), class indices, int64, int32 or uint8: target_weight times the student's
-            cross-entropy with them, at temperature 1, is added to the divergence of each token, as
-            in knowledge distillation. It takes no more matrix products. Tokens whose target is -100
-            are ignored. shift moves it as it moves token_weight. Not with a process_group.
+        target: (...), class indices, int64, int32 or uint8, as in knowledge distillation. The
+            student's cross-entropy with them, at temperature 1 and times target_weight, is added to
+            the divergence of each token. This takes no more matrix products. Tokens whose target is
+            -100 are ignored. shift moves it as it moves token_weight. Not with a process_group.
         target_weight: at least 0. scale_by_temperature does not multiply it.
         gradient_tolerance: the part of each token's gradient that may be left out, from 0 (nothing)
             to below 1. The loss stays exact. g_j is the derivative of a token's
@@ -143,8 +143,8 @@ def linear_kl_div(
         A call without gradients takes two. Two runs give the same bits.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, shape, device or value; a
-            memory_budget that no plan can keep, with the smallest that one can.
+        TypeError, ValueError: an argument has a wrong dtype, shape, device or value. Or no plan
+            fits into memory_budget: the error names the smallest budget with a plan.
         RuntimeError: ids of teacher_topk out of range or not distinct (on CUDA that token's loss is
             nan instead). Other causes: more valid tokens than max_valid on a CPU, a gradient that
             is differentiated again, and forward-mode AD.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from storage_ops.fitting.actions import EXACT, ActionName
+from storage_ops.fitting.actions import ActionName
 from storage_ops.fitting.plan import FitPlan
-from storage_ops.fitting.search import Search
+from storage_ops.fitting.search import Search, checked
 from storage_ops.loss.planning.devices import BY_PRICE, GPUS
 from storage_ops.measure.calls import ONE_AT_A_TIME
 from storage_ops.progress import say, showing
@@ -270,7 +270,7 @@ def _for_smallest(actions: Sequence[ActionName] | None) -> Sequence[ActionName]:
 
     It never has "selective", which saves more than "full" and takes longest to simulate.
     """
-    allowed = EXACT if actions is None else actions
+    allowed = checked(actions)
     if "full" not in allowed:
         return allowed
     return [name for name in allowed if name != "selective"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import tile, wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
@@ -25,7 +26,7 @@ from storage_ops.fitting.fingerprint import MODE, aspects, hashed
 from storage_ops.fitting.heads import LOSS_NAME, is_budgeted, patching
 from storage_ops.fitting.units import Unit, compiled_loss, units_of
 from storage_ops.quantities import Tabular, metric, readable
-from storage_ops.simulate.step import simulate_step
+from storage_ops.simulate.step import check_loss, simulate_step
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
@@ -341,6 +342,8 @@ def load_fit(
             f"load_fit: `path` is a {type(path).__name__}. Expected the path of a file that "
             "plan.save() wrote."
         )
+    check_module(model)
+    check_loss(loss)
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text())
         if values["format"] != _FORMAT:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.checkpoint.state.left_behind import few_objects
 from storage_ops.fitting.actions import (
@@ -44,7 +45,6 @@ from storage_ops.simulate.step import (
     arguments,
     check_accumulate,
     check_loss,
-    check_model,
     is_gpu,
     loss_of,
     optimizer_of,
@@ -88,7 +88,8 @@ class NothingFits(ValueError):
         )
 
 
-def _allowed(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
+def checked(actions: Sequence[ActionName] | None) -> tuple[ActionName, ...]:
+    """Return the actions that a plan may use, if each name is known."""
     if actions is None:
         return EXACT
     if isinstance(actions, str) or not isinstance(actions, Sequence):
@@ -117,10 +118,10 @@ class Search:
         accumulate: bool = False,
         assume: float | Mapping[str, float] | None = None,
     ) -> None:
-        check_model(model)
+        check_module(model)
         check_accumulate(accumulate)
         check_loss(loss)
-        allowed = _allowed(actions)
+        allowed = checked(actions)
         check_plain(model, loss)
         warn_of_eval_mode(model, "fit")
         batches = batch if isinstance(batch, list) else [batch]

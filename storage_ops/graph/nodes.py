@@ -191,6 +191,12 @@ def storage_of(node: fx.Node) -> int | None:
     return next((key for key, _ in storages(value)), None)
 
 
+def check_graph(op: str, gm: object) -> None:
+    """Raise a TypeError for an argument that is not a graph module."""
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"{op}: `gm` is a {type(gm).__name__}. Expected a torch.fx.GraphModule.")
+
+
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph module that shares its tensors."""
     graph = fx.Graph()

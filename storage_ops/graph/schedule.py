@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from storage_ops.foundation.lifetimes import Moment, levels_during
-from storage_ops.graph.nodes import storages
+from storage_ops.graph.nodes import check_graph, storages
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ def schedule(gm: fx.GraphModule) -> Schedule:
         The peak in bytes and the level at every node.
 
     Raises:
-        ValueError: the nodes have no values.
+        TypeError: `gm` is no GraphModule. ValueError: its nodes have no values.
 
     Example:
         >>> step = storage_ops.graph.trace_step(lambda x: (x + 1).sum(), torch.ones(256))
         >>> storage_ops.graph.schedule(step.gm).peak_bytes
         1028
     """
+    check_graph("schedule", gm)
     nodes = list(gm.graph.nodes)
     if not any("val" in node.meta for node in nodes):
         raise ValueError(

@@ -145,7 +145,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
             if the LightningModule itself was fitted.
 
     Raises:
-        TypeError: `plan` is neither.
+        TypeError: `plan` is neither, or `attribute` is no name.
         ImportError: neither `lightning` nor `pytorch_lightning` is installed.
 
     Example:
@@ -153,6 +153,11 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
         >>> callback = lightning_callback("fit.json", "model")  # doctest: +SKIP
     """
     applied = _Applied(plan)
+    if not isinstance(attribute, str):
+        raise TypeError(
+            f"lightning_callback: `attribute` is a {type(attribute).__name__}. Expected the name "
+            "of the fitted model in the LightningModule, such as 'model'."
+        )
     has_new = importlib.util.find_spec("lightning") is not None
     has_old = importlib.util.find_spec("pytorch_lightning") is not None
     name = "pytorch_lightning" if has_old and not has_new else "lightning.pytorch"

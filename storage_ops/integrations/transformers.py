@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, get_args
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.fitting.heads import OWN_OPTIONS, Patching, register_patching
 from storage_ops.integrations import fused_head
@@ -125,12 +126,12 @@ def patch_causal_lm(
         label_smoothing: for the model's loss. With "deferred" logits a call in training without
             labels is an error, because another loss would ignore this option. The same is true of
             token_weights.
-        logits: when to form `outputs.logits` beside the loss, once, in the model's dtype. "eval":
-            in evaluation only, as `compute_metrics` of Trainer needs them. "always" or "never".
-            This is also true of logits in outputs of a part of the model.
-            "deferred": as "eval", but a call in training without labels returns logits that are not
-            formed, for a loss outside the model. Trainer keeps the labels for such a loss if it has
-            a `compute_loss_func` or `label_smoothing_factor`. These logits are not a tensor. A loss
+        logits: when a call with labels also computes the tensor `outputs.logits`, in the model's
+            dtype: "eval" (only in eval mode, for `compute_metrics` of Trainer), "always" or
+            "never". The same holds for logits that the output of a part of the model has.
+            "deferred" is as "eval", and a call without labels in training mode returns deferred
+            logits, for a loss outside the model. A Trainer with a `compute_loss_func` or a
+            `label_smoothing_factor` computes such a loss. These logits are not a tensor. A loss
             may slice, mask, split, reshape, scale, cast and detach them. It may compute their
             `cross_entropy`, their `logsumexp` or `argmax` over the classes, or `log_softmax`. The
             result of `log_softmax` supports `gather` of one class for each token, the sum or mean
@@ -246,7 +247,7 @@ def _options(
     names = tuple(returns) if isinstance(returns, (list, tuple)) else ()
     if not names or not set(names) <= set(RESULTS):
         raise ValueError(f"patch_causal_lm: `returns` is {returns!r}. Expected some of {RESULTS}.")
-    if logits not in LOGITS:
+    if not isinstance(logits, str) or logits not in LOGITS:
         raise ValueError(f"patch_causal_lm: `logits` is {logits!r}. Expected one of {LOGITS}.")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(
@@ -306,10 +307,7 @@ def unpatch_causal_lm(model: nn.Module) -> None:
         >>> type(model) is GPT2LMHeadModel, type(model.lm_head) is torch.nn.Linear
         (True, True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"unpatch_causal_lm: `model` is {type(model).__name__}. Expected a torch.nn.Module."
-        )
+    check_module(model, "unpatch_causal_lm: `model`")
     model = _inner(model)
     if not isinstance(model, PatchedModel):
         return

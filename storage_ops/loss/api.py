@@ -181,23 +181,22 @@ def linear_cross_entropy(
             group: their placements say what the ranks hold.
         valid_classes: the number of classes of the whole vocabulary before padding. Padding has no
             probability, and its gradients are 0. None: there is no padding.
-        input_grad: with a process_group, "replicate": every rank gets the gradient of the input,
-            summed over the ranks. "partial": its own part of that sum, for a caller whose gather
-            adds up in its backward (reduce-scatter, as in sequence parallelism). "reduce_scatter":
-            input holds this rank's part of the tokens, all parts of one size. target and
-            token_weight cover all tokens, and differ from input in the size of the dimension that
-            is sharded. The parts are gathered inside, and every rank gets the
-            gradient of its own. The sums over the ranks are under way while the next tiles are
-            multiplied.
+        input_grad: the gradient of the input that each rank of a process_group gets. "replicate":
+            the sum over the ranks. "partial": the rank's own part of this sum. Use it if a gather
+            before the loss adds up gradients in its backward, as in sequence parallelism.
+            "reduce_scatter": input is the rank's part of the tokens, and the op gathers all parts.
+            The rank gets the summed gradient of its part. All parts have one size, and target and
+            token_weight cover all tokens. The sums over the ranks are under way while the next
+            tiles are multiplied.
         check_ranks: on a GPU too, compare in every call (which waits for the device), but not in a
             capture.
         divisor: with reduction "sum": the sum is divided by this, a number or a tensor of shape (),
-            such as the number of valid tokens in all micro-batches of all ranks. Dividing the
-            result costs gradients of 16-bit arguments a second rounding. A tensor is not waited
-            for. Divided by 0, gradients are zero.
-        logits_dtype: logits have the dtype of input (None), or torch.float32 with 16-bit input:
-            then products are not rounded before the softmax, as importance ratios in reinforcement
-            learning need it. Only tiles of logits are in float32, within memory_budget. Each logit
+            such as the number of valid tokens in all micro-batches of all ranks. If the caller
+            divides the result instead, gradients of 16-bit arguments are rounded twice. The host
+            does not wait for a tensor. If it is 0, gradients are zero.
+        logits_dtype: None: logits have the dtype of input. torch.float32, for 16-bit input: logits
+            are not rounded before the softmax, which importance ratios in reinforcement learning
+            need. Only tiles of logits are in float32, within memory_budget. Each logit
             takes twice as much of it, and none is stored in the gradient of the weight. Gradients
             of logits are still rounded to 16 bits before they are multiplied.
         selected_ids: for "selected": (..., K), dtypes of target, K classes for every token. shift
@@ -217,16 +216,16 @@ def linear_cross_entropy(
             gradient is multiplied with, whatever tokens leave out. On a GPU that saves one wait for
             the device for each chunk of tokens, so it may be captured in a CUDA graph; "dropped"
             tells what it costs. None: as many as the tolerance asks for.
-        returns: the names of the results: "loss", "nll" (lse - z_t; for distributions the
-            cross-entropy), "lse", "entropy" (of the softmax, in nats) and "argmax". "correct" says
-            if argmax is the target or the most probable class; not for distributions in a
-            process_group. "z_loss" is z_loss * lse^2, and "selected" the log-probabilities of
-            selected_ids. "topk" is a pair: the top_k largest log-probabilities, largest first, and
-            their classes; of equal ones the lowest classes. "dropped" is the probability that is
-            left out of the token's gradient, 0 without gradients; only where they are made in the
-            forward. All but the loss have one value per token, or K, which is 0 (-1 for classes)
-            where the token is ignored. loss, nll, lse, entropy, selected and the log-probabilities
-            of topk are differentiable.
+        returns: the names of the results. "loss". "nll": lse - z_t, or the cross-entropy with a
+            distribution. "lse". "entropy": that of the softmax, in nats. "argmax". "correct": True
+            if argmax is the target, or the most probable class of a distribution (not with a
+            process_group). "z_loss": z_loss * lse^2. "selected": the log-probabilities of
+            selected_ids. "topk": a pair of the top_k largest log-probabilities, largest first, and
+            their classes. Of equal ones, it has the lowest classes. "dropped": the probability that
+            is left out of the token's gradient, or 0 without gradients. It needs gradients that the
+            forward computes. All results but the loss have one value for each token, or K values.
+            These are 0, or -1 for classes, if the token is ignored. loss, nll, lse, entropy,
+            selected and the log-probabilities of topk are differentiable.
         options: the chunking options of `torch.nn.functional.linear_cross_entropy`, so that its
             calls need no edit. Without effect: memory_budget says what chunks may take.
 

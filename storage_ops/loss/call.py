@@ -109,9 +109,14 @@ def is_number(value: object) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
+def is_one_of(value: object, names: Sequence[str]) -> bool:
+    """Return True for one of the names. An array has no truth value when compared with them."""
+    return isinstance(value, str) and value in names
+
+
 def one_of(option: str, names: Sequence[str]) -> Rule:
     """Return the rule of an option whose value is a name."""
-    return Rule(option, lambda value: value in names, f"one of {names}")
+    return Rule(option, lambda value: is_one_of(value, names), f"one of {names}")
 
 
 def true_or_false(option: str) -> Rule:
@@ -123,7 +128,7 @@ def true_or_false(option: str) -> Rule:
 REDUCTION = one_of("reduction", REDUCTIONS)
 MAX_VALID = Rule(
     "max_valid",
-    lambda n: n is None or (n >= 0 if is_integer(n) else n == "sync"),
+    lambda n: n is None or (n >= 0 if is_integer(n) else is_one_of(n, ("sync",))),
     "None, 'sync' or a count >= 0",
 )
 VALID_CLASSES = Rule(

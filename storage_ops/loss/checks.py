@@ -247,7 +247,7 @@ def _check_options(input: Tensor, options: Mapping[str, Any]) -> None:
         raise wrong(ValueError, "input has shape", tuple(input.shape), "(..., T, D) with shift")
     sums = (None, wide) if input.dtype == wide else (None, wide, input.dtype)
     for name in ("accumulate_dtype", "logits_dtype"):
-        if options[name] not in sums:
+        if all(options[name] is not allowed for allowed in sums):
             raise wrong(ValueError, f"{name} is", options[name], f"one of {sums}")
     if divisor is not None:
         check_divisor(divisor, options["reduction"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
 from storage_ops._subclass import runs
+from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import ModuleOptions, Result, Several, TensorResult
+from storage_ops.loss.call import RULES, ModuleOptions, Result, Several, TensorResult
 from storage_ops.loss.engine import ranks
 
 # The type of the result of a call. An overload without brackets has the default type.
@@ -21,6 +23,17 @@ T = TypeVar("T", default=Tensor)
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+_NAME = "LinearCrossEntropyLoss"
+
+
+def _check_size(name: str, size: object) -> None:
+    """Raise a TypeError or ValueError unless a size is a positive integer."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise checks.wrong(TypeError, f"{name} is", repr(size), "an integer", _NAME)
+    if size < 1:
+        raise checks.wrong(ValueError, f"{name} is", size, "at least 1", _NAME)
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,8 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
             token_weight and accumulate_into, which `forward` takes.
 
     Raises:
-        TypeError: an option has an unknown name.
+        TypeError: an option has an unknown name, or a value of another type.
+        ValueError: a size is not positive, or an option has a wrong value.
 
     Example:
         >>> head = storage_ops.LinearCrossEntropyLoss(16, 100, label_smoothing=0.1)
@@ -119,6 +133,16 @@ class LinearCrossEntropyLoss(nn.Module, Generic[T]):
                 f"LinearCrossEntropyLoss: the options {sorted(set(options) - known)} are unknown. "
                 f"Expected some of {sorted(known)}."
             )
+        if isinstance(out_features, str) or not isinstance(out_features, Sequence):
+            rule = "a tuple of sizes"
+            raise checks.wrong(TypeError, "out_features is", repr(out_features), rule, _NAME)
+        sizes = [("in_features", in_features), ("num_classes", num_classes)]
+        for name, size in (*sizes, *(("out_features", d) for d in out_features)):
+            _check_size(name, size)
+        if not isinstance(bias, bool):
+            raise checks.wrong(TypeError, "bias is", repr(bias), "True or False", _NAME)
+        checks.check_tensors(_NAME, {"weight": weight}, required=())
+        checks.check_rules(_NAME, [rule for rule in RULES if rule.option in options], options)
         self.num_classes, self.out_features = num_classes, tuple(out_features)
         rows = math.prod(self.out_features, start=num_classes)
         self.linear = nn.Linear(in_features, rows, bias, device=device, dtype=dtype)

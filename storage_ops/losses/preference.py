@@ -26,6 +26,7 @@ from storage_ops.losses.sequences import (
     number,
     reference_logps,
     score,
+    true_or_false,
     within,
     wrong,
 )
@@ -155,6 +156,7 @@ def dpo(
         >>> loss.backward()
     """
     choice("dpo", "loss_type", loss_type, LOSS_TYPES)
+    true_or_false("dpo", "length_normalize", length_normalize)
     check_returns("dpo", return_logps, return_metrics)
     within("dpo", "beta", beta, TINY)
     within("dpo", "label_smoothing", label_smoothing, 0, 0.5)
@@ -267,6 +269,7 @@ def kto(
     within("kto", "desirable_weight", desirable_weight, 0)
     within("kto", "undesirable_weight", undesirable_weight, 0)
     check_tensor("kto", "desirable", desirable)
+    true_or_false("kto", "length_normalize", length_normalize)
     check_returns("kto", False, return_metrics)
     if not isinstance(kl, Tensor):
         number("kto", "kl", kl)

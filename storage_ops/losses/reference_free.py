@@ -22,6 +22,7 @@ from storage_ops.losses.sequences import (
     number,
     score,
     separated,
+    true_or_false,
     within,
 )
 
@@ -214,6 +215,7 @@ def cpo(
     within("cpo", "beta", beta, TINY)
     within("cpo", "alpha", alpha, 0)
     within("cpo", "label_smoothing", label_smoothing, 0, 0.5)
+    true_or_false("cpo", "length_normalize", length_normalize)
     check_returns("cpo", False, return_metrics)
     scored = score("cpo", input, linear_weight, target, **options)
     logps = scored.per_sequence(scored.logps)

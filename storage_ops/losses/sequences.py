@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import Result, count_of, is_number
+from storage_ops.loss.call import Result, count_of, is_number, is_one_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
@@ -73,8 +73,14 @@ def wrong(loss: str, kind: type[Exception], argument: str, found: object, rule: 
 
 def choice(loss: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise a ValueError unless a text is one of the allowed ones."""
-    if value not in allowed:
+    if not is_one_of(value, allowed):
         raise wrong(loss, ValueError, f"{argument} is", repr(value), f"one of {allowed}")
+
+
+def true_or_false(loss: str, argument: str, value: Any) -> None:
+    """Raise a TypeError unless a value is a bool."""
+    if not isinstance(value, bool):
+        raise wrong(loss, TypeError, f"{argument} is", repr(value), "True or False")
 
 
 def number(loss: str, argument: str, value: Any) -> None:
@@ -276,8 +282,7 @@ def check_indices(loss: str, argument: str, value: object) -> None:
 def check_returns(loss: str, return_logps: Any, return_metrics: Any) -> None:
     """Raise a TypeError or ValueError unless at most one of both options is True."""
     for name, value in (("return_logps", return_logps), ("return_metrics", return_metrics)):
-        if not isinstance(value, bool):
-            raise wrong(loss, TypeError, f"{name} is", repr(value), "True or False")
+        true_or_false(loss, name, value)
     if return_logps and return_metrics:
         rule = "False with return_metrics, which has them as 'logps'"
         raise wrong(loss, ValueError, "return_logps is", return_logps, rule)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import is_compiled
 from storage_ops.foundation.ops import Args, Kwargs
 from storage_ops.foundation.walk import is_leaf
@@ -68,8 +69,8 @@ class Marks(contextlib.ExitStack):
 
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
+        if model is not None:
+            check_module(model)
         for name, module in model.named_modules() if model is not None else ():
             if is_compiled(module):
                 raise ValueError(

@@ -49,11 +49,11 @@ class OomReport(Tabular):
     """The owners of memory when it ran out. Prints as a table, and is empty before that.
 
     Attributes:
-        by_owner: bytes by their owner, largest first. Owners "parameters", "gradients", "optimizer
-            state" and "buffers" have the name of their module. "activations of" has the name of a
-            module. "temporaries of" has an op outside of modules, as in backward. "input" has its
-            shape. "workspaces of cuBLAS" are freed to measure them, and cuBLAS allocates them again
-            when it needs them. "not known" are bytes of other code.
+        by_owner: bytes by their owner, largest first. An owner is "parameters of", "gradients of",
+            "optimizer state of", "buffers of" or "activations of" a module, or "temporaries of" an
+            op that ran outside of modules, as in backward. Or it is "input" with a shape. To
+            measure "workspaces of cuBLAS", they are freed, and cuBLAS allocates them again when it
+            needs them. "not known" are bytes of other code.
         in_use_bytes: the sum of these bytes.
         attributed_share: the share of these bytes that have a known owner, from 0 to 1.
         failed: the op that asked for more memory, and the module that called it.

@@ -72,9 +72,9 @@ class Estimate(InLines, Measurement):
             as parameters, gradients and the state of an optimizer.
         at_peak: the blocks in memory at the peak, largest first.
         by_owner: bytes at the peak by their owner, largest first: "parameters", "buffers",
-            "gradients", "optimizer state", "inputs" and "temporaries". "activations of " has the
-            name of the innermost module whose call allocated them and returned before they were
-            freed.
+            "gradients", "optimizer state", "inputs" and "temporaries". Memory that a module's call
+            allocates, and that is not freed before the call returns, is "activations of " this
+            module. Of nested calls, the innermost counts.
         sent_bytes: bytes that one rank of several sends to the others, by the name of the
             collective, as ring algorithms send them. For n bytes in all on R ranks that is
             2 n (R - 1) / R for an all_reduce and n (R - 1) / R for the others.
@@ -137,8 +137,9 @@ def estimate(
             `functools.partial`.
         assume: the assumption about unknown values, as a share (a float from 0.0 to 1.0) or a count
             (an int). For a condition (`x > 0`), it is the share of its elements that are True. For
-            a choice (`topk`, `argmax`, `sort`, `multinomial`, ...), it is the share of its choices
-            that the fullest option gets, at least an even part. The other options get even parts.
+            a choice (`topk`, `argmax`, `sort`, `multinomial`, ...), it is the share of all choices
+            that the most frequent option gets, at least 1 / the number of options. The other
+            options get equal parts of the rest.
             For an op whose size depends on unknown values (`nonzero`, `unique`, `coalesce`), it is
             the share of the largest possible size. A mapping has an assumption for each op by name,
             as in `{"topk": 0.2, "gt": 0.5}`. "item" is the number that `item()` and similar

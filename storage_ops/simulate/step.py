@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.layers.config_policy import class_of, uncompiled
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ledger import Block, Ledger
@@ -185,7 +186,7 @@ def simulate_step(
         >>> step.peak_bytes >> 20, step.by_owner["optimizer state"] >> 20
         (162, 64)
     """
-    check_model(model)
+    check_module(model)
     check_accumulate(accumulate)
     check_loss(loss)
     batches = batch if isinstance(batch, list) else [batch]
@@ -208,12 +209,6 @@ def simulate_step(
         step.device = rates.name if device is None else str(device)
         steps.append(step)
     return max(steps, key=lambda step: step.peak_bytes)
-
-
-def check_model(model: object) -> None:
-    """Raise a TypeError for an object that is not a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` is a {type(model).__name__}. Expected a torch.nn.Module.")
 
 
 def check_accumulate(accumulate: object) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from storage_ops._subclass import check_module
 from storage_ops.loss.planning.devices import DEFAULT_GPU
 from storage_ops.quantities import Tabular, readable
 from storage_ops.simulate.advice import warn_of_eval_mode, warn_of_missing_labels
 from storage_ops.simulate.rates import budget_of
-from storage_ops.simulate.step import StepEstimate, check_model, simulate_step
+from storage_ops.simulate.step import StepEstimate, simulate_step
 
 if TYPE_CHECKING:
     from storage_ops.tables import Grid
@@ -98,7 +99,7 @@ def will_it_fit(
         >>> report.fits, report.peak_bytes >> 20
         (True, 3648)
     """
-    check_model(model)
+    check_module(model)
     budget_bytes = budget_of(budget, device, model)
     warn_of_eval_mode(model, "will_it_fit")
     warn_of_missing_labels(model, batch, loss, "will_it_fit")

@@ -17,6 +17,7 @@ from storage_ops import matmul
 from storage_ops.autochunk import ChunkError, chunk, explain, reasons
 from storage_ops.autochunk import backend as backends
 from storage_ops.autochunk.backend import backend
+from storage_ops.graph import trace_step
 
 N, D, V = 512, 16, 4096
 
@@ -257,6 +258,12 @@ def test_wrong_options(options, message):
     gm = make_fx(step, tracing_mode="fake")(*data())
     with pytest.raises((TypeError, ValueError), match=message):
         chunk(gm, **options)
+
+
+def test_a_traced_step_instead_of_its_graph_is_an_error():
+    step = trace_step(torch.sin, torch.ones(3))
+    with pytest.raises(TypeError, match=r"`joint_gm` is a TracedStep\. Expected .* `gm` of a"):
+        chunk(step)
 
 
 @pytest.mark.parametrize(

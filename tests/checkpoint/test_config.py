@@ -6,6 +6,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -160,6 +161,7 @@ BAD = [
     ),
     refused(ValueError, "`policy` is 'matmul'. .*Did you mean 'matmuls'?", policy="matmul"),
     refused(TypeError, "`policy` is 3, a int. Expected one of matmuls", policy=["matmuls", 3]),
+    refused(ValueError, "`mode` is array.* Expected one of", mode=np.zeros(2)),
     refused(ValueError, "no option says what to save", mode="selective"),
     refused(ValueError, "no option says what to save", mode="selective", ops_to_save=[]),
     refused(ValueError, "but policy is given. Set `mode`", mode="full", policy="matmuls"),
@@ -367,6 +369,12 @@ def test_one_of_several_names_without_a_match_warns():
 def test_wrong_types_of_model_and_config_are_errors(model, cfg, message):
     with pytest.raises(TypeError, match=message):
         so.apply_activation_checkpoint(model, cfg)
+
+
+@pytest.mark.parametrize("function", [so.remove_activation_checkpoint, so.checkpoint_report])
+def test_a_class_instead_of_a_model_is_an_error(function):
+    with pytest.raises(TypeError, match=r"`model` is .*Block'>, a type\. Expected a torch"):
+        function(Block)
 
 
 def test_a_mapping_is_accepted_as_config():

@@ -1,10 +1,13 @@
 """Misuse raises an error that names the region, frees nothing, and never crashes the process."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import storage_ops as so
+
+from ..refused import refused
 
 
 def region(x):
@@ -42,9 +45,30 @@ def test_a_second_region_before_the_first_is_finished():
     assert torch.allclose(x.grad, 2 * x.sin() * x.cos())
 
 
-def test_unknown_determinism_check():
-    with pytest.raises(ValueError, match=r"`determinism_check` is 'maybe'\. Expected"):
-        so.OutputDiscardCheckpoint(determinism_check="maybe")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        refused(ValueError, "`determinism_check` is 'maybe'", determinism_check="maybe"),
+        refused(ValueError, "`determinism_check` is array", determinism_check=np.zeros(2)),
+        refused(TypeError, "`preserve_rng_state` is None", preserve_rng_state=None),
+        refused(TypeError, "`debug` is 1", debug=1),
+        refused(TypeError, "`context_fn` is 0", context_fn=0),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=rf"{message}.*\. Expected"):
+        so.OutputDiscardCheckpoint(**options)
+
+
+@pytest.mark.parametrize("make", [so.output_discard, so.OutputDiscard])
+def test_functions_that_cannot_be_called(make):
+    for producer, consumer, message in ((None, region, "producer"), (region, 3, "consumer")):
+        with pytest.raises(TypeError, match=rf"`{message}` is (None|3)\. Expected a function"):
+            make(producer, consumer)
+    with so.OutputDiscardChain() as chain:
+        for checkpoint in (so.OutputDiscardCheckpoint().checkpoint, chain.checkpoint):
+            with pytest.raises(TypeError, match=r"`fn` is None\. Expected a function"):
+                checkpoint(None, torch.ones(2, requires_grad=True))
 
 
 @pytest.mark.skipif(not so.info()["guard"], reason="this torch or path has no guard")

@@ -374,6 +374,7 @@ def test_wrong_arguments():
     mlp = Mlp()
     for wrong, message in [
         ({}, "Expected a value for exactly one of them"),
+        ({"tiles": 2, "dim": None}, "`dim` is None. Expected a whole number"),
         ({"tiles": 2, "budget": 3}, "Expected a value for exactly one of them"),
         ({"tiles": 0}, "`tiles` is 0"),
         ({"tiles": True}, "`tiles` is True"),

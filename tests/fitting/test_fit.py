@@ -176,6 +176,10 @@ def test_a_plan_prints_saves_and_loads(tmp_path, searched):
         storage_ops.load_fit(tmp_path / "bad.json", other)
     with pytest.raises(TypeError, match=r"`path` is a LlamaBlock\. Expected"):
         storage_ops.load_fit(other.layers[0], "fit.json")
+    with pytest.raises(TypeError, match="`model` is 3, a int"):
+        storage_ops.load_fit(tmp_path / "fit.json", 3)
+    with pytest.raises(TypeError, match=r"`loss` is 3\. Expected"):
+        storage_ops.load_fit(tmp_path / "fit.json", model, 3)
 
 
 def test_a_changed_model_is_refused_and_an_error_does_not_change_it(monkeypatch):
@@ -406,5 +410,5 @@ def test_wrong_arguments():
             storage_ops.fit(model, batch, **wrong)
     with pytest.raises(ValueError, match="`batch` is an empty list"):
         storage_ops.fit(model, [], "9MB")
-    with pytest.raises(TypeError, match="`model` is a int"):
+    with pytest.raises(TypeError, match="`model` is 3, a int"):
         storage_ops.fit(3, batch, "9MB")

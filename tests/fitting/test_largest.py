@@ -123,6 +123,7 @@ def test_most_limits_the_search():
         refused(ValueError, "`most` is True", make_batch, most=True),
         refused(ValueError, "takes no more memory", lambda _: make_batch(1), actions=[]),
         refused(ValueError, "`actions` has 'what'", make_batch, actions=["what"]),
+        refused(TypeError, "`actions` is 3. Expected a list", make_batch, actions=3),
     ],
 )
 def test_wrong_arguments(make, options, error, said):

@@ -220,8 +220,9 @@ def test_a_graph_without_checkpoints_is_returned_with_one_warning():
     for fn, message in ((graph.remat, "of the input x has no 'val'"), (graph.schedule, "no node")):
         with pytest.raises(ValueError, match=message):
             fn(bare)
-    with pytest.raises(TypeError, match=r"`gm` is a Linear. Expected a torch\.fx\.GraphModule"):
-        graph.remat(nn.Linear(2, 2))
+    for fn in (graph.remat, graph.schedule, graph.capturable):
+        with pytest.raises(TypeError, match=r"`gm` is a Linear. Expected a torch\.fx\.GraphMod"):
+            fn(nn.Linear(2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert graph.remat(after, verify=True) is after

@@ -207,10 +207,12 @@ def test_the_package_imports_neither_transformers_nor_lightning():
     assert done.stdout.strip() == "[]"
 
 
-def test_wrong_types_of_plans_are_refused():
+def test_wrong_types_are_refused():
     for make in (trainer_callback, lightning_callback):
         with pytest.raises(TypeError, match=r"`plan` is a int\. Expected"):
             make(3)
+    with pytest.raises(TypeError, match=r"`attribute` is a Linear\. Expected the name"):
+        lightning_callback("fit.json", nn.Linear(2, 2))
 
 
 @pytest.mark.in_turn

@@ -3,6 +3,7 @@
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +29,9 @@ def arguments(**changes):
     "changes, kind, message",
     [
         refused(ValueError, "`reduction` is 'avg'. Expected one of", reduction="avg"),
+        refused(ValueError, "`reduction` is array.* Expected one of", reduction=np.zeros(2)),
+        refused(ValueError, "`max_valid` is array.* Expected None", max_valid=np.zeros(2)),
+        refused(ValueError, "`logits_dtype` is .* Expected one of", logits_dtype=np.zeros(2)),
         refused(
             TypeError, "`input` is torch.int64. Expected a float", input=torch.ones(5, 8).long()
         ),
@@ -309,6 +313,26 @@ def test_autocast_like_linear(reduction):
     assert x.grad.dtype == torch.float32
     torch.testing.assert_close(x.grad, expected[0], rtol=5e-2, atol=2e-2)
     torch.testing.assert_close(w.grad, expected[1], rtol=5e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        refused(TypeError, "`in_features` is 8.0. Expected an integer", in_features=8.0),
+        refused(TypeError, "`num_classes` is True. Expected an integer", num_classes=True),
+        refused(ValueError, "`num_classes` is 0. Expected at least 1", num_classes=0),
+        refused(TypeError, "`out_features` is 2. Expected a tuple of sizes", out_features=2),
+        refused(ValueError, "`out_features` is -2. Expected at least 1", out_features=(3, -2)),
+        refused(TypeError, "`bias` is 'no'. Expected True or False", bias="no"),
+        refused(TypeError, "`weight` is a list. Expected a torch.Tensor", weight=[1.0]),
+        refused(ValueError, "`reduction` is 'avg'. Expected one of", reduction="avg"),
+    ],
+)
+def test_wrong_arguments_of_the_module(changes, kind, message):
+    sizes = {"in_features": np.int64(8), "num_classes": 11}
+    so.LinearCrossEntropyLoss(**sizes)
+    with pytest.raises(kind, match=f"^LinearCrossEntropyLoss: {message}"):
+        so.LinearCrossEntropyLoss(**{**sizes, **changes})
 
 
 def heads(hidden=8, vocab=11):

@@ -176,6 +176,9 @@ def test_compile(form):
     torch.testing.assert_close(got, wanted)
 
 
+SCALED = ("dpo", "cpo", "kto")
+
+
 @pytest.mark.parametrize(
     "name, change, kind, message",
     [
@@ -188,6 +191,8 @@ def test_compile(form):
         refused(ValueError, "`label_smoothing` is 0.0", "dpo", loss_type="exo_pair"),
         refused(ValueError, "`discopop_tau` is 0", "dpo", discopop_tau=0),
         refused(ValueError, "`rpo_alpha` is None", "dpo", rpo_alpha=None),
+        refused(ValueError, "`loss_type` is array", "dpo", loss_type=np.zeros(2)),
+        *(refused(TypeError, "`length_normalize` is 1", n, length_normalize=1) for n in SCALED),
         refused(TypeError, "`ref_weight` is None", "dpo", ref_input=torch.ones(6, 9, D)),
         refused(ValueError, "`ref_logps` has shape (5,)", "dpo", ref_logps=torch.ones(5)),
         refused(TypeError, "`ref_logps` is a list", "dpo", ref_logps=[0.0] * 6),

@@ -95,7 +95,7 @@ def test_owners_of_an_estimate():
 
 
 def test_wrong_types_and_compiled_models_are_refused():
-    with pytest.raises(TypeError, match=r"`model` is a int\. Expected"):
+    with pytest.raises(TypeError, match=r"`model` is 3, a int\. Expected"):
         so.memory.measure(model=3)
     net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"`model` has a compiled module, 0\. Expected none"):

@@ -351,7 +351,7 @@ def test_losses_of_every_kind(how):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        refused(TypeError, "`model` is a int", model=3),
+        refused(TypeError, "`model` is 3, a int", model=3),
         refused(TypeError, "`batch` is a int. Expected a tensor, a tuple, a dict", batch=3),
         refused(ValueError, "`batch` is an empty list", batch=[]),
         refused(ValueError, "`device` is 'h1000'. Expected one of cpu", device="h1000"),

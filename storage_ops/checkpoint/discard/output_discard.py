@@ -83,10 +83,10 @@ class OutputDiscardCheckpoint:
             every device, generators that the region gets or reaches, and `register_rng_tracker`.
             Python's and numpy's generators must be registered by that function.
         determinism_check: "default" compares number, shape, strides, dtype and device of the
-            tensors saved in forward and in the recompute. It also checks that parameters and
-            captured tensors with a gradient were not modified in place in between. "checksum" also
-            compares the bytes of these and of the outputs, and the error names the first
-            difference. "none" does not compare saved tensors.
+            tensors saved in forward and in the recompute. It also checks that nothing has modified
+            a parameter, or a captured tensor that requires grad, in place since the forward.
+            "checksum" also compares the bytes of all these tensors and of the outputs, and the
+            error names the first difference. "none" does not compare saved tensors.
         debug: if `storage_ops.info()["guard"]` is False, find reads of a discarded output in
             Python.
         context_fn: as in `torch.utils.checkpoint`: returns two context managers, for the forward
@@ -138,7 +138,15 @@ class OutputDiscardCheckpoint:
                 f"OutputDiscardCheckpoint: `ckpt_manager` is {ckpt_manager!r}. Expected None. Use "
                 "an OutputDiscardChain for regions that feed one another."
             )
-        if determinism_check not in CHECKS:
+        flags = ("preserve_rng_state", preserve_rng_state), ("debug", debug)
+        for name, flag in flags:
+            if not isinstance(flag, bool):
+                raise TypeError(
+                    f"OutputDiscardCheckpoint: `{name}` is {flag!r}. Expected True or False."
+                )
+        if context_fn is not None:
+            _check_callable("context_fn", context_fn)
+        if not isinstance(determinism_check, str) or determinism_check not in CHECKS:
             raise ValueError(
                 f"OutputDiscardCheckpoint: `determinism_check` is {determinism_check!r}. Expected "
                 f"one of {CHECKS}."
@@ -261,6 +269,12 @@ def _is_region() -> bool:
     return is_repeatable() and not regions.tracing() and not Region.is_saved_by_another()
 
 
+def _check_callable(name: str, function: object) -> None:
+    """Raise a TypeError for an argument that cannot be called."""
+    if not callable(function):
+        raise TypeError(f"`{name}` is {function!r}. Expected a function or a module.")
+
+
 def run_region(
     fn: Callable[..., T],
     args: tuple[Any, ...],
@@ -277,6 +291,7 @@ def run_region(
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
     if regions.tracing() and not is_disabled():
         return traced_region(fn, args, kwargs, options.context_fn, discards=True), None
+    _check_callable("fn", fn)
     if not _is_region():
         return fn(*args, **kwargs), None
     region = Region(fn, args, kwargs, options, name)
@@ -305,6 +320,8 @@ def output_discard(
         ... )
         >>> mlp(torch.randn(4, 16)).sum().backward()
     """
+    _check_callable("producer", producer)
+    _check_callable("consumer", consumer)
     region_options = OutputDiscardCheckpoint(**options).options
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -345,7 +362,7 @@ class OutputDiscard(torch.nn.Module, Generic[P, T]):
         **options: Unpack[DiscardOptions],
     ) -> None:
         super().__init__()
-        OutputDiscardCheckpoint(**options)  # a wrong option raises an error here
+        output_discard(producer, consumer, **options)  # a wrong argument raises an error here
         self.producer = producer
         self.consumer = consumer
         self._options = options

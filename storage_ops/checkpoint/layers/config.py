@@ -88,8 +88,8 @@ class ActivationCheckpointConfig:
             and so on.
         ops_to_recompute: ops whose results are recomputed, whatever other rules say. Without
             another rule, all other results are saved.
-        mm_shapes_to_save: patterns of names of linear layers; matrix products (mm, addmm) whose
-            right factor has the shape of such a layer's weight, transposed, are saved.
+        mm_shapes_to_save: patterns of names of linear layers. Saves each matrix product (mm, addmm)
+            whose right factor has the shape of the transposed weight of such a layer.
         mm_shapes_to_recompute: the same for products that are recomputed, whatever other rules say.
         policy: "matmuls", "attention", "every_other_mm" or "communication", a policy function, or
             several of these, each of which saves its part (see `storage_ops.policies`).
@@ -302,7 +302,7 @@ def named_policy(policy: object) -> Policy:
 
 def _check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
     choices = tuple(choices)
-    if value in choices:
+    if (value is None or isinstance(value, str)) and value in choices:
         return
     names = [c for c in choices if isinstance(c, str)]
     near = difflib.get_close_matches(str(value), names, n=1)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from storage_ops._op_arguments import tensors_in
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of
@@ -103,6 +104,7 @@ def checkpoint_report(model: nn.Module, *args: object, **kwargs: object) -> Chec
         >>> storage_ops.checkpoint_report(model).layers
         (LayerCount(class_name='Linear', mode='full', checkpointed=2, total=4),)
     """
+    check_module(model)
     totals = Counter(class_of(module) for module in model.modules())
     counts: Counter[tuple[type, str]] = Counter()
     for module in model.modules():

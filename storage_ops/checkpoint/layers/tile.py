@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from storage_ops._subclass import Replaced, like
+from storage_ops._subclass import Replaced, check_module, like
 from storage_ops.checkpoint.layers import tile_run
 from storage_ops.checkpoint.layers.tile_run import TiledModule, fail
 from storage_ops.checkpoint.region.lowering import compiled_region, traced_region
@@ -309,17 +309,14 @@ def tile(
         >>> mlp = storage_ops.tile(mlp, 4)
         >>> mlp(torch.randn(2, 100, 16)).sum().backward()
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"tile: `module` is {module!r}, a {type(module).__name__}. Expected a torch.nn.Module."
-        )
+    check_module(module, "tile: `module`")
     if (tiles is None) == (budget is None):
         raise ValueError(
             f"tile: `tiles` is {tiles!r} and `budget` is {budget!r}. Expected a value for exactly "
             "one of them."
         )
-    for name, value in (("tiles", tiles), ("dim", dim)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+    for name, value in (("tiles", 1 if tiles is None else tiles), ("dim", dim)):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"tile: `{name}` is {value!r}. Expected a whole number.")
     if tiles is not None and tiles < 1:
         raise ValueError(f"tile: `tiles` is {tiles}. Expected at least 1.")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from storage_ops._subclass import check_module
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import tile, wrapper
 from storage_ops.checkpoint.layers.config import ActivationCheckpointConfig
@@ -71,10 +72,7 @@ def apply_activation_checkpoint(
         >>> [isinstance(layer, storage_ops.CheckpointWrapper) for layer in model]
         [True, True]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"`model` is {model!r}, a {type(model).__name__}. Expected a torch.nn.Module."
-        )
+    check_module(model)
     if isinstance(cfg, Mapping):
         cfg = ActivationCheckpointConfig.from_dict(cfg)
     if not isinstance(cfg, ActivationCheckpointConfig):
@@ -151,6 +149,7 @@ def remove_activation_checkpoint(model: ModelT) -> ModelT:
         >>> type(storage_ops.remove_activation_checkpoint(model)[0]) is torch.nn.Linear
         True
     """
+    check_module(model)
     modules = list(model.modules())
     for module in modules:
         for _ in range(3):  # the order of the classes is unknown

@@ -204,10 +204,11 @@ def save_calls(calls: Iterable[tuple[str, int]]) -> Policy:
     """Save the results of single calls of ops, counted from 0 in every region.
 
     Args:
-        calls: pairs of the dispatcher's name of an op, "aten::mm" for its default overload, and the
-            number of the call among those of this op, from 0. "attention" counts the calls of all
-            fused kernels of attention, of which each device has its own. "grouped_mm" counts those
-            of products of groups, which transformers does by an op of its own where torch cannot.
+        calls: pairs of an op and the number of a call, which counts the calls of this op from 0.
+            The op is the dispatcher's name, such as "aten::mm" for the default overload. Two names
+            stand for several ops. "attention" is every fused kernel of attention, because devices
+            have different ones. "grouped_mm" is every product of groups, because transformers has
+            an op of its own for devices where torch has none.
 
     Raises:
         TypeError: `calls` has other items. ValueError: a number is not from 0 to 2**31 - 1.

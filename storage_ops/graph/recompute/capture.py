@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state
 
-from storage_ops.graph.nodes import copy_of, item_of
+from storage_ops.graph.nodes import check_graph, copy_of, item_of
 from storage_ops.graph.recompute import rng
 from storage_ops.graph.recompute.remat import BEFORE
 
@@ -38,6 +38,7 @@ def capturable(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Generator
         >>> for generator in generators:
         ...     cuda_graph.register_generator_state(generator)
     """
+    check_graph("capturable", gm)
     gm = copy_of(gm)
     generators: list[torch.Generator] = []
     for node in list(gm.graph.nodes):

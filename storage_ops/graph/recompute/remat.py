@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from storage_ops.foundation.regions import KEY, Mark, mark_of
 from storage_ops.graph.nodes import (
     attribute,
+    check_graph,
     compute_value,
     copy_of,
     fake_modes,
@@ -84,8 +85,7 @@ def remat(gm: fx.GraphModule, verify: bool = False) -> fx.GraphModule:
         >>> gm = make_fx(loss)(torch.randn(3, requires_grad=True))
         >>> gm = storage_ops.graph.remat(gm, verify=True)
     """
-    if not isinstance(gm, fx.GraphModule):
-        raise TypeError(f"remat: `gm` is a {type(gm).__name__}. Expected a torch.fx.GraphModule.")
+    check_graph("remat", gm)
     forget_tags()
     if BEFORE not in gm.meta:
         gm = recompute(gm, foreign=not any(KEY in node.meta for node in gm.graph.nodes))

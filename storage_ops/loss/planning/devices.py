@@ -42,7 +42,7 @@ class Rates:
         threads: threads that a GPU runs at a time.
         memory: usable bytes of a GPU, in whole GiB; 0 for a CPU. A GPU that is present has the
             memory that its driver reports. In the table, an H200's is measured, and
-            docs/make-it-fit.md has the sources of the others.
+            docs/largest-that-fits.md has the sources of the others.
         op_times: measured times of ops, for predictions of `fit`. Ops without them take the time
             that follows from the rates. Plans of the loss do not use them, so that a calibration
             changes no result.
@@ -148,8 +148,8 @@ def _letters(name: str) -> str:
 
 
 _KEYS = {_letters(name): key for key, rates in GPUS.items() for name in (key, rates.name)}
-# Ordered by rent in 2026, the cheapest first. docs/make-it-fit.md has the price lists. No list has
-# the GH200, GB200 or GB300 with the others, so their places are estimated.
+# Ordered by rent in 2026, the cheapest first. docs/largest-that-fits.md has the price lists. No
+# list has the GH200, GB200 or GB300 with the others, so their places are estimated.
 BY_PRICE = (
     "rtx4090", "rtx5090", "l40s", "a100", "h100", "gh200", "h200", "b200", "gb200", "b300", "gb300"
 )  # fmt: skip

@@ -98,7 +98,7 @@ def problem_of(
     name = dtype_name(dtype)
     if not isinstance(grads, (list, tuple, set, frozenset)) or not set(grads) <= set(GRADS):
         raise ValueError(f"`grads` is {grads!r}. Expected a sequence of some of {GRADS}.")
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"`reduction` is {reduction!r}. Expected one of {REDUCTIONS}.")
     sums = _own_or_wide("accumulate_dtype", accumulate_dtype, name)
     logits = _own_or_wide("logits_dtype", logits_dtype, name)
