@@ -157,25 +157,42 @@ def test_an_interrupt_keeps_earlier_results(tmp_path):
     assert (tmp_path / "results.json").is_file()
 
 
-def test_tests_are_counted_together_with_errors_of_the_sanitizer(tmp_path, monkeypatch):
-    printed = (
-        "========= COMPUTE-SANITIZER\n========= Invalid write\n========= ERROR SUMMARY: 1 error\n"
-    )
-    fake = tmp_path / "compute-sanitizer"
-    fake.write_text(f"""#!/bin/sh
-printf '{printed}'
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """Return a function that counts the tests of a sanitizer, which is a script of the shell."""
+
+    def count(script):
+        fake = tmp_path / "compute-sanitizer"
+        fake.write_text(f"""#!/bin/sh
 for a; do case $a in --junit-xml=*) file=${{a#*=}};; esac; done
+{script}
 echo '<x><testsuite tests="9" failures="1" errors="0" skipped="2"/></x>' > $file
 exit 99
 """)
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    arguments = SimpleNamespace(device="cuda", tool="racecheck", arguments=["tests/cuda"])
-    codes = []
-    rows = {row["case"]: row for row in _gpu_tests.rows(arguments, codes)}
-    assert codes == [99] and rows["Invalid write"]["findings"] == 1
-    counts = {case: row["tests"] for case, row in rows.items() if "tests" in row}
-    assert counts == {"passed": 6, "failures": 1, "errors": 0, "skipped": 2}
+        fake.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        arguments = SimpleNamespace(device="cuda", tool="racecheck", arguments=["tests/cuda"])
+        codes = []
+        rows = {row["case"]: row for row in _gpu_tests.rows(arguments, codes)}
+        assert codes == [99]
+        counts = {case: row["tests"] for case, row in rows.items() if "tests" in row}
+        assert counts == {"passed": 6, "failures": 1, "errors": 0, "skipped": 2}
+        return rows
+
+    handler = signal.getsignal(signal.SIGINT)
+    yield count
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_tests_are_counted_together_with_errors_of_the_sanitizer(counted):
+    printed = (
+        "========= COMPUTE-SANITIZER\\n========= Invalid write\\n========= ERROR SUMMARY: 1 error"
+    )
+    assert counted(f"printf '{printed}\\n'")["Invalid write"]["findings"] == 1
+
+
+def test_tests_are_counted_after_an_interrupt(counted):
+    counted("kill -INT $PPID; sleep 0.1; kill -INT $PPID; sleep 0.1")
 
 
 def test_a_missing_sanitizer_is_named(tmp_path, monkeypatch, capsys):
