@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,38 @@ def run_of(tmp_path, monkeypatch):
         return list(this.outcomes.values()), status, (tmp_path / "log.txt").read_text()
 
     return run
+
+
+def wheel(folder, name, files):
+    """Write a wheel with these files, by their paths, and return its path."""
+    info = f"{name}-1.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    path = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return str(path)
+
+
+@pytest.mark.in_turn
+def test_wheels_with_parts_of_one_folder_and_paths_are_installed(tmp_path, capsys):
+    first = wheel(tmp_path, "first", {"shared/one.py": "", "shared.pth": "shared/modules\n"})
+    second = wheel(tmp_path, "second", {"shared/modules/two.py": ""})
+    broken = tmp_path / "broken-1-py3-none-any.whl"
+    broken.write_text("no archive")
+    code = "import shared.one, two, importlib.metadata as m; m.version('first')"
+    for wheels in ([first, second], [first, str(broken)]):
+        run = Run(Call("some", "much", (), ()), tmp_path, 9, True)
+        run.install(wheels)
+        code = code if second in wheels else "import shared.one"
+        done = subprocess.run([sys.executable, "-c", code], env=run.environment, cwd=tmp_path)
+        assert done.returncode == 0
+    assert capsys.readouterr().out == "not installed: broken-1-py3-none-any.whl\n"
 
 
 def test_a_failure_does_not_stop_the_next_stage(run_of):
