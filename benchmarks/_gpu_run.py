@@ -78,11 +78,8 @@ class Run:
 
     def prepare(self, wheels: Path | None) -> str:
         """Install the wheels and load the libraries. Return why they cannot be used, or ""."""
-        for wheel in sorted(wheels.resolve().glob("*.whl")) if wheels else []:
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
-                       "--no-compile", "--target", str(self.site), "--upgrade"]  # fmt: skip
-            if self._logged([*install, str(wheel)], 120):
-                self.say(f"not installed: {wheel.name}")
+        if wheels is not None:
+            self.install(sorted(map(str, wheels.resolve().glob("*.whl"))))
         info = ROOT / "storage_ops" / "lib" / "build_info.json"
         if not info.is_file():
             return "storage_ops/lib has no libraries"
@@ -97,6 +94,19 @@ class Run:
         if self._logged([sys.executable, "-c", check], 60):
             return "no GPU"
         return "storage_ops info names a problem" if code else ""
+
+    def install(self, wheels: list[str]) -> None:
+        """Install wheels for this call. If not all can be installed, install the others."""
+        # Wheels may have parts of one folder, which pip replaces unless it gets them together.
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
+               "--no-compile", "--target", str(self.site), "--upgrade"]  # fmt: skip
+        if wheels and self._logged([*pip, *wheels], 120):
+            for wheel in wheels:
+                if self._logged([*pip, wheel], 120):
+                    self.say(f"not installed: {Path(wheel).name}")
+        # Python reads files *.pth, which name more folders of modules, only in folders of `site`.
+        hook = f"import site\nsite.addsitedir({str(self.site)!r})\n"
+        (self.site / "sitecustomize.py").write_text(hook)
 
     def stage(self, stage: Stage, kept: float) -> None:
         """Run a stage. `kept` seconds of the call belong to later stages."""

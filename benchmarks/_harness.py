@@ -121,7 +121,7 @@ def interleave(
             del cases[name]
             lines = str(error).strip().splitlines() or [""]
             skip(f"{prefix}{name}", f"{type(error).__name__}: {lines[0][:200]}")
-            _release(device)
+            release(device)
     seconds: dict[str, Runs] = {name: [] for name in cases}
     for round_ in range(repeats):
         if round_ > 0 and _result is not None and time.monotonic() > _result.end:
@@ -152,7 +152,8 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _release(device: str) -> None:
+def release(device: str) -> None:
+    """Free unused memory, also of objects that refer to themselves."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -214,7 +215,7 @@ def peak(run: Case, device: str = "cpu") -> float:
         with storage_ops.memory.measure() as m:
             run()
         return round(m.peak_bytes / MIB, 1)
-    _release(device)
+    release(device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

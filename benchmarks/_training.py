@@ -55,7 +55,8 @@ class Job:
         self.case, self.settings, self.data, self.device = case, settings, data, device
         self.features, self.folder = features_of(case), folder
         torch.manual_seed(settings.seed)
-        self.model = Decoder(settings.config, self.features).to(device)
+        with device:  # a CPU takes half a minute for the numbers of a billion parameters
+            self.model = Decoder(settings.config, self.features)
         groups = [
             {"params": [p for p in self.model.parameters() if (p.dim() == 2) == matrix], **options}
             for matrix, options in ((True, {"weight_decay": 0.1}), (False, {"weight_decay": 0.0}))

@@ -28,7 +28,17 @@ import torch
 from torch import Tensor
 
 from benchmarks._gpt import COMPILERS, FEATURES, SIZES, features_of, missing
-from benchmarks._harness import MIB, RESULTS, curve, finish, hardware, parser, ratios, skip
+from benchmarks._harness import (
+    MIB,
+    RESULTS,
+    curve,
+    finish,
+    hardware,
+    parser,
+    ratios,
+    release,
+    skip,
+)
 from benchmarks._training import Job, Settings
 from storage_ops.cli.demo import corpus
 
@@ -158,9 +168,12 @@ def all_rows(arguments: argparse.Namespace, kept: list[dict[str, Any]]) -> Itera
     yield from (r for r in kept if r["shape"] != shape or r["case"] not in arguments.cases)
     data = tokens_of(arguments.text, config.vocab, 1_000_000 if arguments.quick else None)
     folders = dict.fromkeys(arguments.cases, arguments.folder)
+    jobs: list[Job] = []
     for number, cases in enumerate(groups_of(arguments.cases)):
+        jobs.clear()
         torch._dynamo.reset()
-        jobs = list(trained(arguments, jobs_of(cases, arguments, settings, data, folders)))
+        release(arguments.device)  # the jobs of two groups may not fit together
+        jobs += trained(arguments, jobs_of(cases, arguments, settings, data, folders))
         if len(jobs) > (number > 0):
             rows = rows_of(jobs, shape)
             if number > 0:  # plain already has a row

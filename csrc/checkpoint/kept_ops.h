@@ -305,11 +305,18 @@ inline void note_shared(Log& log, const torch::jit::Stack& stack, size_t returns
   }
 }
 
-inline at::Generator generator_of(const torch::jit::Stack& arguments, c10::Device device) {
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isGenerator()) return argument.toGenerator();
+// Notes the states of the generators that an op with results on these devices may have used. An op
+// of a GPU may return numbers on the CPU too: the seed of attention with dropout.
+inline void note_random(Result& result, const std::vector<c10::IValue>& generators,
+                        const std::unordered_set<c10::Device>& devices) {
+  auto note = [&](at::Generator generator) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    result.random.emplace_back(generator, generator.get_state());
+  };
+  if (!generators.empty()) return note(generators.front().toGenerator());
+  for (const c10::Device& device : devices) {
+    if (!device.is_meta()) note(at::globalContext().defaultGenerator(device));
   }
-  return at::globalContext().defaultGenerator(device);
 }
 
 inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t arguments,
@@ -339,14 +346,14 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
   if (store.is_abandoned) return;
   auto result = std::make_unique<Result>();
   result->offloads = decision == Decision::offload;
-  std::optional<c10::Device> device;
+  std::unordered_set<c10::Device> devices;
   bool is_new = true, is_inference = false;
   for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
     for_tensors((*stack)[i], [&](const at::Tensor& t) {
       is_inference |= t.is_inference();
       fits = fits && (is_plain(t) || t.is_inference());
       if (!fits || is_inference) return;
-      device = t.device();
+      devices.insert(t.device());
       is_new = is_new && std::find(inputs.begin(), inputs.end(), key_of(t)) == inputs.end();
     });
   }
@@ -355,7 +362,7 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
     store.policy->leave_to_python(log.region);
     return;
   }
-  if (is_inference || !device || !is_new) return;
+  if (is_inference || devices.empty() || !is_new) return;
   for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
     result->values.push_back(alias_of((*stack)[i]));
     for_tensors(result->values.back(), [&](const at::Tensor& t) {
@@ -363,11 +370,7 @@ inline void record(Store& store, const Op* op, torch::jit::Stack* stack, size_t 
       log.on_storage[key_of(t)] = result.get();
     });
   }
-  if (op->draws && store.preserves_random && !device->is_meta()) {
-    at::Generator generator = generator_of(generators, *device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    result->random.emplace_back(generator, generator.get_state());
-  }
+  if (op->draws && store.preserves_random) note_random(*result, generators, devices);
   log.events[position].result = std::move(result);
 }
 

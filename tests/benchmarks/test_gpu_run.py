@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,38 @@ def run_of(tmp_path, monkeypatch):
     return run
 
 
+def wheel(folder, name, files):
+    """Write a wheel with these files, by their paths, and return its path."""
+    info = f"{name}-1.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    path = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return str(path)
+
+
+@pytest.mark.in_turn
+def test_wheels_with_parts_of_one_folder_and_paths_are_installed(tmp_path, capsys):
+    first = wheel(tmp_path, "first", {"shared/one.py": "", "shared.pth": "shared/modules\n"})
+    second = wheel(tmp_path, "second", {"shared/modules/two.py": ""})
+    broken = tmp_path / "broken-1-py3-none-any.whl"
+    broken.write_text("no archive")
+    code = "import shared.one, two, importlib.metadata as m; m.version('first')"
+    for wheels in ([first, second], [first, str(broken)]):
+        run = Run(Call("some", "much", (), ()), tmp_path, 9, True)
+        run.install(wheels)
+        code = code if second in wheels else "import shared.one"
+        done = subprocess.run([sys.executable, "-c", code], env=run.environment, cwd=tmp_path)
+        assert done.returncode == 0
+    assert capsys.readouterr().out == "not installed: broken-1-py3-none-any.whl\n"
+
+
 def test_a_failure_does_not_stop_the_next_stage(run_of):
     stages = [Stage(name, 60, name) for name in ("good", "bad", "last")]
     stages.append(Stage("real", 60, "good", (FILE,)))
@@ -157,25 +190,42 @@ def test_an_interrupt_keeps_earlier_results(tmp_path):
     assert (tmp_path / "results.json").is_file()
 
 
-def test_tests_are_counted_together_with_errors_of_the_sanitizer(tmp_path, monkeypatch):
-    printed = (
-        "========= COMPUTE-SANITIZER\n========= Invalid write\n========= ERROR SUMMARY: 1 error\n"
-    )
-    fake = tmp_path / "compute-sanitizer"
-    fake.write_text(f"""#!/bin/sh
-printf '{printed}'
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """Return a function that counts the tests of a sanitizer, which is a script of the shell."""
+
+    def count(script):
+        fake = tmp_path / "compute-sanitizer"
+        fake.write_text(f"""#!/bin/sh
 for a; do case $a in --junit-xml=*) file=${{a#*=}};; esac; done
+{script}
 echo '<x><testsuite tests="9" failures="1" errors="0" skipped="2"/></x>' > $file
 exit 99
 """)
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    arguments = SimpleNamespace(device="cuda", tool="racecheck", arguments=["tests/cuda"])
-    codes = []
-    rows = {row["case"]: row for row in _gpu_tests.rows(arguments, codes)}
-    assert codes == [99] and rows["Invalid write"]["findings"] == 1
-    counts = {case: row["tests"] for case, row in rows.items() if "tests" in row}
-    assert counts == {"passed": 6, "failures": 1, "errors": 0, "skipped": 2}
+        fake.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        arguments = SimpleNamespace(device="cuda", tool="racecheck", arguments=["tests/cuda"])
+        codes = []
+        rows = {row["case"]: row for row in _gpu_tests.rows(arguments, codes)}
+        assert codes == [99]
+        counts = {case: row["tests"] for case, row in rows.items() if "tests" in row}
+        assert counts == {"passed": 6, "failures": 1, "errors": 0, "skipped": 2}
+        return rows
+
+    handler = signal.getsignal(signal.SIGINT)
+    yield count
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_tests_are_counted_together_with_errors_of_the_sanitizer(counted):
+    printed = (
+        "========= COMPUTE-SANITIZER\\n========= Invalid write\\n========= ERROR SUMMARY: 1 error"
+    )
+    assert counted(f"printf '{printed}\\n'")["Invalid write"]["findings"] == 1
+
+
+def test_tests_are_counted_after_an_interrupt(counted):
+    counted("kill -INT $PPID; sleep 0.1; kill -INT $PPID; sleep 0.1")
 
 
 def test_a_missing_sanitizer_is_named(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -163,6 +164,26 @@ def test_with_all_features_a_step_takes_less_memory_than_the_plain_logits():
     logits = config.batch * config.context * config.vocab * 4
     plain, everything = (Job(c, Settings(config, 2), data, CPU).memory() for c in ("plain", "all"))
     assert plain.peak_bytes > 2 * logits > 3 * everything.peak_bytes
+
+
+@pytest.mark.in_turn
+def test_the_jobs_of_a_group_are_freed_before_the_next_one(tmp_path, monkeypatch):
+    alive, counts = weakref.WeakSet(), []
+
+    class Counted(Job):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+            counts.append(len(alive))
+
+    monkeypatch.setattr(train_gpt, "Job", Counted)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    text, out = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    command = ["--quick", "--device", "cpu", "--text", str(text), "--json", str(out)]
+    command += ["--batch", "1", "--steps", "1", "--cases", "plain", "compile", "autochunk"]
+    train_gpt.main(command)
+    assert counts == [1, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,27 @@ def test_nested_regions_that_write_and_draw(path, inside, around):
         assert all(map(torch.equal, gradients(plain, leaves), right))
 
 
+def test_attention_whose_seed_is_on_another_device_repeats_its_random_numbers(path):
+    """With dropout on a GPU, its output is on the GPU, and its seed on the CPU."""
+
+    def attention(q, *args, **options):
+        seed = torch.empty((), device="meta")
+        return torch.rand_like(q), torch.empty_like(q), seed, seed.clone()
+
+    def layer(x):
+        q = x.detach()
+        mixed, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
+        return F.dropout(mixed * x.sin(), 0.5)
+
+    x, gradients = torch.randn(1, 2, 8, 4, requires_grad=True), []
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_efficient_attention", attention, "CPU")
+        for call in (layer, region(layer, policies.attention)):
+            torch.manual_seed(5)
+            gradients.append(torch.autograd.grad(call(x).sum(), x)[0])
+    assert torch.equal(*gradients)
+
+
 def test_a_kernel_that_comes_between_forward_and_backward(path):
     """Ops are logged in the same order before and after another policy names them."""
 

@@ -1,5 +1,6 @@
 """A calibration of a device, and the predictions that follow from it."""
 
+import os
 import statistics
 
 import pytest
@@ -34,6 +35,8 @@ def seconds_of(step, device):
 @pytest.mark.parametrize("kind", ["GPT", "UNet"])
 def test_full_checkpoints_take_the_predicted_time(device, kind, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
+    if device == "cuda" and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("measures times, which other tests on the GPU change")
     monkeypatch.setattr("storage_ops.fitting.calibration.folder", lambda: tmp_path)
     calibration = storage_ops.calibrate(device, SECONDS[device])
     assert "aten::mm" in calibration.op_times.points

@@ -119,6 +119,17 @@ def test_fused_attention_with_dropout_is_recomputed_with_its_mask(backend):
         assert (a - b).double().norm() <= 1e-2 * b.double().norm()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [FUSED.FLASH_ATTENTION, FUSED.EFFICIENT_ATTENTION])
+def test_dropout_after_saved_attention_with_dropout_repeats_its_mask(backend):
+    plain, ours, x = stacks("plain", "cuda", torch.bfloat16)
+    so.apply_activation_checkpoint(ours, {"layer_classes": ["Block"], "policy": "attention"})
+    with torch.nn.attention.sdpa_kernel(backend):
+        results = gradients(ours, x), gradients(plain, x)
+    for a, b in zip(*results, strict=True):  # the kernels add in any order
+        assert (a - b).double().norm() <= 1e-2 * b.double().norm()
+
+
 @each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_recompute_runs_under_the_autocast_of_the_forward(path, device, dtype):

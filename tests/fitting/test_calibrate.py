@@ -229,6 +229,13 @@ def test_the_measured_times_of_the_table_agree_with_its_rates():
     )
 
 
+@pytest.mark.in_turn
+def test_measuring_the_host_ends_on_a_busy_machine(monkeypatch):
+    monkeypatch.setattr("storage_ops.fitting.calibrate._ROUNDS", 10**9)
+    monkeypatch.setattr("storage_ops.fitting.calibrate._MOST_SECONDS", 0.1)
+    assert storage_ops.calibrate("cpu", seconds=0.1).host.op > 0
+
+
 @pytest.mark.parametrize("where", ["samples", "file"])
 def test_an_interrupt_leaves_no_file(folder, monkeypatch, where):
     def interrupted(*args, **kwargs):

@@ -145,5 +145,6 @@ def test_grouped_products_of_transformers():
         assert sum(recorded.flops.values()) >= one
         recorded.flops.clear()
         out.sum().backward()
-    assert recorded.flops["transformers::grouped_mm_fallback_backward"] == 2 * one
+    products = sum(recorded.flops.values())  # in some versions, the backward is no op
+    assert recorded.flops.get("transformers::grouped_mm_fallback_backward", products) == 2 * one
     assert policies.matmuls(None, ops.grouped_mm_fallback.default) == CheckpointPolicy.MUST_SAVE
