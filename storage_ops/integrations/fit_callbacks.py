@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from typing import Any
 
 from torch import nn
@@ -96,6 +97,9 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     training ends with a ValueError before the forward. Otherwise, a warning names the difference.
     Models that `torch.compile` compiles are not compared.
 
+    transformers does not tell callbacks that a training ended with an error or an interrupt. The
+    plan is then applied until the next training with this callback, or until `plan.undo()`.
+
     Args:
         plan: what `storage_ops.fit` returned for the Trainer's model, or the path of a file that it
             saved for one like it.
@@ -134,6 +138,36 @@ def trainer_callback(plan: FitPlan | str | os.PathLike[str]) -> Any:
     return FitCallback()
 
 
+def _lightning() -> str:
+    """Return the name of the package whose Trainer the program uses.
+
+    `lightning` installs `pytorch_lightning` too, whose Trainer may refuse callbacks of the other.
+    """
+    new, old = "lightning.pytorch", "pytorch_lightning"
+    imported = [name for name in (new, old) if name in sys.modules]
+    if imported:
+        return imported[0]
+    has_new = importlib.util.find_spec("lightning") is not None
+    has_old = importlib.util.find_spec(old) is not None
+    return old if has_old and not has_new else new
+
+
+def _submodule(module: nn.Module, attribute: str) -> nn.Module:
+    """Return the module that `attribute` of `lightning_callback` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return module.get_submodule(attribute)
+    except AttributeError:
+        names = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"`attribute` is {attribute!r}, but {type(module).__name__} has no such module. "
+            f"Expected the name of the model that the plan was made for, such as {names}."
+        ) from None
+
+
 def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = "") -> Any:
     """Return a Lightning `Callback` that applies a plan while a Trainer fits.
 
@@ -158,10 +192,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
             f"lightning_callback: `attribute` is a {type(attribute).__name__}. Expected the name "
             "of the fitted model in the LightningModule, such as 'model'."
         )
-    has_new = importlib.util.find_spec("lightning") is not None
-    has_old = importlib.util.find_spec("pytorch_lightning") is not None
-    name = "pytorch_lightning" if has_old and not has_new else "lightning.pytorch"
-    library: Any = required(name, "lightning_callback")
+    library: Any = required(_lightning(), "lightning_callback")
 
     class FitCallback(library.Callback):
         """Applies a plan of storage_ops.fit."""
@@ -175,7 +206,7 @@ def lightning_callback(plan: FitPlan | str | os.PathLike[str], attribute: str = 
                 autocast=_AUTOCAST_OF_LIGHTNING.get(precision, ""),
                 accumulate=getattr(trainer, "accumulate_grad_batches", 1) > 1,
             )
-            applied.start(pl_module.get_submodule(attribute), training)
+            applied.start(_submodule(pl_module, attribute), training)
 
         def on_fit_end(self, trainer: object, pl_module: nn.Module) -> None:
             """Undo the plan."""

@@ -196,6 +196,23 @@ def test_a_lightning_trainer(package):
     assert not any(isinstance(m, storage_ops.CheckpointWrapper) for m in module.model)
 
 
+def test_the_callback_is_of_the_package_that_the_program_imports(monkeypatch):
+    """`lightning` installs `pytorch_lightning` too, whose Trainer may refuse its callbacks."""
+    packages = [pytest.importorskip(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    for package in packages:
+        (other,) = {package.__name__ for package in packages} - {package.__name__}
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, other)
+            assert isinstance(lightning_callback("fit.json"), package.Callback)
+
+
+def test_an_unknown_attribute_of_a_lightning_module_is_refused():
+    pytest.importorskip("lightning")
+    callback = lightning_callback("fit.json", "net")
+    with pytest.raises(ValueError, match=r"`attribute` is 'net', but ModuleDict.*such as model, b"):
+        callback.on_fit_start(None, nn.ModuleDict({"model": nn.Linear(2, 2), "b": nn.ReLU()}))
+
+
 @pytest.mark.in_turn
 def test_the_package_imports_neither_transformers_nor_lightning():
     code = (
