@@ -82,6 +82,8 @@ def _settings(module: nn.Module) -> dict[str, str]:
         if not (key.startswith("_") or key in _OF_TORCH or _OF_DEEPSPEED.match(key))
         and (setting := _setting(value)) is not None
     }
+    if getattr(vars(module).get("config"), "_attn_implementation", None) == "eager":
+        settings["attention"] = "eager"  # keeps the weights of all tokens, as no other one does
     if isinstance(module, LinearCrossEntropyLoss):
         settings["options"] = repr(own_options(module))
     return settings

@@ -243,6 +243,18 @@ def test_a_plan_of_another_model_is_refused():
     assert not any(changed(other))
 
 
+@pytest.mark.in_turn
+def test_a_plan_is_for_eager_attention_or_for_others(tmp_path):
+    """Eager attention keeps the weights of every pair of tokens."""
+    model = tiny()
+    tiny_plan(model).save(tmp_path / "fit.json")
+    model.config._attn_implementation = "flex_attention"
+    storage_ops.load_fit(tmp_path / "fit.json", model)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="which differs in: settings of layers"):
+        storage_ops.load_fit(tmp_path / "fit.json", model)
+
+
 def test_frozen_modules_stay_frozen_in_lightning():
     pytest.importorskip("lightning")
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 64), nn.GELU()))
