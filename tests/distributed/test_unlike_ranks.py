@@ -100,6 +100,14 @@ class Parallel(Layer):
         return h.exp() if dist.get_rank() == 1 else 2 * h
 
 
+class Uneven(Layer):
+    """Saves tensors on rank 1 alone, where a row of such layers would take more memory."""
+
+    def forward(self, x):
+        h = Reduce.apply(Copy.apply(self.linear(x)))
+        return h.sin().sin() if dist.get_rank() == 1 else 2 * h
+
+
 class Ring(Layer):
     def forward(self, x):
         h = Exchange.apply(self.linear(x).sin())
@@ -168,7 +176,7 @@ def gradients(kind, config):
 
 
 def every_kind(rank):
-    for kind in (Parallel, Ring, Gathered, Experts, Nested, Sharded):
+    for kind in (Parallel, Uneven, Ring, Gathered, Experts, Nested, Sharded):
         right = gradients(kind, None)
         for config in MODES:
             ours = gradients(kind, config)

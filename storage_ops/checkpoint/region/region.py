@@ -79,7 +79,7 @@ class Region:
     _task: Any = None
     _recomputed: RecomputedTensors | None = None
     _reread = False
-    _communicates = False  # with other ranks, which recompute as well
+    communicates = False  # with other ranks, which recompute as well
     _running = False  # the forward; a backward inside it may read saved tensors
     is_frozen = False
     end = 0
@@ -198,7 +198,7 @@ class Region:
         Args:
             outputs: the leaves of what the region returned.
         """
-        self._communicates = True
+        self.communicates = True
         collectives.call_before_backward(outputs, self.trigger())
 
     def _note_made(self, leaves: list[Any], attributes: dict[str, Any], start: int) -> None:
@@ -269,7 +269,7 @@ class Region:
             nonlocal held
             region = alive()
             if region is not None:
-                if region._communicates and region._fn is not None:
+                if region.communicates and region._fn is not None:
                     region.recompute()
                 region.restore()
                 if not is_retained():
@@ -346,7 +346,7 @@ class Region:
             if self._versions:
                 modified += self._modified()
         start = torch._C._autograd._get_sequence_nr()
-        whole = self._discarded or self._communicates or modified
+        whole = self._discarded or self.communicates or modified
         stops = self._running or (self._stops and not whole)
         args, kwargs = self._inputs.again(self.name)
         again = self._saved.recompute(bool(stops))

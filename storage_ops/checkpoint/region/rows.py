@@ -4,6 +4,9 @@ The first backward that needs the output of a row's last region repeats every re
 output is missing. It holds what each of them saves until its own backward. So a row of large layers
 would take as much memory as without checkpoints. There an output is kept, as an ordinary checkpoint
 keeps it, and the row ends.
+
+A row also ends at a region that has run collectives. Ranks may save different bytes, and rows that
+differ would repeat these collectives in another order on each rank.
 """
 
 from __future__ import annotations
@@ -80,17 +83,22 @@ def keep_ends_of_rows(regions: Iterable[Region]) -> None:
     rows: dict[Region, _Row] = {}
     for region in regions:
         producers = [p for p in region.producers if p in rows and _is_discarded(p)]
-        before = {id(rows[p]): rows[p] for p in producers}
+        _keep(p for p in producers if p.communicates)
+        before = {id(rows[p]): rows[p] for p in producers if not p.communicates}
         saved = 0 if region.allocated is None else region.allocated.total
         row = _Row(saved, saved)
         for each in before.values():
             row.add(each)
-        if producers and row.is_costly():
-            for entry in (e for p in producers for e in p.discardable):
-                entry.is_referenced = True
+        if before and row.is_costly():
+            _keep(producers)
             row = _Row(saved, saved)
         row.outputs += _bytes_of_outputs(region)
         rows[region] = row
+
+
+def _keep(regions: Iterable[Region]) -> None:
+    for entry in (entry for region in regions for entry in region.discardable):
+        entry.is_referenced = True
 
 
 def _is_discarded(region: Region) -> bool:
