@@ -116,6 +116,34 @@ def test_a_layer_whose_graph_breaks(path, kind):
     assert all(map(torch.equal, got, train(plain, plain, xs)))
 
 
+def discarding(kind, producer, consumer, x):
+    if kind == "composed":
+        return so.output_discard(producer, consumer)(x)
+    if kind == "chain":
+        with so.OutputDiscardChain() as chain:
+            return consumer(chain.checkpoint(producer, x))
+    region = so.OutputDiscardCheckpoint()
+    hidden = region.checkpoint(producer, x)
+    if kind == "hook tensor":
+        y = consumer(hidden)
+        region.discard_output_and_register_recompute(y)
+    else:
+        with region.consumer():
+            y = consumer(hidden)
+        region.discard_output_and_register_recompute()
+    return y
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("kind", ["composed", "chain", "hook tensor", "consumer"])
+def test_a_producer_whose_graph_breaks(path, kind):
+    plain = nn.Sequential(Breaks(), Mlp())
+    ours = copy.deepcopy(plain)
+    xs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    call = torch.compile(lambda x: discarding(kind, *ours, x), backend="aot_eager")
+    assert all(map(torch.equal, train(call, ours, xs), train(plain, plain, xs)))
+
+
 @pytest.mark.in_turn
 def test_a_layer_that_dynamo_cannot_compile(path):
     plain = nn.Sequential(nn.LSTM(8, 8))
