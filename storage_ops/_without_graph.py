@@ -1,4 +1,4 @@
-"""Calls that torch.compile cannot trace: a loss, and a checkpoint that is recomputed.
+"""Calls that torch.compile cannot trace: losses, recomputed checkpoints and traced steps.
 
 They are in a file of their own because `disable` imports Dynamo.
 """
@@ -30,4 +30,15 @@ run_backward = torch.compiler.disable(
     _run_backward,
     reason="A checkpoint of storage_ops is recomputed in a backward pass that compiled autograd "
     "runs without a graph. Use torch.compile(backend=..., fullgraph=False).",
+)
+
+
+def _run_step(step: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    return step(*args, **kwargs)
+
+
+run_step = torch.compiler.disable(
+    _run_step,
+    reason="A traced step is a graph already. Compile it alone: step.gm = torch.compile(step.gm). "
+    "Or pass fullgraph=False.",
 )

@@ -69,8 +69,8 @@ def explain(
         The explanation of the graph with the largest predicted peak, if there are several.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type or value, or a misspelt one that `f`
-            does not name among its arguments.
+        TypeError, ValueError: `f` is no function, an option has the wrong type or value, or a
+            misspelt option is no named argument of `f`.
 
     Example:
         >>> x, w = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8)
@@ -78,6 +78,8 @@ def explain(
         >>> found.chunked, found.reason
         (False, 'mm = aten.mm.default: ...')
     """
+    if not callable(f):
+        raise TypeError(f"explain: `f` is {f!r}, a {type(f).__name__}. Expected a function.")
     _check_spelling(f, kwargs)
     checked(num_chunks, memory_budget, True)
     options: dict[str, Any] = {"num_chunks": num_chunks, "memory_budget": memory_budget}

@@ -34,6 +34,7 @@ from storage_ops.loss.engine.autograd import (
     backward,
     gradients_like,
     set_up,
+    without_bases,
 )
 
 _OPS = torch.ops.storage_ops
@@ -96,8 +97,7 @@ class _Differentiable(HeadFunction):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _OPS.linear_kl_div(*args)
-        return outputs
+        return without_bases(_OPS.linear_kl_div(*args))
 
 
 def apply(call: DivergenceCall) -> Tensor:

@@ -40,6 +40,7 @@ from storage_ops.loss.engine.autograd import (
     backward,
     gradients_like,
     set_up,
+    without_bases,
 )
 from storage_ops.loss.planning.cost import STATE_ROWS
 from storage_ops.loss.planning.planner import keeping
@@ -75,6 +76,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             grads[1] = grads[1] if run.parked is None else run.parked
     state, argmax, wants = rows.state, rows.argmax, call.wants
     out = formulas.Outputs.of(tokens, call, state)
+    nll = out.nll
+    if nll is out.loss and wants[0] and call.reduction == "none":
+        nll = nll.clone()  # two results of an op may not share memory
     picked, top_ids = state.new_empty(0), input.new_empty(0, dtype=torch.int64)
     if rows.picked is not None:
         picked, top_ids = map(tokens.spread, rows.picked.log_probabilities())
@@ -83,7 +87,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         dropped = tokens.spread(run.head.ranks.add_up(run.dropped))
     return (
         rows.reduced(out.loss),
-        tokens.spread(out.nll) if wants[0] else state.new_empty(0),
+        tokens.spread(nll) if wants[0] else state.new_empty(0),
         tokens.spread(out.lse_of(state)) if wants[1] else state.new_empty(0),
         tokens.spread(out.entropy_of(state)) if wants[2] else state.new_empty(0),
         picked,
@@ -240,7 +244,7 @@ class _Differentiable(HeadFunction):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         op, kernel = _OPS.linear_cross_entropy, _KERNELS["linear_cross_entropy"]
-        return tuple(ranks.run(op, kernel, Call(*args), *args))
+        return without_bases(ranks.run(op, kernel, Call(*args), *args))
 
 
 def _may_keep(call: Call) -> bool:

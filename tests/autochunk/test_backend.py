@@ -317,6 +317,11 @@ def test_misspelt_options_of_explain():
     ).chunked
 
 
+def test_explain_needs_a_function():
+    with pytest.raises(TypeError, match=r"`f` is 3, a int\. Expected a function"):
+        explain(3)
+
+
 def test_the_id_of_the_pass_is_stable():
     one, two = (backends._make_pass((8, None, True), 1) for _ in range(2))
     other = backends._make_pass((4, None, True), 1)

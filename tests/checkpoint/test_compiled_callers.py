@@ -1,5 +1,6 @@
 """Dynamo is on while eager code runs after a graph break. It does not compile code of regions."""
 
+import copy
 import warnings
 
 import pytest
@@ -79,3 +80,74 @@ def test_a_module_that_dynamo_leaves_to_eager_code(path, kind):
         want = torch.autograd.grad(plain(x).sum(), (x, *plain.parameters()))
         got = torch.autograd.grad(net(x).sum(), (x, *ours.parameters()))
         assert all(map(torch.equal, want, got))
+
+
+class Breaks(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        h = self.up(x)
+        torch._dynamo.graph_break()
+        self.calls.add_(1)
+        return self.down(F.gelu(h) * self.calls)
+
+
+def train(call, net, xs):
+    """Return the gradients of a network and its buffers after a step for each input."""
+    gradients = [torch.autograd.grad(call(x).sum(), (x, *net.parameters())) for x in xs]
+    return *(t for each in gradients for t in each), *net.buffers()
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("kind", ["full", "selective", "output_discard", "tile"])
+def test_a_layer_whose_graph_breaks(path, kind):
+    plain = nn.Sequential(Breaks(), Breaks())
+    ours = copy.deepcopy(plain)
+    if kind == "tile":
+        for layer in ours:
+            so.tile(layer, tiles=1)
+    else:
+        options = OPTIONS.get(kind, {"mode": kind})
+        so.apply_activation_checkpoint(ours, {"layer_classes": ["Breaks"], **options})
+    xs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    got = train(torch.compile(ours, backend="aot_eager"), ours, xs)
+    assert all(map(torch.equal, got, train(plain, plain, xs)))
+
+
+def discarding(kind, producer, consumer, x):
+    if kind == "composed":
+        return so.output_discard(producer, consumer)(x)
+    if kind == "chain":
+        with so.OutputDiscardChain() as chain:
+            return consumer(chain.checkpoint(producer, x))
+    region = so.OutputDiscardCheckpoint()
+    hidden = region.checkpoint(producer, x)
+    if kind == "hook tensor":
+        y = consumer(hidden)
+        region.discard_output_and_register_recompute(y)
+    else:
+        with region.consumer():
+            y = consumer(hidden)
+        region.discard_output_and_register_recompute()
+    return y
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("kind", ["composed", "chain", "hook tensor", "consumer"])
+def test_a_producer_whose_graph_breaks(path, kind):
+    plain = nn.Sequential(Breaks(), Mlp())
+    ours = copy.deepcopy(plain)
+    xs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    call = torch.compile(lambda x: discarding(kind, *ours, x), backend="aot_eager")
+    assert all(map(torch.equal, train(call, ours, xs), train(plain, plain, xs)))
+
+
+@pytest.mark.in_turn
+def test_a_layer_that_dynamo_cannot_compile(path):
+    plain = nn.Sequential(nn.LSTM(8, 8))
+    ours = so.apply_activation_checkpoint(copy.deepcopy(plain), {"layer_classes": ["LSTM"]})
+    xs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    got = train(torch.compile(lambda x: ours(x)[0], backend="aot_eager"), ours, xs)
+    assert all(map(torch.equal, got, train(lambda x: plain(x)[0], plain, xs)))

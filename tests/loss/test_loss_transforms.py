@@ -215,3 +215,37 @@ def test_func_grad_in_torch_compile_runs_without_a_graph(transform):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_may_be_modified_in_place(problem, grad, dense):
+    x, w, _, target = problem
+    if dense:
+        target = target.clamp(min=0)
+    x, w = x.requires_grad_(grad), w.requires_grad_(grad)
+    results = []
+    for write in (lambda t: t.mul_(2), lambda t: t * 2):
+        outputs = so.linear_cross_entropy(
+            x, w, target, reduction="none", returns=("loss", "nll", "lse", "topk"), top_k=2
+        )
+        loss, nll, lse, (top, _) = outputs
+        divergence = so.linear_kl_div(x, w, -x, -w, reduction="none")
+        values = [write(t) for t in (loss, lse, top, divergence)]
+        assert torch.equal(nll.detach(), values[0].detach() / 2)
+        total = sum(t.sum() for t in values)
+        results.append((total.detach(), torch.autograd.grad(total, (x, w)) if grad else ()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("error:.*may not alias:UserWarning")
+def test_compiled_results_share_no_memory(problem):
+    x, w, _, target = problem
+    x, target = x.requires_grad_(), target.clamp(min=0)
+
+    def losses(x, w):
+        options = {"reduction": "none", "returns": ("loss", "nll")}
+        return so.linear_cross_entropy(x, w, target, **options)
+
+    compiled = torch.compile(losses, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, w), losses(x, w), rtol=0, atol=0)

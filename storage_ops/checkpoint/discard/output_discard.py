@@ -33,6 +33,7 @@ from storage_ops.checkpoint.region.region import Region
 from storage_ops.checkpoint.saved.saved import fail
 from storage_ops.checkpoint.state.execution import is_disabled
 from storage_ops.foundation import regions
+from storage_ops.foundation.eager import eager
 
 # Arguments and result of a function. An overload without brackets has the default types.
 P = ParamSpec("P", default=...)
@@ -286,6 +287,19 @@ def run_region(
 
     The region is None if no output can be discarded.
     """
+    return _run_region(fn, args, kwargs, options, name, torch.compiler.is_compiling())
+
+
+@eager
+def _run_region(
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    name: str,
+    in_compiled: bool,
+) -> tuple[T, Region | None]:
+    """Return the same as `run_region`. `in_compiled`: whether the code around it is compiled."""
     if torch.compiler.is_compiling():
         rng = options.preserve_rng_state
         return compiled_region(fn, args, kwargs, rng, options.context_fn), None
@@ -295,7 +309,11 @@ def run_region(
     if not _is_region():
         return fn(*args, **kwargs), None
     region = Region(fn, args, kwargs, options, name)
-    return region.forward(args, kwargs), region
+    outputs = region.forward(args, kwargs)
+    if in_compiled:  # The graph broke inside of `fn`. The compiled code around it discards nothing.
+        region.forget_outputs()
+        return outputs, None
+    return outputs, region
 
 
 def output_discard(

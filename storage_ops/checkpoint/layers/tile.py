@@ -28,6 +28,7 @@ from storage_ops.checkpoint.state.left_behind import run_on_fakes
 from storage_ops.checkpoint.state.unchanged import replaced, unchanged
 from storage_ops.foundation import regions
 from storage_ops.foundation.autocast import autocast_dtype
+from storage_ops.foundation.eager import eager
 from storage_ops.foundation.tensor_spec import TensorSpec
 from storage_ops.quantities import parse_bytes, readable
 
@@ -52,6 +53,7 @@ class Tiling:
     tiles_by_call: dict[Any, int] = field(default_factory=dict, compare=False, repr=False)
     checked: bool = field(default=False, compare=False, repr=False)
 
+    @eager  # If the graph breaks inside of a tile, the tiles run eagerly, and stay regions.
     def run(
         self,
         module: nn.Module,

@@ -31,6 +31,7 @@ from storage_ops.checkpoint.selective.selective import contexts
 from storage_ops.checkpoint.state.caches import warn_once, without_cache
 from storage_ops.checkpoint.state.execution import is_disabled, is_traced_by_fx
 from storage_ops.foundation import regions
+from storage_ops.foundation.eager import eager
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Options that choose layers of a model do not apply to a single module.
@@ -68,6 +69,7 @@ class Checkpointing:
             ),
         )
 
+    @eager  # If the graph breaks inside of the region, the region runs eagerly, and stays a region.
     def run(
         self,
         module: nn.Module,

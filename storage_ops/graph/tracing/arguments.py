@@ -231,7 +231,7 @@ def _attributes(t: Tensor) -> dict[str, Any]:
 
 def reader(place: int | None, slot: Slot) -> Callable[[list[Any]], Tensor]:
     """Return a function that reads a leaf at each call, from its argument or its slot."""
-    return lambda leaves: slot.read() if place is None else leaves[place]
+    return lambda leaves: slot.value() if place is None else leaves[place]
 
 
 def holders(args: object, kwargs: object) -> list[tuple[str, Any]]:

@@ -41,6 +41,20 @@ class Slot:
     read: Callable[[], Any]
     write: Callable[[Any], object] | None = None
 
+    def value(self) -> Any:
+        """Return the current value, in a call of the traced step.
+
+        Raises:
+            ValueError: the place does not exist any more.
+        """
+        try:
+            return self.read()
+        except (AttributeError, LookupError) as error:
+            raise ValueError(
+                f"traced step: {self.name} does not exist any more. Expected a tensor, as when "
+                "traced. Trace the function again."
+            ) from error
+
 
 @dataclass
 class Closure:

@@ -144,6 +144,10 @@ class TracedStep(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the step. Arguments must be as in the trace, except for the values of tensors."""
+        if torch.compiler.is_dynamo_compiling():
+            from storage_ops._without_graph import run_step
+
+            return run_step(self, *args, **kwargs)  # type: ignore[no-any-return]
         if get_proxy_mode() is not None:  # inside another trace, which makes one graph of both
             return self.__wrapped__(*args, **kwargs)
         leaves, plain = self._arguments.flatten(args, kwargs)
@@ -157,7 +161,7 @@ class TracedStep(Generic[P, T]):
         self._autocast.check()
         for sharded in self._sharded:
             sharded.reshard()  # after a forward outside of the step
-        lifted = [slot.read() for slot in self._inputs]
+        lifted = [slot.value() for slot in self._inputs]
         for slot, layout, t in zip(self._inputs, self._layouts, lifted, strict=True):
             layout.check(slot.name, t)
         self._check_ties([*plain, *lifted], len(plain))

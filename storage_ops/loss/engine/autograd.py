@@ -9,7 +9,7 @@ The last four results of an op are the state, and the gradients of input, weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,14 @@ class HeadFunction(torch.autograd.Function):
 
     generate_vmap_rule = True
     jvp = staticmethod(raise_not_forward)
+
+
+def without_bases(outputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return the results of an op's kernel as results of a `HeadFunction`.
+
+    Results may be views. torch refuses in-place ops on a Function's result that is a view.
+    """
+    return tuple(t.detach() if t._is_view() else t for t in outputs)
 
 
 def set_up(
