@@ -33,7 +33,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _LARGE = 1e4
 _ALWAYS = 2  # sizes that are measured in any case
 _LEAST = 1e-7  # seconds of a kernel that takes no longer than its launch
-_HEAD_START = 50_000  # cycles for which a GPU waits, so that the host launches an op meanwhile
+# Cycles for which a GPU waits, so that the host launches all kernels of an op meanwhile: 0.1 ms.
+_HEAD_START = 200_000
 # Layers by which the host is measured, repetitions, and seconds after which no other one begins.
 # All take five seconds, but if other processes use all processors, a hundred times as long.
 _SMALL, _LAYERS, _ROUNDS, _MOST_SECONDS = SIZES[1], 3, 50, 20.0
