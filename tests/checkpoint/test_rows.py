@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import storage_ops as so
+from storage_ops.checkpoint.region.rows import SavedBytes
+from storage_ops.checkpoint.saved.guard import storage_key
 
 
 class Heavy(nn.Module):
@@ -122,3 +125,15 @@ def test_saved_bytes_of_inputs_parameters_and_outputs_do_not_count():
     region.forward((x,), {})
     # The region saves x, the weight, exp and its sum. The first two do not count.
     assert region.allocated.total == 4 * (8 * 32 + 1)
+
+
+def test_the_bytes_of_wrapper_subclasses_are_those_inside():
+    """A wrapper has a storage of its own, so the tensor inside it must keep its address."""
+    saved, sizes = SavedBytes(), range(1, 20)
+    for size in sizes:
+        t = torch.randn(size)
+        wrapper = TwoTensor(t, t)
+        saved.add(wrapper, storage_key(wrapper))
+        del t, wrapper  # the next tensor may take the address
+    saved.finish([], [])
+    assert saved.total == 4 * sum(sizes)

@@ -18,7 +18,7 @@ from storage_ops._subclass import check_module
 from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.layers import wrapper
 from storage_ops.checkpoint.layers.config_policy import class_of
-from storage_ops.checkpoint.saved.guard import by_storage
+from storage_ops.checkpoint.saved.guard import by_storage, with_bytes
 from storage_ops.checkpoint.state.execution import disable_checkpointing
 from storage_ops.checkpoint.state.unchanged import places_of, replaced, unchanged
 from storage_ops.foundation.op_names import Op
@@ -140,7 +140,7 @@ class _Storages(TorchDispatchMode):
     def _note(self, value: object, is_new: bool) -> None:
         for key, t in by_storage(tensors_in(value)).items():
             if key not in self._known:
-                self._remember(key, t.untyped_storage(), is_new)
+                self._remember(key, with_bytes(t).untyped_storage(), is_new)
 
     def _remember(self, key: int, storage: torch.UntypedStorage, is_new: bool) -> None:
         self._known[key] = storage.nbytes() if is_new else 0

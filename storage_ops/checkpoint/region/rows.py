@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from storage_ops.checkpoint.saved.guard import storage_key
+from storage_ops.checkpoint.saved.guard import storage_key, with_bytes
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region
@@ -45,7 +45,7 @@ class SavedBytes:
         # The class comes first, because isinstance calls Parameter's metaclass, which is slow.
         if type(base) is not Tensor and isinstance(base, nn.Parameter):
             return
-        storage = t.untyped_storage()
+        storage = with_bytes(t).untyped_storage()
         self._storages[key] = StorageWeakRef(storage), storage.nbytes()
 
     def finish(self, inputs: Iterable[Tensor], outputs: Iterable[DiscardableOutput]) -> None:

@@ -42,8 +42,8 @@ def storage_key(value: Any) -> int | None:
         if not isinstance(value, Tensor) or value.layout is not _STRIDED:
             return None
         if is_traceable_wrapper_subclass(value):
-            inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-            return next((key for key in map(storage_key, inner) if key is not None), None)
+            inner = with_bytes(value)
+            return None if inner is value else storage_key(inner)
         if _has_no_bytes(value):
             return None
     if value.layout is not _STRIDED or value.is_nested:
@@ -52,6 +52,17 @@ def storage_key(value: Any) -> int | None:
         return int(value.untyped_storage()._cdata)
     except NotImplementedError:  # raised for torch.func's wrappers; a test for them costs more
         return None
+
+
+def with_bytes(t: Tensor) -> Tensor:
+    """Return the tensor whose storage `storage_key` identifies: the first one inside a wrapper.
+
+    A wrapper subclass such as DTensor has a storage of its own, which has no bytes.
+    """
+    if not is_traceable_wrapper_subclass(t):
+        return t
+    inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+    return next((with_bytes(each) for each in inner if storage_key(each) is not None), t)
 
 
 def by_storage(values: Iterable[object]) -> dict[int, Any]:
