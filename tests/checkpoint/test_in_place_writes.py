@@ -320,4 +320,4 @@ def test_a_large_tensor_that_was_written_after_the_forward_is_an_error_if_read(p
             return
         y.sum().backward()
         results.append(x.grad)
-    assert torch.allclose(*results)
+    torch.testing.assert_close(*results)

@@ -121,16 +121,16 @@ def test_torch_func_while_a_region_awaits_its_backward(mode):
     right = torch.autograd.grad(plain(x).square().sum(), x)[0]
     assert torch.equal(torch.func.grad(loss)(x), right)
     per_sample = torch.func.vmap(torch.func.grad(loss))(x)
-    assert torch.allclose(per_sample, right)
+    torch.testing.assert_close(per_sample, right)
     hessian = torch.func.hessian(lambda x: plain(x).square().sum())(x)
-    assert torch.allclose(torch.func.hessian(loss)(x), hessian)
-    assert torch.allclose(torch.func.jacfwd(loss)(x), right)
-    assert torch.allclose(torch.func.jacrev(loss)(x), right)
+    torch.testing.assert_close(torch.func.hessian(loss)(x), hessian)
+    torch.testing.assert_close(torch.func.jacfwd(loss)(x), right)
+    torch.testing.assert_close(torch.func.jacrev(loss)(x), right)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
         with torch.no_grad():
             tangent = torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent
-    assert torch.allclose(tangent, right.sum())
+    torch.testing.assert_close(tangent, right.sum())
     waiting.backward()
     assert torch.equal(x.grad, right)
 
@@ -201,7 +201,7 @@ def test_nested_regions_in_a_backward_under_disabled_checkpoints():
         z.sum().backward()
     y.sum().backward()
     right = torch.autograd.grad(inner(x).sum() + outer[1](inner(x)).sum(), x)[0]
-    assert torch.allclose(x.grad, right)
+    torch.testing.assert_close(x.grad, right)
 
 
 def test_checkpoints_that_are_disabled_in_a_trace():

@@ -77,7 +77,7 @@ def test_a_mode_around_the_forward(way, mode):
     for backward in arounds:
         right = gradients(layer, None, forward, backward, x)
         got = gradients(layer, way, forward, backward, x)
-        assert all(map(torch.allclose, got, right))
+        torch.testing.assert_close(got, right)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -85,7 +85,7 @@ def test_backward_of_a_tensor_subclass_runs_without_its_functions(way):
     layer, x = Layer(), torch.randn(6, 4).as_subclass(Scaled).requires_grad_()
     nothing = mock.MagicMock()
     right = gradients(layer, None, nothing, nothing, x)
-    assert all(map(torch.allclose, gradients(layer, way, nothing, nothing, x), right))
+    torch.testing.assert_close(gradients(layer, way, nothing, nothing, x), right)
 
 
 def test_only_the_modes_that_have_ended_are_entered():
@@ -151,5 +151,5 @@ def test_attention_that_is_replaced_during_the_forward(way):
     patches = [mock.patch.object(F, "scaled_dot_product_attention", exchanged) for _ in range(2)]
     right = gradients(layer, None, patches[0], mock.MagicMock(), x)
     got = gradients(layer, way, patches[1], mock.MagicMock(), x)
-    assert all(map(torch.allclose, got, right))
+    torch.testing.assert_close(got, right)
     assert F.scaled_dot_product_attention is before

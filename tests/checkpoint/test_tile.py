@@ -480,6 +480,6 @@ def test_the_product_that_ends_a_tile_runs_once(ending):
     got, x.grad = x.grad, None
     right = plain(x)
     right.square().sum().backward()
-    assert torch.allclose(out, right) and torch.allclose(got, x.grad)
+    torch.testing.assert_close((out, got), (right, x.grad))
     for a, b in zip(tiled.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(a.grad, b.grad)
+        torch.testing.assert_close(a.grad, b.grad)

@@ -98,7 +98,7 @@ def test_ids_of_tokens(sparse):
         table.load_state_dict(tables[0].state_dict())
         run(ids).square().sum().backward()
     right, got = (table.weight.grad.to_dense() for table in tables)
-    assert torch.allclose(got, right)
+    torch.testing.assert_close(got, right)
 
 
 class Flat(nn.Linear):
@@ -116,7 +116,7 @@ def test_a_module_that_needs_a_contiguous_input(compiles):
         torch.autograd.grad(call(x).square().sum(), (x, *module.parameters()))
         for call, module in ((plain, plain), (run, tiled))
     )
-    assert all(map(torch.allclose, got, right))
+    torch.testing.assert_close(got, right)
 
 
 def test_parameters_that_functional_call_computes():
@@ -127,7 +127,7 @@ def test_parameters_that_functional_call_computes():
         doubled = {name: 2 * p for name, p in module.named_parameters()}
         torch.func.functional_call(module, doubled, x).square().sum().backward()
     for p, q in zip(plain.parameters(), tiled.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad)
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_a_module_that_modifies_its_input_is_refused():
