@@ -144,7 +144,7 @@ def _lightning() -> str:
     `lightning` installs `pytorch_lightning` too, whose Trainer may refuse callbacks of the other.
     """
     new, old = "lightning.pytorch", "pytorch_lightning"
-    imported = [name for name in (new, old) if name in sys.modules]
+    imported = [name for name in (new, old) if sys.modules.get(name) is not None]
     if imported:
         return imported[0]
     has_new = importlib.util.find_spec("lightning") is not None
