@@ -158,8 +158,9 @@ def test_losses_of_deferred_logits(case, tmp_path):
     exact = "bf16" not in options
     assert losses == pytest.approx(got, rel=1e-4 if exact else 1e-2)
     torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-5 if exact else 1e-2)
+    rel, off = (1e-4, 0) if exact else (0.1, 0.05)  # rounding changes the best class of some tokens
     for name in ("eval_loss", "eval_accuracy"):  # metrics of logits
-        assert measured[name] == pytest.approx(metrics[name], rel=1e-4 if exact else 0.1)
+        assert measured[name] == pytest.approx(metrics[name], rel=rel, abs=off)
 
 
 @pytest.mark.parametrize(
