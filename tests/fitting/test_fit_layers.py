@@ -12,6 +12,8 @@ from storage_ops.fitting import choices
 from storage_ops.fitting.search import Search
 from storage_ops.memory import simulate_step
 
+from .models import LlamaBlock
+
 pytestmark = pytest.mark.in_turn
 
 ADAM = torch.optim.AdamW
@@ -353,3 +355,14 @@ def test_the_peak_of_a_step_is_never_refused(monkeypatch):
     monkeypatch.setattr(kind, "fastest", lambda self, budget: None)
     monkeypatch.setattr(Search, "_least", lambda self: None)
     assert storage_ops.fit(model, x, highest, actions=["full"]).peak_bytes == highest
+
+
+def test_layers_share_a_simulation_although_the_first_gets_other_numbers(monkeypatch):
+    seen, plain = [], choices.costs_of
+    count = "storage_ops.fitting.search.costs_of"
+    monkeypatch.setattr(count, lambda call, *rest: seen.append(call) or plain(call, *rest))
+    blocks = (LlamaBlock(32, i) for i in range(4))
+    model = nn.Sequential(nn.Embedding(8, 32), *blocks, nn.Linear(32, 8))
+    search = Search(model, torch.randint(0, 8, (2, 16)), actions=["full"])
+    assert len(search.problem.options) == 4
+    assert len(seen) == 1

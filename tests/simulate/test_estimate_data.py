@@ -147,9 +147,36 @@ def test_data_overwritten_by_activations_is_unknown():
         estimate(step, x)
 
 
+@pytest.mark.parametrize("fill", [
+    lambda t: t.fill_(2), lambda t: t.fill_(torch.tensor(2.0)), lambda t: t.zero_().add_(2),
+    lambda t: t.copy_(torch.full((3,), 2)),
+], ids=["fill_", "fill_ with a tensor", "zero_", "copy_"])  # fmt: skip
+def test_memory_is_known_when_all_of_it_is_written(fill):
+    def step():
+        assert fill(torch.empty(4, 3)).sum().item() == 24
+        assert fill(torch.empty(4, 3, dtype=torch.int64)).sum().item() == 24
+
+    estimate(step)
+
+
+def written_in_part():
+    t = torch.empty(8)
+    t[:4].fill_(1)
+    return t
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.empty(4, 3).add(2), lambda: torch.empty(4, 3).add_(2), written_in_part,
+    lambda: torch.empty(3).copy_(torch.empty(3)),
+], ids=["add", "add_", "in part", "copied"])  # fmt: skip
+def test_numbers_in_memory_that_was_not_written_are_unknown(make):
+    with pytest.raises(RuntimeError, match="needs the values of a tensor"):
+        estimate(lambda: make().sum().item())
+
+
 def test_expanded_constants_are_known():
     def step():
-        t = torch.empty_strided((4, 3), (0, 1)).add(2)
+        t = torch.zeros(3).expand(4, 3).add(2)
         t = t.sum(0).expand(5, 3) * torch.ones(1).expand(5, 3)
         assert t.expand(2, 5, 3).sum().item() == 240
 

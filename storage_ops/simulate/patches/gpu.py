@@ -221,7 +221,8 @@ def _attention(
     # torch 2.10 divides by the number of key heads, which may be 0.
     enable_gqa = enable_gqa and query.shape[-3:-2] != key.shape[-3:-2]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if not _is_simulated() or query.dim() != 4 or not query.numel():
+    simulation = _simulation()
+    if simulation is None or query.dim() != 4 or not query.numel():
         return _original("scaled_dot_product_attention", query, key, value, *rest, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # The float mask that is added to scores.
@@ -230,7 +231,8 @@ def _attention(
     kernel = _fused_kernel(query, key, value, attn_mask, is_causal)
     if kernel is None:
         math = torch.ops.aten._scaled_dot_product_attention_math
-        return math(query, key, value, *rest, **options)[0]
+        with simulation.values.unfollowed():  # its causal mask has an element for each score
+            return math(query, key, value, *rest, **options)[0]
     if attn_mask is not None:
         attn_mask = _aligned(attn_mask, query, key)
     size = value.shape[3]

@@ -2,7 +2,8 @@
 
 The values of integers, booleans and single floating-point numbers are followed if they come from
 real tensors, constants and factories. So are short floating-point tensors such as masks, except for
-parameters. Results of known values alone are computed, so they are known, too.
+parameters. Results of known values alone are computed, so they are known, too. Floating-point
+numbers in memory that was not written, such as in `torch.empty`, are unknown.
 
 Activations, and values computed from them, are unknown unless the caller makes an assumption. Then
 conditions (`x > 0`) and choices (`topk`) get values that match it. Values that follow from these,
@@ -47,6 +48,10 @@ _LIMIT = 256 << 20
 _SHORT = 16 << 20  # most bytes of floating-point data and constants that are followed
 _UNINITIALISED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
+}  # fmt: skip
+# Ops whose result does not depend on earlier values of the tensor that they write to.
+_OVERWRITING = {
+    _aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default
 }  # fmt: skip
 
 
@@ -99,6 +104,7 @@ class Values:
 
     def __init__(self, assumption: Assumption) -> None:
         self.reads = 0
+        self._is_off = False
         self._assumption = assumption
         self._bytes: dict[int, Tensor] = {}
         # Functions that compute bytes that were not needed yet.
@@ -108,6 +114,15 @@ class Values:
         self._writes: Counter[int] = Counter()  # how often each storage was written to
         self._digests: dict[int, tuple[Tensor, str]] = {}  # of tensors from outside, by their ids
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @contextlib.contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Follow no results in a with block, such as those of a kernel that determine no sizes."""
+        self._is_off, before = True, self._is_off
+        try:
+            yield
+        finally:
+            self._is_off = before
 
     def offer(self, twin: Tensor, real: Tensor) -> None:
         """Use the values of a real tensor for its twin if they are needed."""
@@ -189,6 +204,9 @@ class Values:
         key = _key_of(t)
         return key in self._bytes or key in self._later
 
+    def _knows_all(self, args: object) -> bool:
+        return all(map(self.knows, tensors_in(args)))
+
     def known(self, t: Tensor) -> Known | None:
         """Return the values of a fake tensor for use by others. None if it is not followed."""
         is_followed = _is_strided(t) and (_is_followed(t) or (_is_short(t) and self.knows(t)))
@@ -207,8 +225,7 @@ class Values:
         Unknown values stay unknown.
         """
         key, elements = self._key(new), known.elements
-        self._bytes.pop(key, None)
-        self._later.pop(key, None)
+        self._drop([new])
         if elements is None:
             if known.source is not None:
                 self._sources[key] = known.source
@@ -260,11 +277,7 @@ class Values:
             if name_of(func) == "histc" and not args[0].is_floating_point():
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             try:
-                out = func(*args, **kwargs)
-                # Otherwise each run would read other bytes.
-                if name_of(func) in _UNINITIALISED:
-                    out.untyped_storage().fill_(0)
-                return out
+                return func(*args, **kwargs)
             except (RuntimeError, IndexError):  # the CPU has no such kernel
                 return None
 
@@ -272,8 +285,17 @@ class Values:
         """Record the effect of an op on values after it ran on fake tensors."""
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # found_inf stays 0.0, because numbers are finite
+        if name_of(func) in _UNINITIALISED:  # numbers stay unknown, as those of activations
+            if _is_strided(out) and _is_followed(out):
+                self._know_zeros(out)  # as each run would read other bytes
+            return
         targets = list(_written(func, args, kwargs))
         self._writes.update(map(self._key, targets))
+        if self._is_off:
+            self._drop(targets)
+            return
+        if func in _OVERWRITING and any(map(_is_whole, targets)) and self._knows_all(args[1:]):
+            self._know_zeros(targets[0])
         results = [t for t in tensors_in(out) if _is_strided(t) and _is_followed(t)]
         if not results and not any(map(_is_followed, targets)):
             self._follow_numbers(func, args, kwargs, out, targets)
@@ -295,10 +317,18 @@ class Values:
         for t in targets:
             if _is_followed(t):
                 self._is_unknown(func, args, kwargs, t, "value")
-            self._bytes.pop(_key_of(t), None)
-            self._later.pop(_key_of(t), None)
+        self._drop(targets)
         for _, leaf in outputs:
             self._suppose(func, args, kwargs, leaf)
+
+    def _drop(self, written: list[Tensor]) -> None:
+        """Forget the values of tensors that have got unknown ones."""
+        for t in written:
+            self._bytes.pop(_key_of(t), None)
+            self._later.pop(_key_of(t), None)
+
+    def _know_zeros(self, t: Tensor) -> None:
+        self._know(t, partial(torch.zeros, t.shape, dtype=t.dtype))
 
     def _follow_numbers(
         self, func: Overload, args: Args, kwargs: Kwargs, out: object, written: list[Tensor]
@@ -306,7 +336,7 @@ class Values:
         """Record the effect of an op on short data and constants, such as one that makes a mask."""
         inputs = tensors_in((args, kwargs))
         real = None
-        if torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.knows, inputs)):
+        if torch.Tag.nondeterministic_seeded not in func.tags and self._knows_all(inputs):
             keys = {_key_of(t) for t in inputs}
             results = [
                 (i, leaf)
@@ -319,9 +349,7 @@ class Values:
             for i, leaf in results if real is not None else ():
                 self._know(leaf, partial(_same, computed[i]))
         if real is None:
-            for t in written:
-                self._bytes.pop(_key_of(t), None)
-                self._later.pop(_key_of(t), None)
+            self._drop(written)
 
     def _know(self, t: Tensor, value: Callable[[], Tensor]) -> None:
         """Compute the values of a fake tensor with a new storage when they are needed."""
@@ -411,6 +439,12 @@ def _is_followed(t: Tensor) -> bool:
 def _is_short(t: Tensor) -> bool:
     """Return True for floating-point tensors of the size of masks and small data."""
     return t.is_floating_point() and _is_strided(t) and t.untyped_storage().nbytes() <= _SHORT
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Return True if a tensor that may be followed contains each element of its storage once."""
+    is_small = _is_followed(t) or _is_short(t)
+    return is_small and t.numel() * t.itemsize == t.untyped_storage().nbytes()
 
 
 def _written(func: Overload, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
