@@ -314,12 +314,13 @@ class Values:
             for i, leaf in outputs:
                 self._know(leaf, partial(_same, computed[i]))
             return
+        cause = self.source((args, kwargs))
         for t in targets:
             if _is_followed(t):
-                self._is_unknown(func, args, kwargs, t, "value")
+                self._is_unknown(func, t, "value", cause)
         self._drop(targets)
         for _, leaf in outputs:
-            self._suppose(func, args, kwargs, leaf)
+            self._suppose(func, args, kwargs, leaf, cause)
 
     def _drop(self, written: list[Tensor]) -> None:
         """Forget the values of tensors that have got unknown ones."""
@@ -367,7 +368,9 @@ class Values:
 
         self._later[self._key(t)] = made
 
-    def _suppose(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor) -> None:
+    def _suppose(
+        self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, cause: Source | None
+    ) -> None:
         """Assume values of a tensor that depends on unknown values."""
         name = name_of(func)
         is_integer = not t.dtype.is_floating_point and not t.dtype.is_complex
@@ -375,7 +378,7 @@ class Values:
             kind = "condition"
         else:
             kind = "choice" if name in CHOICES and is_integer else "value"
-        self._is_unknown(func, args, kwargs, t, kind)
+        self._is_unknown(func, t, kind, cause)
         if kind == "value" or t.numel() == 0:
             return
         finite = of_finite_numbers(func, args) if kind == "condition" else None
@@ -391,9 +394,11 @@ class Values:
             dim = along(name, args, kwargs)
             self._know(t, partial(choices, dim, args[0].shape, t.shape, count))
 
-    def _is_unknown(self, func: Overload, args: Args, kwargs: Kwargs, t: Tensor, kind: str) -> None:
-        """Record the op to name in an error if the values of a tensor are needed."""
-        cause = self.source((args, kwargs))
+    def _is_unknown(self, func: Overload, t: Tensor, kind: str, cause: Source | None) -> None:
+        """Record the op to name in an error if the values of a tensor are needed.
+
+        `cause`: the op that made values among the arguments of `func` unknown, if any.
+        """
         if cause is None or cause.kind == "value":
             cause = Source.here(func, kind)
         self._sources[self._key(t)] = cause
