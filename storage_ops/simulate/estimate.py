@@ -408,7 +408,7 @@ def settle(ledger: Ledger, roles: Mapping[Block, str]) -> dict[str, Any]:
         "peak_bytes": peak, "kept_bytes": levels[-1], "input_bytes": levels[0],
         "timeline": [Sample(at, level) for at, level in zip(seconds, levels, strict=True)],
         "at_peak": sorted(at_peak, key=lambda block: -block.nbytes), "lives": lives,
-        "by_owner": dict(by_owner.most_common()),
+        "by_owner": {owner: n for owner, n in by_owner.most_common() if n},
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.ops import Args, Kwargs
@@ -30,6 +30,7 @@ from storage_ops.simulate.layers.graph_ends import (
     reads_history,
     run_backward,
 )
+from storage_ops.simulate.layers.key_value_caches import CacheOfOneLayer
 from storage_ops.simulate.mode import Simulation
 from storage_ops.simulate.module_kinds import SIMPLE, NotComparable
 
@@ -58,7 +59,10 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that leaves the call, as a view of the storage of a slot."""
+    """A tensor that leaves the call, as a view of the storage of a slot.
+
+    `is_cached`: whether a cache keeps it. In the call's own graph it gets no gradient.
+    """
 
     slot: int
     shape: tuple[int, ...]
@@ -66,12 +70,19 @@ class View:
     offset: int
     dtype: torch.dtype
     needs_grad: bool
+    is_cached: bool = False
 
     @staticmethod
-    def of(t: Tensor, slot: int) -> View:
+    def of(t: Tensor, slot: int, is_cached: bool = False) -> View:
         """Return the view for a tensor."""
         shape, offset = tuple(t.shape), int(t.storage_offset())
-        return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad)
+        return View(slot, shape, t.stride(), offset, t.dtype, t.requires_grad, is_cached)
+
+    def fits(self, gradient: Tensor | None) -> bool:
+        """Return True if a gradient of the view is like that of the recording."""
+        if gradient is None or self.is_cached:
+            return gradient is None and self.is_cached
+        return self.has_strides_of(gradient)
 
     def has_strides_of(self, t: Tensor) -> bool:
         """Return True if a tensor of the view's shape has its elements in the same order."""
@@ -124,9 +135,9 @@ class Recording:
         slots: the blocks of the call.
         forward, backward: numbers of slots, each with True if it is allocated, or False if it is
             freed.
-        outputs: for each leaf of the result: a View, the number of the input tensor that it is, or
-            ("value", leaf).
-        form: the tree structure of the result.
+        outputs: for each leaf of the result, and of the changes of caches: a View, the number of
+            the input tensor that it is, or ("value", leaf).
+        form: the tree structure of the result and of the changes.
         held: slots of inputs and outputs that its autograd nodes keep until backward.
         edges: how many gradients arrive at each input.
         arrives_last: whether the gradient of the input is computed after all other gradients.
@@ -158,7 +169,7 @@ class Recording:
         """Return True if the backward was recorded with gradients like these of its outputs."""
         views = (o for o in self.outputs if isinstance(o, View) and o.needs_grad)
         pairs = zip(gradients, views, strict=True)
-        return all(t is not None and view.has_strides_of(t) for t, view in pairs)
+        return all(view.fits(t) for t, view in pairs)
 
     def storage_of(self, number: int, simulation: Simulation, device: torch.device) -> Tensor:
         """Return a tensor with a new storage like that of a slot, by the first view of the slot."""
@@ -169,11 +180,12 @@ class Recording:
 
 def record(
     simulation: Simulation, module: nn.Module, name: str, call: Callable[..., Any], args: Args,
-    kwargs: Kwargs, accumulate: bool,
+    kwargs: Kwargs, caches: list[CacheOfOneLayer], accumulate: bool,
 ) -> Recording:  # fmt: skip
     """Run a call separately and record its effect on the ledger.
 
     Args:
+        caches: the caches among its arguments. They are empty afterwards.
         accumulate: whether gradients of its parameters exist, and it adds to them. Otherwise it
             creates all of them.
 
@@ -189,7 +201,7 @@ def record(
     simulation.parts.append(side)
     simulation.sent = Counter()
     try:
-        return _Recorder(simulation, side, module, name).run(call, args, kwargs)
+        return _Recorder(simulation, side, module, name).run(call, args, kwargs, caches)
     finally:
         simulation.ledger, simulation.sent = outer, sent
         for p, gradient in before:
@@ -208,7 +220,9 @@ class _Recorder:
             0  # the number of events when the gradients of the outputs existed
         )
 
-    def run(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Recording:
+    def run(
+        self, call: Callable[..., Any], args: Args, kwargs: Kwargs, caches: list[CacheOfOneLayer]
+    ) -> Recording:
         """Run the call and record its effect."""
         events, arrived = self._side.events, list[Any]()
         has_gradient = [p.grad is not None for p in self._module.parameters()]
@@ -222,10 +236,11 @@ class _Recorder:
         check_casts(events[start:stop], self._module.parameters())
         if versions != [t._version for t in inputs]:
             raise NotComparable
-        leaves, form = tree_flatten(result)
-        outputs = [self._output(leaf, inputs) for leaf in leaves]
+        count = len(tree_leaves(result))
+        leaves, form = tree_flatten((result, [cache.take_changes() for cache in caches]))
+        outputs = [self._output(leaf, inputs, i >= count) for i, leaf in enumerate(leaves)]
         edges = 0
-        pairs = zip(leaves, outputs, strict=True)
+        pairs = zip(leaves[:count], outputs[:count], strict=True)
         leaving = [t for t, v in pairs if isinstance(v, View) and v.needs_grad]
         if reads_history(leaving, entries, self._module.parameters(), since):
             raise NotComparable
@@ -315,8 +330,8 @@ class _Recorder:
             self._simulation.imitate(copies[id(t)], t)
         return [copies[id(t)] for t in tensors]
 
-    def _output(self, leaf: object, inputs: list[Tensor]) -> Any:
-        """Return the entry of a result's leaf for `Recording.outputs`."""
+    def _output(self, leaf: object, inputs: list[Tensor], is_cached: bool) -> Any:
+        """Return the entry of a leaf for `Recording.outputs`."""
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, SIMPLE):
                 raise NotComparable
@@ -328,7 +343,7 @@ class _Recorder:
         if block is None or self._roles.get(block, (OUTPUT, 0))[0] != OUTPUT:
             raise NotComparable
         self._roles[block] = (OUTPUT, 0)
-        return View.of(leaf, self._number(block))
+        return View.of(leaf, self._number(block), is_cached)
 
     def _gradients_of(self, leaving: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Return a function that creates the gradients of outputs and records when they exist."""

@@ -221,7 +221,7 @@ def replayed(
     simulation: Simulation, recording: Recording, module: nn.Module, name: str,
     inputs: list[Tensor],
 ) -> Any:  # fmt: skip
-    """Replay a call from its recording, and return its result."""
+    """Replay a call from its recording. Return its result and the changes of caches."""
     replay = Replay(simulation, recording, module, name, inputs)
     if recording.needs_grad:
         # If no input needs a gradient, a parameter makes the node part of the graph.

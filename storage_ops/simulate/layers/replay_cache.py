@@ -14,6 +14,7 @@ from storage_ops.checkpoint.discard import scope
 from storage_ops.checkpoint.state.unchanged import undo_changes
 from storage_ops.foundation.autocast import autocast_dtypes
 from storage_ops.foundation.ops import Args, Kwargs
+from storage_ops.simulate.layers.key_value_caches import Caches
 from storage_ops.simulate.layers.recording import Recording, record
 from storage_ops.simulate.layers.replay import check_edges, replayed
 from storage_ops.simulate.layers.variants import Variants
@@ -84,10 +85,11 @@ class Quick:
         if not _is_plain():
             return False, None
         try:
-            key, tensors = arguments_key(args, kwargs, simulation.identity)
+            caches = Caches(module, args, kwargs)
+            key, tensors = arguments_key(*caches.arguments(), simulation.identity)
         except NotComparable:
             return False, None
-        key = (torch.is_grad_enabled(), autocast_dtypes(), key)
+        key = (torch.is_grad_enabled(), autocast_dtypes(), key, caches.key)
         known = self._recordings.find(kind, key, simulation)
         if known is None:
             if self._recordings.is_alone(kind, key, simulation):
@@ -96,9 +98,9 @@ class Quick:
                 kind,
                 key,
                 simulation,
-                lambda _: self._record(simulation, module, kind, name, call, args, kwargs),
+                lambda _: self._record(simulation, module, kind, name, call, caches),
             )
-            left = any(part.alive() for part in simulation.parts)
+            left = any(s.nbytes() for part in simulation.parts for s in part.alive())
             self.is_spoiled = left or self._recordings.have_written
             if self.is_spoiled:
                 raise NotComparable
@@ -106,7 +108,9 @@ class Quick:
         if recording is None:
             return False, None
         self.count += 1
-        return True, replayed(simulation, recording, module, name, tensors)
+        result, changes = replayed(simulation, recording, module, name, tensors)
+        caches.change(changes)
+        return True, result
 
     def check(self, loss: Tensor) -> None:
         """Raise an error before a backward that would differ from that of the calls' own nodes."""
@@ -115,12 +119,16 @@ class Quick:
 
     def _record(
         self, simulation: Simulation, module: nn.Module, kind: ModuleKind, name: str,
-        call: Callable[..., Any], args: Args, kwargs: Kwargs,
+        call: Callable[..., Any], caches: Caches,
     ) -> Recording:  # fmt: skip
         undo = undo_changes([module])
         self._records = True
         try:
-            recording = record(simulation, module, name, call, args, kwargs, self._accumulate)
+            stand_ins = caches.stand_ins()
+            args, kwargs = caches.arguments(stand_ins)
+            recording = record(
+                simulation, module, name, call, args, kwargs, stand_ins, self._accumulate
+            )
             with _own_forward(module):
                 if not self._kinds.is_current(module):
                     raise NotComparable  # a replay would not change the module
