@@ -24,7 +24,7 @@ from storage_ops.checkpoint.selective.copies import BookedCopies, active
 from storage_ops.foundation.ledger import Block, Ledger
 from storage_ops.foundation.op_names import Overload
 from storage_ops.foundation.ops import Args, Kwargs, describe, facts_of
-from storage_ops.foundation.walk import is_leaf
+from storage_ops.foundation.values import is_leaf
 from storage_ops.simulate.fakes import SimulatedFakes
 from storage_ops.simulate.kernels import fake_tensor_gaps, scratch
 from storage_ops.simulate.module_kinds import NotComparable

@@ -18,14 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from storage_ops.checkpoint.layers.config_policy import uncompiled
+from storage_ops.foundation.functions import cells_of
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.walk import (
-    OBJECT,
-    OF_EVERY_MODULE,
-    cells_of,
-    is_opaque,
-    kind_of,
-)
+from storage_ops.foundation.values import OBJECT, OF_EVERY_MODULE, is_opaque, kind_of
 from storage_ops.simulate.plain_values import HIDDEN, Spot, plain_of
 from storage_ops.simulate.ranks.fsdp import sharded_modules, sharded_parameters
 from storage_ops.simulate.values.wrappers import is_wrapper

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from storage_ops.checkpoint.saved.guard import LIBRARIES, storage_key
-from storage_ops.foundation.walk import CONTAINERS, items_of, names_of_globals
+from storage_ops.foundation.functions import names_of_globals
+from storage_ops.foundation.values import CONTAINERS, items_of
 
 if TYPE_CHECKING:
     from storage_ops.checkpoint.region.region import Region

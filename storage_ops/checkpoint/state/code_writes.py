@@ -16,14 +16,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from storage_ops.foundation.walk import (
-    attributes_of,
-    cached_by_code,
-    is_of_torch,
-    names_of_code,
-    package_of,
-    package_with,
-)
+from storage_ops.foundation.functions import cached_by_code, names_of_code
+from storage_ops.foundation.values import attributes_of, is_of_torch, package_of, package_with
 
 # How code may write tensors. These are bits of an integer, which are fast to combine.
 IN_PLACE = 1  # by an op that increments the version of the tensor

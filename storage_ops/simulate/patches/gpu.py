@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from storage_ops.foundation.autocast import autocast_dtype
-from storage_ops.foundation.walk import TENSOR, walk
+from storage_ops.foundation.values import TENSOR
+from storage_ops.foundation.walk import walk
 from storage_ops.simulate.mode import Simulation
 
 
