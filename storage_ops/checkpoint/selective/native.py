@@ -1,9 +1,10 @@
 """Policies that are sets of ops or of their calls, applied without Python code for each op.
 
-The library of saved tensors has kernels for the ops of such a policy (`csrc/checkpoint/kept_ops.h`)
-and logs all other ops. It does the same as the modes of `selective`. Errors and warnings of both
-are in Python. The modes are needed for policies that inspect arguments, for higher-order ops, for
-tensor subclasses, inside other modes, and without the library.
+The library of saved tensors has kernels for the ops of such a policy (`policy_kernels.h` in
+`csrc/checkpoint/`) and logs all other ops (`op_callback.h`). It does the same as the modes of
+`selective`. Errors and warnings of both are in Python. The modes are needed for policies that
+inspect arguments, for higher-order ops, for tensor subclasses, inside other modes, and without the
+library.
 """
 
 from __future__ import annotations
