@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from storage_ops.loss.call import is_integer
 from storage_ops.losses.options import (
     ESTIMATORS,
     IMPORTANCES,
@@ -201,8 +202,7 @@ def grpo(
             raise wrong("grpo", ValueError, "delta is", delta, f"None with loss_type={loss_type!r}")
     if num_items_in_batch is not None:
         _check_items(num_items_in_batch, normalize)
-    whole = isinstance(max_length, int) and not isinstance(max_length, bool)
-    if max_length is not None and not (whole and max_length >= 1):
+    if max_length is not None and not (is_integer(max_length) and max_length >= 1):
         raise wrong("grpo", ValueError, "max_length is", repr(max_length), "None or a count >= 1")
     if "logit_scale" in options:
         raise wrong("grpo", TypeError, "logit_scale", "is given", "`temperature`, its inverse")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from storage_ops.loss import checks
 from storage_ops.loss.api import linear_cross_entropy
-from storage_ops.loss.call import Result, count_of, is_number, is_one_of
+from storage_ops.loss.call import Result, count_of, is_integer, is_number, is_one_of
 from storage_ops.loss.checks import INDICES, check_head, class_indices
 
 IGNORED = -100
@@ -168,7 +168,7 @@ def separated(
             or shift is not True or False.
     """
     check_tensor(loss, "target", target)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+    if not is_integer(ignore_index):
         raise wrong(loss, TypeError, "ignore_index is", repr(ignore_index), "an integer")
     if not isinstance(shift, int) or shift not in (0, 1):
         raise wrong(loss, TypeError, "shift is", repr(shift), "True or False")
