@@ -142,11 +142,11 @@ def _give_output(
     """Give a region the output that the library has noted or discarded."""
     handle.untyped_storage()  # `RefCounts` counts the Python object of a storage
     entry = DiscardableOutput(0, key, handle, output or _freed, version, description, _FIRST)
-    made.uses[key] = uses
+    made.outputs.uses[key] = uses
     if is_discarded:
-        made._discarded = [entry]
+        made.outputs.discarded = [entry]
     else:
-        made.discardable = [entry]
+        made.outputs.discardable = [entry]
     producers[key] = weakref.ref(made)
 
 

@@ -96,7 +96,7 @@ class RefCounts(NamedTuple):
     @staticmethod
     def of(region: Region, entry: DiscardableOutput) -> RefCounts:
         """Return the present counts of a region's output."""
-        return RefCounts.counted(entry.key, entry.output, region.uses.get(entry.key, 0))
+        return RefCounts.counted(entry.key, entry.output, region.outputs.uses.get(entry.key, 0))
 
 
 def is_referenced(
