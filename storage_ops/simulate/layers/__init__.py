@@ -2,6 +2,6 @@
 
 `simulate/module_kinds.py` decides which modules and arguments are equal. `variants.py` finds out
 which numbers and strings of a layer may differ. `recording.py` records the effect of a call on the
-ledger. `replay.py` repeats the effect, and `replay_cache.py` keeps the recordings. `casts.py`
-checks that autocast allows it.
+ledger. `graph_ends.py` separates the autograd graph of the call. `replay.py` repeats the effect,
+and `replay_cache.py` keeps the recordings. `casts.py` checks that autocast allows it.
 """
