@@ -1,8 +1,9 @@
 """Simulates a call or a training step on fake tensors, as on a GPU, and counts its memory.
 
 A dispatch mode (`mode.py`) sees every op and records the storages that the op allocates in a
-*ledger* (`foundation/ledger.py`). `captured.py` finds the tensors, modules and optimizers that
-exist before the call. `fakes.py` has the fake tensor mode. The packages below have the details:
+*ledger* (`foundation/ledger.py`). Tensors from outside have fake twins (`twins.py`). `captured.py`
+finds the tensors, modules and optimizers that exist before the call. `fakes.py` has the fake tensor
+mode. The packages below have the details:
 
 * `values/`: sizes that depend on the values of tensors, which are known or assumed.
 * `kernels/`: temporary memory of kernels, and results that fake tensors get wrong.

@@ -143,7 +143,7 @@ def on_one_device(
             return t
         if id(t) not in moved:
             captured.tensors = [other for other in captured.tensors if other is not t]
-            moved[id(t)] = simulation.moved(t, torch.device("meta"))
+            moved[id(t)] = simulation.twins.moved(t, torch.device("meta"))
         return moved[id(t)]
 
     result: tuple[Any, Any] = tree_map_only(Tensor, move, (args, kwargs))

@@ -327,7 +327,7 @@ def _flex_attention(
     assert simulation is not None
     for t in tree_leaves(block_mask):
         if isinstance(t, Tensor):
-            simulation.twin(t)  # in memory, although no op reads it
+            simulation.twins.of(t)  # in memory, although no op reads it
     dtype = autocast_dtype(query.device.type)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
