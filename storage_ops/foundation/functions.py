@@ -92,7 +92,7 @@ def _find_globals(code: CodeType) -> set[str]:
     return names
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_code
 def names_of_code(code: CodeType) -> frozenset[str]:
     """Return the names of attributes and globals that code uses."""
     inner = (names_of_code(const) for const in code.co_consts if isinstance(const, CodeType))

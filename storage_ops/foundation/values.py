@@ -164,7 +164,7 @@ def slots_of(value: object) -> Iterator[tuple[str, Any]]:
             continue
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def names_of_slots(cls: type) -> tuple[str, ...]:
     """Return the names of the slots that a class and its bases define."""
     slots = [vars(c).get("__slots__", ()) for c in cls.__mro__]

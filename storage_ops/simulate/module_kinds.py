@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_flatten
 from storage_ops.checkpoint.layers.config_policy import uncompiled
 from storage_ops.foundation.functions import cells_of
 from storage_ops.foundation.ops import Args, Kwargs
-from storage_ops.foundation.values import OBJECT, OF_EVERY_MODULE, is_opaque, kind_of
+from storage_ops.foundation.values import (
+    OBJECT,
+    OF_EVERY_MODULE,
+    cached_by_class,
+    is_opaque,
+    kind_of,
+)
 from storage_ops.simulate.plain_values import HIDDEN, Spot, plain_of
 from storage_ops.simulate.ranks.fsdp import sharded_modules, sharded_parameters
 from storage_ops.simulate.values.wrappers import is_wrapper
@@ -185,7 +191,7 @@ class _Attributes(Comparison):
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def _is_of_python(cls: type) -> bool:
     """Return True if an instance's dictionary is its whole state."""
     if cls in _NAMESPACES:
