@@ -236,7 +236,7 @@ def _attention(
         attn_mask = _aligned(attn_mask, query, key)
     size = value.shape[3]
     if size % 8 and kernel is _FlashAttention:
-        query, key, value = (_filled_up(t, 8) for t in (query, key, value))
+        query, key, value = (_filled_up(t) for t in (query, key, value))
     out = kernel.apply(query, key, value, attn_mask)
     return out[..., :size] if size < out.shape[3] else out
 
@@ -269,13 +269,13 @@ def _fused_kernel(
 def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the mask as the kernel reads it: rows padded to 8, expanded to heads and batches."""
     if mask.shape[-1] % 8:
-        mask = _filled_up(mask, 8)[..., : mask.shape[-1]]
+        mask = _filled_up(mask)[..., : mask.shape[-1]]
     return mask.expand(*q.shape[:3], k.shape[2])
 
 
-def _filled_up(t: Tensor, to: int) -> Tensor:
-    """Return a copy whose last dimension is padded to a multiple of `to`."""
-    return torch.nn.functional.pad(t, (0, -t.shape[-1] % to))
+def _filled_up(t: Tensor) -> Tensor:
+    """Return a copy whose last dimension is padded to a multiple of 8."""
+    return torch.nn.functional.pad(t, (0, -t.shape[-1] % 8))
 
 
 class _FlexAttention(torch.autograd.Function):
